@@ -31,7 +31,8 @@ from bench.replay import drafting, replay
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.runs import Run, merged, sorted_run
 from sssd_plugin.datastore.live.opening import open_live
-from sssd_plugin.datastore.live.store import NICE, LiveStore
+from sssd_plugin.datastore.live.runs import NICE
+from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 
 NODES = 16

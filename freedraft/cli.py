@@ -2,14 +2,14 @@
 
 Plugins add sub-commands through entry points in the group `freedraft.commands`: one named `a` is the command or group
 `a`, one named `a.b` is the command `b` in the group `a`; the object is a `typer.Typer` or a function with typer
-annotations. They are imported only when they are called or listed, and one that cannot be imported says so without
-taking the others with it.
+annotations. They are imported when they are called or listed; one that cannot be imported says so.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,13 +41,10 @@ class PluginGroup(TyperGroup):
         """The command, imported now; one that says why it cannot be imported; None when there is none."""
         if cmd_name in self.commands:
             return self.commands[cmd_name]
-        point = self._registered().get(self.prefix + cmd_name)
-        if point is not None:
-            return _load(point, cmd_name)
-        inner = f"{self.prefix}{cmd_name}."
-        if any(name.startswith(inner) for name in self._registered()):
-            return _group(cmd_name, inner)
-        return None
+        registered, name = self._registered(), self.prefix + cmd_name
+        if name in registered:
+            return _load(registered[name], cmd_name)
+        return _group(cmd_name, f"{name}.") if any(other.startswith(f"{name}.") for other in registered) else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that `args` begins with; refuses what is no longer there by name."""
@@ -57,10 +54,8 @@ class PluginGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; an error that a user can put right ends in one line and exit code 2.
-
-        With FREEDRAFT_DEBUG=1 it ends in its traceback instead.
-        """
+        """Run the command; an error that a user can put right ends in one line and exit code 2, with FREEDRAFT_DEBUG=1
+        in its traceback."""
         try:
             return super().invoke(ctx)
         except (ValueError, OSError) as error:
@@ -138,10 +133,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
-    ] = False,
-) -> None:
+    version: Annotated[bool, typer.Option(
+        "--version", help="Print the version and exit.", is_eager=True, callback=_print_version)] = False,
+) -> None:  # fmt: skip
     """Training-free speculative decoding for stock vLLM and SGLang."""
 
 
@@ -165,12 +159,10 @@ def profile(
 
     from freedraft.cost.profiling import measure, write
 
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, transient=True) as bar:
+    with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True) as bar:
         task = bar.add_task("starting", total=1.0)
-        measured = measure(
-            device, name=name, progress=lambda what, share: bar.update(task, description=what, completed=share)
-        )
+        show = partial(bar.update, task)
+        measured = measure(device, name=name, progress=lambda what, share: show(description=what, completed=share))
     path = write(measured, out, force=force)
     typer.echo(
         f"{path}: {measured.peak_flops / 1e12:.3g} TFLOP/s, {measured.bandwidth / 1e9:.3g} GB/s, "
@@ -185,11 +177,10 @@ def explain(
     context: Annotated[int, typer.Option(min=1, help="Tokens per request in the KV cache.")] = 1024,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="What the engine computes in (default: the model's).")] = None,
-    tokens_per_step: Annotated[
-        str | None, typer.Option(metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")
-    ] = None,
+    tokens_per_step: Annotated[str | None, typer.Option(
+        metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it too (.png, .svg, .pdf).")] = None,
-) -> None:
+) -> None:  # fmt: skip
     """Say what a step costs and how much the cost model would draft, by batch size, from the roofline alone."""
     from rich.console import Console
     from rich.table import Table
@@ -226,10 +217,9 @@ def top(
     port: Annotated[int, typer.Argument(min=1, max=65535, help="What option 'metrics_port' says.")],
     host: Annotated[str, typer.Option(help="Where the server runs, or what forwards its metrics.")] = "127.0.0.1",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print what there was since the server's start, and end.")
-    ] = False,
-) -> None:
+    once: Annotated[bool, typer.Option("--once", help="Print what there was since the server's start, and end.")]
+    = False,
+) -> None:  # fmt: skip
     """Show what a running server drafts, and what that brings, from its metrics."""
     from freedraft.top import run
 

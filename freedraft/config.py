@@ -78,14 +78,12 @@ UserPath = Annotated[Path | None, BeforeValidator(expand_path)]
 
 
 class PluginOptions(BaseModel):
-    """Base of a plugin's options: a frozen pydantic model that knows no other option than its own.
-
-    `retired` maps "option" or "option=value" of earlier versions to the sentence that says what replaces it.
-    """
+    """Base of a plugin's options: a frozen pydantic model that knows no other option than its own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, str_strip_whitespace=True)
 
     source_name: ClassVar[str] = "freedraft options"
+    # What replaces "option" or "option=value" of earlier versions.
     retired: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
@@ -105,10 +103,7 @@ class PluginOptions(BaseModel):
     @classmethod
     def read(cls, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Self:
         """Options from the engine's flags; those not given there from the YAML file that `FREEDRAFT_CONFIG` names; the
-        rest from `FREEDRAFT_<OPTION>` variables.
-
-        Each source is checked by itself, so that a ConfigError names the one that is wrong.
-        """
+        rest from `FREEDRAFT_<OPTION>` variables. Each source is checked by itself, so that a ConfigError names it."""
         environ = os.environ if environ is None else environ
         values = cls._from_environment(environ)
         if path := environ.get(CONFIG_VARIABLE):
@@ -123,13 +118,12 @@ class PluginOptions(BaseModel):
     @classmethod
     def _from_environment(cls, environ: Mapping[str, str]) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        options = [*cls.model_fields, *(name for name in cls.retired if "=" not in name)]
-        names = {PREFIX + option.upper(): option for option in options}
+        names = {PREFIX + option.upper(): option for option in (*cls.model_fields, *cls.retired)}
         for variable, value in environ.items():
-            if variable in names:
+            if option := names.get(variable):
                 if value != "":
-                    cls.parse({names[variable]: value}, f"environment variable {variable}")
-                    values[names[variable]] = value
+                    cls.parse({option: value}, f"environment variable {variable}")
+                    values[option] = value
             elif variable.startswith(PREFIX) and variable != CONFIG_VARIABLE:
                 # Other tools may use the prefix; only what looks like a slip of the pen is an error.
                 stem = variable.removeprefix(PREFIX).lower()

@@ -20,20 +20,13 @@ ENGINES = ("vllm", "sglang")
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was found of one engine.
-
-    Attributes:
-        version: None when the engine is not installed.
-        hooks: how many are there, where there are no problems: of all methods if all can draft.
-        problems: what is missing without which nothing drafts, one line each.
-        notes: what else is missing, what decides the speed, and whether the version is tested, one line each.
-    """
+    """The state of one engine. Problems and notes are one line each."""
 
     engine: str
-    version: str | None = None
-    hooks: int = 0
-    problems: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    version: str | None = None  # if it is installed
+    hooks: int = 0  # number of hooks that are there, where there are no problems: of all methods if all can draft
+    problems: tuple[str, ...] = ()  # drafting is disabled until they are fixed
+    notes: tuple[str, ...] = ()  # missing optional parts, settings that decide the speed, untested versions
 
     @property
     def usable(self) -> bool:

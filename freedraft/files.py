@@ -29,14 +29,12 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
-    """Create or replace `path` atomically: readers see either the old or the new contents.
+    """Create or replace `path` atomically: readers see either the old or the new contents. Raises OSError: the disk
+    refuses; `path` is as it was, and no temporary file is left.
 
     Args:
         mode: permissions, less the umask.
         durable: whether the new contents are on the disk when this returns. A cache that may be lost need not wait.
-
-    Raises:
-        OSError: the disk refuses; `path` is as it was, and no temporary file is left.
     """
     if path.exists() and not path.is_file():  # a device or a pipe, whose place no file must take
         path.write_bytes(data)
@@ -77,15 +75,9 @@ def one_line_error(action: str, path: Path) -> Iterator[None]:
 
 
 class FileLock:
-    """An exclusive lock between processes, on a file or a folder.
-
-    The system releases it when the process ends, however that happens. On a file system without locks, everybody gets
-    one, whose `enforced` is False.
-
-    Raises:
-        BlockingIOError: another process has it, and `wait` is False.
-        OSError: `path` cannot be opened.
-    """
+    """An exclusive lock between processes, on a file or a folder, until the process ends. On a file system without
+    locks, everybody gets one, with `enforced` False. Raises BlockingIOError: another process has it, and `wait` is
+    False; OSError: `path` cannot be opened."""
 
     def __init__(self, path: Path, *, create: bool = False, wait: bool = False) -> None:
         flags = os.O_RDWR | os.O_CREAT if create else os.O_RDONLY

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_servers: dict[tuple[str, int], int] = {}  # ports by the addresses that were requested
+_servers: dict[tuple[str, int], int] = {}  # port of each metrics server, by configured address
 _lock = threading.Lock()
 
 
 class Metrics(NamedTuple):
-    """The metrics of one method; what each holds is in its help text below."""
+    """The metrics of one method; their help texts are below."""
 
     requests: Gauge
     budget: Gauge
@@ -91,16 +91,13 @@ def where_to_look(port: int | None) -> str:
 
 
 def serve(port: int | None, rank: int = 0, host: str = LOCAL) -> int | None:
-    """Serve this process's metrics at http://host:port/metrics, once per address and process; return the port.
-
-    The engine runs in a process of its own, whose metrics the API server's own page does not show.
+    """Serve this process's metrics, which the API server's own page does not show, at http://host:port/metrics, once
+    per address and process; return the port. Raises ConfigError: the port is taken, or the host is none of this
+    machine's.
 
     Args:
         port: 0 picks a free one, None serves nothing.
-        rank: of this process among those of the engine, each of which serves at a port of its own, port + rank.
-
-    Raises:
-        ConfigError: the port is taken, or the host is none of this machine's.
+        rank: of this process among those of the engine, each of which serves at port + rank.
     """
     if port is None:
         return None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -21,16 +21,10 @@ _MAX_PENDING = 4 << 20  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A document.
+    """A document."""
 
-    Attributes:
-        tenant: digest of its tenant, 16 bytes, or none.
-        milliseconds: since 1970, when its request ended.
-        tokens: int32 [n].
-    """
-
-    tenant: bytes
-    milliseconds: int
+    tenant: bytes  # digest of its tenant, 16 bytes, or none
+    milliseconds: int  # since 1970, when its request ended
     tokens: NDArray[np.int32]
 
     @property
@@ -41,12 +35,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """Documents to forget.
-
-    Attributes:
-        tenant: their tenant's digest; None for documents of all tenants.
-        before: only documents from before this time, in ms since 1970; None for documents of any time.
-    """
+    """Documents to forget: of one tenant, by its digest, or of all; from before a time in ms since 1970, or of any."""
 
     tenant: bytes | None = None
     before: int | None = None
@@ -56,34 +45,43 @@ class Erasure:
         """`before`, or a time that never comes."""
         return 1 << 62 if self.before is None else self.before
 
-    def covers(self, tenant: bytes, milliseconds: int) -> bool:
-        return self.tenant in (None, tenant) and milliseconds < self.until
+    def covers(self, record: Record) -> bool:
+        return self.tenant in (None, record.tenant) and record.milliseconds < self.until
 
 
 @dataclass(slots=True)
 class Changes:
-    """Erasures and then documents of other processes; a built store, if it became available."""
+    """Erasures and then documents of other processes; a built store, once it became available."""
 
     erasures: list[Erasure] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     built: list[Snapshot] = field(default_factory=list)
 
 
-class PendingRecords:
-    """Documents in memory that wait to be written while the disk or the bucket refuses. Thread-safe.
+@dataclass(slots=True)
+class LiveStats:
+    """The state of a live store."""
 
-    Attributes:
-        dropped: number of documents that were never written, because it refused for long.
-    """
+    tokens: int = 0  # held, separators included
+    max_sub_indices: int = 0  # runs of one tenant
+    nbytes: int = 0  # memory of all runs
+    tenants: int = 0  # known, requests of none not counted
+    documents: int = 0  # taken since the start
+    inserted: int = 0  # their tokens
+    merges: int = 0  # in the background
+    merge_seconds: float = 0.0
+    evicted: int = 0  # tokens that were dropped to make room
+    dropped: Counter[str] = field(default_factory=Counter)  # documents that were not taken, by reason
+
+
+class PendingRecords:
+    """Documents in memory that wait to be written while the disk or the bucket refuses. Thread-safe."""
 
     def __init__(self) -> None:
-        self.dropped = 0
+        self.dropped = 0  # documents that were never written, because it refused for long
         self._records: deque[Record] = deque()
         self._tokens = 0
         self._lock = threading.Lock()
-
-    def __bool__(self) -> bool:
-        return bool(self._records)
 
     def append(self, record: Record) -> None:
         with self._lock:
@@ -108,11 +106,11 @@ class PendingRecords:
     def erase(self, erasure: Erasure) -> None:
         """Never write what the erasure covers."""
         with self._lock:
-            self._set(r for r in self._records if not erasure.covers(r.tenant, r.milliseconds))
+            self._set([record for record in self._records if not erasure.covers(record)])
 
-    def _set(self, records: Iterable[Record]) -> None:
+    def _set(self, records: list[Record]) -> None:
         self._records = deque(records)
-        self._tokens = sum(record.size for record in self._records)
+        self._tokens = sum(record.size for record in records)
 
 
 def keep_shares(held: Mapping[T, int], total: int) -> dict[T, int]:
@@ -123,21 +121,6 @@ def keep_shares(held: Mapping[T, int], total: int) -> dict[T, int]:
         kept[holder] = min(size, left // (len(held) - number))
         left -= kept[holder]
     return kept
-
-
-def in_parts(records: Iterable[Record], limit: int) -> Iterator[list[Record]]:
-    """Yield consecutive documents of at most `limit` tokens together, separators included, unless one alone is
-    larger."""
-    part: list[Record] = []
-    size = 0
-    for record in records:
-        if part and size + record.size > limit:
-            yield part
-            part, size = [], 0
-        part.append(record)
-        size += record.size
-    if part:
-        yield part
 
 
 def now_ms() -> int:

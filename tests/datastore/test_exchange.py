@@ -23,9 +23,10 @@ from freedraft.tenants import tenant_key
 from sssd_plugin.datastore.disk.remote import UnreachableError
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.search import find_ngram
-from sssd_plugin.datastore.live import exchange, maintenance
+from sssd_plugin.datastore.live import batches, exchange, maintenance
 from sssd_plugin.datastore.live import store as live_store
-from sssd_plugin.datastore.live.exchange import Batch, Exchange, seal, unseal
+from sssd_plugin.datastore.live.batches import Batch, UrlFolder, seal, unseal
+from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.opening import check_live, open_live
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.datastore.live.tenant import tenant_digest
@@ -254,7 +255,7 @@ def test_one_batch_grows_until_it_is_full(folder_url: str, monkeypatch: pytest.M
     assert sorted(texts_at(folder_url)) == [[number] * 9 for number in range(20)]
     assert sorted(texts_of(Exchange(folder_url, VOCAB, isolation="shared"))) == sorted(texts_at(folder_url))
     publish(one, [50, 51])
-    monkeypatch.setattr(Exchange, "_remove", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(UrlFolder, "remove", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):  # killed between the two
         publish(one, [77, 78])
     assert texts_of(other) == [[50, 51], [77, 78]] and texts_at(folder_url).count([50, 51]) == 1
@@ -274,14 +275,14 @@ def test_a_fresh_server_reads_the_newest_that_it_may_hold(folder_url: str, monke
 def test_an_answer_that_is_lost_loses_no_text(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch arrives, is read, and the server that was not told so publishes it again, with more."""
     one, other = member(folder_url), member(folder_url)
-    original = Exchange._put
+    original = UrlFolder.put
 
-    def lost(self: Exchange, name: str, data: bytes) -> None:
+    def lost(self: UrlFolder, name: str, data: bytes) -> None:
         original(self, name, data)
         raise UnreachableError("the answer is lost")
 
     with monkeypatch.context() as broken:
-        broken.setattr(Exchange, "_put", lost)
+        broken.setattr(UrlFolder, "put", lost)
         with pytest.raises(UnreachableError):
             publish(one, [1, 2, 3])
     assert texts_of(other) == [[1, 2, 3]]
@@ -295,15 +296,15 @@ def test_a_batch_that_is_written_anew_while_it_is_read_loses_no_text(
     monkeypatch.setattr(exchange, "_BATCH_TOKENS", 1)
     one, other = member(folder_url), member(folder_url)
     publish(one, [1, 2], [3, 4], [5, 6])
-    original, gone = Exchange._get, []
+    original, gone = UrlFolder.get, []
 
-    def get(self: Exchange, name: str) -> bytes | None:
+    def get(self: UrlFolder, name: str) -> bytes | None:
         if name.startswith("20") and len(gone) < 2:
             gone.append(name)
             return original(self, name) if len(gone) == 1 else None
         return original(self, name)
 
-    monkeypatch.setattr(Exchange, "_get", get)
+    monkeypatch.setattr(UrlFolder, "get", get)
     assert texts_of(other) == [[1, 2]] and texts_of(other) == [[3, 4], [5, 6]]
 
 
@@ -374,7 +375,7 @@ def test_an_erased_batch_is_written_anew_though_that_failed_once(
     name, data = seal("a" * 16, [(0, Record(b"", 5, np.array(SECRET, np.int32)))])  # of a server that was away
     Path(folder_url.removeprefix("file://"), "learnt", name).write_bytes(data)
     with monkeypatch.context() as once:
-        once.setattr(Exchange, "_remove", lambda *_: (_ for _ in ()).throw(UnreachableError("503")))
+        once.setattr(UrlFolder, "remove", lambda *_: (_ for _ in ()).throw(UnreachableError("503")))
         with pytest.raises(UnreachableError):
             sync(one)
     assert holds(folder_url, SECRET) and sync(one).records == []
@@ -385,9 +386,9 @@ def test_a_server_without_readable_batches_holds_up_no_other(folder_url: str, mo
     servers = [member(folder_url) for _ in range(5)]
     for number, server in enumerate(servers):
         publish(server, [number, number])
-    reader, get = Exchange(folder_url, VOCAB, isolation="shared"), Exchange._get
+    reader, get = Exchange(folder_url, VOCAB, isolation="shared"), UrlFolder.get
     lost = servers[0]._server  # batches that are always written anew before they are read
-    monkeypatch.setattr(Exchange, "_get", lambda self, name: None if f".{lost}." in name else get(self, name))
+    monkeypatch.setattr(UrlFolder, "get", lambda self, name: None if f".{lost}." in name else get(self, name))
     assert sorted(texts_of(reader)) == [[n, n] for n in range(1, 5)]
     monkeypatch.undo()
     assert texts_of(reader) == [[0, 0]]
@@ -488,7 +489,7 @@ def test_a_full_disk_keeps_what_is_learnt(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr(exchange, "write_atomically", full)
+        disk.setattr(batches, "write_atomically", full)
         learn(server, A, [1, 2, 3])
         wait_until(lambda: f"no space left for {folder_url}" in caplog.text)
         assert count(server, A, [1, 2, 3]) == 1

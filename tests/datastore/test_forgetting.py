@@ -15,6 +15,7 @@ import pytest
 from freedraft.step import TOP_TOKENS, NodeLogits
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live import log as log_module
+from sssd_plugin.datastore.live import runs
 from sssd_plugin.datastore.live import store as live_store
 from sssd_plugin.datastore.live.folder import LiveManifest
 from sssd_plugin.datastore.live.maintenance import forget, verify_live
@@ -88,7 +89,7 @@ def test_nothing_is_left_of_a_tenant_on_disk(tmp_path: Path, isolation: str) -> 
 
 
 def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_store, "MEMTABLE_TOKENS", 256)
+    monkeypatch.setattr(runs, "MEMTABLE_TOKENS", 256)
     monkeypatch.setattr(log_module, "ANNOUNCED_SECONDS", 0.5)
     servers = [open_live(tmp_path, VOCAB) for _ in range(2)]
     drafters = [Drafter(vocab_size=VOCAB, max_nodes=8, live=store) for store in servers]
@@ -127,8 +128,8 @@ def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: p
 
 def test_what_is_being_merged_sorted_or_written_is_forgotten_too(tmp_path: Path, monkeypatch) -> None:
     """Erasures at every moment of a store that learns, shared by all, large documents among them."""
-    monkeypatch.setattr(live_store, "MEMTABLE_TOKENS", 128)
-    monkeypatch.setattr(live_store, "LARGE_TOKENS", 200)
+    monkeypatch.setattr(runs, "MEMTABLE_TOKENS", 128)
+    monkeypatch.setattr(runs, "LARGE_TOKENS", 200)
     store = open_live(tmp_path, VOCAB, isolation="shared")
     for round_ in range(25):
         teach(store, 3, 8, first=8 * round_)
@@ -202,7 +203,7 @@ def test_time_never_runs_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     teach(store, 1, 1)
     wall.seconds -= 1e6
     teach(store, 1, 1, first=1)
-    times = store.tenants[1].all_runs[0].documents[:, 0]
+    times = store.tenants[store.tenant("salt 0")].all_runs[0].documents[:, 0]
     assert times[0] == times[1] == 1e12
     wall.seconds += 1e6 + 104.0
     store._expire()

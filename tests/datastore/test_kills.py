@@ -15,6 +15,7 @@ import pytest
 
 from freedraft.tenants import tenant_key
 from sssd_plugin.datastore.live import exchange, maintenance
+from sssd_plugin.datastore.live import runs as live_runs
 from sssd_plugin.datastore.live import store as live_store
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.log import Log
@@ -121,7 +122,7 @@ def test_kills_of_processes_that_learn_and_forget(
     monkeypatch.setattr(exchange, "POLL_SECONDS", PERIOD)
     monkeypatch.setattr(exchange, "FINISH_SECONDS", 2 * PERIOD)
     monkeypatch.setattr(live_store, "SYNC_SECONDS", PERIOD / 5)
-    monkeypatch.setattr(live_store, "MEMTABLE_TOKENS", 256)
+    monkeypatch.setattr(live_runs, "MEMTABLE_TOKENS", 256)
     monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
     url = where == "url"
     place = f"file://{tmp_path}/bucket" if url else f"{tmp_path}/store"

@@ -29,10 +29,11 @@ VOCAB = 1000
 LEARN_FOREVER = """
 import sys, time
 import numpy as np
+from sssd_plugin.datastore.live import runs
 from sssd_plugin.datastore.live import store as live
 from sssd_plugin.datastore.live.opening import open_live
 
-live.MEMTABLE_TOKENS, live.SYNC_SECONDS = 64, 0.02
+runs.MEMTABLE_TOKENS, live.SYNC_SECONDS = 64, 0.02
 store = open_live(sys.argv[1], 1000, max_tokens=1 << 15, isolation="shared")
 number = int(sys.argv[2])
 print("ready", flush=True)
@@ -219,6 +220,8 @@ def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    check(tmp_path)
+    assert list(tmp_path.iterdir()) == [], "looking makes nothing"
     log_of(tmp_path, fingerprint="a" * 64).close()
     for settings in ({"fingerprint": "b" * 64}, {"vocab_size": VOCAB - 1}):
         refused(tmp_path, "another model's tokenizer", **settings)
@@ -325,7 +328,7 @@ def test_an_erasure_is_followed_though_nothing_can_be_written(tmp_path: Path) ->
     changes = Changes()
     with pytest.raises(DatastoreError, match="full"):
         log.sync(changes)
-    assert changes.erasures == [erasure] and log.pending
+    assert changes.erasures == [erasure] and log.pending.take()
     log.close(), other.close()
 
 

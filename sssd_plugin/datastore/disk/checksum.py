@@ -1,17 +1,17 @@
-"""Checksummed files: a CRC-32 and a SHA-256 per block, so that damage is located, and found in parallel. The numbers in
-them are checked in the same pass, since compiled code reads them unchecked."""
+"""Files of numbers, with digests of each block, so that damage is located, and found in parallel. The numbers are
+checked in the same pass, since compiled code reads them unchecked."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,8 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class FileEntry(BaseModel, frozen=True):
-    """A file in a manifest: its size in bytes, and the CRC-32 and SHA-256 of each block of `BLOCK_BYTES`, in hex. Older
-    files have no SHA-256."""
+    """A file in a manifest: its size in bytes, and the digests of each block of `BLOCK_BYTES`, in hex. Readers compare
+    the SHA-256, which older files do not have, and earlier versions the CRC-32."""
 
     size: Annotated[int, Field(ge=0)]
     crc32: tuple[Annotated[str, Field(pattern="^[0-9a-f]{8}$")], ...]
@@ -43,6 +43,18 @@ class Bounds(NamedTuple):
 
 
 Checked = tuple[Path, FileEntry, Bounds]
+
+
+class _Crc32:
+    """CRC-32 as a hash of `hashlib`."""
+
+    _value = 0
+
+    def update(self, data: memoryview) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
 
 
 class NewFile(FileIO):
@@ -72,19 +84,16 @@ def record(path: Path) -> FileEntry:
     size = path.stat().st_size
     blocks = range(0, size, BLOCK_BYTES)
     with ThreadPoolExecutor(_THREADS) as pool:
-        crc32 = tuple(found for found, _ in pool.map(partial(_scan, path, False), blocks))
-        sha256 = tuple(found for found, _ in pool.map(partial(_scan, path, True), blocks))
+        crc32, sha256 = (
+            tuple(found for found, _ in pool.map(partial(_scan, path, kind, Bounds()), blocks))
+            for kind in (_Crc32, hashlib.sha256)
+        )
     return FileEntry(size=size, crc32=crc32, sha256=sha256)
 
 
-def check(files: Iterable[Checked], *, contents: bool = True, pinned: bool = False) -> None:
+def check(files: Iterable[Checked], *, contents: bool = True) -> None:
     """Raise `DatastoreError` at the first file that is missing or has another size, or block that differs from its
-    checksum or holds a number out of bounds; all blocks are read, in parallel.
-
-    Args:
-        contents: False: sizes only.
-        pinned: whether to compare SHA-256 instead of CRC-32, which an attacker can match.
-    """
+    digest or holds a number out of bounds; all blocks are read, in parallel. contents: False: sizes only."""
     blocks = []
     for path, entry, bounds in files:
         with reporting("read", path):
@@ -94,14 +103,11 @@ def check(files: Iterable[Checked], *, contents: bool = True, pinned: bool = Fal
         if size != entry.size:
             state = "truncated" if size < entry.size else "corrupted (too long)"
             raise DatastoreError(f"{path} is {state}: {size} bytes instead of {entry.size}; restore it, or {REBUILD}")
-        if pinned and len(entry.sha256) != len(entry.crc32):
-            raise DatastoreError(f"{path} has no SHA-256 in the manifest, so a digest cannot pin it: {REBUILD}")
-        sums = entry.sha256 if pinned else entry.crc32
-        blocks += [(path, index * BLOCK_BYTES, bounds, expected) for index, expected in enumerate(sums)]
+        blocks += [(path, entry, bounds, index) for index in range(len(entry.crc32))]
 
-    def check_block(block: tuple[Path, int, Bounds, str]) -> None:
-        path, start, bounds, expected = block
-        found, in_bounds = _scan(path, pinned, start, bounds)
+    def check_block(path: Path, entry: FileEntry, bounds: Bounds, index: int) -> None:
+        expected, start = (entry.sha256 or entry.crc32)[index], index * BLOCK_BYTES
+        found, in_bounds = _scan(path, hashlib.sha256 if entry.sha256 else _Crc32, bounds, start)
         if found != expected:
             differs = f"checksum of the block at byte {start} is {found}, not {expected}"
             raise DatastoreError(f"{path} is corrupted: {differs}; restore it, or {REBUILD}")
@@ -110,13 +116,13 @@ def check(files: Iterable[Checked], *, contents: bool = True, pinned: bool = Fal
             where = f"in the block at byte {start}"
             raise DatastoreError(f"{path} holds numbers {limits} {where}: take the store from whom you trust")
 
-    with ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(check_block, blocks if contents else ()))  # cancels what is left at the first that raises
+    with ThreadPoolExecutor(_THREADS) as pool:  # what is left is cancelled at the first that raises
+        list(pool.map(lambda block: check_block(*block), blocks if contents else ()))
 
 
-def _scan(path: Path, pinned: bool, start: int, bounds: Bounds = Bounds()) -> tuple[str, bool]:  # noqa: B008
-    """Return the SHA-256 (if `pinned`) or the CRC-32 of the block at `start`, and whether its numbers are in bounds."""
-    crc, sha, in_bounds, before = 0, hashlib.sha256(), True, bounds.low
+def _scan(path: Path, hashing: Callable[[], Any], bounds: Bounds, start: int) -> tuple[str, bool]:
+    """Return the digest of the block at `start`, and whether its numbers are in bounds."""
+    digest, in_bounds, before = hashing(), True, bounds.low
     with reporting("read", path), path.open("rb") as file:
         if start:
             file.seek(start - 4)
@@ -125,12 +131,9 @@ def _scan(path: Path, pinned: bool, start: int, bounds: Bounds = Bounds()) -> tu
             numbers = np.fromfile(file, "<i4", min(_STEP_BYTES, BLOCK_BYTES - at) // 4)
             if not len(numbers):
                 break
-            if pinned:
-                sha.update(numbers.data)  # these let other threads run meanwhile
-            else:
-                crc = zlib.crc32(numbers.data, crc)
+            digest.update(numbers.data)  # this lets other threads run meanwhile
             in_bounds &= bounds.low <= int(numbers.min()) and int(numbers.max()) <= bounds.high
             if bounds.rising:
                 in_bounds &= before <= int(numbers[0]) and bool((numbers[1:] >= numbers[:-1]).all())
                 before = int(numbers[-1])
-    return sha.hexdigest() if pinned else f"{crc:08x}", in_bounds
+    return digest.hexdigest(), in_bounds

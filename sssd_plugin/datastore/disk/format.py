@@ -52,18 +52,12 @@ def file_name(role: Role) -> str:
 
 
 class SubIndexEntry(BaseModel, frozen=True):
-    """One sub-index: its folder, what is in it, and its files.
-
-    Attributes:
-        n_tokens: tokens of the documents, separators not counted: the length of the suffix array.
-        n_documents: documents; each has one separator after it.
-        max_token: largest token id.
-    """
+    """One sub-index: its folder, what is in it, and its files."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
-    n_tokens: Count
-    n_documents: Count
-    max_token: Annotated[int, Field(ge=-1, lt=MAX_VOCAB_SIZE)]
+    n_tokens: Count  # separators not counted: the length of the suffix array
+    n_documents: Count  # each has one separator after it
+    max_token: Annotated[int, Field(ge=-1, lt=MAX_VOCAB_SIZE)]  # the largest that occurs
     files: dict[Role, FileEntry]
 
     def layout(self, vocab_size: int) -> dict[Role, tuple[int, Bounds]]:
@@ -89,17 +83,11 @@ class TokenizerEntry(BaseModel, frozen=True):
 
 class ChecksummedManifest(BaseModel, frozen=True):
     """The base of JSON files that say what a folder holds, with a checksum of themselves; `format` and `format_version`
-    are literals with a default in each of them.
+    are literals with a default in each of them."""
 
-    Attributes:
-        DESCRIBES: what the manifest describes, in a few words.
-        REMEDY: what helps against damage, where there is nothing to restore.
-        ALTERNATIVE: what helps, other than an upgrade, against a version that is too new.
-    """
-
-    DESCRIBES: ClassVar[str]
-    REMEDY: ClassVar[str]
-    ALTERNATIVE: ClassVar[str]
+    DESCRIBES: ClassVar[str]  # the contents of the folder
+    REMEDY: ClassVar[str]  # against damage, where there is nothing to restore
+    ALTERNATIVE: ClassVar[str]  # to an upgrade, against a version that is too new
     format: str
     format_version: int
 
@@ -156,13 +144,7 @@ def checksum(content: dict[str, Any]) -> str:
 
 
 class Manifest(ChecksummedManifest, frozen=True):
-    """What a datastore holds, and how to tell that it is whole.
-
-    Attributes:
-        vocab_size: ids are below it. The direct buckets of every sub-index are min(vocab_size, 2^20).
-        tokenizer: None if the store was built from token ids without a tokenizer.
-        requires: features that a reader must have; none so far.
-    """
+    """What a datastore holds, and how to tell that it is whole."""
 
     DESCRIBES: ClassVar[str] = "a freedraft datastore"
     REMEDY: ClassVar[str] = REBUILD
@@ -170,9 +152,9 @@ class Manifest(ChecksummedManifest, frozen=True):
 
     format: Literal["freedraft-datastore"] = "freedraft-datastore"
     format_version: Literal[1] = 1
-    requires: tuple[str, ...] = ()
-    vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]
-    tokenizer: TokenizerEntry | None = None
+    requires: tuple[str, ...] = ()  # features that a reader must have; none so far
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]  # sub-indices have min(vocab_size, 2^20) direct buckets
+    tokenizer: TokenizerEntry | None = None  # None if the store was built from token ids alone
     separator: Literal[-1] = -1
     padding: Literal[32] = 32
     block_bytes: Literal[67108864] = 67108864
@@ -189,7 +171,8 @@ class Manifest(ChecksummedManifest, frozen=True):
                 if role not in sub.files:
                     raise ValueError(f"sub-index {sub.name} lacks its {role}")
                 entry = sub.files[role]
-                if entry.size != 4 * items or len(entry.crc32) != -(-entry.size // BLOCK_BYTES):
+                blocks = -(-entry.size // BLOCK_BYTES)
+                if entry.size != 4 * items or len(entry.crc32) != blocks or len(entry.sha256) not in (0, blocks):
                     raise ValueError(f"the {role} of sub-index {sub.name} do not agree with its counts")
             if sub.max_token >= self.vocab_size:
                 raise ValueError(f"sub-index {sub.name} holds ids beyond the vocabulary")

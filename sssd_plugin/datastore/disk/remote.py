@@ -61,13 +61,11 @@ def reaching(url: str) -> Iterator[None]:
 
 
 def local_copy(url: str, cache: Path | None = None) -> Path:
-    """Return a local copy of the store at `url`; where it cannot be reached, the last one.
+    """Return a local copy of the store at `url`; while it is out of reach, the last one. Raises DatastoreError: the
+    store is missing or damaged, or out of reach and there is no copy.
 
-    Every file of the copy is compared with its checksums; a missing or damaged one is fetched, by one process for all
-    of the host. Copies that nobody has used for a day are removed.
-
-    Raises:
-        DatastoreError: the store is missing or damaged, or out of reach and there is no copy.
+    Every file of the copy is compared with its digests; a missing or damaged one is fetched, by one process for all of
+    the host. Copies that nobody has used for a day are removed.
     """
     folder = (cache or cache_folder()) / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
     try:
@@ -96,9 +94,9 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
 def _complete(target: Path, content: bytes, files: Any, root: str, url: str) -> None:
     """Fetch what is missing or damaged. The manifest comes last: a copy that has one was whole."""
     for path, entry, bounds in Manifest.parse(content, f"{url}/{MANIFEST}").files(target):
-        pinned, name = bool(entry.sha256), path.relative_to(target).as_posix()
+        name = path.relative_to(target).as_posix()
         with contextlib.suppress(DatastoreError):
-            check([(path, entry, bounds)], pinned=pinned)
+            check([(path, entry, bounds)])
             continue
         part = path.with_name(f".{path.name}.part")
         try:
@@ -108,7 +106,7 @@ def _complete(target: Path, content: bytes, files: Any, root: str, url: str) -> 
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with reaching(url):
                 files.get_file(f"{root}/{name}", str(part))
-            check([(part, entry, bounds)], pinned=pinned)
+            check([(part, entry, bounds)])
             with reporting("write", path):
                 with part.open("rb") as file:
                     os.fsync(file.fileno())

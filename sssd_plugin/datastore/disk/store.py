@@ -18,12 +18,7 @@ SAMPLES = 100_000
 
 
 class Datastore:
-    """An open datastore. Its arrays are memory maps: processes on a host share one copy in the page cache.
-
-    Attributes:
-        path: the directory.
-        manifest: what it holds.
-    """
+    """An open datastore. Its arrays are memory maps: processes on a host share one copy in the page cache."""
 
     def __init__(self, path: Path, manifest: Manifest, snapshot: Snapshot) -> None:
         self.path, self.manifest = path, manifest
@@ -31,34 +26,32 @@ class Datastore:
 
     @classmethod
     def open(
-        cls,
-        path: Path | str,
-        *,
-        vocab_size: int | None = None,
-        fingerprint: str | None = None,
-        verify: bool = True,
+        cls, path: Path | str, *, vocab_size: int | None = None, fingerprint: str | None = None, verify: bool = True,
         sha256: str | None = None,
-    ) -> Datastore:
-        """Open the store at `path`.
+    ) -> Datastore:  # fmt: skip
+        """Open the store at `path`. Raises DatastoreError: missing, truncated, corrupted, foreign or newer than this
+        version reads.
 
         Args:
             vocab_size: the model's; every id of the store must be below it. None: not checked.
             fingerprint: of the model's tokenizer; must be the store's, if that records one. None: not checked.
-            verify: read all files, compare their checksums, and see that compiled code can read them unchecked; sizes
-                are always compared. What nobody has verified must not be drafted from.
+            verify: read all files, compare their digests, and see that compiled code can read them unchecked; sizes are
+                always compared. A store must be verified before it is drafted from.
             sha256: the `digest` that the store must have. None: not checked.
-
-        Raises:
-            DatastoreError: missing, truncated, corrupted, foreign or newer than this version reads.
         """
         path = Path(path)
         manifest = read_manifest(path)
         _check_fits(path, manifest, vocab_size, fingerprint)
-        if sha256 is not None and (found := digest(path)) != sha256:
-            raise DatastoreError(
-                f"{path / MANIFEST} has the digest {found}, not {sha256}: restore the store, or correct the digest"
-            )
-        check(manifest.files(path), contents=verify, pinned=sha256 is not None)
+        files = manifest.files(path)
+        if sha256 is not None:
+            if (found := digest(path)) != sha256:
+                raise DatastoreError(
+                    f"{path / MANIFEST} has the digest {found}, not {sha256}: restore the store, or correct the digest"
+                )
+            for file, entry, _ in files:
+                if entry.size and not entry.sha256:
+                    raise DatastoreError(f"{file} has no SHA-256 in the manifest, so a digest cannot pin it: {REBUILD}")
+        check(files, contents=verify)
         try:
             subs = [_map(path / sub.name, sub) for sub in manifest.sub_indices]
         except ValueError as error:  # only where nothing was verified
@@ -108,14 +101,11 @@ def _map(folder: Path, sub: SubIndexEntry) -> SubIndex:
 
 
 def audit(store: Datastore, *, full: bool = False) -> None:
-    """Check the counts, the tables and the suffix arrays in a store that was opened with `verify`.
+    """Check the counts, the tables and the suffix arrays in a store that was opened with `verify`. Raises
+    DatastoreError: the first thing that is wrong, with its file.
 
-    Counts and tables are compared with the tokens, all of them. That the suffix array is a permutation of the suffixes
-    is checked by sums of its entries and of their squares, and that it is sorted on `SAMPLES` neighbours; with `full`
-    both are proved for every entry, in a byte of memory per token.
-
-    Raises:
-        DatastoreError: the first thing that is wrong, with its file.
+    That the suffix array is a permutation of the suffixes is checked by sums of its entries and of their squares, and
+    that it is sorted on `SAMPLES` neighbours; with `full` both are proved for every entry.
     """
     for entry, sub in zip(store.manifest.sub_indices, store.snapshot.sub_indices, strict=True):
         tokens, order = sub.tokens[: sub.n], sub.suffix_array
@@ -125,14 +115,11 @@ def audit(store: Datastore, *, full: bool = False) -> None:
         fill_sparse(sub.tokens, order, sparse)
         unsorted = _first_unsorted(sub.tokens, order, 1 if full else max(1, len(order) // SAMPLES))
         counts = (n_documents, largest) == (entry.n_documents, entry.max_token)
-        starts_agree, sparse_agrees = (
-            np.array_equal(starts, sub.bucket_starts),
-            np.array_equal(sparse, sub.sparse_index),
-        )
+        buckets_agree, sparse_agrees = (starts == sub.bucket_starts).all(), (sparse == sub.sparse_index).all()
         facts: list[tuple[Role, bool, str]] = [
             ("tokens", counts, "document count or largest id differ from the manifest's"),
             ("tokens", not len(tokens) or tokens[-1] == SEPARATOR, "the last document is not closed"),
-            ("bucket_starts", starts_agree, "it does not agree with the tokens"),
+            ("bucket_starts", buckets_agree, "it does not agree with the tokens"),
             ("sparse_index", sparse_agrees, "it does not agree with the tokens and the suffix array"),
             ("suffix_array", permutes, "it is no permutation of the suffixes"),
             ("suffix_array", unsorted < 0, f"not sorted at entry {unsorted}"),

@@ -32,12 +32,7 @@ REACH = {"salt": 0, "strict": 0, "shared": 1, "off": 1}  # who sees a text: its 
 
 
 class LiveManifest(ChecksummedManifest, frozen=True):
-    """What the folder holds.
-
-    Attributes:
-        key: of the digests that stand for tenants' names, in hex.
-        isolation: the narrowest under which something was learnt.
-    """
+    """What the folder holds."""
 
     DESCRIBES: ClassVar[str] = "a live datastore"
     REMEDY: ClassVar[str] = "remove the folder to start anew"
@@ -47,8 +42,8 @@ class LiveManifest(ChecksummedManifest, frozen=True):
     format_version: Literal[2] = 2
     vocab_size: int
     fingerprint: str | None = None
-    key: Digest = Field(default_factory=lambda: secrets.token_hex(16))
-    isolation: Isolation
+    key: Digest = Field(default_factory=lambda: secrets.token_hex(16))  # of the digests that stand for tenants' names
+    isolation: Isolation  # the narrowest under which something was learnt
 
     @classmethod
     def of(cls, folder: Path) -> LiveManifest | None:
@@ -62,8 +57,11 @@ class LiveManifest(ChecksummedManifest, frozen=True):
                 raise DatastoreError(f"{path} is missing though {FILE} is there: restore it, or {cls.REMEDY}")
         return None
 
-    def check_fits(self, folder: Path | str, vocab_size: int, fingerprint: str | None, isolation: Isolation) -> None:
-        """Raise `DatastoreError` unless a server of this tokenizer and isolation may learn in the folder."""
+    def admitting(
+        self, folder: Path | str, vocab_size: int, fingerprint: str | None, isolation: Isolation, alone: bool
+    ) -> LiveManifest:
+        """Return the manifest for when a server of this tokenizer and isolation learns in the folder, alone or not.
+        Raises DatastoreError: it may not."""
         other = self.fingerprint is not None and fingerprint is not None and self.fingerprint != fingerprint
         if other or self.vocab_size > vocab_size:
             raise DatastoreError(
@@ -75,13 +73,6 @@ class LiveManifest(ChecksummedManifest, frozen=True):
                 f"set isolation '{self.isolation}', choose another datastore, or run "
                 f"`freedraft datastore isolation {Path(folder).parent} {isolation} --accept`"
             )
-
-    def with_isolation(self, isolation: Isolation) -> LiveManifest:
-        return self.model_copy(update={"isolation": isolation})
-
-    def narrowed(self, isolation: Isolation, folder: Path, alone: bool) -> LiveManifest:
-        """Return the manifest after something was learnt with this isolation. Raises DatastoreError: a server with a
-        wider one learns in the folder now."""
         if REACH[isolation] < REACH[self.isolation] and not alone:
             raise DatastoreError(
                 f"a server with isolation '{self.isolation}' learns in {folder}, and would draft for everybody from "
@@ -89,18 +80,14 @@ class LiveManifest(ChecksummedManifest, frozen=True):
             )
         return self.with_isolation(min(self.isolation, isolation, key=REACH.__getitem__))
 
+    def with_isolation(self, isolation: Isolation) -> LiveManifest:
+        return self.model_copy(update={"isolation": isolation})
+
 
 class FolderLock:
-    """A lock that the processes of one host share, and no process of another.
-
-    sqlite3 keeps processes apart by locks of the file system, so where there are none nobody gets this lock.
-
-    Attributes:
-        alone: whether no other process had the lock when this one took it.
-
-    Raises:
-        DatastoreError: another host has the lock, the file system has no locks, or the disk refuses.
-    """
+    """A lock that the processes of one host share, and no process of another; `alone`: no other had it when this one
+    took it. sqlite3 keeps processes apart by locks of the file system, so where there are none nobody gets this lock.
+    Raises DatastoreError: another host has the lock, the file system has no locks, or the disk refuses."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
@@ -113,11 +100,11 @@ class FolderLock:
             raise
 
     def _take(self, fd: int) -> bool:
-        end = time.monotonic() + _WAIT_SECONDS
+        host, end = _host(), time.monotonic() + _WAIT_SECONDS
         while not self._flock(fd, fcntl.LOCK_EX):
             if self._flock(fd, fcntl.LOCK_SH):
                 holder = os.pread(fd, 1000, 0)
-                if holder == _host():
+                if holder == host:
                     return False
                 name = holder.decode("utf-8", "replace").partition(" ")[2] or "another host"
                 raise DatastoreError(
@@ -127,8 +114,8 @@ class FolderLock:
                 raise DatastoreError(f"another process has {self._path} for itself: try again later")
             time.sleep(0.02)
         with reporting("write", self._path):
-            os.pwrite(fd, _host(), 0)
-            os.ftruncate(fd, len(_host()))
+            os.pwrite(fd, host, 0)
+            os.ftruncate(fd, len(host))
         return True
 
     def _flock(self, fd: int, kind: int) -> bool:

@@ -1,13 +1,12 @@
-"""What is done to a live folder or an exchange from outside, whether servers learn there or not: forgetting, checking,
-exporting, widening."""
+"""What is done to a live folder or a URL from outside, whether servers learn there or not."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,17 +14,17 @@ from sssd_plugin.datastore.disk.format import LIVE, TENANTS_APART, Isolation
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import SEPARATOR
 from sssd_plugin.datastore.live import exchange as exchanges
+from sssd_plugin.datastore.live.document_file import UnreadableFileError
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.folder import FILE, LOCK, MANIFEST, FolderLock, LiveManifest
-from sssd_plugin.datastore.live.log import Log, UnreadableFileError
+from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.tenant import tenant_digest
 from sssd_plugin.datastore.records import Erasure, now_ms
 
-_JOURNALS = f"{FILE}-journal", f"{FILE}-wal"
+_FILES = FILE, f"{FILE}-journal", f"{FILE}-wal"
 
 
-@dataclass(frozen=True, slots=True)
-class Forgotten:
+class Forgotten(NamedTuple):
     """Documents and tokens erased on disk; `alone` if no server was learning there, which would follow in a second."""
 
     documents: int
@@ -46,22 +45,14 @@ def end_of(before: str | None) -> int | None:
 
 
 def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = None) -> Forgotten:
-    """Erase learnt documents: of these tenants (none: of all), from before a time (ms since 1970; None: of any).
-    Servers of this host that learn there forget them, too. Damaged documents go with them: nobody can tell whose they
-    are.
-
-    Args:
-        directory: the store's.
-        tenants: keys, as of `freedraft.tenants.tenant_key`.
-
-    Raises:
-        DatastoreError: nothing was ever learnt there, another host learns there, or the disk refuses.
-    """
+    """Erase learnt documents: of these tenants (none: of all), from before a time (ms since 1970; None: of any), and
+    damaged ones, since nobody can tell whose they are. Servers of this host that learn there forget them, too. Raises
+    DatastoreError: nothing was ever learnt there, another host learns there, or the disk refuses."""
     folder, manifest = _learnt(directory)
     documents = tokens = 0
     with FolderLock(folder) as lock:
         try:
-            with _log(folder, lock, manifest) as log:
+            with contextlib.closing(Log(folder, lock, manifest)) as log:
                 for erasure in _erasures(manifest, tenants, before):
                     gone = log.erase(erasure)
                     documents, tokens = documents + gone[0], tokens + gone[1]
@@ -70,7 +61,7 @@ def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = No
             if not lock.alone:
                 raise DatastoreError(f"{error} (stop the servers that learn there before)") from None
             with reporting("write", folder / FILE):
-                for name in (FILE, *_JOURNALS):
+                for name in _FILES:
                     (folder / name).unlink(missing_ok=True)
         return Forgotten(documents, tokens, lock.alone)
 
@@ -87,22 +78,16 @@ def forget_at(url: str, tenants: Sequence[str] = (), before: int | None = None) 
 
 
 def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
-    """Check what was learnt, and that no byte of the files names these tenants; None where nothing was ever learnt.
-
-    Returns:
-        The result, in a few words.
-
-    Raises:
-        DatastoreError: the first thing that is wrong, with its remedy.
-    """
+    """Check what was learnt, and that no byte of the files names these tenants; return the result in a few words, None
+    if nothing was ever learnt. Raises DatastoreError: the first thing that is wrong, with its remedy."""
     if LiveManifest.of(Path(directory) / LIVE) is None:
         return None
     folder, manifest = _learnt(directory)
     with FolderLock(folder) as lock:
-        strange = {entry.name for entry in folder.iterdir()} - {FILE, LOCK, MANIFEST, *_JOURNALS}
+        strange = {entry.name for entry in folder.iterdir()} - {LOCK, MANIFEST, *_FILES}
         if strange:
             raise DatastoreError(f"{folder / min(strange)} is no part of a live datastore: remove it")
-        with _log(folder, lock, manifest) as log:
+        with contextlib.closing(Log(folder, lock, manifest)) as log:
             documents, damaged = log.check()
             digests = [tenant_digest(log.key, name) for name in erased]
         if damaged:
@@ -111,7 +96,7 @@ def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
                 "--before 1970-01-02`, which removes damaged documents and keeps all else"
             )
         with reporting("read", folder / FILE):
-            content = b"".join(path.read_bytes() for name in (FILE, *_JOURNALS) if (path := folder / name).exists())
+            content = b"".join(path.read_bytes() for name in _FILES if (path := folder / name).exists())
         if any(digest in content for digest in digests):
             raise DatastoreError(
                 f"{folder / FILE} still names this tenant: run `freedraft datastore forget`; if you just did and a "
@@ -121,24 +106,15 @@ def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
 
 
 def export(place: str, out: Path, tenants: Sequence[str], *, accept: bool = False) -> tuple[int, int]:
-    """Write learnt documents, of these tenants (none: of all), as token ids with a separator after each.
-
-    Args:
-        place: the directory of a store, or a URL.
-        accept: whether texts of tenants that were kept apart may come together.
-
-    Returns:
-        The number of documents and of their tokens.
-
-    Raises:
-        DatastoreError: nothing was learnt, tenants were kept apart, or a file cannot be read or written.
-    """
+    """Write documents that were learnt in the directory of a store or at a URL, of these tenants (none: of all), as
+    token ids with a separator after each; return the number of documents and of their tokens. Raises DatastoreError:
+    nothing was learnt, tenants were kept apart (but for `accept`), or a file cannot be read or written."""
     if "://" in place:
         exchange, manifest = _exchange(place)
         records = exchange.documents()
     else:
         folder, manifest = _learnt(Path(place))
-        with FolderLock(folder) as lock, _log(folder, lock, manifest) as log:
+        with FolderLock(folder) as lock, contextlib.closing(Log(folder, lock, manifest)) as log:
             records = log.load()
     if manifest.isolation in TENANTS_APART and len(tenants) != 1 and not accept:
         raise DatastoreError(
@@ -183,7 +159,3 @@ def _exchange(url: str) -> tuple[Exchange, LiveManifest]:
     if manifest is None:
         raise DatastoreError(f"no server learns at {url}: correct the URL, or start a server that learns there")
     return exchange, manifest
-
-
-def _log(folder: Path, lock: FolderLock, manifest: LiveManifest) -> contextlib.AbstractContextManager[Log]:
-    return contextlib.closing(Log(folder, lock, manifest))

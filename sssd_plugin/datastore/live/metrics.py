@@ -11,14 +11,16 @@ from prometheus_client import Counter, Gauge
 if TYPE_CHECKING:
     from sssd_plugin.datastore.live.store import LiveStore
 
+# By attribute of `LiveStats`.
 _GAUGES = {
-    attribute: Gauge(f"freedraft_live_{name}", text, multiprocess_mode=mode)  # type: ignore[arg-type]
-    for attribute, name, text, mode in (
-        ("tokens", "tokens", "Tokens in the live datastore", "livesum"),
-        ("max_sub_indices", "sub_indices", "Most live sub-indices that a request is drafted from", "livemax"),
-        ("nbytes", "bytes", "Memory of the live datastore", "livesum"),
-        ("tenants", "tenants", "Tenants that have learnt something", "livesum"),
-    )
+    "tokens": Gauge("freedraft_live_tokens", "Tokens in the live datastore", multiprocess_mode="livesum"),
+    "max_sub_indices": Gauge(
+        "freedraft_live_sub_indices",
+        "Most live sub-indices that a request is drafted from",
+        multiprocess_mode="livemax",
+    ),
+    "nbytes": Gauge("freedraft_live_bytes", "Memory of the live datastore", multiprocess_mode="livesum"),
+    "tenants": Gauge("freedraft_live_tenants", "Tenants that have learnt something", multiprocess_mode="livesum"),
 }
 _COUNTERS = {
     "documents": Counter("freedraft_live_documents", "Finished requests that were learnt from"),
@@ -35,7 +37,7 @@ class LiveMetrics:
 
     def __init__(self) -> None:
         self._next = 0.0
-        self._shown: defaultdict[str, float] = defaultdict(float)
+        self._shown: defaultdict[Counter, float] = defaultdict(float)
 
     def show(self, live: LiveStore) -> None:
         """Bring the metrics up to date, for at most a hundredth of the time: with many tenants that takes a while."""
@@ -45,13 +47,8 @@ class LiveMetrics:
         stats = live.stats()
         for name, gauge in _GAUGES.items():
             gauge.set(getattr(stats, name))
-        for name, counter in _COUNTERS.items():
-            value = getattr(stats, name)
-            self._add(counter, name, value)
-        for reason, value in stats.dropped.items():
-            self._add(_DROPPED.labels(reason), reason, value)
+        values = {counter: getattr(stats, name) for name, counter in _COUNTERS.items()}
+        for counter, value in (values | {_DROPPED.labels(reason): n for reason, n in stats.dropped.items()}).items():
+            counter.inc(value - self._shown[counter])
+            self._shown[counter] = value
         self._next = now + 100 * (time.monotonic() - now)
-
-    def _add(self, counter: Counter, name: str, value: float) -> None:
-        counter.inc(value - self._shown[name])
-        self._shown[name] = value

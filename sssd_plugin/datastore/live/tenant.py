@@ -1,44 +1,39 @@
-"""`Tenant`: the runs of one tenant, and which of them are merged next."""
+"""`Tenant`: the runs of one tenant, and which of them are rewritten next; `KnownBeginnings` of documents."""
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.runs import Run, View
+from sssd_plugin.datastore.index.suffix_sort import DEPTH
 from sssd_plugin.datastore.records import Erasure
 
-Erasures = list[tuple[Erasure, int]]
-"""Each with the number of the first document that it spares."""
+BLOCK = 256  # tokens
 FACTOR = 4
 """A run is merged with its newer neighbour unless it is at least FACTOR times as large."""
+Erasures = list[tuple[Erasure, int]]
+"""Each with the number of the first document that it spares."""
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """What is learnt from one tenant's requests, or from everybody's where tenants are not kept apart.
+    """What is learnt from one tenant's requests, or from everybody's where tenants are not kept apart."""
 
-    Attributes:
-        digest: `tenant_digest` of the name; empty for requests of none.
-        runs: oldest and largest first.
-        memtable: the newest documents, which the next one is merged into.
-        erasures: of documents in `runs`. Runs that hold such documents are not drafted from.
-        tidying: a background task for `runs` is queued.
-        used: when a request last named the tenant, in seconds of the monotonic clock.
-        view: what the tenant's requests draft from; None after a change.
-    """
-
-    digest: bytes
-    runs: list[Run] = field(default_factory=list)
-    memtable: Run | None = None
-    erasures: Erasures = field(default_factory=list)
-    tidying: bool = False
-    used: float = field(default_factory=time.monotonic)
-    view: View | None = None
+    digest: bytes  # empty for requests of none
+    runs: list[Run] = field(default_factory=list)  # oldest and largest first
+    memtable: Run | None = None  # the newest documents, which the next one is merged into
+    waiting: int = 0  # runs that are still to be sorted
+    erasures: Erasures = field(default_factory=list)  # of documents in `runs` or waiting
+    tidying: bool = False  # a background task for `runs` is queued
+    used: float = field(default_factory=time.monotonic)  # when a request last named the tenant
+    view: View | None = None  # what its requests draft from; None after a change
 
     @property
     def all_runs(self) -> list[Run]:
@@ -47,7 +42,7 @@ class Tenant:
 
     @property
     def visible_runs(self) -> list[Run]:
-        """Runs without a document to erase."""
+        """Runs without an erased document: others are not drafted from."""
         return [run for run in self.all_runs if kept(run, self.erasures).all()] if self.erasures else self.all_runs
 
     @property
@@ -56,27 +51,27 @@ class Tenant:
         return sum(run.n for run in self.all_runs)
 
     def runs_to_replace(self, max_runs: int, max_tokens: int) -> list[Run]:
-        """Return a run with documents to erase, or two neighbours that should be one; empty if all is well.
+        """Return a run with erased documents, or two neighbours to merge; empty if there is nothing to do.
 
         Args:
-            max_runs: that the tenant may have, the memtable included. Where they are reached, the smallest neighbours
-                are merged, whatever their sizes.
+            max_runs: bound, the memtable included. Once it is reached, the smallest neighbours are merged, whatever
+                their sizes.
             max_tokens: of the merged run.
         """
         runs = self.runs
         for run in runs if self.erasures else ():
             if not kept(run, self.erasures).all():
                 return [run]
-        self.erasures.clear()
-        pairs = range(len(runs) - 1)
-        sizes = [run.n for run in runs]
+        if not self.waiting:
+            self.erasures.clear()
+        pairs, sizes = range(len(runs) - 1), [run.n for run in runs]
         close = [i for i in pairs if sizes[i] < FACTOR * sizes[i + 1] and sizes[i] + sizes[i + 1] <= max_tokens]
         if pairs and not close and len(runs) + 1 >= max_runs:
             close = [min(pairs, key=lambda i: sizes[i] + sizes[i + 1])]
         return runs[close[-1] : close[-1] + 2] if close else []
 
     def replace(self, inputs: list[Run], result: Run | None) -> None:
-        """Put `result` in the place of consecutive runs; behind all where there are none."""
+        """Put `result` in the place of consecutive runs; after all others if `inputs` is empty."""
         at = next(i for i, run in enumerate(self.runs) if run is inputs[0]) if inputs else len(self.runs)
         self.runs[at : at + len(inputs)] = [result] if result else []
         self.view = None
@@ -87,8 +82,8 @@ def tenant_digest(key: bytes, name: str) -> bytes:
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, key=key).digest()
 
 
-def writer_of(digest: bytes) -> int:
-    """Return what stands for a digest in `Run.documents`."""
+def number_of(digest: bytes) -> int:
+    """Return the number of a tenant, as `Run.documents` holds it; 0 for requests of none."""
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
@@ -97,10 +92,45 @@ def kept(run: Run, erasures: Erasures) -> NDArray[np.bool_]:
     times, writers, numbers = run.documents.T
     keep = np.ones(len(times), bool)
     for erasure, spared in erasures:
-        covered = numbers < spared
-        if erasure.before is not None:
-            covered &= times < erasure.before
+        covered = (numbers < spared) & (times < erasure.until)
         if erasure.tenant is not None:
-            covered &= writers == writer_of(erasure.tenant)
+            covered &= writers == number_of(erasure.tenant)
         keep &= ~covered
     return keep
+
+
+@compiled(nogil=True)
+def _keys(tokens, seed):
+    """Return a hash of each full block of tokens (int32 [n]), chained to those before: uint64 [n // BLOCK]."""
+    keys = np.empty(len(tokens) // BLOCK, np.uint64)
+    key = np.uint64(seed)
+    for i in range(len(keys) * BLOCK):
+        key = (key ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15)
+        key ^= key >> np.uint64(29)
+        if i % BLOCK == BLOCK - 1:
+            keys[i // BLOCK] = key
+    return keys
+
+
+class KnownBeginnings:
+    """Hashes of the blocks with which documents began, so that a conversation is held once though each turn begins with
+    the turns before. The oldest of `max_tokens` go first. A collision would cost a tenant a piece of its own text."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_blocks = max(1, max_tokens // BLOCK)
+        self._known: OrderedDict[int, None] = OrderedDict()
+        _keys(np.zeros(1, np.int32), 1)
+        self.clear = self._known.clear
+
+    def new_part(self, tokens: NDArray[np.int32], tenant: int) -> NDArray[np.int32]:
+        """Return the part of a document (int32 [n]) that no earlier one of the tenant began with, and the `DEPTH`
+        tokens before it, so that drafts lead into it; and remember the document."""
+        keys = _keys(np.ascontiguousarray(tokens, np.int32), 1 + tenant).tolist()
+        known = 0
+        while known < len(keys) and keys[known] in self._known:
+            self._known.move_to_end(keys[known])
+            known += 1
+        self._known.update(dict.fromkeys(keys[known:]))
+        while len(self._known) > self._max_blocks:
+            self._known.popitem(last=False)
+        return tokens[max(0, known * BLOCK - DEPTH) :]

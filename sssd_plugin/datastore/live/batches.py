@@ -1,0 +1,167 @@
+"""`Batch`: learnt documents in a file at a URL that is written once; `UrlFolder`: the files there.
+
+    URL/learnt/manifest.json        tokenizer, isolation, and the key of tenants' digests; that of the first writer
+    URL/learnt/<day>.<server>.<last>.<oldest>.<newest>.<digest>    a batch: documents of one server
+    URL/learnt/erased.<before>.<tenant>.due    an erasure; `.done` once no batch holds what it covers
+
+The name of a batch describes its contents: the day of its newest document, the greatest number that the server gave to
+one of them, times of the oldest and the newest (ms), and a SHA-256.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from freedraft.files import write_atomically
+from sssd_plugin.datastore.disk.format import MANIFEST
+from sssd_plugin.datastore.disk.remote import UnreachableError, open_url, reaching
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.records import Erasure, Record
+
+_MAX_BYTES = 64 << 20
+_NOBODY = bytes(16)
+_DOCUMENT = np.dtype([("number", "<i8"), ("milliseconds", "<i8"), ("tenant", "V16"), ("length", "<i8")])
+_BATCH = re.compile(r"\d{4}-\d\d-\d\d\.([0-9a-f]{16})\.(\d{12})\.(\d{13})\.(\d{13})\.[0-9a-f]{32}")
+_ERASED = re.compile(r"erased\.(\d{1,15})\.(all|[0-9a-f]{32})\.(due|done)")
+
+Document = tuple[int, Record]
+"""A document, after the number that its server gave to it."""
+
+
+class Batch(NamedTuple):
+    """A batch, as its name describes it."""
+
+    server: str
+    last: int
+    oldest: int
+    newest: int
+    name: str
+    size: int = 0
+
+
+class Listing(NamedTuple):
+    """All names below the URL: batches, names of erasures, parts of files that killed processes have left, others."""
+
+    batches: list[Batch]
+    erasures: dict[Erasure, str]
+    parts: list[str]
+    strange: set[str]
+
+    @classmethod
+    def of(cls, names: Mapping[str, int]) -> Listing:
+        """Sort names of files, with their sizes."""
+        listing = cls([], {}, [], set())
+        for name, size in sorted(names.items()):
+            if (match := _BATCH.fullmatch(name)) and size <= _MAX_BYTES:
+                listing.batches.append(Batch(match[1], int(match[2]), int(match[3]), int(match[4]), name, size))
+            elif match := _ERASED.fullmatch(name):
+                tenant = None if match[2] == "all" else bytes.fromhex(match[2])
+                listing.erasures[Erasure(tenant, int(match[1]))] = name
+            elif name.startswith("."):
+                listing.parts.append(name)
+            elif name != MANIFEST:
+                listing.strange.add(name)
+        return listing
+
+
+def seal(server: str, documents: list[Document]) -> tuple[str, bytes]:
+    """Return the name and the contents of a batch: int64 n, n rows of `_DOCUMENT`, int32 tokens."""
+    rows = [(number, r.milliseconds, r.tenant or _NOBODY, len(r.tokens)) for number, r in documents]
+    texts = [np.ascontiguousarray(record.tokens, "<i4").tobytes() for _, record in documents]
+    data = b"".join([np.int64(len(rows)).tobytes(), np.array(rows, _DOCUMENT).tobytes(), *texts])
+    oldest, newest = min(row[1] for row in rows), max(row[1] for row in rows)
+    day = datetime.fromtimestamp(newest / 1000, UTC)
+    numbers = f"{rows[-1][0]:012d}.{oldest:013d}.{newest:013d}"
+    return f"{day:%Y-%m-%d}.{server}.{numbers}.{hashlib.sha256(data).hexdigest()[:32]}", data
+
+
+def unseal(batch: Batch, data: bytes, vocab_size: int) -> list[Document]:
+    """Return what `seal` was given. Raises DatastoreError: the contents are damaged, not as the name describes them, or
+    hold ids beyond the vocabulary."""
+    with contextlib.suppress(ValueError, OverflowError, OSError):  # sizes and times that cannot be
+        table = np.frombuffer(data, _DOCUMENT, max(1, int(np.frombuffer(data, "<i8", 1)[0])), 8)
+        tokens = np.frombuffer(data, "<i4", offset=8 + table.nbytes).astype(np.int32)
+        numbers, times, tenants, lengths = (table[name].tolist() for name in _DOCUMENT.names or ())
+        whole = min(lengths) > 0 and sum(lengths) == len(tokens) and numbers == sorted(set(numbers))
+        if whole and int(tokens.min()) >= 0 and int(tokens.max()) < vocab_size:
+            texts = np.split(tokens, np.cumsum(lengths)[:-1])
+            tenants = [b"" if tenant == _NOBODY else tenant for tenant in tenants]
+            documents = list(zip(numbers, map(Record, tenants, times, texts), strict=True))
+            if seal(batch.server, documents)[0] == batch.name:
+                return documents
+    raise DatastoreError(f"the batch {batch.name} is damaged, or holds ids beyond the vocabulary")
+
+
+class UrlFolder:
+    """The folder `learnt` of a URL, whatever fsspec opens and writes to. Raises DatastoreError: a driver is missing;
+    from methods: UnreachableError."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._files, self._above = open_url(url)
+        self._root, self._local = f"{self._above}/learnt", "file" in self._files.protocol
+
+    def names(self, *, above: bool = False) -> dict[str, int]:
+        """Return the names of all files, with their sizes; above: of those at the URL itself."""
+        with reaching(self.url):
+            self._files.invalidate_cache()
+            try:
+                entries = self._files.ls(self._above if above else self._root, detail=True)
+            except FileNotFoundError:
+                return {}
+            files = [entry for entry in entries if entry["type"] == "file"]
+            return {str(entry["name"]).rpartition("/")[2]: int(entry["size"] or 0) for entry in files}
+
+    def get(self, name: str) -> bytes | None:
+        """Return the contents of a file; None if it is missing."""
+        with reaching(self.url):
+            try:
+                return bytes(self._files.cat_file(f"{self._root}/{name}"))
+            except FileNotFoundError:
+                return None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file, which nobody sees in part."""
+        with reaching(self.url):
+            if not self._local:
+                self._files.pipe_file(f"{self._root}/{name}", data)
+                return
+            Path(self._root).mkdir(parents=True, exist_ok=True)
+            for last in (False, False, True):
+                try:
+                    return write_atomically(Path(self._root, name), data, mode=0o666)
+                except FileNotFoundError:  # somebody took the part for one that a killed process has left
+                    if last:
+                        raise
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a file unless it exists."""
+        part = f".{name}.{secrets.token_hex(4)}"
+        try:
+            if self._local:
+                self.put(part, data)
+            with reaching(self.url), contextlib.suppress(FileExistsError):
+                if self._local:
+                    os.link(Path(self._root, part), Path(self._root, name))
+                else:
+                    self._files.pipe_file(f"{self._root}/{name}", data, mode="create")
+        except UnreachableError:  # drivers differ in what they raise where it exists
+            if self.get(name) is None:
+                raise
+        if self._local:
+            self.remove(part)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with reaching(self.url), contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._root}/{name}")

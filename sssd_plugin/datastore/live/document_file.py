@@ -1,0 +1,207 @@
+"""`DocumentFile`: learnt documents in a sqlite3 file, which is repaired where it is damaged.
+
+One row is one document, with its tenant, time and a checksum. The rollback journal (TRUNCATE, synchronous FULL) makes a
+change whole or absent after a crash and leaves no copy of old pages behind, as a write-ahead log would. An erasure
+overwrites (secure_delete), and VACUUM then leaves no copy of a row in the free space of a page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from sssd_plugin.datastore.errors import DatastoreError, reporting
+from sssd_plugin.datastore.records import Record
+
+logger = logging.getLogger("freedraft.datastore")
+
+_BUSY_SECONDS = 10.0
+_PRAGMAS = (
+    "secure_delete = ON",
+    "synchronous = FULL",
+    "journal_mode = TRUNCATE",
+    "cell_size_check = ON",
+    "trusted_schema = OFF",
+    "temp_store = MEMORY",  # or VACUUM would write texts to another folder
+)
+_SCHEMA = (
+    "CREATE TABLE IF NOT EXISTS documents (id INTEGER PRIMARY KEY AUTOINCREMENT,"
+    " tenant BLOB, milliseconds INTEGER, checksum INTEGER, tokens BLOB)",
+    "CREATE TABLE IF NOT EXISTS erasures (id INTEGER PRIMARY KEY AUTOINCREMENT,"
+    " tenant BLOB, before INTEGER, milliseconds INTEGER)",
+)
+_ROWS = "SELECT id, tenant, milliseconds, checksum, tokens FROM documents WHERE id > ? ORDER BY id"
+_REMEDIES = {
+    sqlite3.SQLITE_FULL: "free some space or choose another disk",
+    sqlite3.SQLITE_NOTADB: "restore it, or remove it to start anew",
+    sqlite3.SQLITE_CORRUPT: "restore it, or remove it to start anew",
+    sqlite3.SQLITE_BUSY: "another process writes it without end: stop that one",
+    sqlite3.SQLITE_READONLY: "give this user access or choose another path",
+}
+
+T = TypeVar("T")
+
+
+class UnreadableFileError(DatastoreError):
+    """A file that holds nothing that could be read."""
+
+
+class DocumentFile:
+    """An open file, for one thread at a time. `DatastoreError` from all methods: it cannot be opened or used, or holds
+    something else."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists():  # closing a file would end the locks that this process has on it
+            with reporting("write", path):
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        with self.reporting():
+            self._db = _connect(str(path))
+        self.transact(lambda: [self._db.execute(statement) for statement in _SCHEMA])
+        self.transact(lambda: self._must_be_sound("quick_check"))
+
+    def transact(self, action: Callable[[], T], kind: str | None = "IMMEDIATE", *, repair: bool = True) -> T:
+        """Run `action` in a transaction: all of it or nothing (kind None: outside of one). Where the file turns out to
+        be damaged, write its readable rows anew, and run it again."""
+        with self.reporting():
+            try:
+                return self._once(action, kind)
+            except sqlite3.DatabaseError as error:
+                if not repair or _code(error) != sqlite3.SQLITE_CORRUPT:
+                    raise
+                self._rewrite()
+                return self._once(action, kind)
+
+    def compact(self) -> None:
+        """Leave no copy of what was erased in the file."""
+        self.transact(lambda: self._db.execute("VACUUM"), None)
+        self.transact(lambda: self._db.execute("PRAGMA user_version = 0"), None)
+
+    def check(self) -> tuple[int, int]:
+        """Return the number of documents, and how many of them are damaged. A damaged file raises."""
+
+        def check() -> list[bool]:  # nobody else writes meanwhile
+            self._must_be_sound("integrity_check")
+            return [record is None for _, record in self._documents(0)]
+
+        damaged = self.transact(check, "DEFERRED", repair=False)
+        return len(damaged), sum(damaged)
+
+    @contextlib.contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Turn errors of sqlite3 into one line with the file and the remedy."""
+        try:
+            yield
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where a message quotes a damaged schema
+            problem = error if isinstance(error, sqlite3.Error) else _corrupt()
+            code = _code(problem)
+            kind = UnreadableFileError if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT) else DatastoreError
+            raise kind(f"cannot use {self.path}: {problem}; {_REMEDIES.get(code, 'check the disk')}") from None
+
+    def _documents(self, after: int) -> Iterator[tuple[int, Record | None]]:
+        """Yield the documents with a greater id than `after`: their ids, and None for one that is damaged."""
+        for row in self._db.execute(_ROWS, (after,)):
+            yield row[0], _record(row)
+
+    def _newest(self, table: str) -> int:
+        """Return the greatest id that a row of the table ever had."""
+        row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()
+        return int(row[0]) if row else 0
+
+    def _once(self, action: Callable[[], T], kind: str | None) -> T:
+        if kind is None:
+            return action()
+        self._db.execute(f"BEGIN {kind}")
+        try:
+            result = action()
+            self._db.execute("COMMIT")
+            return result
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise
+
+    def _must_be_sound(self, pragma: str) -> None:
+        if self._db.execute(f"PRAGMA {pragma}(1)").fetchone() != ("ok",):
+            raise _corrupt()
+
+    def _rewrite(self) -> None:
+        good = _connect(":memory:")
+        try:
+            for statement in _SCHEMA:
+                good.execute(statement)
+            newest = {"documents": 0, "erasures": 0}
+            for table in newest:
+                with contextlib.suppress(sqlite3.DatabaseError):
+                    newest[table] = self._newest(table)
+            with contextlib.suppress(sqlite3.DatabaseError):
+                rows = self._db.execute("SELECT id, tenant, before, milliseconds FROM erasures")
+                good.executemany("INSERT INTO erasures VALUES (?, ?, ?, ?)", rows)
+            kept = [row for row in self._readable(newest["documents"]) if _record(row) is not None]
+            good.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?)", kept)
+            # Ids are not given again: other processes remember the last ones that they have read.
+            good.execute("DELETE FROM sqlite_sequence")
+            good.executemany("INSERT INTO sqlite_sequence VALUES (?, ?)", newest.items())
+            good.backup(self._db)
+        finally:
+            good.close()
+        logger.error("freedraft: %s was damaged: %d documents of it could be read and are kept", self.path, len(kept))
+
+    def _readable(self, newest: int) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of documents that can be read; a page that cannot be read is passed over."""
+        at = 0
+        while True:
+            try:
+                for row in self._db.execute(_ROWS, (at,)):
+                    at = row[0]
+                    yield row
+                return
+            except sqlite3.DatabaseError as error:
+                if _code(error) != sqlite3.SQLITE_CORRUPT or at >= newest:
+                    return
+                at += 1
+
+
+def row_of(record: Record) -> tuple[bytes, int, int, bytes]:
+    """Return the columns of a document, its id left out."""
+    tokens = np.ascontiguousarray(record.tokens, "<i4").tobytes()
+    return record.tenant, record.milliseconds, _checksum(record.tenant, record.milliseconds, tokens), tokens
+
+
+def _connect(path: str) -> sqlite3.Connection:
+    db = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    for pragma in _PRAGMAS:
+        db.execute(f"PRAGMA {pragma}")
+    return db
+
+
+def _record(row: tuple[Any, ...]) -> Record | None:
+    """Return the document in a row; None if its checksum does not match."""
+    _, tenant, milliseconds, checksum, tokens = row
+    if not (isinstance(tenant, bytes) and isinstance(milliseconds, int) and isinstance(tokens, bytes)):
+        return None
+    if len(tokens) % 4 or abs(milliseconds) >= 1 << 62 or _checksum(tenant, milliseconds, tokens) != checksum:
+        return None
+    return Record(tenant, milliseconds, np.frombuffer(tokens, "<i4").astype(np.int32))
+
+
+def _checksum(tenant: bytes, milliseconds: int, tokens: bytes) -> int:
+    return zlib.crc32(tokens, zlib.crc32(milliseconds.to_bytes(8, "little", signed=True) + tenant))
+
+
+def _code(error: sqlite3.Error) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def _corrupt() -> sqlite3.DatabaseError:
+    error = sqlite3.DatabaseError("the file is damaged")
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error

@@ -1,0 +1,291 @@
+"""`LearntRuns`: learnt documents in memory, tenant by tenant, sorted while they are drafted from.
+
+A log-structured merge for each tenant: a document is merged at once into the memtable, a small newest run; full
+memtables become runs, which one background thread merges into larger ones. Runs are immutable, a step's `View` is a
+table of their addresses, and a change is a new view, so a step sees one state for its whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sssd_plugin.datastore.disk.format import TENANTS_APART, Isolation
+from sssd_plugin.datastore.index.runs import Run, View, merged, release, sorted_run, warm_up, with_document, without
+from sssd_plugin.datastore.index.sub_index import Snapshot
+from sssd_plugin.datastore.live.tenant import Erasures, Tenant, kept, number_of
+from sssd_plugin.datastore.records import Erasure, LiveStats, Record, keep_shares
+
+logger = logging.getLogger("freedraft.datastore")
+
+MIN_TOKENS = 1 << 14
+SEARCHED = 8  # sub-indices at most, static ones included (arXiv 2411.05894, 3.1.3)
+MIN_RUNS = 2  # of a tenant, however many static sub-indices are searched
+MEMTABLE_TOKENS = 1 << 12  # in a full memtable: merging a document into it costs a pass over it
+LARGE_TOKENS = 1 << 12  # larger documents are sorted in the background, so that they do not hold up the engine
+NICE = 10  # of the background thread: the engine's threads go first
+_MANY_TENANTS = 4096
+_TENANT_SECONDS = 3600.0
+
+
+class LearntRuns:
+    """The part of `LiveStore` that holds and merges runs; see there.
+
+    Attributes:
+        tenants: by number; 0 is that of requests of none, and of all where they are not kept apart.
+        on_erased: called, in a background thread, when something was erased.
+    """
+
+    def __init__(self, vocab_size: int, static: Snapshot | None, isolation: Isolation, max_tokens: int) -> None:
+        if max_tokens < MIN_TOKENS:
+            raise ValueError(f"a live datastore holds at least {MIN_TOKENS} tokens, not {max_tokens}")
+        self.vocab_size, self.isolation, self.max_tokens = vocab_size, isolation, max_tokens
+        self.isolated = isolation in TENANTS_APART
+        self.on_erased: Callable[[], None] = lambda: None
+        self.lock = threading.Lock()
+        self.tenants = {0: Tenant(b"")}
+        self._background = ThreadPoolExecutor(1, "freedraft-live", initializer=_lower_priority)
+        self._tasks = 0  # of the background, queued or running
+        self._failed = self._evicting = False
+        self._unused: list[Run] = []
+        self._held = 0  # tokens, those included that wait to be sorted
+        self._waiting = 0
+        self._documents = 0  # number of the next document
+        self._stats = LiveStats()
+        self._joined: tuple[tuple[View, ...], View] | None = None
+        self._statics = {"url": Snapshot.empty(), "given": static or Snapshot.empty()}
+        self._choose_static()
+        warm_up()
+
+    def erase(self, erasure: Erasure) -> None:
+        """Forget documents in memory: no view made after this has them. Other tenants' requests go on meanwhile."""
+        with self.lock:
+            ended = erasure, self._documents
+            tenants = list(self.tenants.items())
+        of_one = self.isolated and erasure.tenant is not None
+        for number, tenant in tenants:
+            if not of_one or number == number_of(erasure.tenant or b""):
+                with self.lock:
+                    self._erase(tenant, ended)
+        self.on_erased()
+
+    def view(self, tenants: NDArray[np.int64] | None = None) -> tuple[View, NDArray[np.int64] | None]:
+        """Return what requests of these tenants (int64 [B]; None: of none) draft from, another object after each
+        change, and the group of each in it (int64 [B]; None: all are in group 0). An unknown tenant sees the static
+        store only."""
+        if tenants is None or not len(tenants) or not self.isolated:
+            return self._view_of(0), None
+        if (tenants == tenants[0]).all():
+            return self._view_of(int(tenants[0])), None
+        numbers, groups = np.unique(tenants, return_inverse=True)
+        views = tuple(map(self._view_of, numbers.tolist()))
+        joined = self._joined
+        if joined is None or joined[0] != views:
+            joined = self._joined = views, View.join(views)
+        return joined[1], groups.astype(np.int64)
+
+    def use_static(self, static: Snapshot, source: str = "given") -> None:
+        """Replace what every tenant drafts from in addition: the store that was given, or that at the URL."""
+        with self.lock:
+            self._statics[source] = static
+            self._choose_static()
+
+    def settle(self, timeout: float = 60.0) -> bool:
+        """Wait until the background has nothing to do; return whether it has not."""
+        end = time.monotonic() + timeout
+        while self._tasks and time.monotonic() < end:
+            time.sleep(0.001)
+        return not self._tasks
+
+    def _release(self) -> None:
+        """Free the runs that no step drafts from any more."""
+        with self.lock:
+            unused, self._unused = self._unused, []
+        unused = release(unused)
+        with self.lock:
+            self._unused += unused
+
+    def _view_of(self, number: int) -> View:
+        tenant = self.tenants.get(number)
+        if tenant is None:
+            return self._static_view
+        view = tenant.view
+        if view is None:
+            with self.lock:
+                runs = tenant.visible_runs
+                view = tenant.view = View.of(self._static, runs) if runs else self._static_view
+        return view
+
+    # With the lock held.
+
+    def _tenant(self, digest: bytes) -> Tenant:
+        """Return a tenant, which is made if it is not known."""
+        tenant = self.tenants.get(number_of(digest))
+        if tenant is None:
+            if len(self.tenants) % _MANY_TENANTS == 0:  # those without documents are forgotten
+                long_ago = time.monotonic() - _TENANT_SECONDS
+                for number, other in list(self.tenants.items()):
+                    if number and other.used < long_ago and not (other.tidying or other.waiting or other.all_runs):
+                        del self.tenants[number]
+            tenant = self.tenants[number_of(digest)] = Tenant(digest)
+        tenant.used = time.monotonic()
+        return tenant
+
+    def _take(self, *records: Record) -> None:
+        """Add documents of one tenant."""
+        size = sum(record.size for record in records)
+        self._held += size
+        self._stats.inserted += size - len(records)
+        self._stats.documents += len(records)
+        owner = self._tenant(records[0].tenant) if self.isolated else self.tenants[0]
+        rows = [(r.milliseconds, number_of(r.tenant), self._documents + i) for i, r in enumerate(records)]
+        about = np.array(rows, np.int64)
+        self._documents += len(records)
+        if len(records) > 1 or size > LARGE_TOKENS:
+            owner.waiting += 1
+            self._waiting += size
+            self._submit(partial(self._sort, owner, records, about, size))
+        else:
+            owner.memtable = with_document(owner.memtable, records[0].tokens, self.vocab_size, about)
+            owner.view = None
+            # At most as many runs as may be searched, however slowly the background merges them.
+            if owner.memtable.n >= MEMTABLE_TOKENS and len(owner.runs) + owner.waiting + 1 < self._max_runs:
+                owner.runs.append(owner.memtable)
+                owner.memtable = None
+                self._plan(owner)
+        if self._held > self.max_tokens - self.max_tokens // 16 and not self._evicting:
+            self._evicting = True
+            self._submit(self._evict)
+
+    def _submit(self, task: Callable[[], None]) -> None:
+        self._tasks += 1
+        self._background.submit(self._run, task)
+
+    def _erase(self, tenant: Tenant, ended: tuple[Erasure, int]) -> None:
+        self._joined = tenant.view = None
+        before = tenant.n
+        if tenant.memtable and not (keep := kept(tenant.memtable, [ended])).all():
+            tenant.memtable = without(tenant.memtable, self.vocab_size, keep)
+        if tenant.runs or tenant.waiting:
+            tenant.erasures.append(ended)
+            if self._failed:  # nobody rewrites runs any more
+                tenant.runs = [run for run in tenant.runs if kept(run, tenant.erasures).all()]
+            self._plan(tenant)
+        self._held += tenant.n - before
+
+    def _plan(self, tenant: Tenant) -> None:
+        if not tenant.tidying and tenant.runs_to_replace(self._max_runs, self.max_tokens // 2):
+            tenant.tidying = True
+            self._submit(partial(self._tidy, tenant))
+
+    @property
+    def _max_runs(self) -> int:
+        return max(MIN_RUNS, SEARCHED - len(self._static.table))
+
+    def _choose_static(self) -> None:
+        subs = [sub for snapshot in self._statics.values() for sub in snapshot.sub_indices]
+        max_static = SEARCHED - MIN_RUNS
+        if len(subs) > max_static:
+            logger.warning(
+                f"freedraft: the datastore has {len(subs)} sub-indices; with what is learnt, at most {SEARCHED} are "
+                f"searched, so the smallest {len(subs) - max_static} are left out: make fewer of them with `freedraft "
+                "datastore merge`"
+            )
+            largest = sorted(range(len(subs)), key=lambda i: -subs[i].n)[:max_static]
+            subs = [subs[i] for i in sorted(largest)]
+        self._static, self._joined = Snapshot(subs), None
+        self._static_view = View.of(self._static)
+        for tenant in self.tenants.values():
+            tenant.view = None
+            self._plan(tenant)
+
+    def _swap(self, tenant: Tenant, inputs: list[Run], result: Run | None, added: int = 0) -> int:
+        """Put `result` in the place of runs and of `added` tokens that waited; return how many tokens are gone."""
+        tenant.replace(inputs, result)
+        gone = sum(run.n for run in inputs) + added - (result.n if result else 0)
+        self._held -= gone
+        self._unused += inputs
+        return gone
+
+    # In the background thread, which alone replaces runs.
+
+    def _run(self, task: Callable[[], None]) -> None:
+        try:
+            if not self._failed:
+                task()
+        except Exception:  # out of memory: keep the runs there are
+            self._failed = True
+            logger.exception("freedraft: merging live sub-indices failed; nothing more is learnt until a restart")
+        finally:
+            with self.lock:
+                self._tasks -= 1
+
+    def _combined(self, inputs: list[Run], erasures: Erasures, excess: int = 0) -> Run | None:
+        """Merge runs, the newest two first, without erased documents and those that start in the first `excess` tokens
+        of a run."""
+        started, stats = time.perf_counter(), self._stats
+        result: Run | None = None
+        for run in reversed(inputs):
+            keep = kept(run, erasures)
+            left = run if keep.all() and not excess else without(run, self.vocab_size, keep, excess)
+            if left is not None:
+                result = left if result is None else merged(left, result, self.vocab_size)
+        if result is not inputs[0]:
+            stats.merges, stats.merge_seconds = stats.merges + 1, stats.merge_seconds + time.perf_counter() - started
+        return result
+
+    def _tidy(self, tenant: Tenant) -> None:
+        """Merge the tenant's runs, and rewrite them without erased documents, until nothing is left to do."""
+        while True:
+            with self.lock:
+                inputs = tenant.runs_to_replace(self._max_runs, self.max_tokens // 2)
+                tenant.tidying, erasures = bool(inputs), list(tenant.erasures)
+            if not inputs:
+                return
+            result = self._combined(inputs, erasures)
+            with self.lock:
+                self._swap(tenant, inputs, result)
+
+    def _sort(self, owner: Tenant, records: tuple[Record, ...], about: NDArray[np.int64], size: int) -> None:
+        """Make a run of a large document or of many documents."""
+        run = sorted_run([record.tokens for record in records], self.vocab_size, about)
+        with self.lock:
+            last = owner.runs[-1:] if len(owner.runs) + 1 >= self._max_runs else []
+            erasures = list(owner.erasures)
+        result = self._combined([*last, run], erasures)
+        with self.lock:
+            owner.waiting -= 1
+            self._waiting -= size
+            self._swap(owner, last, result, added=size)
+            self._plan(owner)
+
+    def _evict(self) -> None:
+        """Drop documents beyond the bound, of tenants above an equal share, the oldest first."""
+        held = {tenant: tenant.n for tenant in list(self.tenants.values())}
+        for tenant, share in keep_shares(held, self.max_tokens - self.max_tokens // 8).items():
+            excess = held[tenant] - share
+            while excess > 0 and tenant.all_runs:
+                with self.lock:
+                    if tenant.memtable and not tenant.runs:
+                        tenant.runs, tenant.memtable = [tenant.memtable], None
+                    oldest, erasures = tenant.runs[:1], list(tenant.erasures)
+                left = self._combined(oldest, erasures, excess) if oldest[0].n > excess else None
+                with self.lock:
+                    gone = self._swap(tenant, oldest, left)
+                    self._stats.evicted += gone
+                excess -= gone
+        self._evicting = False
+
+
+def _lower_priority() -> None:
+    with contextlib.suppress(OSError, AttributeError):  # some systems cannot
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
