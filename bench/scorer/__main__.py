@@ -20,6 +20,7 @@ from bench.lib.sessions import Sessions
 from bench.lib.trace import Trace, replayed
 from bench.scorer.record import load_recordings
 from bench.scorer.training import train
+from bench.scorer.weights import save
 from sssd_plugin.datastore import tokenizer
 
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     weights = train(traces, sessions, recordings, vocab_size)
     files = {path.name: sha256(path) for path in (*options.trace, *options.sessions, *options.recorded)}
     recipe = command_line(sys.orig_argv[1:] if arguments is None else ["-m", "bench.scorer", *arguments])
-    replace(weights, trained_on=files, recipe=recipe).save(options.out)
+    save(replace(weights, trained_on=files, recipe=recipe), options.out)
     print(f"wrote {options.out}: trained on {', '.join(files)}")
 
 

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at
-from sssd_plugin.recycled_logits import SCALE
-from sssd_plugin.request_index import find
+from sssd_plugin.recycled_logits import SCALE, Recycled
+from sssd_plugin.request_index import Request, find
 from sssd_plugin.scoring.candidates import (
     INPUT,
     MAX_SAMPLES,
+    NUMBER,
     ORDERS,
     SHORT_ORDERS,
     SHORTLIST,
@@ -28,12 +29,11 @@ from sssd_plugin.scoring.candidates import (
     SKIP_STORE,
     STORE,
     gather,
-    gather_recycled,
 )
 from sssd_plugin.scoring.matches import DELETED, EVIDENCE, INSERTED, MAX_MATCH, MIN_RUN
 from sssd_plugin.scoring.ranges import MANY, STORE_ORDERS, advance, find_many
 from sssd_plugin.scoring.vectors import add_rows, keep_largest, sum_of_units
-from sssd_plugin.scoring.views import add_node, write_context
+from sssd_plugin.scoring.views import Store, add_node, write_context
 from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root, where it is MAX_SAMPLES
@@ -60,6 +60,14 @@ _COUNT_INPUTS = (
     (15, STORE + MANY, 1),
     (16, INPUT + SHORT_ORDERS + 3, 3),
 )
+
+
+class Sources(NamedTuple):
+    """What one request drafts from."""
+
+    request: Request
+    store: Store
+    recycled: Recycled
 
 
 class Recorded(NamedTuple):
@@ -104,9 +112,10 @@ def _interpolation(columns, first, orders, discount):
 
 
 @compiled(nogil=True, inline="always")
-def _choose(store, scratch, n, limit):
-    """Write the shortlist, at most `limit` of the n candidates; return its length and both longest orders."""
-    candidates, counts, columns, shortlist = scratch.candidates, scratch.counts, scratch.columns, scratch.shortlist
+def _choose(store, scratch, limit):
+    """Write the shortlist, at most `limit` of the candidates; return its length and both longest orders."""
+    state, _, candidates, counts, columns = scratch.found
+    shortlist, n = scratch.shortlist, state[NUMBER]
     store_order = _interpolation(columns, STORE, STORE_ORDERS + 1, STORE_DISCOUNT)
     input_order = _interpolation(columns, INPUT, ORDERS, INPUT_DISCOUNT)
     skip_store = 0.1 / max(columns[SKIP_STORE + 1].total, 1)
@@ -165,7 +174,7 @@ def variety(column):
 def _write_node_inputs(scratch, node, store_order, input_order, order):
     """Write what the candidates of a node share: whether it is below the root; the longest contexts that store and
     request have, and how much their followers differ, one of each; ln of many tokens; what logits were found by."""
-    x, columns = scratch.node_inputs[0], scratch.columns
+    x, columns = scratch.node_inputs[0], scratch.found.columns
     x[:] = 0.0
     x[0] = 1.0 if node > 0 else 0.0
     if store_order > 0:
@@ -182,12 +191,11 @@ def _write_node_inputs(scratch, node, store_order, input_order, order):
 @compiled(nogil=True, inline="always")
 def _write_inputs(request, scratch, node, m):
     """Write the inputs of the m candidates of a node's shortlist."""
-    columns, counts, shortlist, candidates = scratch.columns, scratch.counts, scratch.shortlist, scratch.candidates
+    _, _, candidates, counts, columns = scratch.found
+    about, shortlist, inputs, seen, n_seen = scratch.about[0], scratch.shortlist, scratch.inputs, scratch.seen, 0
     many = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS)
-    run = math.log(max(scratch.leading[2], MIN_RUN) / MIN_RUN)
-    evidence = scratch.leading[3] / EVIDENCE
-    newest, learnt = scratch.leading[4], scratch.leading[5]
-    seen, n_seen = scratch.seen, 0
+    run = math.log(max(about.run, MIN_RUN) / MIN_RUN)
+    evidence = about.evidence / EVIDENCE
     for first, column, number in _COUNT_INPUTS:
         for k in range(number):
             if columns[column + k].total > 0:
@@ -195,7 +203,7 @@ def _write_inputs(request, scratch, node, m):
                 n_seen += 1
     for i in range(m):
         c = shortlist[i]
-        candidate, x = candidates[c], scratch.inputs[i]
+        candidate, x = candidates[c], inputs[i]
         x[:] = 0.0
         occurrences = np.int64(request.counts[find(request, candidate.token)])
         x[0] = math.log(max(candidate.store, 1e-7))
@@ -209,17 +217,17 @@ def _write_inputs(request, scratch, node, m):
             x[19] = many
         if candidate.match > 0:
             x[20] = _LOG_MATCH[candidate.match]
-            x[21] = 1.0 if c == scratch.leading[0] else 0.0
-            x[22] = 1.0 if c == scratch.leading[1] else 0.0
+            x[21] = 1.0 if c == about.longest else 0.0
+            x[22] = 1.0 if c == about.newest else 0.0
         if candidate.since >= 0:
             x[23] = 1.0
             x[24] = math.log(1.0 + candidate.since)
             x[25] = run
             x[26] = 1.0 if candidate.kind == INSERTED else -1.0 if candidate.kind == DELETED else 0.0
             x[27] = evidence
-        if candidate.token == newest:
+        if candidate.token == about.follower:
             x[28] = 1.0
-            x[29] = learnt
+            x[29] = about.learnt
         if candidate.cost >= 0:
             x[30] = 1.0
             x[31] = LIKELY - candidate.cost * (1 / SCALE)
@@ -239,19 +247,18 @@ def _evaluate(scratch, m, layer, out):
 
 
 @compiled(nogil=True, inline="always")
-def score(store, request, scratch, node, n, order, limit, weights):
-    """Score the most promising of the n candidates that `gather` has counted at a node, at most `limit`.
+def score(sources, scratch, node, order, limit, weights):
+    """Score the most promising of the candidates that `gather` has counted at a node, at most `limit`.
 
     The shortlist, its inputs and its probabilities P(next token = candidate) are written; with P(none of these) they
-    sum to 1. Returns the length of the shortlist and the node's kind. `order`: tokens that recycled logits were found
-    by, 0 for none.
+    sum to 1. Returns the length of the shortlist and the node's kind. `order` is what `gather` returned.
     """
-    m, store_order, input_order = _choose(store, scratch, n, limit)
+    m, store_order, input_order = _choose(sources.store, scratch, limit)
     kind = min(store_order, STORE_ORDERS) * (ORDERS + 1) + input_order + (KINDS if order > 0 else 0)
     if m == 0:
         return m, kind
     _write_node_inputs(scratch, node, store_order, input_order, order)
-    _write_inputs(request, scratch, node, m)
+    _write_inputs(sources.request, scratch, node, m)
     _evaluate(scratch, m, weights[0], weights[1])
     probabilities, top = scratch.probabilities, 0.0
     for i in range(m):
@@ -266,18 +273,18 @@ def score(store, request, scratch, node, n, order, limit, weights):
 
 
 @compiled(nogil=True, inline="always")
-def _start(request, store, scratch):
+def _start(sources, scratch):
     """Write the ranges of node 0, the root; return the node of its context without its last token, -1 for none."""
-    length = len(request.tokens)
-    before, here = len(scratch.ranges) - 1, -1
+    tokens, table, ranges = sources.request.tokens, sources.store.table, scratch.ranges
+    length, before, here = len(tokens), len(ranges) - 1, -1
     scratch.samples[0, :, 0] = 0
     scratch.samples[before, :, 0] = 0
     first = max(0, length - STORE_ORDERS)
     for i in range(first, length):  # one token at a time, so the last node but one is what is returned
         target = 0 if (length - 1 - i) % 2 == 0 else before
-        advance(store.table, scratch.ranges, scratch.many, scratch.samples, here, target, request.tokens[i])
+        advance(table, ranges, scratch.many, scratch.samples, here, target, tokens[i])
         here = target
-    find_many(store.table, scratch.ranges, scratch.many, 0, request.tokens)
+    scratch.many[0] = find_many(table, ranges[0], tokens)
     return before if length - first > 1 else -1
 
 
@@ -299,23 +306,33 @@ def _insert(frontier, pending, capacity, score, parent, token, kind):
     return pending
 
 
+@compiled(nogil=True, inline="always")
+def _record(recorded, scratch, node, m):
+    recorded.sizes[node] = m
+    for i in range(m):
+        recorded.tokens[node, i] = scratch.found.candidates[scratch.shortlist[i]].token
+        recorded.inputs[node, i] = scratch.inputs[i]
+    if m > 0:
+        recorded.node_inputs[node] = scratch.node_inputs[0]
+
+
 @compiled(nogil=True)
-def draft_tree(request, store, recycled, weights, max_nodes, chain, min_score, tree, scratch, recorded):
-    """Draft the best-first tree of at most `max_nodes` nodes, by product of scores along paths; return their number.
+def draft_tree(sources, weights, limits, tree, scratch, recorded):
+    """Draft the best-first tree, by product of scores along paths; return the number of nodes.
 
     Args:
-        request, store, recycled, scratch: as their types are called; recorded: a `Recorded`, or None.
+        sources, limits, scratch: as their types are called; recorded: a `Recorded`, or None.
         weights: layer and out, as in `Weights`.
-        chain: only ever extend the newest node, by its best candidate.
-        min_score: leave out nodes below this probability of being accepted.
         tree: a `Tree`, written; a node's kind says how long the contexts are that store and request have, and
             with recycled logits is KINDS more.
     """
-    if len(request.tokens) == 0:
+    tokens, table, chain, max_nodes = sources.request.tokens, sources.store.table, limits.chain, limits.max_nodes
+    if len(tokens) == 0:
         return 0
-    frontier, path_scores = scratch.frontier, scratch.path_scores
-    root_parent = _start(request, store, scratch)
-    add_node(tree, 0, request.tokens[-1], -1, 1.0, 0)
+    frontier, path_scores, probabilities = scratch.frontier, scratch.path_scores, scratch.probabilities
+    candidates, shortlist = scratch.found.candidates, scratch.shortlist
+    root_parent = _start(sources, scratch)
+    add_node(tree, 0, tokens[-1], -1, 1.0, 0)
     path_scores[0] = 1.0
     if max_nodes <= 1 and recorded is None:
         return 1
@@ -331,29 +348,21 @@ def draft_tree(request, store, recycled, weights, max_nodes, chain, min_score, t
         if not hopeless:
             parent = root_parent
             if current > 0:
-                parent, token = tree.parents[current], tree.tokens[current]
-                advance(store.table, scratch.ranges, scratch.many, scratch.samples, parent, current, token)
-            filled = write_context(request.tokens, tree.tokens, tree.parents, current, scratch.context)
-            samples = deep_samples if current else MAX_SAMPLES
-            n_candidates = gather(store, request, scratch, current, parent, samples, filled)
-            n_candidates, order = gather_recycled(recycled, scratch, filled, n_candidates)
-            m, kind = score(store, request, scratch, current, n_candidates, order, limit, weights)
+                parent = tree.parents[current]
+                advance(table, scratch.ranges, scratch.many, scratch.samples, parent, current, tree.tokens[current])
+            filled = write_context(tokens, tree.tokens, tree.parents, current, scratch.context)
+            order = gather(sources, scratch, current, parent, deep_samples if current else MAX_SAMPLES, filled)
+            m, kind = score(sources, scratch, current, order, limit, weights)
             if recorded is not None:
-                recorded.sizes[current] = m
-                for i in range(m):
-                    recorded.tokens[current, i] = scratch.candidates[scratch.shortlist[i]].token
-                    recorded.inputs[current, i] = scratch.inputs[i]
-                if m > 0:
-                    recorded.node_inputs[current] = scratch.node_inputs[0]
+                _record(recorded, scratch, current, m)
             first = 0
             if chain and m > 0:
-                first = int(np.argmax(scratch.probabilities[:m]))
+                first = int(np.argmax(probabilities[:m]))
                 m = first + 1
             for i in range(first, m):
-                value = path_scores[current] * scratch.probabilities[i]
-                token = scratch.candidates[scratch.shortlist[i]].token
-                pending = _insert(frontier, pending, capacity, value, current, token, kind)
-        if n >= max_nodes or pending == 0 or frontier[0].score <= min_score:
+                value = path_scores[current] * probabilities[i]
+                pending = _insert(frontier, pending, capacity, value, current, candidates[shortlist[i]].token, kind)
+        if n >= max_nodes or pending == 0 or frontier[0].score <= limits.min_score:
             return n
         leaf = frontier[0]
         add_node(tree, n, leaf.token, leaf.parent, leaf.score, leaf.kind)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from test_drafter_equals_oracle import EXAMPLES, worlds
 
+from bench.scorer.weights import save
 from freedraft.draft import DraftBatch
 from freedraft.step import TOP_TOKENS, NodeLogits
 from sssd_plugin.drafter import Drafter
@@ -22,7 +23,7 @@ from tests.support.stores import int32
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "w.json"
-    random_weights(5).save(path)
+    save(random_weights(5), path)
     return path
 
 
