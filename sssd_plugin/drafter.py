@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -208,10 +208,10 @@ class Drafter:
                 self._index.slot_ids(request_ids), groups, _values(self._owners, request_ids),
                 out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds,
             )  # fmt: skip
-            view = *_arrays_of(self._view), self._view.widest
-            same = self._index.slots, view, self._entries, (max_nodes, shape == "chain", min_score), self._weights
-            parts = max(1, min(self._threads, n // MIN_ROWS))
-            if parts == 1:
+            view, limits = (*_arrays_of(self._view), self._view.widest), (max_nodes, shape == "chain", min_score)
+            same: tuple[Any, ...] = self._index.slots, view, self._entries, limits, self._weights
+            parts = min(self._threads, n // MIN_ROWS)
+            if parts <= 1:
                 _draft_batch(arrays, *same)
             else:
                 rows = [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]

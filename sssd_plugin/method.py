@@ -97,9 +97,8 @@ class SssdMethod(Method):
 
         super().__init__(options, context, controller or options.make_controller(context), NAME)
         assert context.vocab_size is not None
-        self.min_score = options.min_score
-        if self.min_score is None:
-            self.min_score = 0.0 if context.lengths is not None else self.controller.min_score
+        default = 0.0 if context.lengths is not None else self.controller.min_score
+        self.min_score = default if options.min_score is None else options.min_score
         self.draft_timeout = 1e-3 * options.draft_timeout_ms
         self._corpora: dict[str, SubIndex] = {}
         self._indexed: dict[str, SubIndex] = {}

@@ -110,11 +110,8 @@ def _older_gram(request, i, before, a, b, c, d):
 
 @compiled(nogil=True)
 def newest_gram(request, before, a, b, c, d):
-    """Return the newest position under `before` that ends the tokens a, b, c, d, -1 for none.
-
-    All others of the same hash are passed over, however many: drafts must not depend on the seed, which differs from
-    one tensor-parallel rank to the next.
-    """
+    """Return the newest position under `before` that ends the tokens a, b, c, d, -1 for none. All others of the same
+    hash are passed over: drafts must not depend on the seed, which differs from one tensor-parallel rank to another."""
     return _older_gram(request, request.gram_heads[find_gram(request, a, b, c, d)], before, a, b, c, d)
 
 
@@ -136,10 +133,8 @@ def _link_gram(request, i):
 
 @compiled(nogil=True)
 def ingest(slots, s, new, shift, target):
-    """Append until the request has `target` tokens, position i being `new[i + shift]`; False if the slot must grow.
-
-    What was appended before that stays, so after growing the call is simply repeated.
-    """
+    """Append until the request has `target` tokens, position i being `new[i + shift]`; False if the slot must grow, after
+    which the call is repeated."""
     if target > slots[s, CAPACITY]:
         return False
     n, distinct = slots[s, LENGTH], slots[s, DISTINCT]
@@ -167,11 +162,9 @@ def ingest(slots, s, new, shift, target):
 
 @compiled(nogil=True)
 def _update(slots, slot_ids, tokens, spans, stale, resumed):
-    """Append as `RequestIndex.update` does, from row `resumed` on, whose slot has grown; -1 in the first call.
-
-    Writes the number of rows left untouched, then these rows, into `stale` (int64 [> B]). Returns the row whose slot
-    must grow before the call is repeated, -1 at the end. spans: starts, ends and contexts.
-    """
+    """Append as `RequestIndex.update` does, from row `resumed` on, whose slot has grown; -1 in the first call. Writes the
+    number of rows left untouched, then these rows, into `stale` (int64 [> B]). Returns the row whose slot must grow
+    before the call is repeated, -1 at the end. spans: starts, ends and contexts."""
     starts, ends, contexts = spans
     if resumed < 0:
         stale[0] = 0

@@ -44,8 +44,8 @@ def _newest(request, end, before):
 @compiled(nogil=True)
 def _walk(request, end, back, best, length):
     """Look for longer matches of the tokens up to position `end`, at the places of the four that end `back` before it.
-    Returns position (-1 for none) and length of the newest of the longest matches, at first `best` and `length`, and
-    whether all places have been looked at."""
+    Returns position (-1 for none) and length of the newest of the longest, at first `best` and `length`, and whether
+    all places have been looked at."""
     tokens = request.tokens
     i, walked = _newest(request, end - back, end - back), 0
     while i >= 0 and length < MAX_MATCH:
