@@ -133,8 +133,8 @@ def _link_gram(request, i):
 
 @compiled(nogil=True)
 def ingest(slots, s, new, shift, target):
-    """Append until the request has `target` tokens, position i being `new[i + shift]`; False if the slot must grow, after
-    which the call is repeated."""
+    """Append until the request has `target` tokens, position i being `new[i + shift]`; False if the slot must grow,
+    after which the call is repeated."""
     if target > slots[s, CAPACITY]:
         return False
     n, distinct = slots[s, LENGTH], slots[s, DISTINCT]
@@ -162,8 +162,8 @@ def ingest(slots, s, new, shift, target):
 
 @compiled(nogil=True)
 def _update(slots, slot_ids, tokens, spans, stale, resumed):
-    """Append as `RequestIndex.update` does, from row `resumed` on, whose slot has grown; -1 in the first call. Writes the
-    number of rows left untouched, then these rows, into `stale` (int64 [> B]). Returns the row whose slot must grow
+    """Append as `RequestIndex.update` does, from row `resumed` on, whose slot has grown; -1 in the first call. Writes
+    the number of rows left untouched, then these rows, into `stale` (int64 [> B]). Returns the row whose slot must grow
     before the call is repeated, -1 at the end. spans: starts, ends and contexts."""
     starts, ends, contexts = spans
     if resumed < 0:
