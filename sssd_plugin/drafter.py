@@ -72,7 +72,7 @@ class Drafter:
 
     Args:
         vocab_size: of the model; the snapshot must not hold larger ids (`Datastore.open` sees to it).
-        max_nodes: largest tree per request that `draft` will be asked for, root included.
+        max_nodes: largest tree per request that `draft` may return, root included.
         scoring: `learned` (calibrated probabilities) or `paper` (arXiv 2411.05894, Algorithms 1-3).
         weights: file of the learned scorer's weights; None for the ones that ship with the package.
         snapshot: the datastore; None for none.
@@ -107,7 +107,7 @@ class Drafter:
             self._weights = loaded.layer, loaded.out
         self._entries = recycled_logits.entries(recycle_megabytes)
         self._recycle_clock = np.zeros(1, np.int64)
-        self._owners: dict[str, int] = {}  # of requests whose logits are not everyone's
+        self._owners: dict[str, int] = {}  # of requests with logits of their own tenant only
         self._tenants: dict[str, int] = {}  # of requests that have one
         self._index = RequestIndex()
         self._lock = threading.Lock()
@@ -186,7 +186,7 @@ class Drafter:
             request_ids: one that is unknown or holds no token gets a tree of 0 nodes.
             max_nodes: per request, root included.
             shape: `chain` gives every node at most one child.
-            min_score: leave out nodes whose score does not exceed this.
+            min_score: leave out nodes that do not score higher.
 
         Returns:
             Views that the next call overwrites. Nodes stand in order of falling score, so any first part of a row is a

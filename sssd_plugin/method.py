@@ -143,7 +143,7 @@ class SssdMethod(Method):
         except DatastoreError as error:
             if context.rank == 0:
                 raise
-            # A replica on another host than the first, whose folder this is.
+            # A replica on another host: the folder is the first one's.
             logger.warning("freedraft: %s; this replica learns in memory only", error)
             return open_at(None)
 

@@ -39,7 +39,7 @@ class Request(NamedTuple):
     previous: NDArray[np.int32]  # [n], the next older position of the same token, -1 for none
     heads: NDArray[np.int32]  # [T], open addressing: the newest position of each token, -1 in empty entries
     counts: NDArray[np.uint16]  # [T], how often the token of each entry occurs, at most 65535
-    # [n], the next older position whose last four tokens have the same hash, -1 for none; not set at the first three.
+    # [n], the next older position with the same hash of the last four tokens, -1 for none; not set at the first three.
     gram_previous: NDArray[np.int32]
     gram_heads: NDArray[np.int32]  # [G], the newest position by hash of its last four tokens, -1 for none
     seed: np.int64
@@ -162,9 +162,9 @@ def ingest(slots, s, new, shift, target):
 
 @compiled(nogil=True)
 def _update(slots, slot_ids, tokens, spans, stale, resumed):
-    """Append as `RequestIndex.update` does, from row `resumed` on, whose slot has grown; -1 in the first call. Writes
-    the number of rows left untouched, then these rows, into `stale` (int64 [> B]). Returns the row whose slot must grow
-    before the call is repeated, -1 at the end. spans: starts, ends and contexts."""
+    """Append as `RequestIndex.update` does, from row `resumed` on: -1, or what the last call returned. Writes the number
+    of rows left untouched, then these rows, into `stale` (int64 [> B]). Returns the row of a slot that must grow before
+    the call is repeated, -1 at the end. spans: starts, ends and contexts."""
     starts, ends, contexts = spans
     if resumed < 0:
         stale[0] = 0

@@ -118,7 +118,7 @@ def _row(state, entries, candidates, counts, token, may_add):
 
 @compiled(nogil=True)
 def _count(counts, columns, row, first, orders):
-    """Count an occurrence of the candidate in `row` (-1: of one without a row) in so many columns."""
+    """Count an occurrence of the candidate in `row` (-1: of one without a row) in `orders` columns."""
     for column in range(first, first + orders):
         columns[column].total += 1
         if row >= 0:

@@ -1,7 +1,7 @@
 """Where the request's own text goes on as it did before: long matches, and alignments behind an edit.
 
-A match is an earlier position whose last tokens, at least four, are those at a node. An alignment is one where they
-would be but for an edit: the text has been a copy until a few tokens ago, and probably goes on as one. Both are looked
+A match is an earlier position with the same last tokens, at least four, as a node. An alignment is one where they would
+be the same but for an edit: the text has been a copy until a few tokens ago, and probably goes on as one. Both are looked
 up at the root and carried on along drafted paths, where the next token must be the one that followed before.
 """
 
@@ -36,7 +36,7 @@ def _length(tokens, i, end, match):
 
 @compiled(nogil=True)
 def _newest(request, end, before):
-    """Return the newest position under `before` whose last four tokens are those at position `end`, -1 for none."""
+    """Return the newest position under `before` with the same last four tokens as position `end`, -1 for none."""
     tokens = request.tokens
     return newest_gram(request, before, tokens[end - 3], tokens[end - 2], tokens[end - 1], tokens[end])
 

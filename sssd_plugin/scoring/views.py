@@ -23,7 +23,7 @@ class Limits(NamedTuple):
 
     max_nodes: int  # root included
     chain: bool  # only ever extend the newest node, by its best candidate
-    min_score: float  # leave out nodes whose score does not exceed this
+    min_score: float  # leave out nodes that do not score higher
 
 
 class Tree(NamedTuple):

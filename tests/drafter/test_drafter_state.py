@@ -159,7 +159,7 @@ def test_another_snapshot_between_steps(scoring: str) -> None:
 
 
 def test_a_snapshot_lives_as_long_as_it_is_used() -> None:
-    """The drafter keeps the arrays alive whose addresses it reads."""
+    """The drafter keeps arrays alive while it reads their addresses."""
     source = python_sources()["contextlib"]
     drafter = Drafter(vocab_size=50_000, max_nodes=16, snapshot=snapshot_of([[source]], 50_000))
     replace(drafter, {"r": source[:50]})

@@ -128,7 +128,7 @@ def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[Piece]:
 
 
 def _lookup(row: Any, field: str, where: str) -> str:
-    """Return the string at `field`, whose parts are separated by dots; "" for null."""
+    """Return the string at `field` (keys separated by dots); "" for null."""
     value = row
     # A key that contains dots itself comes first.
     for key in [field] if isinstance(row, dict) and field in row else field.split("."):

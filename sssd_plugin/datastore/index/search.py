@@ -1,4 +1,4 @@
-"""Compiled look-ups in the sub-indices of a `Snapshot.table`, whose columns `sub_index.TABLE_COLUMNS` names."""
+"""Compiled look-ups in the sub-indices of a `Snapshot.table` (its columns: `sub_index.TABLE_COLUMNS`)."""
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def bucket(table, j, token):
 
 @compiled(nogil=True)
 def _first_not_below(sparse, a, b, token):
-    """Return the first place in [a, b) of the sparse index whose entry is not below `token`, or b."""
+    """Return the first place in [a, b) of the sparse index with an entry not below `token`, or b."""
     while a < b:
         m = (a + b) >> 1
         if sparse[m] < token:
