@@ -162,9 +162,9 @@ def ingest(slots, s, new, shift, target):
 
 @compiled(nogil=True)
 def _update(slots, slot_ids, tokens, spans, stale, resumed):
-    """Append as `RequestIndex.update` does, from row `resumed` on: -1, or what the last call returned. Writes the number
-    of rows left untouched, then these rows, into `stale` (int64 [> B]). Returns the row of a slot that must grow before
-    the call is repeated, -1 at the end. spans: starts, ends and contexts."""
+    """Append as `RequestIndex.update` does, from row `resumed` on: -1, or what the last call returned. Writes how many
+    rows are left untouched, then these rows, into `stale` (int64 [> B]). Returns the row of a slot that must grow
+    before the call is repeated, -1 at the end. spans: starts, ends and contexts."""
     starts, ends, contexts = spans
     if resumed < 0:
         stale[0] = 0

@@ -1,8 +1,8 @@
 """Where the request's own text goes on as it did before: long matches, and alignments behind an edit.
 
-A match is an earlier position with the same last tokens, at least four, as a node. An alignment is one where they would
-be the same but for an edit: the text has been a copy until a few tokens ago, and probably goes on as one. Both are looked
-up at the root and carried on along drafted paths, where the next token must be the one that followed before.
+A match is an earlier position with the same last tokens, at least four, as a node. An alignment is one where they
+would be the same but for an edit: the text has been a copy until a few tokens ago, and probably goes on as one. Both
+are looked up at the root and carried on along drafted paths, where the next token must be the one that followed before.
 """
 
 from __future__ import annotations
