@@ -44,9 +44,6 @@ def children_of(nodes: list[tuple[int, int, float]]) -> dict[int, list[int]]:
     return children
 
 
-documents = st.lists(st.integers(0, 4), max_size=12)
-
-
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 @pytest.mark.parametrize("scoring", SCORINGS)
 @given(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 WIDTH = 32
 """Units of the hidden layer. The last one is linear, the others are rectified."""
 NODE_INPUTS, INPUTS = 32, WIDTH
-"""Inputs of a node, and of each of its candidates: `learned._write_node_inputs`, `learned._write_inputs`."""
+"""Inputs of a node, and of each of its candidates: `network.write_node_inputs`, `network.write_inputs`."""
 ROWS = 1 + NODE_INPUTS + 2 * INPUTS
 """Of the layer: the bias; the node's inputs; the largest of each input among the candidates; the candidate's inputs."""
 
