@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,12 +18,12 @@ from freedraft.step import NodeLogits
 from sssd_plugin import recycled_logits
 from sssd_plugin.datastore.index.runs import View
 from sssd_plugin.datastore.index.sub_index import Snapshot
-from sssd_plugin.datastore.live.store import SEARCHED, LiveStore
+from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.options import Scoring
 from sssd_plugin.recycled_logits import TOP, Recycled
 from sssd_plugin.request_index import OUTSIDE, RequestIndex, request_at
 from sssd_plugin.scoring import attribution, candidates, learned, paper
-from sssd_plugin.scoring.views import Store, Tree
+from sssd_plugin.scoring.views import Limits, Tree, store_of
 from sssd_plugin.scoring.weights import Weights
 
 Shape = Literal["tree", "chain"]
@@ -34,56 +34,34 @@ MIN_ROWS = 8  # requests that are worth a thread of their own
 
 
 @compiled(nogil=True)
-def _draft_batch(slots, arrays, view, how, weights, learned_scratch, paper_scratch):
+def _draft_batch(arrays, slots, view, entries, limits, weights):
     """Fill a `DraftBatch` for the requests of a batch; a slot of -1 gets a tree of 0 nodes.
 
     Bundles cross from Python as plain tuples, which are faster there than named ones.
 
     Args:
-        slots: `RequestIndex.slots`.
         arrays: int64 [B] each, slots, groups in the view, owners of recycled logits; those of the `DraftBatch`.
-        view: table, bounds, sizes and static_rows of a `View`.
-        how: recycled logits' entries, none to draft without; max_nodes, chain, min_score as in `learned.draft_tree`.
-        weights, learned_scratch, paper_scratch: of the scorers; None for the one that is not used.
+        slots: `RequestIndex.slots`.
+        view: see `views.store_of`, then `View.widest`; entries: of recycled logits, none to draft without.
+        limits: as of `Limits`; weights: of the learned scorer, None for the paper's.
     """
     slot_ids, groups, owners, tokens, parents, depths, scores, counts, kinds = arrays
-    table, bounds, sizes, static_rows = view
-    entries, max_nodes, chain, min_score = how
+    bounds = Limits(*limits)
+    if weights is not None:
+        learned_scratch = candidates.scratch(bounds.max_nodes, view[4])
+    else:
+        paper_scratch = paper.scratch()
     for b in range(len(slot_ids)):
         counts[b] = 0
         if slot_ids[b] < 0:
             continue
-        request = request_at(slots, slot_ids[b])
-        group = groups[b]
-        store = Store(table[bounds[group] : bounds[group + 1]], sizes[group], static_rows[group])
+        request, store = request_at(slots, slot_ids[b]), store_of(view[:4], groups[b])
         tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
-        if learned_scratch is not None:
-            counts[b] = learned.draft_tree(
-                request, store, Recycled(entries, owners[b]), weights, max_nodes, chain, min_score, tree,
-                candidates.Scratch(*learned_scratch), None,
-            )  # fmt: skip
-        if paper_scratch is not None:
-            counts[b] = paper.draft_tree(
-                request, store.table, max_nodes, chain, min_score, tree, paper.Scratch(*paper_scratch)
-            )
-
-
-@compiled(nogil=True)
-def _recycle_batch(
-    slots, slot_ids, entries, owners, tokens, parents, counts, top_tokens, top_log_probs, vocab_size, clock
-):
-    """Keep the logits of every node of the trees of the requests in `slot_ids`, where these still end in the root."""
-    context, keys = np.zeros(recycled_logits.ORDERS, np.int32), np.zeros(recycled_logits.ORDERS, np.uint64)
-    clock[0] += 1
-    for b in range(len(slot_ids)):
-        if slot_ids[b] < 0:
-            continue
-        known = request_at(slots, slot_ids[b]).tokens
-        if len(known) > 0 and known[-1] == tokens[b, 0]:
-            recycled_logits.put_tree(
-                Recycled(entries, owners[b]), known, tokens[b], parents[b], counts[b], top_tokens[b], top_log_probs[b],
-                vocab_size, context, keys, clock[0],
-            )  # fmt: skip
+        if weights is not None:
+            sources = learned.Sources(request, store, Recycled(entries, owners[b]))
+            counts[b] = learned.draft_tree(sources, weights, bounds, tree, learned_scratch, None)
+        else:
+            counts[b] = paper.draft_tree(request, store.table, bounds, tree, paper_scratch)
 
 
 class Drafter:
@@ -94,7 +72,7 @@ class Drafter:
 
     Args:
         vocab_size: of the model; the snapshot must not hold larger ids (`Datastore.open` sees to it).
-        max_nodes: largest tree per request that `draft` will be asked for, root included.
+        max_nodes: largest tree per request that `draft` may return, root included.
         scoring: `learned` (calibrated probabilities) or `paper` (arXiv 2411.05894, Algorithms 1-3).
         weights: file of the learned scorer's weights; None for the ones that ship with the package.
         snapshot: the datastore; None for none.
@@ -122,38 +100,34 @@ class Drafter:
             raise ValueError(f"vocab_size must be 1..2^31, not {vocab_size}")
         if scoring not in ("learned", "paper"):
             raise ValueError(f"scoring must be 'learned' or 'paper', not {scoring!r}")
-        self.vocab_size = vocab_size
-        self.max_nodes = max_nodes
+        self.vocab_size, self.max_nodes = vocab_size, max_nodes
         self._weights = None
         if scoring == "learned":
             loaded = Weights.load(weights)
             self._weights = loaded.layer, loaded.out
         self._entries = recycled_logits.entries(recycle_megabytes)
         self._recycle_clock = np.zeros(1, np.int64)
-        self._owners: dict[str, int] = {}  # of requests whose logits are not everyone's
+        self._owners: dict[str, int] = {}  # of requests with logits of their own tenant only
+        self._tenants: dict[str, int] = {}  # of requests that have one
         self._index = RequestIndex()
         self._lock = threading.Lock()
-        self._prompts: dict[str, Future[None]] = {}
-        self._worker, self._pool = _executors()
+        self._pool = ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
         self._batch = self._out = DraftBatch.empty(1, max_nodes)
-        self._live = live
-        self._tenants: dict[str, int] = {}  # of requests that have one
-        self._max_sub_indices = -1  # that there is scratch space for
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = min(MAX_THREADS, cores)
-        self._scratch: list[tuple[tuple | None, tuple | None]] = []  # by thread, of the learned scorer and the paper's
+        self._live = live
         if live is not None:
             live.on_erased = self._forget_others
-        self._set_view(View.of(Snapshot.empty() if snapshot is None else snapshot) if live is None else live.view()[0])
+        self._view = View.of(Snapshot.empty() if snapshot is None else snapshot) if live is None else live.view()[0]
         self._warm_up()
 
     def use(self, snapshot: Snapshot) -> None:
-        """Draft from `snapshot`, and what is learnt, from the next call on."""
+        """Replace the static snapshot, from the next call on; learnt text is still used."""
         if self._live is not None:
             self._live.use_static(snapshot)
             return
         with self._lock:
-            self._set_view(View.of(snapshot))
+            self._view = View.of(snapshot)
 
     def set_tenant(self, request_id: str, tenant: int) -> None:
         """Let the request draft from what its tenant (`LiveStore.tenant`) may see, until it finishes."""
@@ -169,22 +143,17 @@ class Drafter:
         """Keep the likeliest next tokens at every verified node, before `update` appends what was accepted."""
         if len(self._entries) == 0:
             return
-        request_ids, draft = logits.request_ids, logits.draft
-        self._await_prompts(request_ids)
+        ids, draft = logits.request_ids, logits.draft
+        trees, likeliest = (draft.tokens, draft.parents, draft.counts), (logits.top_tokens, logits.top_log_probs)
         with self._lock:
-            _recycle_batch(
-                self._index.slots, self._index.slot_ids(request_ids), self._entries, _values(self._owners, request_ids),
-                draft.tokens, draft.parents, draft.counts, logits.top_tokens, logits.top_log_probs, self.vocab_size,
-                self._recycle_clock,
-            )  # fmt: skip
+            requests = self._index.slot_ids(ids), _values(self._owners, ids)
+            recycled_logits.put_trees(
+                self._index.slots, requests, self._entries, trees, likeliest, self.vocab_size, self._recycle_clock
+            )
 
     def tenant_of(self, request_id: str) -> int:
         """Return the tenant of a request; 0 for none."""
         return self._tenants.get(request_id, 0)
-
-    def begin(self, request_id: str, prompt: NDArray[np.int32]) -> None:
-        """Start a request with `prompt` (int32 [n]) in the background thread; all calls for it wait."""
-        self._prompts[request_id] = self._worker.submit(self._replace, request_id, np.array(prompt, np.int32))
 
     def update(
         self, request_ids: Sequence[str], tokens: NDArray[np.int32], starts: NDArray[np.int64],
@@ -197,15 +166,16 @@ class Drafter:
             Rows left untouched, because their request would not hold as many (it is unknown, was rolled back, or missed
             tokens). The caller gives `replace` all tokens of these.
         """
-        if self._prompts:  # a prompt that is indexed after this would take back what is added here
-            self._await_prompts(request_ids)
         with self._lock:
             return self._index.update(self._index.slot_ids(request_ids), tokens, starts, ends, contexts)
 
     def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
         """Make the request, known or not, hold exactly `tokens` (int32 [n])."""
-        self._await_prompts([request_id])
-        self._replace(request_id, np.ascontiguousarray(tokens, np.int32))
+        tokens = np.ascontiguousarray(tokens, np.int32)
+        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
+            tokens = np.where((tokens >= 0) & (tokens < self.vocab_size), tokens, np.int32(OUTSIDE))
+        with self._lock:
+            self._index.replace(request_id, tokens)
 
     def draft(
         self, request_ids: Sequence[str], *, max_nodes: int, shape: Shape = "tree", min_score: float = 0.0
@@ -216,7 +186,7 @@ class Drafter:
             request_ids: one that is unknown or holds no token gets a tree of 0 nodes.
             max_nodes: per request, root included.
             shape: `chain` gives every node at most one child.
-            min_score: leave out nodes whose score does not exceed this.
+            min_score: leave out nodes that do not score higher.
 
         Returns:
             Views that the next call overwrites. Nodes stand in order of falling score, so any first part of a row is a
@@ -227,7 +197,6 @@ class Drafter:
         """
         if not 1 <= max_nodes <= self.max_nodes:
             raise ValueError(f"max_nodes must be 1..{self.max_nodes}, not {max_nodes}")
-        self._await_prompts(request_ids)
         with self._lock:
             n = len(request_ids)
             if n != self._out.batch_size:
@@ -239,38 +208,29 @@ class Drafter:
                 self._index.slot_ids(request_ids), groups, _values(self._owners, request_ids),
                 out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds,
             )  # fmt: skip
-            how = (self._entries, max_nodes, shape == "chain", min_score)
-            parts = max(1, min(self._threads, n // MIN_ROWS))
-            if parts == 1:
-                self._draft_part(0, arrays, how)
+            view, limits = (*_arrays_of(self._view), self._view.widest), (max_nodes, shape == "chain", min_score)
+            same: tuple[Any, ...] = self._index.slots, view, self._entries, limits, self._weights
+            parts = min(self._threads, n // MIN_ROWS)
+            if parts <= 1:
+                _draft_batch(arrays, *same)
             else:
                 rows = [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
-                split = [tuple(array[r] for array in arrays) for r in rows]
-                others = [self._pool.submit(self._draft_part, i, split[i], how) for i in range(1, parts)]
-                self._draft_part(0, split[0], how)
-                for other in others:
-                    other.result()
+                first, *others = (tuple(array[r] for array in arrays) for r in rows)
+                waiting = [self._pool.submit(_draft_batch, other, *same) for other in others]
+                _draft_batch(first, *same)
+                for future in waiting:
+                    future.result()
         return out
-
-    def _draft_part(self, thread: int, arrays: tuple[NDArray[Any], ...], how: tuple[Any, ...]) -> None:
-        view = self._view
-        of_view = view.table, view.bounds, view.sizes, view.static_rows
-        _draft_batch(self._index.slots, arrays, of_view, how, self._weights, *self._scratch[thread])
 
     def attribute(self, request_ids: Sequence[str], gained: NDArray[np.int64], tally: NDArray[np.int64]) -> None:
         """Add to `tally` which source (`scoring.attribution`) knew the tokens that these requests have just gained:
         `gained` of each (int64 [B]), all but the last of them drafted."""
-        self._await_prompts(request_ids)
         with self._lock:
-            groups = self._update_view(request_ids)
-            view, slot_ids = self._view, self._index.slot_ids(request_ids)
-            attribution.attribute(
-                self._index.slots, slot_ids, view.table, view.bounds, groups, view.static_rows, gained, tally
-            )
+            groups, slot_ids = self._update_view(request_ids), self._index.slot_ids(request_ids)
+            attribution.attribute(self._index.slots, slot_ids, _arrays_of(self._view), groups, gained, tally)
 
     def tokens(self, request_id: str) -> NDArray[np.int32]:
         """Return a copy of the tokens of a request: int32 [n], none if it is unknown."""
-        self._await_prompts([request_id])
         with self._lock:
             known = request_id in self._index
             return self._index.tokens(request_id).copy() if known else np.zeros(0, np.int32)
@@ -278,7 +238,6 @@ class Drafter:
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forget requests. Unknown ids are ignored."""
         request_ids = list(request_ids)
-        self._await_prompts(request_ids)
         for request_id in request_ids:
             self._tenants.pop(request_id, None)
             self._owners.pop(request_id, None)
@@ -294,10 +253,8 @@ class Drafter:
 
     def close(self) -> None:
         """Stop the background threads, forget every request and close the live datastore."""
-        self._worker.shutdown()
         self._pool.shutdown()
-        self._worker, self._pool = _executors()
-        self._prompts.clear()
+        self._pool = ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
         self.finish(self._index.request_ids())
         if self._live is not None:
             self._live.close()
@@ -307,38 +264,13 @@ class Drafter:
         with self._lock:
             self._entries[:] = 0
             if self._live is not None:
-                self._set_view(self._live.view()[0])
-
-    def _replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
-        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
-            tokens = np.where((tokens >= 0) & (tokens < self.vocab_size), tokens, np.int32(OUTSIDE))
-        with self._lock:
-            self._index.replace(request_id, tokens)
-
-    def _await_prompts(self, request_ids: Iterable[str]) -> None:
-        if self._prompts:
-            for request_id in request_ids:
-                future = self._prompts.pop(request_id, None)
-                if future is not None:
-                    future.result()
-
-    def _set_view(self, view: View) -> None:
-        """Draft from `view`, with scratch space for it."""
-        self._view = view
-        if view.widest > self._max_sub_indices:
-            self._max_sub_indices = view.widest if self._live is None else max(view.widest, SEARCHED)
-            if self._weights is None:
-                self._scratch = [(None, tuple(paper.scratch())) for _ in range(self._threads)]
-            else:
-                n, j = self.max_nodes, self._max_sub_indices
-                self._scratch = [(tuple(candidates.scratch(n, j)), None) for _ in range(self._threads)]
+                self._view = self._live.view()[0]
 
     def _update_view(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
         """See the live datastore, if there is one, as it is now; return the group of each request in the view."""
         groups = None
         if self._live is not None:
-            view, groups = self._live.view(_values(self._tenants, request_ids) if self._tenants else None)
-            self._set_view(view)
+            self._view, groups = self._live.view(_values(self._tenants, request_ids) if self._tenants else None)
         return np.zeros(len(request_ids), np.int64) if groups is None else groups
 
     def _warm_up(self) -> None:
@@ -352,8 +284,9 @@ class Drafter:
         self.finish([name])
 
 
-def _executors() -> tuple[ThreadPoolExecutor, ThreadPoolExecutor]:
-    return ThreadPoolExecutor(1, "freedraft-index"), ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
+def _arrays_of(view: View) -> tuple[NDArray[np.int64], ...]:
+    """Return what `views.store_of` takes."""
+    return view.table, view.bounds, view.sizes, view.static_rows
 
 
 def _values(numbers: dict[str, int], request_ids: Sequence[str]) -> NDArray[np.int64]:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +20,15 @@ from freedraft.method import Method, MethodSpec
 from freedraft.metrics import check_address, serve, where_to_look
 from freedraft.step import EngineContext, NodeLogits, Step
 from sssd_plugin.datastore.disk.format import TENANTS_APART
+from sssd_plugin.datastore.disk.store import Datastore
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.live.opening import check_live, open_live
+from sssd_plugin.datastore.live.store import LiveStore
+from sssd_plugin.drafter import Drafter, Shape
 from sssd_plugin.options import SssdOptions
 from sssd_plugin.recycled_logits import owner_of
-
-if TYPE_CHECKING:
-    from sssd_plugin.datastore.disk.store import Datastore
-    from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex
-    from sssd_plugin.datastore.live.store import LiveStore
-    from sssd_plugin.drafter import Shape
+from sssd_plugin.scoring.weights import Weights
 
 logger = logging.getLogger("freedraft.sssd")
 
@@ -54,14 +55,10 @@ def check(options: SssdOptions, context: EngineContext) -> None:
     choose_profile(options.hardware, context.device)
     check_address(options.metrics_port, options.metrics_host)
     if options.scoring == "learned" or options.weights is not None:
-        from sssd_plugin.scoring.weights import Weights
-
         Weights.load(options.weights)
     if options.static_store is not None:
         _open_store(options, context, verify=True).close()
     if options.live == "store" and options.datastore is not None:
-        from sssd_plugin.datastore.live.opening import check_live
-
         if isinstance(options.datastore, str) and options.datastore_sha256:
             raise ValueError(
                 "option 'datastore_sha256' does not go with `live: store` at a URL, whose store changes: remove one"
@@ -83,8 +80,6 @@ SPEC = MethodSpec(
 def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -> Datastore:
     """Open the datastore that was built, if it fits the model's vocabulary and tokenizer. Raises DatastoreError: the
     store is missing, damaged, of another tokenizer or of a newer format."""
-    from sssd_plugin.datastore.disk.store import Datastore
-
     assert options.static_store is not None
     return Datastore.open(
         options.static_store, vocab_size=context.vocab_size, fingerprint=context.tokenizer_fingerprint(),
@@ -98,7 +93,6 @@ class SssdMethod(Method):
 
     def __init__(self, options: SssdOptions, context: EngineContext, controller: Controller | None = None) -> None:
         from sssd_plugin.datastore.live.metrics import LiveMetrics
-        from sssd_plugin.drafter import Drafter
         from sssd_plugin.metrics import SourceMetrics
 
         super().__init__(options, context, controller or options.make_controller(context), NAME)
@@ -109,10 +103,8 @@ class SssdMethod(Method):
         self._corpora: dict[str, SubIndex] = {}
         self._indexed: dict[str, SubIndex] = {}
         self._lock = threading.Lock()
-        self.store: Datastore | None = None
-        if options.static_store is not None:
-            # The front-end process has verified every byte already.
-            self.store = _open_store(options, context, verify=False)
+        # The front-end process has verified every byte already.
+        self.store = None if options.static_store is None else _open_store(options, context, verify=False)
         self.live = self._open_live() if options.live != "off" else None
         self.live_metrics = LiveMetrics()
         can_recycle = context.gives_logits and options.scoring == "learned"
@@ -133,9 +125,6 @@ class SssdMethod(Method):
         logger.info("freedraft: sssd drafts up to %d tokens per request; %s; %s", context.max_draft_tokens, *notes)
 
     def _open_live(self) -> LiveStore:
-        from sssd_plugin.datastore.errors import DatastoreError
-        from sssd_plugin.datastore.live.opening import open_live
-
         options, context = self.options, self.context
         place = options.datastore if options.live == "store" else None
         logger.info(
@@ -154,7 +143,7 @@ class SssdMethod(Method):
         except DatastoreError as error:
             if context.rank == 0:
                 raise
-            # A replica on another host than the first, whose folder this is.
+            # A replica on another host: the folder is the first one's.
             logger.warning("freedraft: %s; this replica learns in memory only", error)
             return open_at(None)
 
@@ -167,7 +156,7 @@ class SssdMethod(Method):
             self._requests += 1
             alone = self._requests if self.options.isolation == "strict" else 0
             self.drafter.set_owner(request_id, owner_of(tenant) or alone)
-        self.drafter.begin(request_id, tokens)
+        self.drafter.replace(request_id, tokens)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         prompt_length = self._prompt_lengths.pop(request_id, None)
@@ -209,15 +198,12 @@ class SssdMethod(Method):
             self.store.close()
 
     def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
-        from sssd_plugin.datastore.index.sub_index import SEPARATOR, SubIndex
-
         with self._lock:
             if corpus_id in self._corpora or corpus_id in self._indexed:
                 raise ValueError(f"there is a corpus '{corpus_id}' already: remove it first, or choose another id")
         if not documents:
             raise ValueError("the corpus holds no token: give documents with text")
-        vocab_size = self.drafter.vocab_size
-        largest = max(int(document.max()) for document in documents)
+        vocab_size, largest = self.drafter.vocab_size, max(int(document.max()) for document in documents)
         if largest >= vocab_size:
             raise ValueError(f"the corpus holds token {largest}, the model's vocabulary only {vocab_size}")
         parts = [part for document in documents for part in (document, [SEPARATOR])]
@@ -247,7 +233,5 @@ class SssdMethod(Method):
         self.source_metrics.set_static(snapshot)
 
     def _snapshot(self) -> Snapshot:
-        from sssd_plugin.datastore.index.sub_index import Snapshot
-
         stored = self.store.snapshot.sub_indices if self.store is not None else ()
         return Snapshot([*stored, *self._corpora.values()])

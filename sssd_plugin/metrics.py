@@ -1,4 +1,4 @@
-"""Prometheus metrics of the n-gram sources: how often each knows the context, and whose tokens are accepted."""
+"""Prometheus metrics of the n-gram sources: how often each knows the context, and its accepted tokens."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Arrays from addresses inside compiled code.
 
-One compiled call serves a whole batch whose requests and sub-indices own arrays of their own. A table of addresses
-crosses into the call at the price of one array, however many there are. Whoever fills such a table keeps the arrays
-alive for as long as it is used.
+One compiled call serves a whole batch; its requests and sub-indices own arrays. A table of their addresses crosses into
+the call at the price of one array. The owner of the table keeps the arrays alive while it is used.
 """
 
 import numpy as np

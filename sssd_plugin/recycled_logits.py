@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from freedraft.step import TOP_TOKENS
-from sssd_plugin.request_index import mix
+from sssd_plugin.request_index import mix, request_at
 from sssd_plugin.scoring.views import write_context
 
 TOP = TOP_TOKENS  # tokens kept of a distribution
@@ -80,11 +80,13 @@ def find(recycled, context, filled, keys):
 
 
 @compiled(nogil=True)
-def put(recycled, context, filled, keys, tokens, log_probs, vocab_size, stamp):
-    """Keep the likeliest tokens (int32 [TOP]) and their log-probabilities behind a context, for each order.
+def put(recycled, context, filled, keys, likeliest, vocab_size, stamp):
+    """Keep the likeliest tokens behind a context, for each order. likeliest: int32 [TOP], and float32 [TOP], their
+    log-probabilities.
 
     What is no token of the vocabulary is kept at MAX_COST, which stands for none; where none is, nothing is kept.
     """
+    tokens, log_probs = likeliest
     if not (0 <= tokens[0] < vocab_size and log_probs[0] > -MAX_COST / SCALE):
         return
     table = recycled.entries
@@ -109,15 +111,26 @@ def put(recycled, context, filled, keys, tokens, log_probs, vocab_size, stamp):
 
 
 @compiled(nogil=True)
-def put_tree(
-    recycled, request_tokens, tokens, parents, count, top_tokens, top_log_probs, vocab_size, context, keys, stamp
-):
-    """Keep the likeliest tokens at every node of a tree whose root is the request's newest token.
+def put_trees(slots, requests, entries, trees, likeliest, vocab_size, clock):
+    """Keep the likeliest tokens at every node of the trees of those requests that still end in the root.
 
     Args:
-        tokens, parents: int32 [N], the tree, `count` nodes; top_tokens: int32 [N, TOP]; top_log_probs: float32.
-        context: int32 [ORDERS], keys: uint64 [ORDERS], scratch space.
+        slots: `RequestIndex.slots`; requests: int64 [B] each, slots (-1 is skipped) and owners.
+        trees: tokens and parents, int32 [B, N], and number of nodes [B]; likeliest: as of `put`, [B, N, TOP].
+        clock: int64 [1], calls so far.
     """
-    for node in range(count):
-        filled = write_context(request_tokens, tokens, parents, node, context)
-        put(recycled, context, filled, keys, top_tokens[node], top_log_probs[node], vocab_size, stamp)
+    slot_ids, owners = requests
+    tokens, parents, counts = trees
+    top_tokens, top_log_probs = likeliest
+    context, keys = np.empty(ORDERS, np.int32), np.empty(ORDERS, np.uint64)
+    clock[0] += 1
+    for b in range(len(slot_ids)):
+        if slot_ids[b] < 0:
+            continue
+        known = request_at(slots, slot_ids[b]).tokens
+        if len(known) > 0 and known[-1] == tokens[b, 0]:
+            recycled = Recycled(entries, owners[b])
+            for node in range(counts[b]):
+                filled = write_context(known, tokens[b], parents[b], node, context)
+                best = top_tokens[b, node], top_log_probs[b, node]
+                put(recycled, context, filled, keys, best, vocab_size, clock[0])

@@ -2,9 +2,8 @@
 
 Two hash chains run over the token array itself. `heads` maps a token to its newest position, and `previous[i]` links
 position i to the next older position of the same token; `gram_heads` and `gram_previous` do so for the last four tokens
-at a position, so that a copy from a long context is found however common its single tokens are. Every token is visible
-at the next step. A token costs 12 bytes plus its share of the tables, where a trie of n-grams (arXiv 2411.05894, A.1)
-costs hundreds.
+at a position, so that a copy from a long context is found however common its single tokens are. A token costs 12 bytes
+plus its share of the tables, where a trie of n-grams (arXiv 2411.05894, A.1) costs hundreds.
 
 The hash functions are seeded, so that no client can choose tokens that collide.
 """
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,52 +20,42 @@ from numpy.typing import NDArray
 from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at, uint16_at
 
-# Columns of the slot table: addresses of a request's arrays, their fill and sizes, the seed of their hash functions.
-TOKENS, PREVIOUS, HEADS, COUNTS, GRAM_PREVIOUS, GRAM_HEADS = range(6)
-LENGTH, CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE, DISTINCT, SEED = range(6, 12)
-COLUMNS = 12
+# Columns of the slot table: address of a request's memory; tokens held, and capacity; sizes of both hash tables;
+# distinct tokens held; seed of the hash functions.
+ADDRESS, LENGTH, CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE, DISTINCT, SEED = range(7)
+_SIZES = [CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE]
 
 GRAM = 4  # tokens that `gram_heads` hashes
 OUTSIDE = -2  # in place of ids that the vocabulary does not have, as an image's: no store holds it, and no draft
 
-_MIN_TABLE = 64
-_MIN_GRAM_TABLE = 16
+_SMALLEST = 64, 64, 16  # by _SIZES
 _MIN_SPARE = 64  # tokens of capacity beyond the present length
 
 
 class Request(NamedTuple):
-    """The index of one request, as compiled code reads it.
-
-    `heads` is an open-addressing hash table; both hash functions have the seed.
-    """
+    """The index of one request, as compiled code reads it."""
 
     tokens: NDArray[np.int32]  # [n], the prompt and the output so far
-    previous: NDArray[np.int32]  # [n], the next older position of the same token, -1 where there is none
-    heads: NDArray[np.int32]  # [T], the newest position of each token, -1 in empty entries
+    previous: NDArray[np.int32]  # [n], the next older position of the same token, -1 for none
+    heads: NDArray[np.int32]  # [T], open addressing: the newest position of each token, -1 in empty entries
     counts: NDArray[np.uint16]  # [T], how often the token of each entry occurs, at most 65535
-    # [n], the next older position whose last four tokens have the same hash, -1 for none; not set at the first three.
+    # [n], the next older position with the same hash of the last four tokens, -1 for none; not set at the first three.
     gram_previous: NDArray[np.int32]
     gram_heads: NDArray[np.int32]  # [G], the newest position by hash of its last four tokens, -1 for none
     seed: np.int64
 
-    @property
-    def arrays(self) -> tuple[NDArray[Any], ...]:
-        """All but the seed, in the order of the slot table's columns."""
-        return self.tokens, self.previous, self.heads, self.counts, self.gram_previous, self.gram_heads
-
 
 @compiled(nogil=True)
 def _request(slots, s, n):
-    size = slots[s, TABLE_SIZE]
+    address, capacity = slots[s, ADDRESS], slots[s, CAPACITY]
+    size, gram_size = slots[s, TABLE_SIZE], slots[s, GRAM_TABLE_SIZE]
+    heads = address + 12 * capacity
+    gram_heads = heads + 4 * size
     return Request(
-        int32_at(slots[s, TOKENS], n),
-        int32_at(slots[s, PREVIOUS], n),
-        int32_at(slots[s, HEADS], size),
-        uint16_at(slots[s, COUNTS], size),
-        int32_at(slots[s, GRAM_PREVIOUS], n),
-        int32_at(slots[s, GRAM_HEADS], slots[s, GRAM_TABLE_SIZE]),
-        slots[s, SEED],
-    )
+        int32_at(address, n), int32_at(address + 4 * capacity, n), int32_at(heads, size),
+        uint16_at(gram_heads + 4 * gram_size, size), int32_at(address + 8 * capacity, n),
+        int32_at(gram_heads, gram_size), slots[s, SEED],
+    )  # fmt: skip
 
 
 @compiled(nogil=True)
@@ -121,11 +110,8 @@ def _older_gram(request, i, before, a, b, c, d):
 
 @compiled(nogil=True)
 def newest_gram(request, before, a, b, c, d):
-    """Return the newest position under `before` that ends the tokens a, b, c, d, -1 for none.
-
-    What else has the same hash is passed over, however much it is: drafts must not depend on the seed, which differs
-    from one tensor-parallel rank to the next.
-    """
+    """Return the newest position under `before` that ends the tokens a, b, c, d, -1 for none. All others of the same
+    hash are passed over: drafts must not depend on the seed, which differs from one tensor-parallel rank to another."""
     return _older_gram(request, request.gram_heads[find_gram(request, a, b, c, d)], before, a, b, c, d)
 
 
@@ -147,10 +133,8 @@ def _link_gram(request, i):
 
 @compiled(nogil=True)
 def ingest(slots, s, new, shift, target):
-    """Append until the request has `target` tokens, position i being `new[i + shift]`; False if the slot must grow.
-
-    What was appended before that stays, so after growing the call is simply repeated.
-    """
+    """Append until the request has `target` tokens, position i being `new[i + shift]`; False if the slot must grow,
+    after which the call is repeated."""
     if target > slots[s, CAPACITY]:
         return False
     n, distinct = slots[s, LENGTH], slots[s, DISTINCT]
@@ -177,10 +161,11 @@ def ingest(slots, s, new, shift, target):
 
 
 @compiled(nogil=True)
-def _update(slots, slot_ids, tokens, starts, ends, contexts, stale, resumed):
-    """Append as `RequestIndex.update` does, from row `resumed` on, whose slot has grown; -1 in the first call. Writes
-    into `stale` (int64 [> B]) the number of rows left untouched, then these rows. Returns the row whose slot must grow
-    before the call is repeated. At the end: -1, or -2 if rows were left untouched."""
+def _update(slots, slot_ids, tokens, spans, stale, resumed):
+    """Append as `RequestIndex.update` does, from row `resumed` on: -1, or what the last call returned. Writes how many
+    rows are left untouched, then these rows, into `stale` (int64 [> B]). Returns the row of a slot that must grow
+    before the call is repeated, -1 at the end. spans: starts, ends and contexts."""
+    starts, ends, contexts = spans
     if resumed < 0:
         stale[0] = 0
     for b in range(max(resumed, 0), len(slot_ids)):
@@ -190,23 +175,28 @@ def _update(slots, slot_ids, tokens, starts, ends, contexts, stale, resumed):
             stale[stale[0]] = b
         elif not ingest(slots, s, tokens, ends[b] - contexts[b], np.int64(contexts[b])):
             return b
-    return -1 if stale[0] == 0 else -2
+    return -1
 
 
 @compiled(nogil=True)
-def _copy(request, old, n):
-    """Fill new arrays with the first n tokens of old ones, of which some may be as large."""
-    request.tokens[:n] = old.tokens[:n]
-    request.previous[:n] = old.previous[:n]
-    for k in range(len(old.heads)):
-        if old.heads[k] >= 0:
-            i = find(request, request.tokens[old.heads[k]])
-            request.heads[i] = old.heads[k]
-            request.counts[i] = old.counts[k]
-    if len(request.gram_heads) == len(old.gram_heads):
-        request.gram_heads[:] = old.gram_heads
-        request.gram_previous[:n] = old.gram_previous[:n]
+def _fill(slots, s, old):
+    """Fill the new memory of slot s with what its old memory holds; old: its row before, int64 [1, C]."""
+    n = slots[s, LENGTH]
+    request, before = _request(slots, s, n), _request(old, 0, n)
+    request.heads[:] = -1
+    request.counts[:] = 0
+    request.tokens[:] = before.tokens
+    request.previous[:] = before.previous
+    for k in range(len(before.heads)):
+        if before.heads[k] >= 0:
+            i = find(request, request.tokens[before.heads[k]])
+            request.heads[i] = before.heads[k]
+            request.counts[i] = before.counts[k]
+    if len(request.gram_heads) == len(before.gram_heads):
+        request.gram_heads[:] = before.gram_heads
+        request.gram_previous[:] = before.gram_previous
     else:
+        request.gram_heads[:] = -1
         for i in range(n):
             _link_gram(request, i)
 
@@ -215,16 +205,16 @@ class RequestIndex:
     """The tokens of every live request, addressed by request id. It is not thread-safe: the drafter serialises calls.
 
     Attributes:
-        slots: int64 [S, COLUMNS], one row of addresses and sizes per request; compiled code reads it.
+        slots: int64 [S, C], a row per request; compiled code reads it.
         seed: of the hash functions; random, unless one is given.
     """
 
     def __init__(self, max_requests: int = 64, seed: int | None = None) -> None:
         self.seed = secrets.randbits(62) if seed is None else seed
-        self.slots = np.zeros((max(1, max_requests), COLUMNS), np.int64)
+        self.slots = np.zeros((max(1, max_requests), SEED + 1), np.int64)
         self._slot_of: dict[str, int] = {}
         self._free = list(range(len(self.slots) - 1, -1, -1))
-        self._arrays: list[Request | None] = [None] * len(self.slots)  # they keep the addresses in `slots` valid
+        self._memory: dict[int, NDArray[np.uint8]] = {}  # by slot
         self._stale = np.zeros(len(self.slots) + 1, np.int64)
 
     def __len__(self) -> int:
@@ -245,16 +235,21 @@ class RequestIndex:
         """Append tokens to the requests in these slots (int64 [B]) as `Drafter.update` does; return the same rows."""
         if len(slot_ids) >= len(self._stale):
             self._stale = np.zeros(2 * len(slot_ids), np.int64)
-        b = _update(self.slots, slot_ids, tokens, starts, ends, contexts, self._stale, -1)
-        while b >= 0:
+        spans, b = (starts, ends, contexts), -1
+        while (b := _update(self.slots, slot_ids, tokens, spans, self._stale, b)) >= 0:
             self._grow(int(slot_ids[b]), int(contexts[b]))
-            b = _update(self.slots, slot_ids, tokens, starts, ends, contexts, self._stale, b)
-        return [] if b == -1 else self._stale[1 : self._stale[0] + 1].tolist()
+        return self._stale[1 : self._stale[0] + 1].tolist()
 
     def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
         """Make the request, known or not, hold exactly `tokens` (int32 [n])."""
         self.finish([request_id])
-        slot = self._start(request_id)
+        if not self._free:
+            old = len(self.slots)
+            self.slots = np.concatenate([self.slots, np.zeros_like(self.slots)])
+            self._free = list(range(2 * old - 1, old - 1, -1))
+        slot = self._slot_of[request_id] = self._free.pop()
+        self.slots[slot, SEED] = self.seed
+        self._allocate(slot, _SMALLEST)
         while not ingest(self.slots, slot, tokens, 0, len(tokens)):
             self._grow(slot, len(tokens))
 
@@ -264,9 +259,7 @@ class RequestIndex:
     def tokens(self, request_id: str) -> NDArray[np.int32]:
         """Return the tokens of a request so far: int32 [n], a view that the next update may invalidate."""
         slot = self._slot_of[request_id]
-        request = self._arrays[slot]
-        assert request is not None
-        return request.tokens[: self.slots[slot, LENGTH]]
+        return self._memory[slot][: 4 * self.slots[slot, LENGTH]].view(np.int32)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forget requests. Unknown ids are ignored."""
@@ -274,39 +267,24 @@ class RequestIndex:
             slot = self._slot_of.pop(request_id, None)
             if slot is not None:
                 self.slots[slot] = 0
-                self._arrays[slot] = None
+                del self._memory[slot]
                 self._free.append(slot)
 
     def nbytes(self) -> int:
         """Return the bytes that all requests hold."""
-        return sum(array.nbytes for request in self._arrays if request is not None for array in request.arrays)
+        return sum(memory.nbytes for memory in self._memory.values())
 
-    def _start(self, request_id: str) -> int:
-        if not self._free:
-            old = len(self.slots)
-            self.slots = np.concatenate([self.slots, np.zeros_like(self.slots)])
-            self._arrays += [None] * old
-            self._free = list(range(2 * old - 1, old - 1, -1))
-        slot = self._slot_of[request_id] = self._free.pop()
-        self._allocate(slot, _MIN_SPARE, _MIN_TABLE, _MIN_GRAM_TABLE)
-        return slot
-
-    def _allocate(self, slot: int, capacity: int, table_size: int, gram_table_size: int) -> None:
-        tokens, previous, gram_previous = (np.empty(capacity, np.int32) for _ in range(3))
-        heads, gram_heads = (np.full(size, -1, np.int32) for size in (table_size, gram_table_size))
-        counts = np.zeros(table_size, np.uint16)
-        new = Request(tokens, previous, heads, counts, gram_previous, gram_heads, np.int64(self.seed))
-        row, old = self.slots[slot], self._arrays[slot]
-        if old is not None:
-            _copy(new, old, row[LENGTH])
-        self._arrays[slot] = new
-        row[: GRAM_HEADS + 1] = [array.ctypes.data for array in new.arrays]
-        row[CAPACITY], row[TABLE_SIZE], row[GRAM_TABLE_SIZE] = capacity, table_size, gram_table_size
-        row[SEED] = self.seed
+    def _allocate(self, slot: int, sizes: tuple[int, int, int]) -> None:
+        """Give the slot memory of these sizes (`_SIZES`), with what it holds."""
+        row = self.slots[slot]
+        old, memory = row[None].copy(), np.empty(int(np.dot((12, 6, 4), sizes)), np.uint8)
+        row[ADDRESS], row[_SIZES] = memory.ctypes.data, sizes
+        _fill(self.slots, slot, old)
+        self._memory[slot] = memory
 
     def _grow(self, slot: int, target: int) -> None:
         row = self.slots[slot]
-        capacity, table_size, gram_table_size = (int(row[i]) for i in (CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE))
+        capacity, table_size, gram_table_size = row[_SIZES].tolist()
         if target > capacity:
             capacity = target + max(_MIN_SPARE, target >> 7)
             table_size = max(table_size, (target - int(row[LENGTH])) >> 2)  # text repeats at least that much
@@ -316,4 +294,4 @@ class RequestIndex:
             table_size = max(table_size + (table_size >> 2), 8 * min(distinct, target) // 7 + 1)
         if capacity >> 5 > gram_table_size:  # chains would become long
             gram_table_size = capacity >> 4
-        self._allocate(slot, capacity, table_size, gram_table_size)
+        self._allocate(slot, (capacity, table_size, gram_table_size))

@@ -1,4 +1,4 @@
-"""SSSD in vLLM, where live datastores need to be told whose a request is."""
+"""SSSD in vLLM; passes the tenant key to live datastores."""
 
 from dataclasses import replace
 

@@ -19,6 +19,7 @@ from bench.lib.results import command_line, sha256
 from bench.lib.trace import Sessions, Trace, replayed
 from bench.scorer.record import load_recordings
 from bench.scorer.training import train
+from bench.scorer.weights import save
 from sssd_plugin.datastore import tokenizer
 
 
@@ -38,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     weights = train(traces, sessions, recordings, vocab_size)
     files = {path.name: sha256(path) for path in (*options.trace, *options.sessions, *options.recorded)}
     recipe = command_line(sys.orig_argv[1:] if arguments is None else ["-m", "bench.scorer", *arguments])
-    replace(weights, trained_on=files, recipe=recipe).save(options.out)
+    save(replace(weights, trained_on=files, recipe=recipe), options.out)
     print(f"wrote {options.out}: trained on {', '.join(files)}")
 
 

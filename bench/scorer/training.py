@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from bench.lib.trace import Row, Sessions, store_of
 from bench.scorer.long_contexts import EDITS, edit, long_rows
 from bench.scorer.record import Recording
+from bench.scorer.weights import initial_weights
 from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.runs import View
@@ -24,9 +25,9 @@ from sssd_plugin.method import LEADING, to_learn
 from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
 from sssd_plugin.scoring.candidates import SHORTLIST, scratch
-from sssd_plugin.scoring.learned import FEW_CANDIDATES, Recorded, draft_tree
-from sssd_plugin.scoring.views import Store, Tree, write_context
-from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, ROWS, WIDTH, Weights, initial_weights
+from sssd_plugin.scoring.learned import FEW_CANDIDATES, Recorded, Sources, draft_tree
+from sssd_plugin.scoring.views import Limits, Store, Tree, write_context
+from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, ROWS, WIDTH, Weights
 
 NO_LOGITS = np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
 NO_LIMIT = 1 << 31
@@ -59,8 +60,8 @@ class Lesson(NamedTuple):
 
 @compiled(nogil=True)
 def _replay(
-    slots, s, truth, position, store, max_nodes, is_chain, weights, tree, scratch, seen, recycled, start, top_tokens,
-    top_log_probs, examples, filled,
+    slots, s, truth, position, store, limits, weights, tree, scratch, seen, recycled, start, top_tokens, top_log_probs,
+    examples, filled,
 ):  # fmt: skip
     """Replay one request and add examples from `filled` on; return where its slot has to grow, and their number.
 
@@ -69,9 +70,9 @@ def _replay(
             `top_log_probs[i]`.
     """
     while position < len(truth) and ingest(slots, s, truth, 0, position):
-        request = request_at(slots, s)
+        sources = Sources(request_at(slots, s), store, recycled)
         seen.sizes[:] = -1
-        n = draft_tree(request, store, recycled, weights, max_nodes, is_chain, 0.0, tree, scratch, seen)
+        n = draft_tree(sources, weights, limits, tree, scratch, seen)
         current, accepted = 0, 0
         while position + accepted < len(truth):
             token = truth[position + accepted]
@@ -95,10 +96,8 @@ def _replay(
         if len(recycled.entries) > 0:
             for at in range(position, min(position + accepted + 1, len(truth))):
                 known = write_context(truth[:at], tree.tokens, tree.parents, 0, scratch.context)
-                put(
-                    recycled, scratch.context, known, scratch.keys, top_tokens[at - start], top_log_probs[at - start],
-                    NO_LIMIT, scratch.clock[0],
-                )  # fmt: skip
+                likeliest = top_tokens[at - start], top_log_probs[at - start]
+                put(recycled, scratch.context, known, scratch.keys, likeliest, NO_LIMIT, scratch.found.state[0])
         position += accepted + 1
     return position, filled
 
@@ -123,7 +122,7 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
     while position < len(truth):
         index.replace("r", truth[:position])
         position, filled = _replay(
-            index.slots, index.slot_ids(["r"])[0], truth, position, store, max_nodes, is_chain,
+            index.slots, index.slot_ids(["r"])[0], truth, position, store, Limits(max_nodes, is_chain, 0.0),
             (weights.layer, weights.out), tree, space, seen, lesson.recycled, len(answer.prompt), answer.top_tokens,
             answer.top_log_probs, examples, filled,
         )  # fmt: skip

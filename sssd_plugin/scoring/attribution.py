@@ -10,6 +10,7 @@ import numpy as np
 from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.request_index import request_at
+from sssd_plugin.scoring.views import store_of
 
 SOURCES = ("input", "static", "live")
 CONTEXT = 4
@@ -49,27 +50,25 @@ def _in_store(table, tokens, p, max_context, min_context, following):
 
 
 @compiled(nogil=True)
-def attribute(slots, slot_ids, rows, bounds, groups, static_rows, gained, tally):
+def attribute(slots, slot_ids, view, groups, gained, tally):
     """Add up where the last tokens of these requests come from, and who knows their present context.
 
     Args:
         slots: `RequestIndex.slots`; slot_ids: int64 [B], -1 is skipped.
-        rows, bounds, static_rows: of a `View`; groups: int64 [B].
+        view, groups: see `views.store_of`; groups: int64 [B].
         gained: int64 [B], tokens that the last step added: all but the last one were drafted.
         tally: int64 [SIZE], added to.
     """
     for b in range(len(slot_ids)):
         if slot_ids[b] < 0:
             continue
-        request = request_at(slots, slot_ids[b])
-        tokens = request.tokens
+        request, store = request_at(slots, slot_ids[b]), store_of(view, groups[b])
+        tokens, static, live = request.tokens, store.table[: store.static_rows], store.table[store.static_rows :]
         n = len(tokens)
-        middle = bounds[groups[b]] + static_rows[groups[b]]
-        static, live = rows[bounds[groups[b]] : middle], rows[middle : bounds[groups[b] + 1]]
         for p in range(max(1, n - gained[b]), n - 1):
             longest, source = _in_request(request, p, True), 0
-            for number, store in ((1, static), (2, live)):
-                k = _in_store(store, tokens, p, CONTEXT, longest + 1, True)
+            for number, table in ((1, static), (2, live)):
+                k = _in_store(table, tokens, p, CONTEXT, longest + 1, True)
                 if k > longest:
                     longest, source = k, number
             tally[ACCEPTED + (source if longest > 0 else 3)] += 1

@@ -16,25 +16,22 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at
-from sssd_plugin.recycled_logits import SCALE
-from sssd_plugin.request_index import find
+from sssd_plugin.recycled_logits import SCALE, Recycled
+from sssd_plugin.request_index import Request
 from sssd_plugin.scoring.candidates import (
     INPUT,
     MAX_SAMPLES,
+    NUMBER,
     ORDERS,
-    SHORT_ORDERS,
     SHORTLIST,
     SKIP_INPUT,
     SKIP_STORE,
     STORE,
     gather,
-    gather_recycled,
 )
-from sssd_plugin.scoring.matches import DELETED, EVIDENCE, INSERTED, MAX_MATCH, MIN_RUN
-from sssd_plugin.scoring.ranges import MANY, STORE_ORDERS, advance, find_many
-from sssd_plugin.scoring.vectors import add_rows, keep_largest, sum_of_units
-from sssd_plugin.scoring.views import add_node, write_context
-from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS
+from sssd_plugin.scoring.network import evaluate, write_inputs, write_node_inputs
+from sssd_plugin.scoring.ranges import STORE_ORDERS, advance, find_many
+from sssd_plugin.scoring.views import Store, add_node, write_context
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root, where it is MAX_SAMPLES
 FEW_NODES = 16  # larger trees choose among more candidates, from more samples
@@ -44,22 +41,15 @@ INPUT_DISCOUNT = 0.4
 EXPAND_MARGIN = 0.7  # the best child a node can hope for, as a share of its own probability
 ALIGNED = 0.2  # what an alignment adds to the promise of a candidate
 RECYCLED = 0.3  # and a probability by recycled logits, times this
-LIKELY = 4.0  # -ln p of a token that recycled logits speak neither for nor against
 KINDS = (STORE_ORDERS + 1) * (ORDERS + 1)  # of a draft's nodes: longest contexts in store and request
 
-_LOG_COUNT = np.log(np.arange(512) + 0.1)
-_LOG_TOTAL = np.log(np.arange(512) + 1.0)
 
-_LOG_MATCH = np.log(np.maximum(np.arange(MAX_MATCH + 1), 6) / 6)
+class Sources(NamedTuple):
+    """What one request drafts from."""
 
-# First input, first column and number of the inputs ln(count + 0.1) - ln(total + 1), 0 without observations.
-_COUNT_INPUTS = (
-    (3, STORE + 1, STORE_ORDERS - 1),
-    (6, INPUT, 4),
-    (10, SKIP_STORE, 5),
-    (15, STORE + MANY, 1),
-    (16, INPUT + SHORT_ORDERS + 3, 3),
-)
+    request: Request
+    store: Store
+    recycled: Recycled
 
 
 class Recorded(NamedTuple):
@@ -104,9 +94,10 @@ def _interpolation(columns, first, orders, discount):
 
 
 @compiled(nogil=True, inline="always")
-def _choose(store, scratch, n, limit):
-    """Write the shortlist, at most `limit` of the n candidates; return its length and both longest orders."""
-    candidates, counts, columns, shortlist = scratch.candidates, scratch.counts, scratch.columns, scratch.shortlist
+def _choose(store, scratch, limit):
+    """Write the shortlist, at most `limit` of the candidates; return its length and both longest orders."""
+    state, _, candidates, counts, columns = scratch.found
+    shortlist, n = scratch.shortlist, state[NUMBER]
     store_order = _interpolation(columns, STORE, STORE_ORDERS + 1, STORE_DISCOUNT)
     input_order = _interpolation(columns, INPUT, ORDERS, INPUT_DISCOUNT)
     skip_store = 0.1 / max(columns[SKIP_STORE + 1].total, 1)
@@ -144,115 +135,20 @@ def _choose(store, scratch, n, limit):
     return m, store_order, input_order
 
 
-@compiled(nogil=True)
-def variety(column):
-    """Return how much the followers of a context differ, as a class.
-
-    0: none were seen; 1: a single one; 2, 3: two or three alike, more alike; 4: all differ; 5: each three times or more
-    on average; 6: anything between.
-    """
-    total, kinds = column.total, column.kinds
-    if total == 0:
-        return 0
-    if kinds <= 1:
-        return 1 if total == 1 else 2 if total < 4 else 3
-    if kinds == total:
-        return 4
-    return 5 if total >= 3 * kinds else 6
-
-
 @compiled(nogil=True, inline="always")
-def _write_node_inputs(scratch, node, store_order, input_order, order):
-    """Write what the candidates of a node share: whether it is below the root; the longest contexts that store and
-    request have, and how much their followers differ, one of each; ln of many tokens; what logits were found by."""
-    x, columns = scratch.node_inputs[0], scratch.columns
-    x[:] = 0.0
-    x[0] = 1.0 if node > 0 else 0.0
-    if store_order > 0:
-        x[store_order] = 1.0
-        x[14 + variety(columns[STORE + store_order - 1])] = 1.0
-    if input_order > 0:
-        x[5 + input_order] = 1.0
-        x[20 + variety(columns[INPUT + input_order - 1])] = 1.0
-    x[27] = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS)
-    if order > 0:
-        x[27 + order] = 1.0
-
-
-@compiled(nogil=True, inline="always")
-def _write_inputs(request, scratch, node, m):
-    """Write the inputs of the m candidates of a node's shortlist."""
-    columns, counts, shortlist, candidates = scratch.columns, scratch.counts, scratch.shortlist, scratch.candidates
-    many = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS)
-    run = math.log(max(scratch.leading[2], MIN_RUN) / MIN_RUN)
-    evidence = scratch.leading[3] / EVIDENCE
-    newest, learnt = scratch.leading[4], scratch.leading[5]
-    seen, n_seen = scratch.seen, 0
-    for first, column, number in _COUNT_INPUTS:
-        for k in range(number):
-            if columns[column + k].total > 0:
-                seen[n_seen, 0], seen[n_seen, 1] = first + k, column + k
-                n_seen += 1
-    for i in range(m):
-        c = shortlist[i]
-        candidate, x = candidates[c], scratch.inputs[i]
-        x[:] = 0.0
-        occurrences = np.int64(request.counts[find(request, candidate.token)])
-        x[0] = math.log(max(candidate.store, 1e-7))
-        x[1] = math.log(max(candidate.input, 1e-6))
-        log_occurrences = _LOG_COUNT[occurrences] if occurrences < 512 else math.log(occurrences + 0.1)
-        x[2] = log_occurrences - math.log(len(request.tokens) * candidate.share + 0.5)
-        for s in range(n_seen):
-            f, column = seen[s]
-            x[f] = _LOG_COUNT[counts[c, column]] - _LOG_TOTAL[columns[column].total]
-        if counts[c, STORE + MANY] > 0:
-            x[19] = many
-        if candidate.match > 0:
-            x[20] = _LOG_MATCH[candidate.match]
-            x[21] = 1.0 if c == scratch.leading[0] else 0.0
-            x[22] = 1.0 if c == scratch.leading[1] else 0.0
-        if candidate.since >= 0:
-            x[23] = 1.0
-            x[24] = math.log(1.0 + candidate.since)
-            x[25] = run
-            x[26] = 1.0 if candidate.kind == INSERTED else -1.0 if candidate.kind == DELETED else 0.0
-            x[27] = evidence
-        if candidate.token == newest:
-            x[28] = 1.0
-            x[29] = learnt
-        if candidate.cost >= 0:
-            x[30] = 1.0
-            x[31] = LIKELY - candidate.cost * (1 / SCALE)
-
-
-@compiled(nogil=True, inline="always")
-def _evaluate(scratch, m, layer, out):
-    """Write the network's logits of m candidates, in float32: the rows of the inputs are added up in their order, those
-    that the candidates share first; then the units in halves."""
-    inputs, largest, common, hidden = scratch.inputs, scratch.largest, scratch.common, scratch.hidden
-    keep_largest(inputs, m, largest)
-    add_rows(layer[0], layer, 1, scratch.node_inputs, 0, common)
-    add_rows(common, layer, 1 + NODE_INPUTS, largest, 0, common)
-    for i in range(m):
-        add_rows(common, layer, 1 + NODE_INPUTS + INPUTS, inputs, i, hidden)
-        scratch.probabilities[i] = sum_of_units(hidden, out)
-
-
-@compiled(nogil=True, inline="always")
-def score(store, request, scratch, node, n, order, limit, weights):
-    """Score the most promising of the n candidates that `gather` has counted at a node, at most `limit`.
+def score(sources, scratch, node, order, limit, weights):
+    """Score the most promising of the candidates that `gather` has counted at a node, at most `limit`.
 
     The shortlist, its inputs and its probabilities P(next token = candidate) are written; with P(none of these) they
-    sum to 1. Returns the length of the shortlist and the node's kind. `order`: tokens that recycled logits were found
-    by, 0 for none.
+    sum to 1. Returns the length of the shortlist and the node's kind. `order` is what `gather` returned.
     """
-    m, store_order, input_order = _choose(store, scratch, n, limit)
+    m, store_order, input_order = _choose(sources.store, scratch, limit)
     kind = min(store_order, STORE_ORDERS) * (ORDERS + 1) + input_order + (KINDS if order > 0 else 0)
     if m == 0:
         return m, kind
-    _write_node_inputs(scratch, node, store_order, input_order, order)
-    _write_inputs(request, scratch, node, m)
-    _evaluate(scratch, m, weights[0], weights[1])
+    write_node_inputs(scratch, node, store_order, input_order, order)
+    write_inputs(sources.request, scratch, node, m)
+    evaluate(scratch, m, weights)
     probabilities, top = scratch.probabilities, 0.0
     for i in range(m):
         top = max(top, probabilities[i])
@@ -266,18 +162,18 @@ def score(store, request, scratch, node, n, order, limit, weights):
 
 
 @compiled(nogil=True, inline="always")
-def _start(request, store, scratch):
+def _start(sources, scratch):
     """Write the ranges of node 0, the root; return the node of its context without its last token, -1 for none."""
-    length = len(request.tokens)
-    before, here = len(scratch.ranges) - 1, -1
+    tokens, table, ranges = sources.request.tokens, sources.store.table, scratch.ranges
+    length, before, here = len(tokens), len(ranges) - 1, -1
     scratch.samples[0, :, 0] = 0
     scratch.samples[before, :, 0] = 0
     first = max(0, length - STORE_ORDERS)
     for i in range(first, length):  # one token at a time, so the last node but one is what is returned
         target = 0 if (length - 1 - i) % 2 == 0 else before
-        advance(store.table, scratch.ranges, scratch.many, scratch.samples, here, target, request.tokens[i])
+        advance(table, ranges, scratch.many, scratch.samples, here, target, tokens[i])
         here = target
-    find_many(store.table, scratch.ranges, scratch.many, 0, request.tokens)
+    scratch.many[0] = find_many(table, ranges[0], tokens)
     return before if length - first > 1 else -1
 
 
@@ -299,23 +195,33 @@ def _insert(frontier, pending, capacity, score, parent, token, kind):
     return pending
 
 
+@compiled(nogil=True, inline="always")
+def _record(recorded, scratch, node, m):
+    recorded.sizes[node] = m
+    for i in range(m):
+        recorded.tokens[node, i] = scratch.found.candidates[scratch.shortlist[i]].token
+        recorded.inputs[node, i] = scratch.inputs[i]
+    if m > 0:
+        recorded.node_inputs[node] = scratch.node_inputs[0]
+
+
 @compiled(nogil=True)
-def draft_tree(request, store, recycled, weights, max_nodes, chain, min_score, tree, scratch, recorded):
-    """Draft the best-first tree of at most `max_nodes` nodes, by product of scores along paths; return their number.
+def draft_tree(sources, weights, limits, tree, scratch, recorded):
+    """Draft the best-first tree, by product of scores along paths; return the number of nodes.
 
     Args:
-        request, store, recycled, scratch: as their types are called; recorded: a `Recorded`, or None.
+        sources, limits, scratch: as their types are called; recorded: a `Recorded`, or None.
         weights: layer and out, as in `Weights`.
-        chain: only ever extend the newest node, by its best candidate.
-        min_score: leave out nodes below this probability of being accepted.
         tree: a `Tree`, written; a node's kind says how long the contexts are that store and request have, and
             with recycled logits is KINDS more.
     """
-    if len(request.tokens) == 0:
+    tokens, table, chain, max_nodes = sources.request.tokens, sources.store.table, limits.chain, limits.max_nodes
+    if len(tokens) == 0:
         return 0
-    frontier, path_scores = scratch.frontier, scratch.path_scores
-    root_parent = _start(request, store, scratch)
-    add_node(tree, 0, request.tokens[-1], -1, 1.0, 0)
+    frontier, path_scores, probabilities = scratch.frontier, scratch.path_scores, scratch.probabilities
+    candidates, shortlist = scratch.found.candidates, scratch.shortlist
+    root_parent = _start(sources, scratch)
+    add_node(tree, 0, tokens[-1], -1, 1.0, 0)
     path_scores[0] = 1.0
     if max_nodes <= 1 and recorded is None:
         return 1
@@ -331,29 +237,21 @@ def draft_tree(request, store, recycled, weights, max_nodes, chain, min_score, t
         if not hopeless:
             parent = root_parent
             if current > 0:
-                parent, token = tree.parents[current], tree.tokens[current]
-                advance(store.table, scratch.ranges, scratch.many, scratch.samples, parent, current, token)
-            filled = write_context(request.tokens, tree.tokens, tree.parents, current, scratch.context)
-            samples = deep_samples if current else MAX_SAMPLES
-            n_candidates = gather(store, request, scratch, current, parent, samples, filled)
-            n_candidates, order = gather_recycled(recycled, scratch, filled, n_candidates)
-            m, kind = score(store, request, scratch, current, n_candidates, order, limit, weights)
+                parent = tree.parents[current]
+                advance(table, scratch.ranges, scratch.many, scratch.samples, parent, current, tree.tokens[current])
+            filled = write_context(tokens, tree.tokens, tree.parents, current, scratch.context)
+            order = gather(sources, scratch, current, parent, deep_samples if current else MAX_SAMPLES, filled)
+            m, kind = score(sources, scratch, current, order, limit, weights)
             if recorded is not None:
-                recorded.sizes[current] = m
-                for i in range(m):
-                    recorded.tokens[current, i] = scratch.candidates[scratch.shortlist[i]].token
-                    recorded.inputs[current, i] = scratch.inputs[i]
-                if m > 0:
-                    recorded.node_inputs[current] = scratch.node_inputs[0]
+                _record(recorded, scratch, current, m)
             first = 0
             if chain and m > 0:
-                first = int(np.argmax(scratch.probabilities[:m]))
+                first = int(np.argmax(probabilities[:m]))
                 m = first + 1
             for i in range(first, m):
-                value = path_scores[current] * scratch.probabilities[i]
-                token = scratch.candidates[scratch.shortlist[i]].token
-                pending = _insert(frontier, pending, capacity, value, current, token, kind)
-        if n >= max_nodes or pending == 0 or frontier[0].score <= min_score:
+                value = path_scores[current] * probabilities[i]
+                pending = _insert(frontier, pending, capacity, value, current, candidates[shortlist[i]].token, kind)
+        if n >= max_nodes or pending == 0 or frontier[0].score <= limits.min_score:
             return n
         leaf = frontier[0]
         add_node(tree, n, leaf.token, leaf.parent, leaf.score, leaf.kind)

@@ -1,8 +1,8 @@
 """Where the request's own text goes on as it did before: long matches, and alignments behind an edit.
 
-A match is an earlier position whose last tokens, at least four, are those at a node. An alignment is one where they
-would be but for an edit: the text has been a copy until a few tokens ago, and probably goes on as one. Both are looked
-up at the root and carried on along drafted paths, where the next token must be the one that followed before.
+A match is an earlier position with the same last tokens, at least four, as a node. An alignment is one where they
+would be the same but for an edit: the text has been a copy until a few tokens ago, and probably goes on as one. Both
+are looked up at the root and carried on along drafted paths, where the next token must be the one that followed before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _length(tokens, i, end, match):
 
 @compiled(nogil=True)
 def _newest(request, end, before):
-    """Return the newest position under `before` whose last four tokens are those at position `end`, -1 for none."""
+    """Return the newest position under `before` with the same last four tokens as position `end`, -1 for none."""
     tokens = request.tokens
     return newest_gram(request, before, tokens[end - 3], tokens[end - 2], tokens[end - 1], tokens[end])
 
@@ -44,8 +44,8 @@ def _newest(request, end, before):
 @compiled(nogil=True)
 def _walk(request, end, back, best, length):
     """Look for longer matches of the tokens up to position `end`, at the places of the four that end `back` before it.
-    Returns position (-1 for none) and length of the newest of the longest matches, at first `best` and `length`, and
-    whether all places have been looked at."""
+    Returns position (-1 for none) and length of the newest of the longest, at first `best` and `length`, and whether
+    all places have been looked at."""
     tokens = request.tokens
     i, walked = _newest(request, end - back, end - back), 0
     while i >= 0 and length < MAX_MATCH:

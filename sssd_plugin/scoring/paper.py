@@ -27,92 +27,110 @@ INPUT_DISCOUNT = 0.6
 
 _MAX_STORE = 4096
 _MAX_INPUT = OCCURRENCES * GRAM
+SIZE, PUSHED = range(2)
 
-_TRIE = record("", "token count first next")
-_GROUP = record("", "token depth begin end first children")
-_MEMBER = record("", "position match child")
+_NODE = record("", "token first last next")
 _ENTRY = record("score", "order node match parent")
+
+
+class Trie(NamedTuple):
+    """Continuations of a context; node 0 is the root."""
+
+    # Token; first child; child that was inserted or found last; next sibling: -1 for none.
+    nodes: NDArray[Any]
+    # int32 [N, PREFIX], continuations through each node; of the request's, those behind a match of at least m + 1
+    # tokens.
+    counts: NDArray[np.int32]
+    used: NDArray[np.int32]  # [1], number of nodes
+
+
+class Heap(NamedTuple):
+    """Candidates for the tree; those of match 0 are nodes of `Scratch.store`, the others of `Scratch.input`."""
+
+    entries: NDArray[Any]
+    ends: NDArray[np.int64]  # [2], entries held, and pushed so far
 
 
 class Scratch(NamedTuple):
     """Preallocated arrays of the paper's scorer."""
 
-    # [_MAX_STORE], the trie of continuations from the store: token, count, first child, next sibling.
-    trie: NDArray[Any]
-    # int32 [BRANCH + 1], the node last visited at each depth of the trie.
-    path: NDArray[np.int32]
-    # [_MAX_INPUT], the request's tries of all match lengths, which are nested: token, depth, members that lead to the
-    # node, first child, number of children (-1: not expanded).
-    groups: NDArray[Any]
-    # int32 [_MAX_INPUT, PREFIX], members that lead to the node with a match of at least m + 1 tokens.
-    counts: NDArray[np.int32]
-    # Occurrences of the last token: position, length of the match before it, node that it goes on to.
-    members: NDArray[Any]
-    # Candidates by score, then by order of arrival; match 0 is a node of `trie`, else one of `groups`.
-    heap: NDArray[Any]
+    store: Trie  # siblings in the order of their tokens
+    input: Trie  # siblings in the order in which they were met
+    heap: Heap
 
 
-def scratch() -> Scratch:
+@compiled(nogil=True)
+def _trie(size):
+    return Trie(np.empty(size, _NODE), np.empty((size, PREFIX), np.int32), np.empty(1, np.int32))
+
+
+@compiled(nogil=True)
+def scratch():
     """Allocate scratch space."""
-    return Scratch(
-        np.zeros(_MAX_STORE, _TRIE),
-        np.zeros(BRANCH + 1, np.int32),
-        np.zeros(_MAX_INPUT, _GROUP),
-        np.zeros((_MAX_INPUT, PREFIX), np.int32),
-        np.zeros(_MAX_INPUT + OCCURRENCES, _MEMBER),
-        np.zeros(_MAX_STORE + PREFIX * _MAX_INPUT, _ENTRY),
-    )
+    heap = Heap(np.empty(_MAX_STORE + PREFIX * _MAX_INPUT, _ENTRY), np.empty(2, np.int64))
+    return Scratch(_trie(_MAX_STORE), _trie(_MAX_INPUT), heap)
 
 
 @compiled(nogil=True)
-def _insert_sorted(tokens, suffixes, lo, hi, offset, take, trie, path, used):
-    """Insert evenly spaced suffixes of [lo, hi) into the trie; return its number of nodes. They and all lists of
-    siblings are sorted, so a cursor per level only moves forward."""
-    size = hi - lo
-    path[0] = 0
-    path[1:] = -1
+def _child(nodes, counts, used, node, token, is_sorted):
+    """Return the child of a node of a trie for `token`, a new one if there is none, -1 if there is no room for it."""
+    before, child, last = -1, nodes[node].first, nodes[node].last
+    if is_sorted:
+        if last >= 0 and nodes[last].token <= token:  # tokens mostly come in their order
+            child = last
+        while child >= 0 and nodes[child].token < token:
+            before, child = child, nodes[child].next
+    else:
+        while child >= 0 and nodes[child].token != token:
+            before, child = child, nodes[child].next
+    if child < 0 or nodes[child].token != token:
+        new = used[0]
+        if new >= len(nodes):
+            return -1
+        used[0] = new + 1
+        made = nodes[new]
+        made.token, made.first, made.last, made.next = token, -1, -1, child
+        for m in range(PREFIX):
+            counts[new, m] = 0
+        if before >= 0:
+            nodes[before].next = new
+        else:
+            nodes[node].first = new
+        child = new
+    nodes[node].last = child
+    return child
+
+
+@compiled(nogil=True)
+def _clear(trie):
+    trie.nodes[0].first = trie.nodes[0].last = -1
+    trie.counts[0, :] = 0
+    trie.used[0] = 1
+
+
+@compiled(nogil=True)
+def _insert_samples(trie, tokens, suffixes, lo, hi, offset, take):
+    """Insert what follows evenly spaced suffixes of [lo, hi) into the trie."""
+    nodes, counts, used = trie
     for q in range(take):
-        at = suffixes[lo + (q * size) // take] + offset
-        same = True  # so far on the previous suffix's path
-        node = 0
+        at, node = suffixes[lo + (q * (hi - lo)) // take] + offset, 0
         for d in range(BRANCH):
-            token = tokens[at + d]
-            if token < 0:
-                path[d + 1 :] = -1
+            if tokens[at + d] < 0:
                 break
-            cursor = path[d + 1] if same else -1
-            if cursor >= 0 and trie[cursor].token == token:
-                child = cursor
-            else:
-                same = False
-                before = cursor
-                child = trie[cursor].next if cursor >= 0 else trie[node].first
-                while child >= 0 and trie[child].token < token:
-                    before = child
-                    child = trie[child].next
-                if child < 0 or trie[child].token != token:
-                    if used >= _MAX_STORE:
-                        return used
-                    new = trie[used]
-                    new.token, new.count, new.first, new.next = token, 0, -1, child
-                    child = used
-                    used += 1
-                    if before >= 0:
-                        trie[before].next = child
-                    else:
-                        trie[node].first = child
-                path[d + 2 :] = -1
-            trie[child].count += 1
-            path[d + 1] = child
+            child = _child(nodes, counts, used, node, tokens[at + d], True)
+            if child < 0:
+                return
+            counts[child, 0] += 1
+            if node == 0:
+                counts[0, 0] += 1
             node = child
-    return used
 
 
 @compiled(nogil=True)
-def _store_trie(table, tokens, trie, path):
+def _fill_store(table, tokens, trie):
     """Build the trie of sampled continuations (Algorithm 2)."""
-    trie[0].first = -1
-    length, used, total = len(tokens), 1, 0
+    _clear(trie)
+    length, total = len(tokens), 0
     for j in range(len(table)):
         total += table[j, 3]
     for k in range(min(PREFIX, length), 0, -1):
@@ -121,166 +139,122 @@ def _store_trie(table, tokens, trie, path):
             if lo < hi:
                 take = min(hi - lo, max(MIN_SAMPLES, (SAMPLES * table[j, 3]) // total))
                 text, suffixes = suffixes_of(table, j)
-                used = _insert_sorted(text, suffixes, lo, hi, k, take, trie, path, used)
-        if used - 1 >= ENOUGH:
+                _insert_samples(trie, text, suffixes, lo, hi, k, take)
+        if trie.used[0] - 1 >= ENOUGH:
             break
 
 
 @compiled(nogil=True)
-def _push(heap, size, order, score, node, match, parent):
-    """Add an entry to the heap, highest score on top, then lowest order; return the next size and order."""
-    i = size
-    while i > 0:
-        up = (i - 1) >> 1
-        if heap[up].score >= score:
-            break
-        heap[i] = heap[up]
-        i = up
-    entry = heap[i]
-    entry.score, entry.order, entry.node, entry.match, entry.parent = score, order, node, match, parent
-    return size + 1, order + 1
-
-
-@compiled(nogil=True)
-def _pop(heap, size):
-    score, order = heap[size].score, heap[size].order
-    i = 0
-    while True:
-        child = 2 * i + 1
-        if child >= size:
-            break
-        if child + 1 < size and (
-            heap[child + 1].score > heap[child].score
-            or (heap[child + 1].score == heap[child].score and heap[child + 1].order < heap[child].order)
-        ):
-            child += 1
-        if heap[child].score < score or (heap[child].score == score and heap[child].order > order):
-            break
-        heap[i] = heap[child]
-        i = child
-    heap[i] = heap[size]
-
-
-@compiled(nogil=True)
-def _occurrences(request, members):
-    """Write the newest occurrences of the last token and how far they match (Algorithm 1); return their number."""
-    tokens = request.tokens
-    length, filled = len(tokens), 0
+def _fill_input(request, trie):
+    """Build the trie of what followed the newest occurrences of the last token (Algorithm 1)."""
+    _clear(trie)
+    nodes, counts, used = trie
+    tokens, previous, seen = request.tokens, request.previous, 0
+    length = len(tokens)
     i = request.heads[find(request, tokens[length - 1])]
-    while i >= 0 and filled < OCCURRENCES:
+    while i >= 0 and seen < OCCURRENCES:
         if i < length - 1:
+            seen += 1
             match = 1
             while match < PREFIX and i >= match and tokens[i - match] == tokens[length - 1 - match]:
                 match += 1
-            members[filled].position = i
-            members[filled].match = match
-            filled += 1
-        i = request.previous[i]
-    return filled
+            node = 0
+            for at in range(i + 1, min(i + 1 + GRAM - match, length)):
+                if tokens[at] < 0:
+                    break
+                child = _child(nodes, counts, used, node, tokens[at], False)
+                for m in range(match):
+                    counts[child, m] += 1
+                    if node == 0:
+                        counts[0, m] += 1
+                node = child
+        i = previous[i]
 
 
 @compiled(nogil=True)
-def _expand(tokens, node, groups, counts, members, used, filled):
-    """Group the members of `node` by the token that follows; return the numbers of groups and members in use."""
-    parent = groups[node]
-    depth, first = parent.depth, used
-    parent.first = first
-    for i in range(parent.begin, parent.end):
-        member = members[i]
-        at, child = member.position + depth + 1, first
-        member.child = -1
-        if member.match + depth >= GRAM or at >= len(tokens) or tokens[at] < 0:
-            continue
-        while child < used and groups[child].token != tokens[at]:
+def _push(entries, ends, score, node, match, parent):
+    """Add an entry to the heap, highest score on top, then the one that came first."""
+    i = ends[SIZE]
+    while i > 0:
+        up = (i - 1) >> 1
+        if entries[up].score >= score:
+            break
+        entries[i] = entries[up]
+        i = up
+    entry = entries[i]
+    entry.score, entry.node, entry.match, entry.parent, entry.order = score, node, match, parent, ends[PUSHED]
+    ends[SIZE] += 1
+    ends[PUSHED] += 1
+
+
+@compiled(nogil=True)
+def _comes_first(a, b):
+    return a.score > b.score or (a.score == b.score and a.order < b.order)
+
+
+@compiled(nogil=True)
+def _pop(entries, ends):
+    """Remove the top."""
+    ends[SIZE] -= 1
+    size, i, child = ends[SIZE], 0, 1
+    while child < size:
+        if child + 1 < size and _comes_first(entries[child + 1], entries[child]):
             child += 1
-        if child == used:
-            used += 1
-            group = groups[child]
-            group.token, group.depth, group.children, group.end = tokens[at], depth + 1, -1, 0
-            counts[child, :] = 0
-        member.child = child
-        groups[child].end += 1
-        counts[child, : member.match] += 1
-    parent.children = used - first
-    for child in range(first, used):
-        groups[child].begin = filled
-        filled += groups[child].end
-        groups[child].end = groups[child].begin
-    for i in range(parent.begin, parent.end):
-        if members[i].child >= 0:
-            group = groups[members[i].child]
-            members[group.end] = members[i]
-            group.end += 1
-    return used, filled
+        if _comes_first(entries[size], entries[child]):
+            break
+        entries[i] = entries[child]
+        i, child = child, 2 * child + 1
+    entries[i] = entries[size]
 
 
 @compiled(nogil=True)
-def draft_tree(request, table, max_nodes, chain, min_score, tree, scratch):
-    """Merge all sources, best first, into a tree of at most `max_nodes` nodes (Algorithm 3); return their number.
+def _push_children(trie, node, match, scale, heap, parent):
+    """Push the continuations of a node, by their share of its count times both numbers in `scale`; `match` and `parent`
+    as in `_ENTRY`."""
+    nodes, counts, _ = trie
+    entries, ends = heap
+    column = max(match - 1, 0)
+    total, child = counts[node, column], nodes[node].first
+    while child >= 0:
+        if counts[child, column] > 0:
+            _push(entries, ends, counts[child, column] / total * scale[0] * scale[1], child, match, parent)
+        child = nodes[child].next
 
-    A node's kind is the match length of the input it comes from, 0 for the store.
 
-    Args: as in `sssd_plugin.scoring.learned.draft_tree`; scratch: a `Scratch`.
+@compiled(nogil=True)
+def draft_tree(request, table, limits, tree, scratch):
+    """Merge all sources, best first, into a tree (Algorithm 3); return its number of nodes.
+
+    A node's kind is the match length of the input it comes from, 0 for the store. Arguments are as of
+    `learned.draft_tree`; table: of a `Store`; scratch: a `Scratch`.
     """
-    tokens = request.tokens
+    tokens, heap = request.tokens, scratch.heap
     if len(tokens) == 0:
         return 0
-    trie, groups, counts, heap = scratch.trie, scratch.groups, scratch.counts, scratch.heap
     add_node(tree, 0, tokens[-1], -1, 1.0, 0)
-    n, pushed, size, tip = 1, 0, 0, 0
-
+    n, tip = 1, 0
+    heap.ends[SIZE] = heap.ends[PUSHED] = 0
     if len(table) > 0:
-        _store_trie(table, tokens, trie, scratch.path)
-        total = 0
-        child = trie[0].first
-        while child >= 0:
-            total += trie[child].count
-            child = trie[child].next
-        child = trie[0].first
-        while child >= 0:
-            size, pushed = _push(heap, size, pushed, trie[child].count / total, child, 0, 0)
-            child = trie[child].next
-
-    root = groups[0]
-    root.depth, root.begin, root.end = 0, 0, _occurrences(request, scratch.members)
-    used, filled = _expand(tokens, 0, groups, counts, scratch.members, 1, root.end)
-    for m in range(PREFIX - 1, -1, -1):
-        total = 0
-        for child in range(root.first, root.first + root.children):
-            total += counts[child, m]
-        for child in range(root.first, root.first + root.children):
-            if counts[child, m] > 0:
-                score = counts[child, m] / total * INPUT_DISCOUNT
-                size, pushed = _push(heap, size, pushed, score, child, m + 1, 0)
-
-    while size > 0 and n < max_nodes:
-        score, node, match, parent = heap[0].score, heap[0].node, heap[0].match, heap[0].parent
-        size -= 1
-        _pop(heap, size)
-        if score <= min_score:
+        _fill_store(table, tokens, scratch.store)
+        _push_children(scratch.store, 0, 0, (1.0, 1.0), heap, 0)
+    _fill_input(request, scratch.input)
+    for match in range(PREFIX, 0, -1):
+        _push_children(scratch.input, 0, match, (1.0, INPUT_DISCOUNT), heap, 0)
+    while heap.ends[SIZE] > 0 and n < limits.max_nodes:
+        top = heap.entries[0]
+        score, node, match, parent = top.score, top.node, top.match, top.parent
+        _pop(heap.entries, heap.ends)
+        if score <= limits.min_score:
             break
-        token = trie[node].token if match == 0 else groups[node].token
-        here = parent + 1
+        trie = scratch.store if match == 0 else scratch.input
+        token, here = trie.nodes[node].token, parent + 1
         while here < n and not (tree.parents[here] == parent and tree.tokens[here] == token):
             here += 1
         if here == n:
-            if chain and parent != tip:
+            if limits.chain and parent != tip:
                 continue
             add_node(tree, n, token, parent, score, match)
             tip = n
             n += 1
-        if match == 0:
-            child = trie[node].first
-            while child >= 0:
-                p = trie[child].count / trie[node].count * score
-                size, pushed = _push(heap, size, pushed, p, child, 0, here)
-                child = trie[child].next
-        else:
-            if groups[node].children < 0:
-                used, filled = _expand(tokens, node, groups, counts, scratch.members, used, filled)
-            discount = 0.6 + 0.1 * match
-            for child in range(groups[node].first, groups[node].first + groups[node].children):
-                if counts[child, match - 1] > 0:
-                    p = counts[child, match - 1] / counts[node, match - 1] * score * discount
-                    size, pushed = _push(heap, size, pushed, p, child, match, here)
+        _push_children(trie, node, match, (score, 0.6 + 0.1 * match if match else 1.0), heap, here)
     return n

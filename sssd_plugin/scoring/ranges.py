@@ -13,92 +13,96 @@ MANY_SIZES = (6, 8, 12, 16, 24, 32, 48, 64)
 
 
 @compiled(nogil=True)
-def _narrow_many(table, ranges, source, target, k, known, token, many):
-    """Narrow range k of `source`, of `known` tokens, to what goes on with `token`: the range of many of `target`."""
+def _narrow_many(table, above, here, k, known, token):
+    """Narrow the ranges of order k of `above`, of `known` tokens, to what goes on with `token`: the ranges of many of
+    `here`; return how many tokens these are, 0 if there is nothing."""
+    many = 0
     for j in range(len(table)):
-        lo, hi = np.int64(ranges[source, j, k, 0]), np.int64(ranges[source, j, k, 1])
+        lo, hi = np.int64(above[j, k, 0]), np.int64(above[j, k, 1])
         if lo < hi:
             tokens, suffixes = suffixes_of(table, j)
             lo, hi = narrow(tokens, suffixes, lo, hi, known, token)
             if lo < hi:
-                many[target] = known + 1
-                ranges[target, j, MANY, 0] = lo
-                ranges[target, j, MANY, 1] = hi
+                many = known + 1
+                here[j, MANY, 0], here[j, MANY, 1] = lo, hi
+    return many
 
 
 @compiled(nogil=True)
-def find_many(table, ranges, many, node, tokens):
-    """Write the node's range of many tokens: of as many of the last in `tokens` as the store has, by MANY_SIZES."""
-    many[node] = 0
-    ranges[node, : len(table), MANY] = 0
+def find_many(table, ranges, tokens):
+    """Write a node's ranges of many tokens, of as many of the last in `tokens` as the store has, by MANY_SIZES; return
+    how many, 0 for none. ranges: int32 [J, STORE_ORDERS + 1, 2]."""
+    many = 0
+    ranges[: len(table), MANY] = 0
     for k in MANY_SIZES:
         if k > len(tokens):
             break
         for j in range(len(table)):
-            if ranges[node, j, MANY - 1, 0] < ranges[node, j, MANY - 1, 1]:
+            if ranges[j, MANY - 1, 0] < ranges[j, MANY - 1, 1]:
                 lo, hi = find_ngram(table, j, tokens, len(tokens) - k, k)
                 if lo < hi:
-                    if many[node] < k:
-                        many[node] = k
-                        ranges[node, : len(table), MANY] = 0
-                    ranges[node, j, MANY, 0] = lo
-                    ranges[node, j, MANY, 1] = hi
-        if many[node] < k:
+                    if many < k:
+                        many = k
+                        ranges[: len(table), MANY] = 0
+                    ranges[j, MANY, 0], ranges[j, MANY, 1] = lo, hi
+        if many < k:
             break
+    return many
+
+
+@compiled(nogil=True)
+def _narrow_by_samples(table, start, end, k, samples, token):
+    """Narrow the range of k tokens of the only sub-index by its samples, which are sorted as the range is, so they tell
+    between which of them `token` lies. samples: their number, at least 1, then the token at each."""
+    taken, size, below = np.int64(samples[0]), end - start, 0
+    while below < taken and samples[1 + below] < token:
+        below += 1
+    upto = below
+    while upto < taken and samples[1 + upto] == token:
+        upto += 1
+    if taken == size:
+        return start + below, start + upto
+    if k == 1:
+        return narrow_bucket(table, 0, start, end, token)
+    a = start + ((below - 1) * size // taken + 1 if below > 0 else 0)
+    b = start + (below * size // taken if below < taken else size)
+    c = start + ((upto - 1) * size // taken + 1 if upto > 0 else 0)
+    d = start + (upto * size // taken if upto < taken else size)
+    tokens, suffixes = suffixes_of(table, 0)
+    return narrow_within(tokens, suffixes, (a, b), (c, d), k, token)
 
 
 @compiled(nogil=True)
 def advance(table, ranges, many, samples, source, target, token):
     """Write the ranges of node `target`: the context of node `source`, empty if that is -1, followed by `token`. table:
     int64 [J, 7], `Snapshot.table`; ranges, many, samples: as in `Scratch`."""
+    here = ranges[target]
+    here[: len(table), MANY] = 0
     many[target] = 0
-    ranges[target, : len(table), MANY] = 0
     if source >= 0 and many[source] > 0:
-        _narrow_many(table, ranges, source, target, MANY, many[source], token, many)
+        many[target] = _narrow_many(table, ranges[source], here, MANY, many[source], token)
     if source >= 0 and many[target] == 0:
-        _narrow_many(table, ranges, source, target, MANY - 1, STORE_ORDERS, token, many)
+        many[target] = _narrow_many(table, ranges[source], here, MANY - 1, STORE_ORDERS, token)
     for j in range(len(table)):
-        tokens, suffixes = suffixes_of(table, j)
         for k in range(STORE_ORDERS - 1, 0, -1):
             lo, hi = np.int64(0), np.int64(0)
             if source >= 0:
                 start, end = np.int64(ranges[source, j, k - 1, 0]), np.int64(ranges[source, j, k - 1, 1])
-                taken = np.int64(samples[source, k - 1, 0])
-                if taken > 0 and len(table) == 1:
-                    # The samples are sorted as their range is, so they tell between which of them the token lies.
-                    size = end - start
-                    below = 0
-                    while below < taken and samples[source, k - 1, 1 + below] < token:
-                        below += 1
-                    upto = below
-                    while upto < taken and samples[source, k - 1, 1 + upto] == token:
-                        upto += 1
-                    if taken == size:
-                        lo, hi = start + below, start + upto
-                    elif k == 1:
-                        lo, hi = narrow_bucket(table, j, start, end, token)
-                    else:
-                        a = start + ((below - 1) * size // taken + 1 if below > 0 else 0)
-                        b = start + (below * size // taken if below < taken else size)
-                        c = start + ((upto - 1) * size // taken + 1 if upto > 0 else 0)
-                        d = start + (upto * size // taken if upto < taken else size)
-                        lo, hi = narrow_within(tokens, suffixes, a, b, c, d, k, token)
+                if samples[source, k - 1, 0] > 0 and len(table) == 1:
+                    lo, hi = _narrow_by_samples(table, start, end, k, samples[source, k - 1], token)
                 elif end > start and k == 1:
                     lo, hi = narrow_bucket(table, j, start, end, token)
                 elif end > start:
+                    tokens, suffixes = suffixes_of(table, j)
                     lo, hi = narrow(tokens, suffixes, start, end, k, token)
-            ranges[target, j, k, 0] = lo
-            ranges[target, j, k, 1] = hi
-        lo, hi = bucket(table, j, token)
-        ranges[target, j, 0, 0] = lo
-        ranges[target, j, 0, 1] = hi
+            here[j, k, 0], here[j, k, 1] = lo, hi
+        here[j, 0, 0], here[j, 0, 1] = bucket(table, j, token)
 
 
 @compiled(nogil=True)
-def _sample(table, ranges, node, k, offset, size, max_samples, out):
-    """Take the tokens at `offset` of evenly spaced members of the node's range k, all sub-indices end to end. There is
-    nothing but loads, so that they overlap: what they hit is cold. `out` gets the number of samples, then their
-    tokens."""
+def _sample(table, ranges, k, offset, size, max_samples, out):
+    """Write the tokens at `offset` of evenly spaced members of the ranges of order k, all sub-indices end to end. There
+    is nothing but loads, so that they overlap: what they hit is cold."""
     take = min(size, max_samples)
     out[0] = take
     if take == 0:
@@ -106,8 +110,8 @@ def _sample(table, ranges, node, k, offset, size, max_samples, out):
     whole, rest = size // take, size % take
     error, at, done = np.int64(0), np.int64(0), 0  # at: floor(q * size / take), from the start of this sub-index's part
     for j in range(len(table)):
-        start = ranges[node, j, k, 0]
-        part = np.int64(ranges[node, j, k, 1] - start)
+        start = ranges[j, k, 0]
+        part = np.int64(ranges[j, k, 1] - start)
         if at < part:
             tokens, suffixes = suffixes_of(table, j)
             while at < part and done < take:
@@ -124,33 +128,33 @@ def _sample(table, ranges, node, k, offset, size, max_samples, out):
 
 
 @compiled(nogil=True, inline="always")
-def sample_orders(table, ranges, node, orders, many, skip, max_samples, out):
-    """Sample the node's ranges of `orders` tokens and of fewer, at the token after the next `skip`.
+def sample_orders(table, ranges, many, skip, max_samples, out):
+    """Sample a node's ranges of `len(out)` tokens and of fewer, at the token after the next `skip`.
 
-    The order above STORE_ORDERS is that of `many` tokens. A shorter context that has the same suffixes adds nothing:
-    its number of samples is -1.
+    The order above STORE_ORDERS is that of `many` tokens. `out`, int32 [K, 1 + max_samples], gets for each order the
+    number of samples, then their tokens. A shorter context that has the same suffixes adds nothing: its number is -1.
     """
     longer = np.int64(-1)  # size of the range one order up
-    for k in range(orders - 1, -1, -1):
+    for k in range(len(out) - 1, -1, -1):
         size = np.int64(0)
         for j in range(len(table)):
-            size += ranges[node, j, k, 1] - ranges[node, j, k, 0]
+            size += ranges[j, k, 1] - ranges[j, k, 0]
         if size > 0 and size == longer:
             out[k, 0] = -1
         else:
-            _sample(table, ranges, node, k, (many if k == MANY else k + 1) + skip, size, max_samples, out[k])
+            _sample(table, ranges, k, (many if k == MANY else k + 1) + skip, size, max_samples, out[k])
         longer = size
 
 
 @compiled(nogil=True)
-def newest_follower(store, ranges, node, many, max_samples):
+def newest_follower(store, ranges, many, max_samples):
     """Return the token behind the newest place of the node's longest context, four tokens or many, and whether it was
     learnt; -1 and 0 for none. Documents stand in the order in which they were learnt; of a part of more than
     `max_samples` places, evenly spaced ones are looked at."""
     k, length = (MANY, many) if many > 0 else (STORE_ORDERS - 1, STORE_ORDERS)
     for j in range(len(store.table) - 1, -1, -1):
-        start = np.int64(ranges[node, j, k, 0])
-        size = np.int64(ranges[node, j, k, 1]) - start
+        start = np.int64(ranges[j, k, 0])
+        size = np.int64(ranges[j, k, 1]) - start
         if size > 0:
             tokens, suffixes = suffixes_of(store.table, j)
             take, newest = min(size, max_samples), 0

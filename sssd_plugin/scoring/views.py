@@ -1,4 +1,4 @@
-"""What the compiled scorers read of a datastore and write of a draft."""
+"""What the compiled scorers read of a request's sources and write of a draft."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ class Store(NamedTuple):
     static_rows: int  # how many of them, the first ones, are of the store that was built; the others were learnt
 
 
+class Limits(NamedTuple):
+    """Limits of a draft."""
+
+    max_nodes: int  # root included
+    chain: bool  # only ever extend the newest node, by its best candidate
+    min_score: float  # leave out nodes that do not score higher
+
+
 class Tree(NamedTuple):
     """One row of a `DraftBatch`: tokens, parents, depths int32 [N]; scores float32 [N]; kinds uint8 [N]."""
 
@@ -31,6 +39,13 @@ class Tree(NamedTuple):
 def record(floats: str, ints: str) -> np.dtype:
     """Return a record of float64 and int32 fields with these names."""
     return np.dtype([(name, "f8") for name in floats.split()] + [(name, "i4") for name in ints.split()], align=True)
+
+
+@compiled(nogil=True)
+def store_of(view, group):
+    """Return the `Store` of a group of requests; view: table, bounds, sizes and static_rows of a `View`."""
+    table, bounds, sizes, static_rows = view
+    return Store(table[bounds[group] : bounds[group + 1]], sizes[group], static_rows[group])
 
 
 @compiled(nogil=True)

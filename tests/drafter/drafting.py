@@ -13,11 +13,12 @@ import numpy as np
 import oracle
 from numpy.typing import NDArray
 
+from bench.scorer.weights import initial_weights
 from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.draft import DraftBatch
 from freedraft.step import NodeLogits
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.scoring.weights import Weights, initial_weights
+from sssd_plugin.scoring.weights import Weights
 from tests.support.stores import Documents, int32, joined, snapshot_of
 
 

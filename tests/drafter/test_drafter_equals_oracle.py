@@ -12,6 +12,8 @@ from drafting import Pair, python_sources, random_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.scorer.weights import save
+
 SCORINGS = ("learned", "paper")
 EXAMPLES = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
 
@@ -23,7 +25,7 @@ def weight_files(tmp_path_factory: pytest.TempPathFactory) -> list[Path | None]:
     paths: list[Path | None] = [None]
     for seed in range(2):
         path = folder / f"{seed}.json"
-        random_weights(seed).save(path)
+        save(random_weights(seed), path)
         paths.append(path)
     return paths
 

@@ -1,4 +1,4 @@
-"""State by request id: finishing, prompts in the background, threads, growth, another snapshot between steps."""
+"""State by request id: finishing, threads, growth, another snapshot between steps."""
 
 from __future__ import annotations
 
@@ -49,70 +49,26 @@ def test_rows_that_do_not_fit_are_left_untouched() -> None:
     assert pair.drafter.update([], int32([]), np.zeros(0, np.int64), np.zeros(0, np.int64), int32([])) == []
 
 
-@pytest.mark.parametrize("scoring", SCORINGS)
-def test_prompts_in_the_background(scoring: str) -> None:
-    """Whatever comes after `begin` sees the whole prompt, in any order of calls."""
-    sources = python_sources()
-    prompts = {name: source[:800] for name, source in sources.items()}
-    pair = Pair([], scoring=scoring, vocab_size=50_000)
-    for name, prompt in prompts.items():
-        pair.drafter.begin(name, int32(prompt))
-        pair.requests[name] = list(prompt)
-    pair.compare()
-    first, second, third, *_ = prompts
-    pair.drafter.begin(first, int32(prompts[second]))  # the same id again: the later prompt holds
-    pair.requests[first] = list(prompts[second])
-    pair.drafter.begin("appended to", int32(prompts[third]))
-    pair.requests["appended to"] = list(prompts[third])
-    pair.append({"appended to": [1, 2, 3]})
-    pair.drafter.begin("empty", int32([]))
-    pair.requests["empty"] = []
-    pair.compare()
-    pair.drafter.begin("aborted", int32(prompts[third]))
-    pair.drafter.finish(["aborted", *prompts])
-    assert sorted(pair.drafter.request_ids()) == ["appended to", "empty"]
-
-
-@pytest.mark.parametrize("by", ["update", "replace"])
-def test_a_prompt_that_is_still_waiting_takes_nothing_back(by: str) -> None:
-    """Tokens come while the background thread is busy: the prompt must not overwrite them."""
-    drafter = Drafter(vocab_size=50, max_nodes=8)
-    drafter.begin("first", int32([1]))
-    gate = threading.Event()
-    drafter._worker.submit(gate.wait)
-    drafter.begin("r", int32([1, 2, 3]))
-    threading.Timer(0.1, gate.set).start()
-    if by == "update":
-        assert drafter.update(["r"], int32([1, 2]), np.array([0]), np.array([2]), int32([5])) == []
-    else:
-        drafter.replace("r", int32([1, 2, 3, 1, 2]))
-    assert len(drafter.tokens("r")) == 5
-    assert drafter.draft(["r"], max_nodes=8).tokens[0, 0] == 2
-    assert len(drafter.tokens("r")) == 5
-    drafter.close()
-
-
-def test_the_prompt_is_copied() -> None:
+def test_a_prompt_is_copied_and_another_one_replaces_it() -> None:
     drafter = Drafter(vocab_size=50, max_nodes=8)
     prompt = int32([1, 2, 3] * 10_000)
-    drafter.begin("r", prompt)
+    drafter.replace("r", prompt)
     prompt[:] = 9
-    drafter.draft(["r"], max_nodes=2)
-    assert drafter._index.tokens("r").tolist() == [1, 2, 3] * 10_000
+    assert drafter.tokens("r").tolist() == [1, 2, 3] * 10_000
+    for tokens in ([4, 5], []):
+        drafter.replace("r", int32(tokens))
+        assert drafter.tokens("r").tolist() == tokens and drafter.request_ids() == ["r"]
+    assert drafter.draft(["r"], max_nodes=8).counts.tolist() == [0]
 
 
 def test_close() -> None:
     threads = set(threading.enumerate())
     drafter = Drafter(vocab_size=50, max_nodes=8)
-    drafter.close()
-    for i in range(20):
-        drafter.begin(str(i), int32(list(range(40)) * 50))
-    drafter.close()
-    assert len(drafter) == 0
-    assert set(threading.enumerate()) <= threads
-    drafter.close()
-    drafter.begin("again", int32([1, 2, 1]))
-    assert drafter.draft(["again"], max_nodes=8).counts[0] > 1
+    for _ in range(2):
+        replace(drafter, {str(i): list(range(40)) * 50 for i in range(20)})
+        drafter.draft(drafter.request_ids(), max_nodes=8)
+        drafter.close()
+        assert len(drafter) == 0 and set(threading.enumerate()) <= threads
     drafter.close()
 
 
@@ -135,7 +91,7 @@ def test_threads(scoring: str) -> None:
             name = f"{worker}-{round_}"
             start = int(rng.integers(0, 1000))
             held = words[start : start + int(rng.integers(1, 400))]
-            drafter.begin(name, int32(held))
+            drafter.replace(name, int32(held))
             for number in range(15):
                 new = words[int(rng.integers(0, 1000)) :][: int(rng.integers(1, 40))]
                 held = held + new
@@ -203,7 +159,7 @@ def test_another_snapshot_between_steps(scoring: str) -> None:
 
 
 def test_a_snapshot_lives_as_long_as_it_is_used() -> None:
-    """The drafter keeps the arrays alive whose addresses it reads."""
+    """The drafter keeps arrays alive while it reads their addresses."""
     source = python_sources()["contextlib"]
     drafter = Drafter(vocab_size=50_000, max_nodes=16, snapshot=snapshot_of([[source]], 50_000))
     replace(drafter, {"r": source[:50]})

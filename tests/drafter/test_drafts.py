@@ -44,9 +44,6 @@ def children_of(nodes: list[tuple[int, int, float]]) -> dict[int, list[int]]:
     return children
 
 
-documents = st.lists(st.integers(0, 4), max_size=12)
-
-
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 @pytest.mark.parametrize("scoring", SCORINGS)
 @given(
@@ -114,7 +111,7 @@ def test_scores_are_probabilities() -> None:
 @given(data=st.data())
 @settings(max_examples=30, **SLOW)
 def test_scores_fall_from_node_to_node(scoring: str, data: st.DataObject) -> None:
-    """So the best nodes of a batch are a first part of each tree, and whoever cuts a row short leaves a tree."""
+    """So the best nodes of a batch are a first part of each tree, and a row that is cut short is a tree."""
     requests = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=20), min_size=1, max_size=5))
     drafter, names = drafter_over([[[0, 1, 2, 3, 0, 1, 0]]], requests, scoring, vocab_size=4)
     batch = drafter.draft(names, max_nodes=16, shape=data.draw(st.sampled_from(["tree", "chain"])))

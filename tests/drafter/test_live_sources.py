@@ -1,4 +1,4 @@
-"""What a finished request wrote, and whose it is, reaches the store: the method, without an engine."""
+"""The output of a finished request and its tenant reach the store: the method, without an engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def method(**options: Any) -> SssdMethod:
 
 
 def draft(method: SssdMethod, name: str, text: list[int], gained: list[int]) -> list[int]:
-    """The tokens drafted for a request behind `text`, whose end it has just gained."""
+    """The tokens drafted for a request behind `text`, the end of which it has just gained."""
     tree = method.draft(make_step([name], [gained], capacities=NODES - 1, widths=[1, NODES], texts=[text]))
     return tree.tokens[0, 1 : tree.counts[0]].tolist()
 
@@ -173,5 +173,5 @@ def test_other_tenants_move_how_much_is_verified_and_nothing_else() -> None:
             odds.append(one.controller.acceptance.odds.copy())
         one.close()
     assert whole[0][:4] == text[5:9]
-    assert all(part == whole[0][: len(part)] for part in whole), "the same drafts, as far as they go"
+    assert all(part == whole[0][: len(part)] for part in whole), "the same drafts, some cut short"
     assert not np.array_equal(*odds), "how much of them is verified is learnt from others, too"

@@ -133,7 +133,7 @@ def seconds(tokens: NDArray[np.int32]) -> tuple[float, float]:
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_prompts_cost_what_others_do(kind: str) -> None:
     n, measured = 100_000, []
-    for _ in range(5):  # whoever else is at work takes more of the cache from what needs more of it
+    for _ in range(5):  # other processes take more of the cache from what needs more of it
         ordinary, hostile = seconds(text(n)), seconds(HOSTILE[kind](n))
         measured.append((hostile[0] / ordinary[0], hostile[1] / ordinary[1]))
         if max(measured[-1]) < 4:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from test_drafter_equals_oracle import EXAMPLES, worlds
 
+from bench.scorer.weights import save
 from freedraft.draft import DraftBatch
 from freedraft.step import TOP_TOKENS, NodeLogits
 from sssd_plugin.drafter import Drafter
@@ -22,7 +23,7 @@ from tests.support.stores import int32
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("weights") / "w.json"
-    random_weights(5).save(path)
+    save(random_weights(5), path)
     return path
 
 
@@ -105,7 +106,7 @@ def test_the_newest_logits_count_and_others_are_asked_for_in_vain() -> None:
 
 
 def test_what_is_no_token_is_never_drafted() -> None:
-    """Of a model whose logits overflow, or are padded beyond the vocabulary."""
+    """Of a model with logits that overflow, or are padded beyond the vocabulary."""
     drafter = Drafter(vocab_size=10, max_nodes=4, recycle_megabytes=1)
     drafter.replace("r", int32([1]))
     top = np.array([[[10, -1, 2**31 - 1, 4, 5, 6, 7, 8]]], np.int32)

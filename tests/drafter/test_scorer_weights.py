@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from drafting import random_weights
 
+from bench.scorer.weights import save
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, ROWS, WIDTH, Weights
 
@@ -18,12 +19,12 @@ def test_round_trip(tmp_path: Path) -> None:
     weights = replace(random_weights(0), trained_on={'a trace called "x"': "0" * 64}, recipe="python -m bench.scorer")
     weights.layer[0, :3] = 1e-9, -123450.0, 0.0
     path = tmp_path / "weights.json"
-    weights.save(path)
+    save(weights, path)
     loaded = Weights.load(path)
     assert loaded.layer.dtype == loaded.out.dtype == np.float32
     assert loaded.layer.tolist() == weights.layer.tolist() and loaded.out.tolist() == weights.out.tolist()
     assert (loaded.trained_on, loaded.recipe) == (weights.trained_on, weights.recipe)
-    loaded.save(tmp_path / "again.json")
+    save(loaded, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == path.read_text()
 
 

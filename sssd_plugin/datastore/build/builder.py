@@ -27,27 +27,21 @@ from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import PADDING, SEPARATOR, direct_buckets
 
-MAX_SUB_INDEX_TOKENS = 1 << 29  # papers/sssd.txt 3.1.3: 512 Mi tokens per sub-index
-MIN_SUB_INDEX_TOKENS = 64
+SUB_INDEX_TOKENS = 64, 1 << 29  # least and most; 512 Mi as in arXiv 2411.05894, 3.1.3
 _PART_TOKENS = 1 << 20
 
 
 class StoreBuilder:
-    """Builds the datastore at `target`, which appears whole when `finish` returns, or not at all.
-
-        with StoreBuilder(target, vocab_size=v) as builder:
-            builder.append(tokens)
-            manifest = builder.finish()
+    """Builds the datastore at `target`, which appears whole when `finish` returns, or not at all: a context in which
+    `append` is called, and at the end `finish`.
 
     Args:
-        target: the directory to make.
         vocab_size: token ids must be below it; at most 2^31.
         tokenizer: recorded in the manifest, so that a store is not used with another tokenizer.
-        memory: bytes that this process may use, what it holds already included; decides how large a sub-index
-            grows. By default 2 GiB more than it holds.
+        memory: bytes that this process may use, what it holds already included; None for 2 GiB more than that.
         sub_index_tokens: largest sub-index whatever the memory; at most 512 Mi.
         replace: whether a datastore at `target` may be replaced.
-        on_phase: called with what goes on, in words: reading, or sorting sub-indices.
+        on_phase: called with what goes on, in words.
         sorter: where sub-indices are sorted; None for this process. Closed when the build ends.
 
     Raises:
@@ -68,14 +62,14 @@ class StoreBuilder:
     ) -> None:
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise DatastoreError(f"the vocabulary size must be from 1 to {MAX_VOCAB_SIZE}, not {vocab_size}")
-        limits = MIN_SUB_INDEX_TOKENS, MAX_SUB_INDEX_TOKENS
-        if sub_index_tokens is not None and not limits[0] <= sub_index_tokens <= limits[1]:
-            raise DatastoreError(f"--sub-index-tokens must be from {limits[0]} to {limits[1]}, not {sub_index_tokens}")
+        low, high = SUB_INDEX_TOKENS
+        if sub_index_tokens is not None and not low <= sub_index_tokens <= high:
+            raise DatastoreError(f"--sub-index-tokens must be from {low} to {high}, not {sub_index_tokens}")
         self._vocab_size, self._tokenizer, self._on_phase = vocab_size, tokenizer, on_phase
         self._sorter = sorter or Sorter()
         memory = resident_bytes() + DEFAULT_MEMORY if memory is None else memory
         self._memory = sub_index_memory(memory, self._sorter.in_memory)
-        self._limit = min(self._memory // SORT_BYTES, sub_index_tokens or MAX_SUB_INDEX_TOKENS)
+        self._limit = min(self._memory // SORT_BYTES, sub_index_tokens or high)
         self._closed: list[Future[SubIndexEntry]] = []
         self._file: NewFile | None = None  # of the tokens of the sub-index that is being written
         self._length, self._last = 0, SEPARATOR  # tokens in it, and the last of them

@@ -27,12 +27,9 @@ _BLOCK_TOKENS = 1 << 20
 
 
 class BuildCheckpoint:
-    """Tokens read so far and how far that is, in a hidden sibling of the store to be: tokenising, which takes most of a
-    build, is not done twice. Other files, or the same ones changed since, or another tokenizer begin anew.
-
-    Raises:
-        DatastoreError: another build uses the checkpoint, or the disk refuses.
-    """
+    """Tokens read so far, in a hidden sibling of the store to be: tokenising, which takes most of a build, is not done
+    twice. Other or changed files, or another tokenizer, begin anew. Raises DatastoreError: another build uses the
+    checkpoint, or the disk refuses."""
 
     def __init__(
         self, target: Path, inputs: Sequence[Input], fields: Sequence[str], fingerprint: str | None, vocab_size: int

@@ -16,12 +16,9 @@ from sssd_plugin.datastore.errors import DatastoreError, reporting
 
 
 class AtomicPublish:
-    """A temporary sibling of `target`, locked while its builder lives, renamed to `target` at the end.
-
-    Whenever the builder stops, even by SIGKILL, `target` is absent (or what it was) or whole. What a killed builder
-    leaves is a hidden sibling; the next build of the same target removes it. A `target` that exists and may not be
-    replaced, or is no datastore, is a `DatastoreError`.
-    """
+    """A temporary sibling of `target`, locked while its builder lives, renamed to `target` at the end: whenever the
+    builder stops, even by SIGKILL, `target` is absent (or what it was) or whole, and the next build removes what is
+    left. A `target` that exists and may not be replaced, or is no datastore, is a `DatastoreError`."""
 
     def __init__(self, target: Path, *, replace: bool = False) -> None:
         # Resolved, so that replacing through a symbolic link replaces what it points to, on that disk.

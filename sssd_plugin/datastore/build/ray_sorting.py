@@ -11,16 +11,14 @@ import warnings
 from urllib.parse import urlsplit
 
 from sssd_plugin.datastore.build.memory import format_size
-from sssd_plugin.datastore.build.sorting import Int32, Sorter, sort
-from sssd_plugin.datastore.disk.format import Role
+from sssd_plugin.datastore.build.sorting import Arrays, Int32, Sorter, sort
 from sssd_plugin.datastore.errors import DatastoreError
 
 HEALTH_SECONDS = 15.0
 
 
 class RaySorter(Sorter):
-    """Tokens travel to the task and their order back through Ray's object store: nodes need not share a disk, but
-    freedraft must be installed on them.
+    """Tokens and their order travel through Ray's object store: nodes need no shared disk, but freedraft installed.
 
     Args:
         address: of the cluster ("host:6379", "ray://host:10001", "auto"), or "local" for one on this machine.
@@ -31,33 +29,31 @@ class RaySorter(Sorter):
     """
 
     def __init__(self, address: str, memory: int) -> None:
-        self.in_memory = 0
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             import ray
         except ImportError:
             raise DatastoreError("--ray needs ray: in the clone of freedraft, pip install '.[ray]'") from None
         _check_answers(address)
-        self._ray = ray
         try:
             with warnings.catch_warnings(action="ignore"):
                 ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
                 nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         except Exception as error:
             raise DatastoreError(_one_line(f"cannot use the Ray cluster at {address}", error)) from None
-        self.beside = max(1, int(sum(node.get("CPU", 0) for node in nodes)))
         if not any(node.get("CPU", 0) >= 1 and node.get("memory", 0) >= memory for node in nodes):
             ray.shutdown()  # a task that fits nowhere would wait for ever
             size = format_size(memory)
             raise DatastoreError(f"no node of the Ray cluster at {address} has {size}: give a smaller --memory")
-        self._task = ray.remote(num_cpus=1, memory=memory, max_retries=2)(sort)
+        self.in_memory, self.beside = 0, max(1, int(sum(node.get("CPU", 0) for node in nodes)))
+        self._ray, self._task = ray, ray.remote(num_cpus=1, memory=memory, max_retries=2)(sort)
 
     def close(self) -> None:
         self._ray.shutdown()  # cancels the tasks that still run
 
-    def _sort(self, tokens: Int32, direct: int, memory: int) -> dict[Role, Int32]:
+    def _sort(self, tokens: Int32, direct: int, memory: int) -> Arrays:
         try:
-            return self._ray.get(self._task.remote(self._ray.put(tokens), direct, memory))
+            return self._task.remote(self._ray.put(tokens), direct, memory).future().result()
         except Exception as error:
             raise DatastoreError(_one_line("a Ray task failed", error)) from None
 
@@ -72,16 +68,17 @@ def _check_answers(address: str) -> None:
         if "://" not in address:  # Ray's client gives up by itself
             command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
             subprocess.run(command, capture_output=True, timeout=HEALTH_SECONDS, check=True)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        listens = isinstance(error, subprocess.SubprocessError)
-        reason = "what listens there does not answer as one" if listens else str(error)
-        raise DatastoreError(
-            f"cannot reach a Ray cluster at {address}: {reason}; correct --ray (host:6379, ray://host:10001 or auto), "
-            f"or build here with --workers"
-        ) from None
+        return
+    except subprocess.SubprocessError:
+        reason = "what listens there does not answer as one"
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise DatastoreError(
+        f"cannot reach a Ray cluster at {address}: {reason}; correct --ray (host:6379, ray://host:10001 or auto), "
+        f"or build here with --workers"
+    )
 
 
 def _one_line(what: str, error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = lines[-1] if lines else type(error).__name__  # the first ones are a traceback
-    return f"{what}: {reason[:300]}; see its logs, or build here with --workers"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return f"{what}: {lines[-1][:300]}; see its logs, or build here with --workers"  # the first ones are a traceback

@@ -16,9 +16,10 @@ from sssd_plugin.datastore.index import byte_sort
 from sssd_plugin.datastore.index.suffix_sort import PAD, sorted_arrays, with_tables
 
 Int32 = NDArray[np.int32]
+Arrays = dict[Role, Int32]
 
 
-def sort(tokens: Int32, direct: int, memory: int) -> dict[Role, Int32]:
+def sort(tokens: Int32, direct: int, memory: int) -> Arrays:
     """Return the arrays that follow from the tokens of a `SubIndex` (int32 [n + PAD]), with `direct` buckets. They are
     sorted by libdivsufsort where it is installed and `memory` bytes suffice for it, tokens included."""
     n, largest = len(tokens) - PAD, int(tokens.max())
@@ -34,8 +35,7 @@ class Sorter:
 
     Attributes:
         beside: sub-indices that are sorted while more is read.
-        in_memory: sub-indices whose sorting has to fit into the build's memory at the same time; 0: none of them, each
-            has as much of its own.
+        in_memory: sub-indices sorted at a time within the build's memory; 0: each has as much of its own elsewhere.
     """
 
     def __init__(self, workers: int = 1) -> None:
@@ -43,29 +43,13 @@ class Sorter:
         self.beside = workers if workers > 1 else 0
 
     def sort(self, folder: Path, direct: int, memory: int) -> Future[SubIndexEntry]:
-        """Write what follows from the tokens of the sub-index in `folder`, in `memory` bytes.
-
-        Returns:
-            Its entry of the manifest. Waiting for it can be interrupted; it raises DatastoreError where memory is short
-            or the disk refuses.
-        """
+        """Write what follows from the tokens of the sub-index in `folder`, in `memory` bytes; return its entry of the
+        manifest, or DatastoreError where memory is short or the disk refuses. Waiting for it can be interrupted."""
         future: Future[SubIndexEntry] = Future()
 
         def run() -> None:
             try:
-                path = folder / file_name("tokens")
-                with reporting("read", path):
-                    tokens = np.fromfile(path, "<i4")
-                n, largest = len(tokens) - PAD, int(tokens.max())
-                arrays = self._sort(tokens, direct, memory)
-                del tokens
-                m = len(arrays["suffix_array"])
-                files = {role: write_array(folder / file_name(role), array) for role, array in arrays.items()}
-                entry = SubIndexEntry(
-                    name=folder.name, n_tokens=m, n_documents=n - m, max_token=largest,
-                    files={"tokens": record(path), **files},
-                )  # fmt: skip
-                future.set_result(entry)
+                future.set_result(self._write(folder, direct, memory))
             except MemoryError:
                 future.set_exception(DatastoreError("not enough memory to sort a sub-index: give a smaller --memory"))
             except BaseException as error:
@@ -78,5 +62,18 @@ class Sorter:
     def close(self) -> None:
         """Give up what is not done."""
 
-    def _sort(self, tokens: Int32, direct: int, memory: int) -> dict[Role, Int32]:
+    def _write(self, folder: Path, direct: int, memory: int) -> SubIndexEntry:
+        path = folder / file_name("tokens")
+        with reporting("read", path):
+            tokens = np.fromfile(path, "<i4")
+        n, largest = len(tokens) - PAD, int(tokens.max())
+        arrays = self._sort(tokens, direct, memory)
+        del tokens
+        m = len(arrays["suffix_array"])
+        files = {role: write_array(folder / file_name(role), array) for role, array in arrays.items()}
+        return SubIndexEntry(
+            name=folder.name, n_tokens=m, n_documents=n - m, max_token=largest, files={"tokens": record(path), **files}
+        )
+
+    def _sort(self, tokens: Int32, direct: int, memory: int) -> Arrays:
         return sort(tokens, direct, memory)

@@ -36,23 +36,17 @@ class Input(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of a document.
+    """A part of a document."""
 
-    Attributes:
-        content: text, or token ids (int64) in which `SEPARATOR` (-1) ends a document.
-        last: the document ends here.
-        n_bytes: bytes of input read for it.
-    """
-
-    content: str | NDArray[np.int64]
-    last: bool
-    n_bytes: int
+    content: str | NDArray[np.int64]  # text, or token ids in which `SEPARATOR` (-1) ends a document
+    last: bool  # the document ends here
+    n_bytes: int  # of input read for it
 
 
 class Block(NamedTuple):
-    """The token ids of some pieces (int64), a `SEPARATOR` after each document; how many pieces, and their `n_bytes`."""
+    """The token ids of some pieces."""
 
-    tokens: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # a `SEPARATOR` after each document
     n_pieces: int
     n_bytes: int
 
@@ -79,8 +73,7 @@ def _walk(folder: Path, pattern: str) -> Iterator[Path]:
     try:
         matches = sorted(folder.glob(pattern))
     except (ValueError, NotImplementedError):
-        wrong = f"--glob {pattern!r} is not a pattern relative to the folder, such as '**/*.txt'"
-        raise DatastoreError(wrong) from None
+        raise DatastoreError(f"--glob {pattern!r} is not a pattern relative to the folder, as is '**/*.txt'") from None
     for path in matches:
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts):
             yield path
@@ -135,7 +128,7 @@ def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[Piece]:
 
 
 def _lookup(row: Any, field: str, where: str) -> str:
-    """Return the string at `field`, whose parts are separated by dots; "" for null."""
+    """Return the string at `field` (keys separated by dots); "" for null."""
     value = row
     # A key that contains dots itself comes first.
     for key in [field] if isinstance(row, dict) and field in row else field.split("."):

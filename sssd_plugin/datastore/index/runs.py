@@ -132,8 +132,7 @@ def warm_up() -> None:
 def release(runs: list[Run]) -> list[Run]:
     """Free those of `runs` that nobody else holds and return the others. The caller must hold them in this list only.
 
-    Unmapping a large array takes milliseconds, in which whoever drops it last would have the GIL: the pages are handed
-    back before, without it.
+    Unmapping a large array takes milliseconds, with the GIL held: the pages are handed back before, without it.
     """
     alone = [count == _ALONE for count in _holds(runs)]
     for run in compress(runs, alone):

@@ -1,4 +1,4 @@
-"""Compiled look-ups in the sub-indices of a `Snapshot.table`, whose columns `sub_index.TABLE_COLUMNS` names."""
+"""Compiled look-ups in the sub-indices of a `Snapshot.table` (its columns: `sub_index.TABLE_COLUMNS`)."""
 
 import numpy as np
 
@@ -10,12 +10,14 @@ from sssd_plugin.pointers import int32_at
 @compiled(nogil=True)
 def narrow(tokens, suffixes, lo, hi, offset, token):
     """Return the range (lo, hi) of suffixes[lo:hi], which share `offset` tokens, that goes on with `token`."""
-    return narrow_within(tokens, suffixes, lo, hi, lo, hi, offset, token)
+    return narrow_within(tokens, suffixes, (lo, hi), (lo, hi), offset, token)
 
 
 @compiled(nogil=True)
-def narrow_within(tokens, suffixes, a, b, c, d, offset, token):
-    """Narrow as `narrow` does, with the start of the part known to lie in [a, b] and its end in [c, d]."""
+def narrow_within(tokens, suffixes, start, end, offset, token):
+    """Narrow as `narrow` does, with the start of the part known to lie between the bounds `start` and its end between
+    the bounds `end`, both included."""
+    (a, b), (c, d) = start, end
     while a < b:
         m = (a + b) >> 1
         if tokens[suffixes[m] + offset] < token:
@@ -58,7 +60,7 @@ def bucket(table, j, token):
 
 @compiled(nogil=True)
 def _first_not_below(sparse, a, b, token):
-    """Return the first place in [a, b) of the sparse index whose entry is not below `token`, or b."""
+    """Return the first place in [a, b) of the sparse index with an entry not below `token`, or b."""
     while a < b:
         m = (a + b) >> 1
         if sparse[m] < token:
@@ -81,7 +83,7 @@ def narrow_bucket(table, j, lo, hi, token):
     b = below * SPARSE_STEP if below < end else hi
     c = (upto - 1) * SPARSE_STEP + 1 if upto > start else lo
     d = upto * SPARSE_STEP if upto < end else hi
-    return narrow_within(tokens, suffixes, a, b, c, d, 1, token)
+    return narrow_within(tokens, suffixes, (a, b), (c, d), 1, token)
 
 
 @compiled(nogil=True)

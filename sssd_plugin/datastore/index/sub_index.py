@@ -28,8 +28,7 @@ class SubIndex:
         bucket_starts: int32 [D + 1]; `suffix_array[bucket_starts[t]:bucket_starts[t + 1]]` are the suffixes that begin
             with token t < D. Larger ids (D is at most 2^20) are found by binary search.
         sparse_index: int32 [ceil(m / SPARSE_STEP)], second token of every `SPARSE_STEP`-th suffix; made if not given.
-            It takes a quarter of a byte per token. Splitting the bucket of a common token takes most of its steps here
-            instead of in suffixes and tokens all over memory.
+            Splitting the bucket of a common token takes most of its steps here and not all over memory.
         row: int64 [TABLE_COLUMNS], of a `Snapshot.table`; valid while the sub-index lives.
     """
 

@@ -1,7 +1,7 @@
 """Sorting and merging suffixes, in compiled code without the GIL.
 
-Suffixes are compared up to the end of their document and over at most `DEPTH` tokens, as far as any look-up
-reads (a match, and a draft behind it, of at most 64 each), so text that repeats for ever costs little more than other.
+Suffixes are compared up to the end of their document and over at most `DEPTH` tokens, which is what look-ups read (a
+match, and a draft behind it, of at most 64 each), so text that repeats for ever costs little more than other.
 """
 
 import numpy as np

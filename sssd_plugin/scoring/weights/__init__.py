@@ -1,4 +1,4 @@
-"""The network of the learned scorer, and the file that ships with the package."""
+"""The network of the learned scorer, and the file that ships with the package, which bench/scorer writes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.files import write_atomically
-
 WIDTH = 32
 """Units of the hidden layer. The last one is linear, the others are rectified."""
 NODE_INPUTS, INPUTS = 32, WIDTH
-"""Inputs of a node, and of each of its candidates: `learned._write_node_inputs`, `learned._write_inputs`."""
+"""Inputs of a node, and of each of its candidates: `network.write_node_inputs`, `network.write_inputs`."""
 ROWS = 1 + NODE_INPUTS + 2 * INPUTS
 """Of the layer: the bias; the node's inputs; the largest of each input among the candidates; the candidate's inputs."""
 
-_FORMAT = "freedraft-scorer-4"
+FORMAT = "freedraft-scorer-4"
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class Weights:
         source = files(__name__) / "default.json" if path is None else Path(path)
         try:
             data = json.loads(source.read_text())
-            if data["format"] != _FORMAT:
+            if data["format"] != FORMAT:
                 raise ValueError(f"format {data['format']!r}")
             layer, out = (np.array(data[name], np.float32) for name in ("layer", "out"))
             return cls(layer, out, dict(data["trained_on"]), str(data["recipe"]))
@@ -59,20 +57,3 @@ class Weights:
             raise ValueError(
                 f"weights: {source} is no scorer weights file of this version ({error}); train one with bench/scorer"
             ) from None
-
-    def save(self, path: Path) -> None:
-        """Write them, rounded to five digits."""
-        head = {"format": _FORMAT, "trained_on": self.trained_on, "recipe": self.recipe, "out": _rounded(self.out)}
-        rows = ",\n  ".join(json.dumps(_rounded(row)) for row in self.layer)
-        write_atomically(path, f'{json.dumps(head)[:-1]},\n "layer": [\n  {rows}\n ]}}\n'.encode(), mode=0o666)
-
-
-def _rounded(values: NDArray[np.float32]) -> list[float]:
-    return [float(f"{v:.5g}") for v in values]
-
-
-def initial_weights() -> Weights:
-    """Return the weights that training starts from: a mix of both interpolated probabilities, in the linear unit."""
-    layer = np.zeros((ROWS, WIDTH), np.float32)
-    layer[0, -1], layer[-INPUTS, -1], layer[1 - INPUTS, -1] = 1.0, 0.4, 0.5
-    return Weights(layer, np.append(np.zeros(WIDTH - 1, np.float32), np.float32(1.0)))

@@ -1,0 +1,30 @@
+"""Weights of the learned scorer as training needs them: where it starts, and the file that it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freedraft.files import write_atomically
+from sssd_plugin.scoring.weights import FORMAT, INPUTS, ROWS, WIDTH, Weights
+
+
+def initial_weights() -> Weights:
+    """Return the weights that training starts from: a mix of both interpolated probabilities, in the linear unit."""
+    layer = np.zeros((ROWS, WIDTH), np.float32)
+    layer[0, -1], layer[-INPUTS, -1], layer[1 - INPUTS, -1] = 1.0, 0.4, 0.5
+    return Weights(layer, np.append(np.zeros(WIDTH - 1, np.float32), np.float32(1.0)))
+
+
+def save(weights: Weights, path: Path) -> None:
+    """Write weights, rounded to five digits."""
+    head = {"format": FORMAT, "trained_on": weights.trained_on, "recipe": weights.recipe, "out": _rounded(weights.out)}
+    rows = ",\n  ".join(json.dumps(_rounded(row)) for row in weights.layer)
+    write_atomically(path, f'{json.dumps(head)[:-1]},\n "layer": [\n  {rows}\n ]}}\n'.encode(), mode=0o666)
+
+
+def _rounded(values: NDArray[np.float32]) -> list[float]:
+    return [float(f"{v:.5g}") for v in values]
