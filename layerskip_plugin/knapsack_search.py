@@ -100,7 +100,7 @@ def search(
 def extensions(embedded: Tensor, sublayer: RunSublayer, *, base: SkipSet, **options: Any) -> list[SkipSet]:
     """The sets that `search` finds beyond a base."""
     found = search(embedded, sublayer, 2 * base.n_layers, base=base.sublayers, **options)
-    return [SkipSet.of_bits(bits, base.model) for bits in found.skipped.tolist()]
+    return [SkipSet.of_sublayers(np.flatnonzero(row), base.n_layers, base.model) for row in found.skipped]
 
 
 def cosine(states: Tensor, whole: Tensor) -> NDArray[np.float64]:

@@ -34,10 +34,6 @@ class Recipes:
     def of(self, skip_set: SkipSet) -> list[SkipSet]:
         return self._of[skip_set]
 
-    def skip_set_of(self, recipe: SkipSet) -> SkipSet:
-        """The skip set that `use` took, without a window."""
-        return next(skip_set for skip_set, recipes in self._of.items() if recipe in recipes)
-
     def applies(self, recipe: SkipSet, contexts: NDArray[np.int32]) -> NDArray[np.bool_]:
         """bool [B]: whether requests of these lengths draft with a recipe. Where no layers are skipped and the window
         holds the whole request, passes would do what the model does."""

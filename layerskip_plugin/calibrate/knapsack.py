@@ -59,7 +59,7 @@ def search(model: HostModel, sample: Sample, **options: Any) -> list[Candidate]:
     for row in np.lexsort((-similarity, -agreement, found.weight)).tolist():
         total = int(found.weight[row])
         if total not in candidates:
-            skip = SkipSet.of_bits(found.skipped[row].tolist(), model.fingerprint)
+            skip = model.skip(np.flatnonzero(found.skipped[row]).tolist())
             candidates[total] = Candidate(skip, total, float(similarity[row]), float(agreement[row]))
     return list(candidates.values())
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layerskip_plugin.calibrate.knapsack import protected_sublayers
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, encode
-from layerskip_plugin.calibrate.run import Run
+from layerskip_plugin.calibrate.run import Run, bar
 from layerskip_plugin.selection.knn import ALL_DOMAINS, Domains, unit
 from layerskip_plugin.skip_set import SkipSet
 
@@ -31,20 +30,16 @@ def calibrate(run: Run, size: int | None, count: int | None, answered: int, surv
     """
     parts, hidden = _files(run) if count is None else _clusters(run, count)
 
-    def best_set(name: str, answers: Sequence[Answered]) -> list[int]:
+    def best_set(name: str, answers: Sequence[Answered]) -> SkipSet:
         sample = run.sample(answers)
         protected = protected_sublayers(run.model, sample)
         found = run.search(f"set of {name}", sample, max_weight=size, protected=protected, survivors=survivors)
-        best = found[-1] if size is not None else run.fastest(found, len(sample))[0]
-        return list(best.skip.sublayers)
+        return found[-1].skip if size is not None else run.fastest(found, len(sample))[0].skip
 
     answers = [run.answers(part, min(answered, len(part.texts))) for part in parts]
     answers.append([a for part in answers for a in part])
     names = [part.name for part in parts]
-    sets = [
-        run.model.skip(run.checkpoint.step(f"set {name}", partial(best_set, name, part)))
-        for name, part in zip([*names, ALL_DOMAINS], answers, strict=True)
-    ]
+    sets = [best_set(name, part) for name, part in zip([*names, ALL_DOMAINS], answers, strict=True)]
     domains = fit(hidden, names, sets, seed=run.common.seed)
     return domains, float(np.mean([(domains.route(h) == i).mean() for i, h in enumerate(hidden)]))
 
@@ -70,15 +65,12 @@ def _clusters(run: Run, count: int) -> tuple[list[Prompts], list[NDArray[np.floa
 
 
 def _last_states(run: Run, texts: Sequence[str]) -> NDArray[np.float32]:
-    def read(tick: Callable[[], object]) -> NDArray[np.float32]:
-        rows = []
+    rows = []
+    with bar("reading", len(texts)) as advance:
         for text in texts:
             rows.append(run.model.read(encode(run.tokenizer, text)).final[-1].float().numpy(force=True))
-            tick()
-        return np.stack(rows)
-
-    states: NDArray[np.float32] = run.progress("reading", len(texts), read)
-    return states
+            advance()
+    return np.stack(rows)
 
 
 def fit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,8 @@ def answer(
     max_new_tokens: int,
     max_prompt_tokens: int = MAX_PROMPT_TOKENS,
     batch: int = 8,
-    progress: Callable[[], object] = lambda: None,
 ) -> list[Answered]:
-    """Each prompt with the model's greedy answer; `progress` is called after each prompt."""
+    """Each prompt with the model's greedy answer."""
     encoded = [encode(tokenizer, text, max_prompt_tokens) for text in prompts]
     # Prompts of similar length share a batch, so that little is padded.
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
@@ -85,5 +84,4 @@ def answer(
         group = order[start : start + batch]
         for i, new in zip(group, model.generate([encoded[i] for i in group], max_new_tokens), strict=True):
             answers[i] = Answered(encoded[i] + new, len(encoded[i]))
-            progress()
     return [answers[i] for i in range(len(encoded))]

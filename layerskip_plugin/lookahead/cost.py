@@ -11,9 +11,10 @@ from numpy.typing import ArrayLike, NDArray
 from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.cost.step_times import row_of
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
-from layerskip_plugin.lookahead.base import ALONE, Candidate, Flags, Floats, Ints, Lookahead, RoundLog
+from layerskip_plugin.lookahead.base import ALONE, Candidate, Lookahead
 from layerskip_plugin.lookahead.explorer import Explorer
 from layerskip_plugin.lookahead.rates import MAX_DRAFT_LEN, RecipeRecord, to_bins
+from layerskip_plugin.rounds import Flags, Floats, Ints, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
 PRIOR = 0.8  # rate of acceptance believed at first
@@ -76,29 +77,24 @@ class Cost(Lookahead):
         longest: int = MAX_DRAFT_LEN,
     ) -> None:
         self.costs, self.horizon = costs, horizon
-        self.records = self._new_records(recipes)
-        self.log = RoundLog(1)
+        self.explorer = Explorer()
+        self.use(recipes)
         self.widths = None if widths is None else np.array(widths, np.int32)
         self.longest = min(longest, MAX_DRAFT_LEN)
         self.reads_ahead = False  # a round's passes run up to `expected_len` before `should_continue` is asked
         self.read = 0  # positions of the present round that were run so far
         self.on = True
         self.rate = self.margin = 0.0  # the best tokens per second; expected gain of the last round over no drafting
-        self.explorer = Explorer()
         self._best: SkipSet | None = None  # recipe of the present candidates
         self._pays = False  # whether it is expected to beat no drafting
         self._recipes: list[SkipSet] = []  # of the present step's candidates
         self._row = 0  # of its batch and context, see `row_of`
         self._round: tuple[SkipSet, int, int] | None = None  # its recipe and requests, and all of the step
         self._key: tuple[Any, ...] = ()  # its batch and candidates
-        self._steps_left = 0
-
-    def _new_records(self, recipes: Sequence[SkipSet]) -> dict[SkipSet, RecipeRecord]:
-        kinds = (PASS_KINDS + min(number, MAX_KINDS - 1) for number in range(len(recipes)))
-        return {recipe: RecipeRecord(PRIOR, kind) for recipe, kind in zip(recipes, kinds, strict=True)}
 
     def use(self, recipes: Sequence[SkipSet]) -> None:
-        self.records = self._new_records(recipes)
+        kinds = (PASS_KINDS + min(number, MAX_KINDS - 1) for number in range(len(recipes)))
+        self.records = {recipe: RecipeRecord(PRIOR, kind) for recipe, kind in zip(recipes, kinds, strict=True)}
         for record in self.records.values():
             self.costs.acceptance.forget(record.kind)
         self.explorer.forget()
@@ -178,7 +174,6 @@ class Cost(Lookahead):
 
     def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
         super().begin(request_ids, recipe, min(max_draft_len, self.longest), rest)
-        self.log.begin(request_ids, self.max_draft_len)
         requests, record = len(request_ids), self.records[recipe]
         batch = requests + rest.requests
         self._round = recipe, requests, batch
@@ -205,8 +200,6 @@ class Cost(Lookahead):
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         more = np.zeros(len(rows), np.bool_)
-        if position < self.max_draft_len:
-            self.log.put(position, rows, top[:, :1])
         left = self.max_draft_len - position - 1
         if left < 1 or not len(rows):
             return more
@@ -227,19 +220,16 @@ class Cost(Lookahead):
             more[order[: best + 1]] = True
         return more
 
-    def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
-        rows = np.array([self.log.row.get(request, -1) for request in request_ids], np.intp)
-        # Passes were paid for what an engine or a controller has left out of verification, too.
-        of_round = np.flatnonzero(rows >= 0)
-        of_round = of_round[self.log.count[rows[of_round]] > 0]
-        record = self.records.get(self._round[0]) if self._round is not None else None
-        if len(of_round) and record is not None:
-            features, position, good, place = self.log.verified(request_ids, drafted, accepted)
-            pairs = np.flatnonzero((place[1:] == place[:-1]) & (position[1:] == position[:-1] + 1))
-            record.next_given.add(to_bins(features[:, 0])[pairs], good[pairs + 1])
-            judged = of_round[drafted[of_round] > 0]
-            if len(judged) and not self.on:
-                self.explorer.judge(record, drafted[judged], path[judged], self._could_pay)
-            record.update(self.log.count[rows[of_round]], drafted[of_round], path[of_round])
+    def record_acceptance(self, outcome: Outcome) -> None:
+        record = self.records.get(outcome.recipe)
+        if record is not None:
+            row, position, good = outcome.judged()
+            pairs = np.flatnonzero((row[1:] == row[:-1]) & (position[1:] == position[:-1] + 1))
+            record.next_given.add(to_bins(outcome.top[row, position, 0])[pairs], good[pairs + 1])
+            verified = outcome.verified > 0
+            if verified.any() and not self.on:
+                self.explorer.judge(record, outcome.verified[verified], outcome.path[verified], self._could_pay)
+            # Passes were paid for what an engine or a controller has left out of verification, too.
+            record.update(outcome.drafted, outcome.verified, outcome.path)
         if not self.on:
             self._steps_left = 0

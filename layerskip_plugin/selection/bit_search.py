@@ -75,14 +75,6 @@ class BitSearch:
     def best(self) -> tuple[SkipSet, float]:
         return max(self.values.items(), key=lambda item: item[1])
 
-    def state(self) -> list[Any]:
-        """The observations, as JSON."""
-        return [[list(skip.sublayers), value] for skip, value in self.values.items()]
-
-    def restore(self, state: Iterable[Any]) -> None:
-        for sublayers, value in state:
-            self.values[self._skip(sublayers)] = float(value)
-
     def _draw(self, count: int) -> NDArray[np.bool_]:
         """bool[count, skippable] random sets."""
         width = len(self.skippable)

@@ -1,7 +1,8 @@
-"""One skip set for all requests, searched while serving: SWIFT (Xia et al. 2025) and KnapSpec (arXiv 2602.20217)."""
+"""Searches while serving: SWIFT (Xia et al. 2025) and KnapSpec (arXiv 2602.20217)."""
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -15,12 +16,15 @@ from layerskip_plugin.selection.base import Counts, Evaluate, Selection
 from layerskip_plugin.selection.bit_search import BitSearch, evenly_spread
 from layerskip_plugin.skip_set import SkipSet
 
+logger = logging.getLogger("freedraft.layerskip")
+
 Clock = Callable[[], float]
 Propose = Callable[[tuple[int, int], int, SkipSet], Sequence[SkipSet]]
 """Integer weights of an attention and an MLP sublayer, the largest weight to skip, and a set to extend -> the best set
 of each weight on the newest tokens of the traffic."""
 WINDOW = 32  # tokens on which a batch of sets is scored: SWIFT's gamma
 MATCHNESS_RATE = 0.2  # weight of the newest window in the incumbent's matchness
+MAX_SAVED = 1.0  # seconds of searching that are saved up at most: no long search follows a pause
 # Seconds of a search or a scoring, and the largest weight or number of sets before their times are known.
 BATCH_SECONDS, FIRST = 0.8, 8
 # SWIFT, appendix B.2: a Gaussian process proposes every `BETA`-th candidate; the search ends after `STEPS` candidates,
@@ -30,39 +34,64 @@ MAX_CANDIDATES = 16  # of SWIFT, scored together
 
 
 class OnlineSearch(Selection):
-    """Searches on the newest tokens of the traffic, in steps of less than a second.
+    """Searches on the newest tokens of the traffic, in steps of less than a second, for a share of serving time.
 
     Candidates are scored beside the incumbent, on the same windows; the share `kept` of them, one at least, goes on to
-    the next one.
-    The best of many noisy scores alone would be luck, so the last one replaces the incumbent only if it leads by
-    `min_lead` over `confirm` windows that had no part in its choice; it is dropped as soon as it does not lead.
+    the next one. The best of many noisy scores alone would be luck, so the last one replaces the incumbent only if it
+    leads by `min_lead` over `confirm` windows that had no part in its choice; it is dropped as soon as it does not
+    lead.
 
     Args:
+        incumbent: the first set.
         evaluate: matchness over the newest `WINDOW` tokens of the traffic; one batched forward.
         clock: gives seconds.
 
     Attributes:
+        share: of elapsed time that searching may take; 0.01 is 1 %.
         incumbent: the present set; matchness: its recent mean.
         candidates: sets tried; idle: of them, since the incumbent last changed.
     """
 
-    searches = True
+    optimized = 0  # a set is soon replaced
+    share = 0.01
     name: str
     kept: float
     confirm: int
     min_lead: float
 
     def __init__(self, incumbent: SkipSet, evaluate: Evaluate, clock: Clock) -> None:
-        self.incumbent, self.evaluate, self.clock = incumbent, evaluate, clock
+        super().__init__({self.name: incumbent})
+        self.evaluate, self.clock = evaluate, clock
         self.matchness, self.candidates, self.idle = 0.0, 0, 0
         self.seconds = {"search": 0.0, "score": 0.0}  # of a proposal (per weight), and of a set scored
+        self._saved, self._updated = 0.0, clock()
         self._use([])
 
-    def sets(self) -> dict[str, SkipSet]:
-        return {self.name: self.incumbent}
+    @property
+    def incumbent(self) -> SkipSet:
+        return self.sets[self.name]
 
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
-        return [self.incumbent] * len(request_ids)
+    def search(self, ready: Callable[[], bool]) -> SkipSet | None:
+        """Continue if there is time and text for it; return the new incumbent when it has changed. ready: prepares what
+        `evaluate` looks at; False when there is nothing to look at."""
+        if not self.searching:
+            return None
+        now = self.clock()
+        self._saved = min(MAX_SAVED, self._saved + self.share * (now - self._updated))
+        self._updated = now
+        if self._saved < min(self.batch_seconds, 0.9 * MAX_SAVED) or not ready():
+            return None
+        started = self.clock()
+        changed = self.step()
+        self._saved -= self.clock() - started
+        if not changed:
+            return None
+        skip = self.incumbent
+        logger.info(
+            "freedraft: a better skip set after %d candidates: %d of %d sublayers, %.0f %% of tokens as the model's",
+            self.candidates, len(skip), 2 * skip.n_layers, 100 * self.matchness,
+        )  # fmt: skip
+        return skip
 
     @property
     def searching(self) -> bool:
@@ -119,7 +148,8 @@ class OnlineSearch(Selection):
                 self._use(self._trial)
         elif self._windows == self.confirm:
             if leads[0] >= self.min_lead:
-                self.incumbent, self.matchness, self.idle = self._trial[0], float(acceptance[1]), 0
+                self.sets = {self.name: self._trial[0]}
+                self.matchness, self.idle = float(acceptance[1]), 0
             self._use([])
 
     def _took(self, kind: str, started: float, count: int) -> None:

@@ -50,7 +50,7 @@ def drafted(model: Any, tokens: list[int], skip: SkipSet) -> torch.Tensor:
 
 def random_sets(host: HostModel, count: int, seed: int) -> list[SkipSet]:
     rng = np.random.default_rng(seed)
-    return [SkipSet.of_bits((rng.random(host.sublayers) < 0.4).tolist(), host.fingerprint) for _ in range(count)]
+    return [host.skip(np.flatnonzero(rng.random(host.sublayers) < 0.4)) for _ in range(count)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -39,7 +39,7 @@ def weight_of(skip: SkipSet, weights: tuple[int, int]) -> int:
 @pytest.mark.parametrize("weights", [(1, 1), (1, 3), (2, 1)])
 def test_with_all_survivors_it_is_exhaustive_search(host: HostModel, sample: Sample, weights: tuple[int, int]) -> None:
     found = knapsack.search(host, sample, weights=weights, max_weight=99, prune=-2, survivors=1000)
-    sets = [SkipSet.of_bits(bits, host.fingerprint) for bits in itertools.product([False, True], repeat=6)]
+    sets = [host.skip(np.flatnonzero(bits)) for bits in itertools.product([False, True], repeat=6)]
     agreement, cosine = host.scores(sets, sample)
     best: dict[int, tuple[float, float]] = {}
     for skip, a, c in zip(sets, agreement, cosine, strict=True):
@@ -123,9 +123,9 @@ def test_plan_goes_by_context() -> None:
     for measured, length, sets in ((False, 0, [small, large]), (True, 3, [slow, small, large])):
         selection = Knapsack(tried, measured)
         assert selection.max_lengths(context).tolist() == [length, length, 2, 2, 6, 6]
-        assert list(selection.sets().values()) == sets
+        assert list(selection.sets.values()) == sets
         assert selection.choose(list("abcdef"), context)[2:] == [small, small, large, large]
-    assert [len(skip) for skip in Knapsack(Plan((100,), plan().choices[:1], "")).sets().values()] == [0]
+    assert [len(skip) for skip in Knapsack(Plan((100,), plan().choices[:1], "")).sets.values()] == [0]
 
 
 def test_plan_file(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from layerskip_plugin.calibrate.knn import clusters, fit
 from layerskip_plugin.selection.knn import Domains, Knn
-from layerskip_plugin.selection.serving import COMPILED, Selector
 from layerskip_plugin.skip_set import SkipSet
 
 WIDTH = 24
@@ -44,12 +43,13 @@ def test_a_request_keeps_the_set_of_its_domain_until_it_ends() -> None:
     domains = fitted()
     policy, none = Knn(domains), np.zeros(1, np.int32)
     for i, center in enumerate([*centers(3), 2 * np.eye(WIDTH)[10]]):
-        policy.begin([f"r{i}"], hidden=states(center, 1, 3))
-    policy.begin(["resumed"])
+        policy.set_prompt_state(f"r{i}", states(center, 1, 3)[0])
+    policy.begin("resumed", None)
     for _ in range(2):
         assert [policy.choose([f"r{i}"], none)[0] for i in range(4)] == list(domains.sets)
     assert policy.choose(["resumed"], none) == [domains.sets[-1]]
-    policy.finish(["r0", "resumed"])
+    policy.finish("r0")
+    policy.finish("resumed")
     assert len(policy.requests) == 3
 
 
@@ -69,8 +69,9 @@ def test_domains_that_share_a_set_share_its_module() -> None:
     domains = Domains(("a", "b", "c"), (two, four, two, four), np.zeros(5, np.float32), anchors,
                       np.arange(3, dtype=np.int32), 0.5)  # fmt: skip
     policy = Knn(domains)
-    assert policy.sets() == {"all domains": four, "a": two} and Selector(policy).compiled == COMPILED
-    policy.begin(["a", "b", "c", "far"], hidden=np.concatenate([anchors, -np.ones((1, 5), np.float32)]))
+    assert policy.sets == {"all domains": four, "a": two}
+    for name, state in zip(("a", "b", "c", "far"), [*anchors, -np.ones(5, np.float32)], strict=True):
+        policy.set_prompt_state(name, state)
     assert policy.choose(["a", "b", "c", "far"], np.zeros(4, np.int32)) == [two, four] * 2
 
 

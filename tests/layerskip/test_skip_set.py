@@ -19,11 +19,11 @@ SMOL |= {"num_attention_heads": 9, "num_key_value_heads": 3, "vocab_size": 49152
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=40))
 def test_bits_and_sublayers_give_the_set_back(pairs: list[tuple[bool, bool]]) -> None:
     bits = [flag for pair in pairs for flag in pair]
-    skip = SkipSet.of_bits(bits, "m")
+    skip = SkipSet.of_sublayers((i for i, flag in enumerate(bits) if flag), len(pairs), "m")
     assert list(skip.bits) == bits
     assert skip.attention == {i for i, (a, _) in enumerate(pairs) if a}
     assert skip.mlp == {i for i, (_, m) in enumerate(pairs) if m}
-    assert len(skip) == sum(bits) and skip.share == sum(bits) / len(bits) and bool(skip) == any(bits)
+    assert len(skip) == sum(bits) and bool(skip) == any(bits)
     assert SkipSet.of_sublayers(skip.sublayers, skip.n_layers, "m") == skip
     assert hash(SkipSet.from_dict(json.loads(json.dumps(skip.to_dict())))) == hash(skip)
 

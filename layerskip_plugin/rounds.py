@@ -1,4 +1,4 @@
-"""`Round`: the drafts of a step's draft passes, and their outcome."""
+"""`Round`: the drafts of a step's draft passes; `Outcome`: what verification said of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from numpy.typing import NDArray
 from freedraft.draft_model import Drafted
 from freedraft.step import Step
 from layerskip_plugin.skip_set import SkipSet
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Flags = NDArray[np.bool_]
 
 
 class Round:
@@ -45,15 +49,37 @@ class Round:
         # The last token gained is the bonus, which no draft token stands for.
         inside = (place < step.ends[now][:, None] - 1) & (positions < verified[:, None])
         same = inside & (step.tokens[np.minimum(place, len(step.tokens) - 1)] == chain)
-        accepted = np.cumprod(same, 1).sum(1).astype(np.int32)
-        return Outcome([self.request_ids[i] for i in before.tolist()], verified, accepted, step.accepted[now])
+        return Outcome(
+            self.recipe,
+            [self.request_ids[i] for i in before.tolist()],
+            drafted=self.drafted[before],
+            verified=verified,
+            accepted=np.cumprod(same, 1).sum(1).astype(np.int32),
+            path=step.accepted[now],
+            top=self.probabilities[before],
+            entropy=self.entropy[before],
+        )
 
 
 class Outcome(NamedTuple):
-    """Verification of the chains of R requests: the length of the prefix that each request gained. A sibling that was
-    accepted ends the chain before it."""
+    """Verification of the drafts of R requests. A sibling that was accepted ends the chain before it."""
 
-    request_ids: list[str]
-    verified: NDArray[np.int32]  # draft tokens of the chain
-    accepted: NDArray[np.int32]  # of them
-    of_step: NDArray[np.int32]  # all draft tokens that the step accepted
+    recipe: SkipSet  # of the round
+    request_ids: Sequence[str]
+    drafted: Ints  # [R], tokens of the chain that passes have drafted
+    verified: Ints  # [R], of them
+    accepted: Ints  # [R], of them
+    path: Ints  # [R], draft tokens that the step accepted, also beside the chain
+    top: Floats  # [R, D, K], largest probabilities at each position, descending
+    entropy: Floats  # [R, D], in nats
+
+    def judged(self) -> tuple[NDArray[np.intp], NDArray[np.intp], Flags]:
+        """The tokens that have a verdict: those accepted, and the first rejected one of each request. Those after it
+        say nothing: their context was wrong.
+
+        Returns:
+            row intp [N], position intp [N], accepted bool [N]; by request, then by position.
+        """
+        counts = np.minimum(self.verified, self.accepted + 1)
+        row, position = np.nonzero(np.arange(self.entropy.shape[1]) < counts[:, None])
+        return row, position, position < self.accepted[row]
