@@ -31,9 +31,8 @@ from layerskip_plugin.calibrate.disco import Prices, train
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
 from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead
-from layerskip_plugin.lookahead.base import Candidate
 from layerskip_plugin.lookahead.records import Verifications
-from layerskip_plugin.rounds import Outcome
+from layerskip_plugin.rounds import Candidate, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
 PER_TOKEN = 0.02

@@ -30,9 +30,9 @@ def candidate_tree(
 ) -> DraftBatch:
     """Draft trees in which only the nodes of the chain have children.
 
-    Node 0 is the root and node j + 1 the chain's token j, the draft's best there. Siblings follow, best first: at each
-    position the next k - 1 candidates, as long as nodes are left. A sibling's score is the probability that the chain
-    is accepted up to its position, times its own.
+    Node 0 is the root and node j + 1 the chain's token j. Siblings follow, best first: at each position the next k - 1
+    candidates, while nodes are left. A sibling's score is the probability that the chain is accepted up to its
+    position, times its own.
 
     Args:
         roots: int32 [B], last accepted token of each request.

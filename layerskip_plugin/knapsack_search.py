@@ -13,7 +13,7 @@ so this is a beam search that keeps the best of each weight, not an exact optimu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,13 +36,17 @@ class Survivors(NamedTuple):
     weight: NDArray[np.int64]  # [J], ascending
     states: Tensor  # float[J, N, hidden], not normed
 
+    def sets(self, model: str = "") -> list[SkipSet]:
+        """The sets, for the model of this fingerprint."""
+        return [SkipSet.of_sublayers(np.flatnonzero(row), len(row) // 2, model) for row in self.skipped]
+
 
 def integer_weights(attention: float, mlp: float) -> tuple[int, int]:
     """Weights of an attention and an MLP sublayer from their seconds: w = round(t / min(t)), at most 5."""
     if not (attention > 0 and mlp > 0):
         raise ValueError(f"latencies of sublayers must be positive, not {attention} and {mlp}")
     unit = min(attention, mlp)
-    return tuple(min(MAX_WEIGHT, round(t / unit)) for t in (attention, mlp))  # type: ignore[return-value]
+    return min(MAX_WEIGHT, round(attention / unit)), min(MAX_WEIGHT, round(mlp / unit))
 
 
 @torch.inference_mode()
@@ -68,7 +72,7 @@ def search(
         protected: sublayers that are never skipped.
         prune: cosine below which a partial set is dropped.
         survivors: partial sets kept per weight; 1 is the paper's.
-        progress: called after each sublayer.
+        progress: called at each sublayer.
         base: sublayers that every set skips, and that weigh nothing.
     """
     w = np.array([weights[i % 2] for i in range(sublayers)])
@@ -77,12 +81,12 @@ def search(
     states = whole = embedded[None]
     skipped, weight = np.zeros((1, sublayers), np.bool_), np.zeros(1, np.int64)
     for i in range(sublayers):
+        progress()
         if i in base:
             whole = sublayer(i, whole)
             skipped[:, i] = True
-            progress()
             continue
-        # What skips nothing comes first, and stays.
+        # The set that skips nothing comes first, and stays.
         executed = sublayer(i, torch.cat([whole, states]) if base else states)
         whole, executed = executed[:1], executed[1 if base else 0 :]
         fits = np.flatnonzero((weight + w[i] <= max_weight) & (i not in protected))
@@ -90,17 +94,9 @@ def search(
         without[:, i] = True
         states = torch.cat([executed, states[torch.from_numpy(fits).to(states.device)]])
         skipped, weight = np.concatenate([skipped, without]), np.concatenate([weight, weight[fits] + w[i]])
-        value = cosine(states, whole[0])
-        stay = best_per_weight(weight, value, survivors, prune)
+        stay = best_per_weight(weight, cosine(states, whole[0]), survivors, prune)
         states, skipped, weight = states[torch.from_numpy(stay).to(states.device)], skipped[stay], weight[stay]
-        progress()
     return Survivors(skipped, weight, states)
-
-
-def extensions(embedded: Tensor, sublayer: RunSublayer, *, base: SkipSet, **options: Any) -> list[SkipSet]:
-    """The sets that `search` finds beyond a base."""
-    found = search(embedded, sublayer, 2 * base.n_layers, base=base.sublayers, **options)
-    return [SkipSet.of_sublayers(np.flatnonzero(row), base.n_layers, base.model) for row in found.skipped]
 
 
 def cosine(states: Tensor, whole: Tensor) -> NDArray[np.float64]:

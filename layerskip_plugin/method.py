@@ -25,13 +25,12 @@ from freedraft.method import MethodSpec, ModelMethod
 from freedraft.metrics import check_address, serve, where_to_look
 from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
-from layerskip_plugin.knapsack_search import extensions
+from layerskip_plugin.knapsack_search import search
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.records import TOP
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.pass_times import PassTimes, serving_times
-from layerskip_plugin.recipes import Recipes
-from layerskip_plugin.rounds import Round
+from layerskip_plugin.rounds import Recipes, Round
 from layerskip_plugin.selection.online_search import WINDOW, OnlineSearch
 from layerskip_plugin.skip_set import SkipSet
 
@@ -309,7 +308,8 @@ class LayerSkipMethod(ModelMethod):
 
     def _propose(self, weights: tuple[int, int], max_weight: int, base: SkipSet) -> list[SkipSet]:
         assert self._scorer is not None
-        return self._scorer.run_sublayers(partial(extensions, base=base, weights=weights, max_weight=max_weight))
+        run = partial(search, sublayers=2 * base.n_layers, weights=weights, max_weight=max_weight, base=base.sublayers)
+        return self._scorer.run_sublayers(run).sets(base.model)
 
     def _pass_times(self) -> PassTimes | None:
         present = self.recipes.all[0] if self.recipe is None else self.recipe

@@ -1,14 +1,16 @@
-"""`Round`: the drafts of a step's draft passes; `Outcome`: what verification said of them."""
+"""A round of draft passes: the recipes that it may run, what it drafts, and what verification says of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft_model import Drafted
+from freedraft.draft_pass import Window
 from freedraft.step import Step
 from layerskip_plugin.skip_set import SkipSet
 
@@ -17,7 +19,58 @@ Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 
 
+class Candidate(NamedTuple):
+    """A recipe that a round may run."""
+
+    recipe: SkipSet
+    votes: int  # requests with its skip set
+    requests: int  # that would draft with it
+
+
+class Recipes:
+    """Every skip set with every window: ascending; None, the whole cache, last."""
+
+    def __init__(self, skip_sets: Iterable[SkipSet], windows: Sequence[Window | None], page_size: int) -> None:
+        self._windows, self._page_size = windows, page_size
+        self.use(skip_sets)
+
+    def use(self, skip_sets: Iterable[SkipSet]) -> None:
+        """Replace all skip sets."""
+        # A pass that leaves out nothing is a step of the model: no choice where there is another one.
+        short = [w for w in self._windows if w is not None or len(self._windows) == 1]
+        self._of = {s: [replace(s, window=window) for window in (self._windows if s else short)] for s in skip_sets}
+
+    @property
+    def all(self) -> list[SkipSet]:
+        """Every recipe, those of one skip set together."""
+        return [recipe for recipes in self._of.values() for recipe in recipes]
+
+    def of(self, skip_set: SkipSet) -> list[SkipSet]:
+        return self._of[skip_set]
+
+    def applies(self, recipe: SkipSet, contexts: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool [B]: whether requests of these lengths draft with a recipe. Where no layers are skipped and the window
+        holds the whole request, passes would do what the model does."""
+        if recipe.window is None or recipe:
+            return np.ones(len(contexts), np.bool_)
+        return contexts > recipe.window.whole_up_to(self._page_size)
+
+    def candidates(self, chosen: Sequence[SkipSet], contexts: NDArray[np.int32]) -> list[Candidate]:
+        """The recipes that a round for requests with these skip sets and int32 [R] tokens may run: of these sets, with
+        windows that are shorter than the longest request."""
+        longest, found = int(contexts.max(initial=0)), []
+        for skip_set, recipes in self._of.items():
+            voters = np.fromiter((each == skip_set for each in chosen), np.bool_, len(chosen))
+            shorter = [r for r in recipes if r.window is None or r.window.whole_up_to(self._page_size) < longest]
+            for recipe in shorter or (recipes[-1:] if skip_set else []):
+                applies = self.applies(recipe, contexts)
+                found.append(Candidate(recipe, int((applies & voters).sum()), int(applies.sum())))
+        return [candidate for candidate in found if candidate.votes]
+
+
 class Round:
+    """The drafts of one round."""
+
     def __init__(self, request_ids: Sequence[str], recipe: SkipSet, depth: int, top_k: int) -> None:
         batch = len(request_ids)
         self.request_ids, self.recipe = request_ids, recipe

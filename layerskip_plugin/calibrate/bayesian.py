@@ -44,15 +44,17 @@ def search(
         # Relative to a step without drafts: seconds of very different size would be flat to a Gaussian process.
         return -seconds / times.verify(1)
 
-    while (done := len(space.values)) < iterations:
+    done = len(space.values)
+    while done < iterations:
         if done == 0:
             proposals = [space.uniform()]
         elif done < RANDOM:
             proposals = [space.random() for _ in range(min(BATCH, RANDOM - done, iterations - done))]
         else:
             proposals = [space.bayesian()]
-        new = list(dict.fromkeys(s for s in proposals if s not in space.values)) or [space.mutated(space.best[0])]
+        new = list(dict.fromkeys(proposals))  # of a space that is used up, some are measured again
         space.register(new, values(new))
+        done += len(new)
         progress(len(new))
     return space.best[0]
 

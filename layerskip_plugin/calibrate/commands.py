@@ -101,6 +101,7 @@ def knapsack(
     """KnapSpec: the set and draft length of most tokens per time at each context length, from times measured here."""
     from freedraft.fingerprints import hardware_name
     from layerskip_plugin.calibrate.knapsack import best_choice, protected_sublayers
+    from layerskip_plugin.calibrate.timing import pass_times
     from layerskip_plugin.knapsack_search import integer_weights
     from layerskip_plugin.selection.knapsack import Plan
 
@@ -112,7 +113,7 @@ def knapsack(
     protected = sorted(protected_sublayers(run.model, sample))
     choices, details = [], []
     for context in lengths:
-        times = run.model.pass_times(context)
+        times = pass_times(run.model, context)
         weights = integer_weights(times.attention, times.mlp)
         options = {"weights": weights, "protected": protected, "survivors": survivors}
         choice = best_choice(run.search(f"context {context}", sample, **options), times, longest, len(sample))

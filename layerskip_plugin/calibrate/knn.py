@@ -18,15 +18,12 @@ MARGIN = 0.05  # a prompt of no domain is less similar to all anchors than 99 % 
 
 
 def calibrate(run: Run, size: int | None, count: int | None, answered: int, survivors: int) -> tuple[Domains, float]:
-    """Anchors and a skip set of each domain, and what share of the prompts they route to their own.
+    """Anchors and a skip set of each domain, and the share of the prompts that they route to their own.
 
     Args:
         size: of the sets; None for what brings most tokens per time.
         count: clusters to find in a log without labels; None where each file is a domain.
         answered: prompts of each domain that the model answers for its set.
-
-    Raises:
-        ValueError: prompts that cannot be told apart, or too few.
     """
     parts, hidden = _files(run) if count is None else _clusters(run, count)
 
@@ -80,16 +77,8 @@ def fit(
     max_anchors: int = MAX_ANCHORS,
     seed: int = 0,
 ) -> Domains:
-    """Fit anchors to the last hidden states of each domain's prompts: the centroids of k-means in each domain.
-
-    Args:
-        hidden: per domain float32[n, hidden], n >= 2.
-        sets: one per domain, and the global one.
-        max_anchors: per domain.
-
-    Raises:
-        ValueError: see `require_prompts`.
-    """
+    """Fit at most `max_anchors` anchors to the last hidden states of each domain's prompts, float32[n, hidden]: the
+    centroids of k-means. `sets`: one per domain, and the global one. Raises ValueError: see `require_prompts`."""
     require_prompts({name: len(states) for name, states in zip(names, hidden, strict=True)})
     center = np.concatenate(hidden).mean(0)
     units = [unit(states - center) for states in hidden]
@@ -116,14 +105,8 @@ def _centroids(states: NDArray[np.float32], max_anchors: int, seed: int) -> NDAr
 
 def clusters(hidden: NDArray[np.float32], count: int, seed: int = 0) -> list[NDArray[np.intp]]:
     """Domains of prompts without labels: k-means over their last hidden states, float32[n, hidden] (KNN-SSD's Alpaca,
-    5 clusters).
-
-    Returns:
-        The prompts of each cluster, most frequent first; clusters of one prompt are left to the global set.
-
-    Raises:
-        ValueError: fewer than two clusters, or too few or too similar prompts.
-    """
+    5 clusters). The prompts of each cluster, largest first; clusters of one prompt are left to the global set. Raises
+    ValueError for fewer than two clusters, or too few or too similar prompts."""
     from sklearn.cluster import KMeans
 
     if count < 2 or len(hidden) < 2 * count:

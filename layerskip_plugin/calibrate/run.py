@@ -11,13 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from freedraft.fingerprints import hardware_name
 from layerskip_plugin.calibrate.common import Common
-from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.host_model import HostModel, Sample
 from layerskip_plugin.calibrate.knapsack import Candidate, best_drafting, require_tokens, search
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
-from layerskip_plugin.calibrate.sample import Sample
+from layerskip_plugin.calibrate.timing import pass_times
 from layerskip_plugin.pass_times import PassTimes
 
-GROUP = 8  # prompts answered in one batch
 ANSWER_TOKENS = 96
 TIMED_CONTEXT = 512
 
@@ -50,12 +49,9 @@ class Run:
 
     def answers(self, domain: Prompts, count: int) -> list[Answered]:
         """The model's answers to the first `count` prompts of a file."""
-        texts, answered = domain.texts[:count], list[Answered]()
+        texts = domain.texts[:count]
         with bar(f"answering {domain.name}", len(texts)) as advance:
-            for start in range(0, len(texts), GROUP):
-                answered += answer(self.model, self.tokenizer, texts[start : start + GROUP], ANSWER_TOKENS, batch=GROUP)
-                advance(GROUP)
-        return answered
+            return answer(self.model, self.tokenizer, texts, ANSWER_TOKENS, progress=advance)
 
     def sample(self, answers: Sequence[Answered] | None = None) -> Sample:
         """Tokens of these answers, by default of those to the first prompts of each file."""
@@ -71,7 +67,7 @@ class Run:
 
     @cached_property
     def times(self) -> PassTimes:
-        return self.model.pass_times(TIMED_CONTEXT)
+        return pass_times(self.model, TIMED_CONTEXT)
 
     def fastest(self, candidates: Sequence[Candidate], trials: int) -> tuple[Candidate, float]:
         """The set that skips something of most tokens per time, and its gain over decoding without drafts; see

@@ -6,25 +6,16 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.draft_pass import RestOfBatch
-from layerskip_plugin.rounds import Flags, Floats, Ints, Outcome
+from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
 ALONE = RestOfBatch(0, 0, None)
 LEN_RATE = 0.1  # weight of the newest round in the mean length of rounds
-
-
-class Candidate(NamedTuple):
-    """A recipe that a round may run."""
-
-    recipe: SkipSet
-    votes: int  # requests with its skip set
-    requests: int  # that would draft with it
 
 
 class Lookahead(ABC):

@@ -11,15 +11,16 @@ from numpy.typing import ArrayLike, NDArray
 from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.cost.step_times import row_of
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
-from layerskip_plugin.lookahead.base import ALONE, Candidate, Lookahead
+from layerskip_plugin.lookahead.base import ALONE, Lookahead
 from layerskip_plugin.lookahead.explorer import Explorer
 from layerskip_plugin.lookahead.rates import MAX_DRAFT_LEN, RecipeRecord, to_bins
-from layerskip_plugin.rounds import Flags, Floats, Ints, Outcome
+from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
 PRIOR = 0.8  # rate of acceptance believed at first
 ALL_ACCEPTED = RecipeRecord(1.0, 0)
 MAX_KINDS = 16
+HORIZON = 8  # further tokens of a draft that a decision looks at
 # Steps for which a decision to draft, or not to, stands while batch and candidates stay the same.
 DECISION_STEPS, IDLE_STEPS = 4, 16
 # Hysteresis: gain over no drafting required to switch drafting on again, and to keep it on.
@@ -47,20 +48,17 @@ class Cost(Lookahead):
 
     A step of B requests brings N = B + (accepted tokens) in D = (draft passes) + (verification) seconds. The best
     long-run ratio N / D is reached by going on exactly while the expected gain of more tokens exceeds `rate` times
-    their price, where `rate` is that best ratio (Dinkelbach). It is estimated from what rounds brought so far, and is
-    never below that of no drafting.
+    their price, where `rate` is that best ratio (Dinkelbach): what rounds brought so far, at least that of no drafting.
 
     After each token: the chance s that a request's draft is right so far is the product of P(accepted | confidence),
     the chance of the next one is P(next accepted | confidence); both are learnt of each recipe. For the k requests with
-    the best chances and m more tokens each, the gain is the sum over them of s * next * (1 + a + ... + a^(m-1)), with a
-    the mean chance of the recipe; the price is m draft passes and k * m more query tokens in the step. The k with the
-    best surplus over all (k, m) go on, if it is positive. Passes that have run already cost nothing any more (`read`),
-    and where several run before the first is looked at (`reads_ahead`), all of them are paid, whoever stops.
+    the best chances and m <= `HORIZON` more tokens each, the gain is the sum of s * next * (1 + a + ... + a^(m-1)),
+    with a the mean chance of the recipe; the price is m draft passes and k * m more query tokens. The k of the best
+    surplus over all (k, m) go on, if it is positive. Passes that have run already cost nothing any more (`read`).
 
     Args:
         costs: of this model on this machine.
         recipes: skip sets with windows.
-        horizon: the largest m.
         widths: int32, ascending: numbers of nodes per request that can be verified, where they are the same for all;
             None where every request may have its own.
         longest: most tokens that a draft can have.
@@ -72,11 +70,10 @@ class Cost(Lookahead):
         self,
         costs: Costs,
         recipes: Sequence[SkipSet],
-        horizon: int = 8,
         widths: Sequence[int] | None = None,
         longest: int = MAX_DRAFT_LEN,
     ) -> None:
-        self.costs, self.horizon = costs, horizon
+        self.costs = costs
         self.explorer = Explorer()
         self.use(recipes)
         self.widths = None if widths is None else np.array(widths, np.int32)
@@ -193,7 +190,7 @@ class Cost(Lookahead):
             query_tokens = batch * self._fitting(nodes.astype(np.int32))
         self.step_price = self.costs.step_seconds(batch, query_tokens)
         self.next = record.next_given.rates
-        self.series = np.cumsum(record.next_given.mean ** np.arange(self.horizon))
+        self.series = np.cumsum(record.next_given.mean ** np.arange(HORIZON))
 
     def end(self, length: int) -> None:
         """`expected_len` is the best one by costs."""
@@ -209,7 +206,7 @@ class Cost(Lookahead):
         chance = self.survival[rows] * self.next[to_bins(confidence)]
         order = np.argsort(-chance, kind="stable")
         k = np.arange(1, len(rows) + 1)[:, None]
-        m = np.arange(1, min(left, self.horizon) + 1)
+        m = np.arange(1, min(left, HORIZON) + 1)
         passes = self.pass_price[k - 1] * (self.read - position <= m).cumsum()
         gain = np.cumsum(chance[order, None], 0) * self.series[m - 1]
         now, more_nodes = (self.tokens, k * m) if self.widths is None else (position + 2, m)

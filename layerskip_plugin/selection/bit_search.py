@@ -61,10 +61,6 @@ class BitSearch:
                 return skip
         return self.random()
 
-    def mutated(self, skip: SkipSet) -> SkipSet:
-        """`skip` with one sublayer exchanged for another one; of open size, also with one more or one less."""
-        return self._skip(self.skippable[self._neighbours(self._points([skip]) > 0)[0]])
-
     def register(self, skips: Sequence[SkipSet], values: Sequence[float] | NDArray[np.float64]) -> None:
         """Learn the values of these sets; a set measured again takes the mean of both values."""
         for skip, value in zip(skips, values, strict=True):

@@ -10,8 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from freedraft.cost.acceptance import Acceptance
 from freedraft.draft import DraftBatch
 from layerskip_plugin.lookahead import Cost, Lookahead
-from layerskip_plugin.lookahead.base import Candidate
-from layerskip_plugin.rounds import Outcome
+from layerskip_plugin.rounds import Candidate, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
 Feature = Callable[[int, NDArray[np.int32]], NDArray[np.float32]]

@@ -13,6 +13,7 @@ from test_lookahead_disco import records as verifications
 from typer.testing import CliRunner
 
 from freedraft.cli import app
+from layerskip_plugin.calibrate import run as calibrate_run
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.lookahead.disco import Classifier
 from layerskip_plugin.pass_times import PassTimes
@@ -79,7 +80,7 @@ def test_the_share_of_most_tokens_per_time(
     sizes = []
     for attention, mlp, head in ((1e-5, 1e-5, 1.0), (1.0, 1e-5, 1e-5), (1.0, 1.0, 1e-5)):
         times = PassTimes(attention, mlp, head, lambda n, a=attention, m=mlp, h=head: 3 * (a + m) + h)
-        monkeypatch.setattr(HostModel, "pass_times", lambda host, context, times=times: times)
+        monkeypatch.setattr(calibrate_run, "pass_times", lambda host, context, times=times: times)
         out = tmp_path / "s.json"
         said = run("skip-set", data("one"), "--out", out, "--tokens", 24)
         assert "of plain expected" in said, said

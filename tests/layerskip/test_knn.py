@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -73,20 +71,6 @@ def test_domains_that_share_a_set_share_its_module() -> None:
     for name, state in zip(("a", "b", "c", "far"), [*anchors, -np.ones(5, np.float32)], strict=True):
         policy.set_prompt_state(name, state)
     assert policy.choose(["a", "b", "c", "far"], np.zeros(4, np.int32)) == [two, four] * 2
-
-
-def test_file_round_trip_and_another_model(tmp_path: Path) -> None:
-    domains = fitted()
-    domains.save(tmp_path / "k.json", {"data": "x"})
-    loaded = Domains.load(tmp_path / "k.json", 8, "m")
-    hidden = np.concatenate([states(c, 10, 30 + i) for i, c in enumerate(centers(5))])
-    assert (loaded.route(hidden) == domains.route(hidden)).all() and loaded.sets == domains.sets
-    with pytest.raises(ValueError, match="another model"):
-        Domains.load(tmp_path / "k.json", 8, "other")
-    text = (tmp_path / "k.json").read_text().replace('"hidden": 24', '"hidden": 23')
-    (tmp_path / "k.json").write_text(text)
-    with pytest.raises(ValueError, match="is damaged"):
-        Domains.load(tmp_path / "k.json")
 
 
 def test_clusters_of_a_log_are_its_domains() -> None:

@@ -75,20 +75,6 @@ def test_the_network_is_the_one_that_was_trained() -> None:
     assert np.abs(Classifier(weights, threshold=0.5, max_length=4).probability(x) - expected).max() < 1e-4
 
 
-def test_file_round_trip_and_another_model(tmp_path: Path) -> None:
-    data = records("entropy", 1200)
-    classifier, _ = train(data, PRICES)
-    classifier.save(tmp_path / "d.json", {})
-    loaded = Classifier.load(tmp_path / "d.json", "m")
-    same = [c.probability(features(data.top, data.entropy, data.position)) for c in (classifier, loaded)]
-    assert np.abs(same[0] - same[1]).max() < 1e-3
-    with pytest.raises(ValueError, match="another model"):
-        Classifier.load(tmp_path / "d.json", "other")
-    (tmp_path / "d.json").write_text('{"format": "freedraft disco 2", "hidden": 2, "weights": {}}')
-    with pytest.raises(ValueError, match="is damaged"):
-        Classifier.load(tmp_path / "d.json")
-
-
 def test_the_policy_stops_below_the_threshold() -> None:
     classifier, _ = train(records("entropy", 4000), Prices(0.1, 0.0))
     assert 0.1 < classifier.threshold < 0.8 and classifier.max_length > 2

@@ -96,13 +96,11 @@ class Traffic:
 
 def test_proposals_have_the_right_size_and_spare_protected_sublayers() -> None:
     space = BitSearch(LAYERS, "m", protected=[0, 1, 18], size=7)
-    uniform = space.uniform()
-    for propose in (space.uniform, space.random, space.bayesian, lambda: space.mutated(uniform)):
+    for propose in (space.uniform, space.random, space.bayesian):
         for value in range(5):
             skip = propose()
             assert len(skip) == 7 and not {0, 1, 18} & set(skip.sublayers) and skip.model == "m"
             space.register([skip], [value])
-    assert len(set(space.mutated(uniform).sublayers) & set(uniform.sublayers)) == 6
     with pytest.raises(ValueError, match="18 sublayers cannot be skipped: 17 of 20 may be"):
         BitSearch(LAYERS, "m", protected=[0, 1, 18], size=18)
 

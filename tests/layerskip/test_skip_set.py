@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,37 +25,6 @@ def test_bits_and_sublayers_give_the_set_back(pairs: list[tuple[bool, bool]]) ->
     assert len(skip) == sum(bits) and bool(skip) == any(bits)
     assert SkipSet.of_sublayers(skip.sublayers, skip.n_layers, "m") == skip
     assert hash(SkipSet.from_dict(json.loads(json.dumps(skip.to_dict())))) == hash(skip)
-
-
-def test_file_round_trip_and_nothing_left_behind(tmp_path: Path) -> None:
-    skip = SkipSet(4, frozenset({1, 2}), frozenset({3}), "abc")
-    skip.save(tmp_path / "s.json", about={"data": "d"})
-    assert SkipSet.load(tmp_path / "s.json", 4, "abc") == skip
-    assert [p.name for p in tmp_path.iterdir()] == ["s.json"]
-    for wrong, says in (((5,), "4 layers, this one has 5"), ((4, "def"), "another model")):
-        with pytest.raises(ValueError, match=says):
-            SkipSet.load(tmp_path / "s.json", *wrong)
-    with pytest.raises(ValueError, match="cannot read"):
-        SkipSet.load(tmp_path / "missing.json")
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("{", "is not JSON"),
-        ('{"format": "other"}', "has the format 'other'"),
-        ('{"format": "freedraft skip set 1", "n_layers": 3}', "needs the keys"),
-        ('{"format": "freedraft skip set 1", "n_layers": "3", "attention": [], "mlp": []}', "must be a number"),
-        ('{"format": "freedraft skip set 1", "n_layers": 3, "attention": [3], "mlp": []}', "layers 0 to 2"),
-        ('{"format": "freedraft skip set 1", "n_layers": 3, "attention": [[1]], "mlp": []}', "s.json"),
-        ('{"format": "freedraft skip set 1", "n_layers": 3, "attention": [true], "mlp": []}', "True"),
-    ],
-)
-def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, content: str, says: str) -> None:
-    (tmp_path / "s.json").write_text(content)
-    with pytest.raises(ValueError, match=says.replace("(", r"\(")) as caught:
-        SkipSet.load(tmp_path / "s.json")
-    assert "\n" not in str(caught.value)
 
 
 def test_fingerprint_knows_the_shape_and_not_the_name() -> None:

@@ -14,10 +14,9 @@ from freedraft.config import ConfigError
 from freedraft.draft_pass import Window
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import Cost
-from layerskip_plugin.lookahead.base import Candidate
 from layerskip_plugin.lookahead.explorer import FIRST_TRIALS
 from layerskip_plugin.options import LayerSkipOptions
-from layerskip_plugin.recipes import Recipes
+from layerskip_plugin.rounds import Candidate, Recipes
 from layerskip_plugin.skip_set import SkipSet
 
 

@@ -172,7 +172,7 @@ def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: lis
         before = [layer.kv_cache.clone() for layer in attention]
         survivors = scorer.run_sublayers(lambda embedded, run: search(embedded, run, 2 * LAYERS, weights, most))
         assert all(bool((old == layer.kv_cache).all()) for old, layer in zip(before, attention, strict=True))
-        sets = [SkipSet.of_sublayers(np.flatnonzero(row), LAYERS) for row in survivors.skipped]
+        sets = survivors.sets()
         found.append((list(text), sets))
         return sets
 
