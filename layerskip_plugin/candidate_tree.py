@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
+from layerskip_plugin.rounds import Round
 
 # Candidates by the confidence in the first of them: 10 in (0, .5], 5 in (.5, .8], 3 in (.8, .95], 1 above (SWIFT, 3.3).
 CONFIDENCES = (0.5, 0.8, 0.95)
@@ -20,14 +21,7 @@ def candidates_at(confidence: NDArray[np.float32]) -> NDArray[np.int64]:
     return np.asarray(CANDIDATES, np.int64)[np.searchsorted(CONFIDENCES, confidence, side="left")]
 
 
-def candidate_tree(
-    roots: NDArray[np.int32],
-    tokens: NDArray[np.int32],
-    probabilities: NDArray[np.float32],
-    drafted: NDArray[np.int32],
-    max_nodes: int,
-    siblings: bool = True,
-) -> DraftBatch:
+def candidate_tree(round_: Round, roots: NDArray[np.int32], max_nodes: int, siblings: bool = True) -> DraftBatch:
     """Draft trees in which only the nodes of the chain have children.
 
     Node 0 is the root and node j + 1 the chain's token j. Siblings follow, best first: at each position the next k - 1
@@ -36,13 +30,12 @@ def candidate_tree(
 
     Args:
         roots: int32 [B], last accepted token of each request.
-        tokens: int32 [B, D, K], the draft's best tokens at each position, best first; probabilities: float32.
-        drafted: int32 [B], positions that were drafted; entries beyond them are ignored.
         max_nodes: limit of nodes per request, root included; longer chains are truncated.
         siblings: whether there are any beside the chain.
     """
+    tokens, probabilities = round_.tokens, round_.probabilities
     batch, depth, width = tokens.shape
-    length = np.minimum(drafted, max_nodes - 1).astype(np.int64)
+    length = np.minimum(round_.drafted, max_nodes - 1).astype(np.int64)
     in_chain = np.arange(depth) < length[:, None]  # [B, D]
     best = np.where(in_chain, probabilities[:, :, 0], 1.0).astype(np.float64)
     chain = np.cumprod(best, 1)

@@ -1,12 +1,12 @@
 """KnapSpec: the choice of sublayers to skip as a 0/1 knapsack (arXiv 2602.20217).
 
 Items are the 2L attention and MLP sublayers in order, a sublayer's weight is the time that skipping it saves, and the
-value of a set is the cosine of its hidden states to the whole model's. g[i, j] holds the best states behind the first i
+value of a set is the cosine of its hidden states to the whole model's. g[i, j] holds the best states after the first i
 sublayers with skipped weight j:
 
     execute sublayer i: f_i(g[i - 1, j])        skip it: g[i - 1, j - w_i]
 
-All weights j are executed in one batch. The value is measured behind every sublayer and a state is chosen by it alone,
+All weights j are executed in one batch. The value is measured after every sublayer and a state is chosen by it alone,
 so this is a beam search that keeps the best of each weight, not an exact optimum; `survivors` of them may be kept.
 """
 
@@ -26,7 +26,7 @@ from layerskip_plugin.skip_set import SkipSet
 PRUNE = 0.5
 MAX_WEIGHT = 5
 
-RunSublayer = Callable[[int, Tensor], Tensor]  # the hidden states behind a sublayer, for float[J, N, hidden] before it
+RunSublayer = Callable[[int, Tensor], Tensor]  # the hidden states after a sublayer, for float[J, N, hidden] before it
 
 
 class Survivors(NamedTuple):
@@ -94,7 +94,10 @@ def search(
         without[:, i] = True
         states = torch.cat([executed, states[torch.from_numpy(fits).to(states.device)]])
         skipped, weight = np.concatenate([skipped, without]), np.concatenate([weight, weight[fits] + w[i]])
-        stay = best_per_weight(weight, cosine(states, whole[0]), survivors, prune)
+        value = cosine(states, whole[0])
+        order = np.lexsort((-value, weight))
+        rank = np.arange(len(order)) - np.searchsorted(weight[order], weight[order])
+        stay = order[(rank < survivors) & ((value[order] >= prune) | (weight[order] == 0))]
         states, skipped, weight = states[torch.from_numpy(stay).to(states.device)], skipped[stay], weight[stay]
     return Survivors(skipped, weight, states)
 
@@ -102,13 +105,3 @@ def search(
 def cosine(states: Tensor, whole: Tensor) -> NDArray[np.float64]:
     """float64[J]: mean over tokens of the cosine between float[J, N, hidden] and float[N, hidden]."""
     return functional.cosine_similarity(states.float(), whole.float(), dim=-1).double().mean(1).numpy(force=True)
-
-
-def best_per_weight(
-    weight: NDArray[np.int64], value: NDArray[np.float64], survivors: int, prune: float
-) -> NDArray[np.int64]:
-    """Indices of the partial sets that stay: for each weight the `survivors` of largest value, none below `prune`."""
-    order = np.lexsort((-value, weight))
-    weights = weight[order]
-    rank = np.arange(len(order)) - np.searchsorted(weights, weights)
-    return order[(rank < survivors) & ((value[order] >= prune) | (weights == 0))]

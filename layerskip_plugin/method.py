@@ -209,7 +209,7 @@ class LayerSkipMethod(ModelMethod):
         candidates = self.recipes.candidates(chosen, contexts)
         mean = float(step.contexts.mean()) if step.batch_size else 1.0
         if self._cost is not None:
-            self._cost.widths = self.controller.widths  # without those whose graphs could not be captured
+            self._cost.widths = self.controller.widths  # only those that graphs could be captured for
         self.recipe = self.lookahead.choose(candidates, self._batch, mean)
 
     def _search(self, step: Step) -> None:
@@ -257,9 +257,7 @@ class LayerSkipMethod(ModelMethod):
     ) -> DraftBatch:
         round_ = self._last = self._run(step, rows, limits, rest)
         max_nodes = int(limits.max(initial=0)) + 1
-        tree = candidate_tree(
-            step.roots, round_.tokens, round_.probabilities, round_.drafted, max_nodes, siblings=self.trees
-        )
+        tree = candidate_tree(round_, step.roots, max_nodes, siblings=self.trees)
         if self.trees and self.auto is not None and self._cost is not None:
             # All requests are verified as wide as the largest of them.
             widths = np.asarray(self.auto.widths)
@@ -287,7 +285,7 @@ class LayerSkipMethod(ModelMethod):
                 break
             if read == position:
                 count = 1
-                if model.waits:  # as far as all of them have slots
+                if model.waits:  # as many as all of them have slots for
                     count = min(max(lookahead.expected_len() - position, 1), int(allowed[active].min()) - position)
                 drafted = draft_round.read(draft_round.launch(active, latest[active], position, count))
                 result.take(drafted, active, position)

@@ -34,7 +34,7 @@ class Text:
     best: Tensor  # int64[T], the whole model's top-1 next token after each
     final: Tensor  # float[T, hidden], the last hidden state, normed
     kept: Tensor  # int64[K], positions whose states are kept, on the host
-    states: Tensor  # float[2L + 1, K, hidden], before each sublayer and behind the last
+    states: Tensor  # float[2L + 1, K, hidden], before each sublayer and after the last
     keys: list[Tensor]  # per layer float[kv heads, T, head size], rotated
     values: list[Tensor]
 
@@ -202,7 +202,7 @@ class HostModel:
 
     @torch.inference_mode()
     def sublayer(self, index: int, h: Tensor, sample: Sample) -> Tensor:
-        """The hidden states behind sublayer `index`, for float[J, N, hidden] before it; N tokens of `sample`."""
+        """The hidden states after sublayer `index`, for float[J, N, hidden] before it; N tokens of `sample`."""
         layer, home = self.layers[index // 2], h.device
         h = h.to(device_of(layer, h))
         if index % 2:

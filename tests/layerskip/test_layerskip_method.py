@@ -15,6 +15,7 @@ from layerskip_plugin.candidate_tree import candidate_tree, cut_to_width
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Verifications
 from layerskip_plugin.method import LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.rounds import Round
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.online_search import KnapSpec
 from layerskip_plugin.skip_set import SkipSet
@@ -225,10 +226,10 @@ def test_a_device_that_would_wait_is_read_back_once(policy, chosen, count):
 @pytest.mark.parametrize(("widths", "kept"), [((1, 2, 4, 8), 4), (tuple(range(1, 9)), 3), ((1, 8), 8)])
 def test_siblings_as_many_as_pay_at_the_widths_that_there_are(widths, kept):
     """Verification is as dear as the width that the longest chain needs: up to there siblings cost nothing."""
-    tokens = np.arange(1, 21, dtype=np.int32).reshape(1, 2, 10)
-    probabilities = np.full((1, 2, 10), 0.02, np.float32)
-    probabilities[:, :, 0] = 0.6
-    tree = candidate_tree(np.zeros(1, np.int32), tokens, probabilities, np.array([2], np.int32), 8)
+    made = Round(["a"], SETS["half"], depth=2, top_k=10)
+    made.tokens[:], made.drafted[:] = np.arange(1, 21).reshape(1, 2, 10), 2
+    made.probabilities[:], made.probabilities[:, :, 0] = 0.02, 0.6
+    tree = candidate_tree(made, np.zeros(1, np.int32), 8)
     assert tree.counts[0] == 8
     prices = np.array(widths, np.float64)  # a token for each node
     cut_to_width(tree, np.array([2], np.int32), 1, np.array(widths, np.int32), prices)
