@@ -22,13 +22,13 @@ from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel, MatchnessScorer
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 from freedraft.method import MethodSpec, ModelMethod
-from freedraft.metrics import check_address, serve, where_to_look
+from freedraft.metrics import serve, where_to_look
 from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
 from layerskip_plugin.knapsack_search import search
 from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.records import TOP
-from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.options import LayerSkipOptions, check
 from layerskip_plugin.pass_times import PassTimes, serving_times
 from layerskip_plugin.rounds import Recipes, Round
 from layerskip_plugin.selection.online_search import WINDOW, OnlineSearch
@@ -43,21 +43,6 @@ REQUESTED = "skip_set"
 # Steps with drafts between two without, at first and at most where drafting doubles the speed; fewer where it brings
 # less: a step without drafts then costs less, and decides more.
 FIRST_BASELINE, RAREST_BASELINE = 4, 256
-
-
-def check(options: LayerSkipOptions, context: EngineContext) -> None:
-    """Raise ValueError for what would stop the engine later: one line that names the option or file and the remedy."""
-    if context.tensor_parallel > 1 and options.searches:
-        raise ValueError(
-            f"selection '{options.selection}' searches on one tensor-parallel rank only, not "
-            f"{context.tensor_parallel}: calibrate a set, or use 'knn'"
-        )
-    if context.lengths is not None and (why := options.needs_own_lengths):
-        raise ValueError(why)
-    options.make_selection(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
-    options.make_lookahead(context, [], None)
-    options.windows(context)
-    check_address(options.metrics_port, options.metrics_host)
 
 
 def schedule(options: LayerSkipOptions, context: EngineContext) -> Schedule | None:
@@ -142,8 +127,6 @@ class LayerSkipMethod(ModelMethod):
         for recipe in self.recipes.of(skip_set):
             self.draft_passes[recipe] = self._model.build(recipe, top_k=self.top_k, entropy=entropy, optimize=optimize)
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         self._running.add(request_id)
         self.selection.begin(request_id, extra.get(REQUESTED))
@@ -170,8 +153,6 @@ class LayerSkipMethod(ModelMethod):
             return None
         one, two = self.auto.step_seconds(batch, np.array([batch, 2 * batch]))
         return float(self.auto.pass_seconds(self.recipes.all[0], batch)) / one, max(float(two / one) - 1.0, 0.0)
-
-    # -- one step ------------------------------------------------------------------------------------------------------
 
     def draft(self, step: Step) -> DraftBatch:
         controller = self.controller

@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import LOCAL, PluginOptions, UserPath
 from freedraft.draft_pass import Window
 from freedraft.extras import require
+from freedraft.metrics import check_address
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import Confidence, Cost, Costs, Disco, DraftVerify, Fixed, Lookahead, Recorder
 from layerskip_plugin.lookahead.disco import Classifier
@@ -241,3 +243,18 @@ class LayerSkipOptions(PluginOptions):
         self, context: EngineContext, prices: Callable[[], tuple[float, float] | None] = lambda: None
     ) -> Recorder | None:
         return None if self.record is None else Recorder(self.record, model_fingerprint(context.hf_config), prices)
+
+
+def check(options: LayerSkipOptions, context: EngineContext) -> None:
+    """Raise ValueError for what would stop the engine later: one line that names the option or file and the remedy."""
+    if context.tensor_parallel > 1 and options.searches:
+        raise ValueError(
+            f"selection '{options.selection}' searches on one tensor-parallel rank only, not "
+            f"{context.tensor_parallel}: calibrate a set, or use 'knn'"
+        )
+    if context.lengths is not None and (why := options.needs_own_lengths):
+        raise ValueError(why)
+    options.make_selection(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
+    options.make_lookahead(context, [], None)
+    options.windows(context)
+    check_address(options.metrics_port, options.metrics_host)
