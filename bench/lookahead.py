@@ -13,7 +13,7 @@ skip set itself (weights read, head included) is the first one; the others show 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,12 @@ from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.draft import DraftBatch
 from freedraft.draft_pass import Recipe
 from freedraft.fingerprints import hardware_name as hardware
+from layerskip_plugin.calibrate.disco import Prices, train
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
 from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead
-from layerskip_plugin.lookahead.base import Candidate, Ints
-from layerskip_plugin.lookahead.disco import Prices, train
 from layerskip_plugin.lookahead.records import Verifications
+from layerskip_plugin.rounds import Candidate, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
 PER_TOKEN = 0.02
@@ -69,8 +69,8 @@ class Heuristic(Fixed):
     def __init__(self) -> None:
         super().__init__(5)
 
-    def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
-        whole = bool((np.asarray(accepted) == np.asarray(drafted)).all())
+    def record_acceptance(self, outcome: Outcome) -> None:
+        whole = bool((outcome.accepted == outcome.verified).all())
         self.length = min(self.max_draft_len, self.length + 2) if whole else max(1, self.length - 1)
 
 
@@ -126,13 +126,14 @@ def walk(policy: Lookahead, skip: SkipSet, recorded: list[Recorded]) -> tuple[fl
                 if length < LONGEST and (length == 1 or one.right[place, length - 2]):
                     hits, predicted, actual = hits + (more and good), predicted + more, actual + good
             right = int(one.right[place, :length].sum())
-            kept = np.array([right], np.int32)
-            policy.record_acceptance(name, np.array([length], np.int32), kept, kept)
+            made, kept = np.array([length], np.int32), np.array([right], np.int32)
+            top, entropy = one.top[place, None], one.entropy[place, None]
+            policy.record_acceptance(Outcome(skip, name, made, made, kept, kept, top, entropy))
             if isinstance(policy, Cost):
                 learn(policy.costs.acceptance, one.top[place, :length, 0], right)
             rounds.append((length, right))
             place += right + 1
-        policy.finish(name)
+        policy.finish(*name)
     return 2 * hits / max(1, predicted + actual), *np.array(rounds).T
 
 

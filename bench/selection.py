@@ -27,10 +27,9 @@ from bench.lib.machine import rounded
 from bench.lib.results import write_json
 from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate import knapsack
-from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.host_model import HostModel, Sample, Text
 from layerskip_plugin.calibrate.knn import fit
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, encode, load_tokenizer
-from layerskip_plugin.calibrate.sample import Sample, Text
 from layerskip_plugin.pass_times import tokens_per_time
 from layerskip_plugin.selection.knn import Domains
 from layerskip_plugin.selection.online_search import WINDOW, Swift

@@ -72,8 +72,8 @@ class DraftModel(ABC):
 
     @abstractmethod
     def start(self, step: Step, draft_pass: Any, rows: NDArray[np.intp], max_draft_len: int) -> DraftRound:
-        """Begin a round of at most `max_draft_len` positions for the requests at `rows` of the step (intp [R]), all of
-        whose passes are one that `build` has made."""
+        """Begin a round of at most `max_draft_len` positions for the requests at `rows` of the step (intp [R]), with
+        one draft pass that `build` has made."""
 
     @abstractmethod
     def scorer(self, window: int) -> MatchnessScorer:

@@ -35,7 +35,7 @@ class Window(NamedTuple):
         Args:
             roots: int64 [B], position of each request's root. The newest tokens are counted from here.
             attended: tokens back to which the model itself looks (its sliding window); a request that may draft beyond
-                them has no sinks, whose pages the engine may have given away.
+                them has no sinks: the engine may have given their pages away.
 
         Returns:
             s, d: int64 [B].

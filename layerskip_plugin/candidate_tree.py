@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
+from layerskip_plugin.rounds import Round
 
 # Candidates by the confidence in the first of them: 10 in (0, .5], 5 in (.5, .8], 3 in (.8, .95], 1 above (SWIFT, 3.3).
 CONFIDENCES = (0.5, 0.8, 0.95)
@@ -18,31 +21,23 @@ def candidates_at(confidence: NDArray[np.float32]) -> NDArray[np.int64]:
     return np.asarray(CANDIDATES, np.int64)[np.searchsorted(CONFIDENCES, confidence, side="left")]
 
 
-def candidate_tree(
-    roots: NDArray[np.int32],
-    tokens: NDArray[np.int32],
-    probabilities: NDArray[np.float32],
-    drafted: NDArray[np.int32],
-    max_nodes: int,
-    siblings: bool = True,
-) -> DraftBatch:
+def candidate_tree(round_: Round, roots: NDArray[np.int32], max_nodes: int, siblings: bool = True) -> DraftBatch:
     """Draft trees in which only the nodes of the chain have children.
 
-    Node 0 is the root and node j + 1 the chain's token j, the draft's best there. Siblings follow, best first: at each
-    position the next k - 1 candidates, as long as nodes are left. A sibling's score is the probability that the chain
-    is accepted up to its position, times its own.
+    Node 0 is the root and node j + 1 the chain's token j. Siblings follow, best first: at each position the next k - 1
+    candidates, while nodes are left. A sibling's score is the probability that the chain is accepted up to its
+    position, times its own.
 
     Args:
         roots: int32 [B], last accepted token of each request.
-        tokens: int32 [B, D, K], the draft's best tokens at each position, best first; probabilities: float32.
-        drafted: int32 [B], positions that were drafted; entries beyond them are ignored.
         max_nodes: limit of nodes per request, root included; longer chains are truncated.
         siblings: whether there are any beside the chain.
     """
+    tokens, probabilities = round_.tokens, round_.probabilities
     batch, depth, width = tokens.shape
-    length = np.minimum(drafted, max_nodes - 1).astype(np.int64)
+    length = np.minimum(round_.drafted, max_nodes - 1).astype(np.int64)
     in_chain = np.arange(depth) < length[:, None]  # [B, D]
-    best = np.where(in_chain, probabilities[:, :, 0] if width else 0.0, 1.0).astype(np.float64)
+    best = np.where(in_chain, probabilities[:, :, 0], 1.0).astype(np.float64)
     chain = np.cumprod(best, 1)
     before = np.concatenate((np.ones((batch, 1)), chain[:, :-1]), 1)  # the chain is accepted up to position j
     scores = before[:, :, None] * probabilities[:, :, 1:]
@@ -53,31 +48,25 @@ def candidate_tree(
     scores = np.take_along_axis(scores, order, 1)
     beside = np.minimum((scores >= 0).sum(1), max_nodes - 1 - length)
 
-    counts = 1 + length + beside
-    trees = DraftBatch.empty(batch, max(1, int(counts.max(initial=1))))
-    trees.counts[:] = counts
+    trees = DraftBatch.empty(batch, int((1 + length + beside).max(initial=1)))
+    trees.counts[:] = 1 + length + beside
     trees.tokens[:, 0], trees.parents[:, 0], trees.scores[:, 0] = roots, -1, 1.0
     row, position = np.nonzero(in_chain)
-    trees.tokens[row, position + 1] = tokens[row, position, 0]
-    trees.parents[row, position + 1] = position
-    trees.depths[row, position + 1] = position + 1
-    trees.scores[row, position + 1] = chain[row, position]
+    _put(trees, row, position + 1, position, tokens[row, position, 0], chain[row, position])
     row, rank = np.nonzero(np.arange(order.shape[1]) < beside[:, None])
     position, candidate = np.divmod(order[row, rank], max(1, width - 1))
-    node = 1 + length[row] + rank
-    trees.tokens[row, node] = tokens[row, position, candidate + 1]
-    trees.parents[row, node] = position
-    trees.depths[row, node] = position + 1
-    trees.scores[row, node] = scores[row, rank]
+    _put(trees, row, 1 + length[row] + rank, position, tokens[row, position, candidate + 1], scores[row, rank])
     return trees
 
 
+def _put(trees: DraftBatch, row: Any, node: Any, parent: Any, tokens: Any, scores: Any) -> None:
+    """Put nodes under the chain's nodes `parent`, each of which is as deep as its number."""
+    trees.tokens[row, node], trees.parents[row, node], trees.depths[row, node] = tokens, parent, parent + 1
+    trees.scores[row, node] = scores
+
+
 def cut_to_width(
-    trees: DraftBatch,
-    chains: NDArray[np.int32],
-    least: int,
-    widths: NDArray[np.int32],
-    prices: NDArray[np.float64],
+    trees: DraftBatch, chains: NDArray[np.int32], least: int, widths: NDArray[np.int32], prices: NDArray[np.float64]
 ) -> None:
     """Keep as many nodes of `candidate_tree` as bring most over what verifying them costs, where all requests are as
     wide as the largest of them: siblings cost nothing up to the width of the longest chain.

@@ -1,19 +1,19 @@
 """KnapSpec: the choice of sublayers to skip as a 0/1 knapsack (arXiv 2602.20217).
 
 Items are the 2L attention and MLP sublayers in order, a sublayer's weight is the time that skipping it saves, and the
-value of a set is the cosine of its hidden states to the whole model's. g[i, j] holds the best states behind the first i
+value of a set is the cosine of its hidden states to the whole model's. g[i, j] holds the best states after the first i
 sublayers with skipped weight j:
 
     execute sublayer i: f_i(g[i - 1, j])        skip it: g[i - 1, j - w_i]
 
-All weights j are executed in one batch. The value is measured behind every sublayer and a state is chosen by it alone,
+All weights j are executed in one batch. The value is measured after every sublayer and a state is chosen by it alone,
 so this is a beam search that keeps the best of each weight, not an exact optimum; `survivors` of them may be kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from layerskip_plugin.skip_set import SkipSet
 PRUNE = 0.5
 MAX_WEIGHT = 5
 
-RunSublayer = Callable[[int, Tensor], Tensor]  # the hidden states behind a sublayer, for float[J, N, hidden] before it
+RunSublayer = Callable[[int, Tensor], Tensor]  # the hidden states after a sublayer, for float[J, N, hidden] before it
 
 
 class Survivors(NamedTuple):
@@ -36,13 +36,17 @@ class Survivors(NamedTuple):
     weight: NDArray[np.int64]  # [J], ascending
     states: Tensor  # float[J, N, hidden], not normed
 
+    def sets(self, model: str = "") -> list[SkipSet]:
+        """The sets, for the model of this fingerprint."""
+        return [SkipSet.of_sublayers(np.flatnonzero(row), len(row) // 2, model) for row in self.skipped]
+
 
 def integer_weights(attention: float, mlp: float) -> tuple[int, int]:
     """Weights of an attention and an MLP sublayer from their seconds: w = round(t / min(t)), at most 5."""
     if not (attention > 0 and mlp > 0):
         raise ValueError(f"latencies of sublayers must be positive, not {attention} and {mlp}")
     unit = min(attention, mlp)
-    return tuple(min(MAX_WEIGHT, round(t / unit)) for t in (attention, mlp))  # type: ignore[return-value]
+    return min(MAX_WEIGHT, round(attention / unit)), min(MAX_WEIGHT, round(mlp / unit))
 
 
 @torch.inference_mode()
@@ -68,7 +72,7 @@ def search(
         protected: sublayers that are never skipped.
         prune: cosine below which a partial set is dropped.
         survivors: partial sets kept per weight; 1 is the paper's.
-        progress: called after each sublayer.
+        progress: called at each sublayer.
         base: sublayers that every set skips, and that weigh nothing.
     """
     w = np.array([weights[i % 2] for i in range(sublayers)])
@@ -77,12 +81,12 @@ def search(
     states = whole = embedded[None]
     skipped, weight = np.zeros((1, sublayers), np.bool_), np.zeros(1, np.int64)
     for i in range(sublayers):
+        progress()
         if i in base:
             whole = sublayer(i, whole)
             skipped[:, i] = True
-            progress()
             continue
-        # What skips nothing comes first, and stays.
+        # The set that skips nothing comes first, and stays.
         executed = sublayer(i, torch.cat([whole, states]) if base else states)
         whole, executed = executed[:1], executed[1 if base else 0 :]
         fits = np.flatnonzero((weight + w[i] <= max_weight) & (i not in protected))
@@ -91,28 +95,13 @@ def search(
         states = torch.cat([executed, states[torch.from_numpy(fits).to(states.device)]])
         skipped, weight = np.concatenate([skipped, without]), np.concatenate([weight, weight[fits] + w[i]])
         value = cosine(states, whole[0])
-        stay = best_per_weight(weight, value, survivors, prune)
+        order = np.lexsort((-value, weight))
+        rank = np.arange(len(order)) - np.searchsorted(weight[order], weight[order])
+        stay = order[(rank < survivors) & ((value[order] >= prune) | (weight[order] == 0))]
         states, skipped, weight = states[torch.from_numpy(stay).to(states.device)], skipped[stay], weight[stay]
-        progress()
     return Survivors(skipped, weight, states)
-
-
-def extensions(embedded: Tensor, sublayer: RunSublayer, *, base: SkipSet, **options: Any) -> list[SkipSet]:
-    """The sets that `search` finds beyond a base."""
-    found = search(embedded, sublayer, 2 * base.n_layers, base=base.sublayers, **options)
-    return [SkipSet.of_bits(bits, base.model) for bits in found.skipped.tolist()]
 
 
 def cosine(states: Tensor, whole: Tensor) -> NDArray[np.float64]:
     """float64[J]: mean over tokens of the cosine between float[J, N, hidden] and float[N, hidden]."""
     return functional.cosine_similarity(states.float(), whole.float(), dim=-1).double().mean(1).numpy(force=True)
-
-
-def best_per_weight(
-    weight: NDArray[np.int64], value: NDArray[np.float64], survivors: int, prune: float
-) -> NDArray[np.int64]:
-    """Indices of the partial sets that stay: for each weight the `survivors` of largest value, none below `prune`."""
-    order = np.lexsort((-value, weight))
-    weights = weight[order]
-    rank = np.arange(len(order)) - np.searchsorted(weights, weights)
-    return order[(rank < survivors) & ((value[order] >= prune) | (weights == 0))]

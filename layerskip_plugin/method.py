@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,17 +22,16 @@ from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel, MatchnessScorer
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 from freedraft.method import MethodSpec, ModelMethod
-from freedraft.metrics import check_address, serve, where_to_look
+from freedraft.metrics import serve, where_to_look
 from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
-from layerskip_plugin.draft_passes import Round
-from layerskip_plugin.knapsack_search import extensions
-from layerskip_plugin.lookahead import Cost, Costs
+from layerskip_plugin.knapsack_search import search
+from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.records import TOP
-from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.options import LayerSkipOptions, check
 from layerskip_plugin.pass_times import PassTimes, serving_times
-from layerskip_plugin.recipes import Recipes
-from layerskip_plugin.selection.online_search import WINDOW
+from layerskip_plugin.rounds import Recipes, Round
+from layerskip_plugin.selection.online_search import WINDOW, OnlineSearch
 from layerskip_plugin.skip_set import SkipSet
 
 logger = logging.getLogger("freedraft.layerskip")
@@ -43,21 +43,6 @@ REQUESTED = "skip_set"
 # Steps with drafts between two without, at first and at most where drafting doubles the speed; fewer where it brings
 # less: a step without drafts then costs less, and decides more.
 FIRST_BASELINE, RAREST_BASELINE = 4, 256
-
-
-def check(options: LayerSkipOptions, context: EngineContext) -> None:
-    """Raise ValueError for what would stop the engine later: one line that names the option or file and the remedy."""
-    if context.tensor_parallel > 1 and options.searches:
-        raise ValueError(
-            f"selection '{options.selection}' searches on one tensor-parallel rank only, not "
-            f"{context.tensor_parallel}: calibrate a set, or use 'knn'"
-        )
-    if context.lengths is not None and (why := options.needs_own_lengths):
-        raise ValueError(why)
-    selector = options.make_selector(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
-    options.make_lookahead(context, list(selector.sets.values()), cast(Costs, None))  # asked of nothing yet
-    options.windows(context)
-    check_address(options.metrics_port, options.metrics_host)
 
 
 def schedule(options: LayerSkipOptions, context: EngineContext) -> Schedule | None:
@@ -89,12 +74,12 @@ class LayerSkipMethod(ModelMethod):
         self.auto = controller if isinstance(controller, Auto) else None
         if self.auto is None and context.lengths is None:
             raise ConfigError(f"'{NAME}' cannot price this model's steps (see the warning above): use method 'sssd'")
-        self.selector = options.make_selector(
+        self.selection = options.make_selection(
             context.hf_config, self._matchness, context.hardware, self._propose, self._pass_times
         )
-        self.needs_prompt_states = self.selector.selection.needs_hidden
+        self.needs_prompt_states = self.selection.needs_prompt_states
         self.windows = options.windows(context)
-        self.recipes = Recipes(self.selector.sets.values(), self.windows, context.page_size or 1)
+        self.recipes = Recipes(self.selection.sets.values(), self.windows, context.page_size or 1)
         self.recipe: SkipSet | None = None  # of the present step; None: nothing is drafted
         self.lookahead = options.make_lookahead(context, self.recipes.all, self.auto)
         self.recorder = options.make_recorder(context, self._prices)
@@ -103,14 +88,13 @@ class LayerSkipMethod(ModelMethod):
         self.draft_passes: dict[SkipSet, Any] = {}
         self._model: DraftModel | None = None
         self._scorer: MatchnessScorer | None = None
-        self._requested: dict[str, Any] = {}  # by running request
-        self._prompt_states: dict[str, NDArray[np.float32]] = {}
+        self._running: set[str] = set()
         self._last: Round | None = None
         self._batch = 1
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
         port = serve(options.metrics_port, context.rank, options.metrics_host)
         if alone:
-            first = next(iter(self.selector.sets.values()))
+            first = next(iter(self.selection.sets.values()))
             pays = outlook_of_passes(context, controller.profile, self.recipes.of(first))
             measured = "which is measured" if options.lookahead == "cost" else "it drafts whether that is so or not"
             logger.info("freedraft: layerskip: %s (%s); %s", pays, measured, where_to_look(port))
@@ -122,20 +106,20 @@ class LayerSkipMethod(ModelMethod):
             self._cost.reads_ahead = model.waits
         shape = "trees" if self.trees else "chains"
         read = " or ".join("all" if w is None else f"{w.tokens} tokens" for w in self.windows)
-        for number, (name, skip_set) in enumerate(self.selector.sets.items()):
+        for number, (name, skip_set) in enumerate(self.selection.sets.items()):
             started = time.perf_counter()
-            self.build(skip_set.require(model.n_layers), optimize=number < self.selector.compiled)
+            self.build(skip_set.require(model.n_layers), optimize=number < self.optimized_passes)
             logger.info(
                 "freedraft: skip set '%s' leaves out %d of %d sublayers (built in %.0f s); lookahead '%s', %s, drafts "
-                "read %s of the KV cache", name, len(skip_set), len(skip_set.bits), time.perf_counter() - started,
+                "read %s of the KV cache", name, len(skip_set), 2 * skip_set.n_layers, time.perf_counter() - started,
                 self.options.lookahead, shape, read,
             )  # fmt: skip
-        if self.selector.selection.searches:
+        if isinstance(self.selection, OnlineSearch):
             self._scorer = model.scorer(WINDOW)
 
     @property
     def optimized_passes(self) -> int:
-        return min(len(self.selector.sets), self.selector.compiled)
+        return min(len(self.selection.sets), self.selection.optimized)
 
     def build(self, skip_set: SkipSet, *, optimize: bool) -> None:
         assert self._model is not None
@@ -143,21 +127,19 @@ class LayerSkipMethod(ModelMethod):
         for recipe in self.recipes.of(skip_set):
             self.draft_passes[recipe] = self._model.build(recipe, top_k=self.top_k, entropy=entropy, optimize=optimize)
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
-        self._requested[request_id] = extra.get(REQUESTED) or None
+        self._running.add(request_id)
+        self.selection.begin(request_id, extra.get(REQUESTED))
 
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
-        self._prompt_states[request_id] = state[None]
+        self.selection.set_prompt_state(request_id, state)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
-        self._requested.pop(request_id, None)
-        self._prompt_states.pop(request_id, None)
-        self.selector.finish([request_id])
-        self.lookahead.finish([request_id])
+        self._running.discard(request_id)
+        self.selection.finish(request_id)
+        self.lookahead.finish(request_id)
         if self.recorder is not None:
-            self.recorder.finish([request_id], idle=not self._requested)
+            self.recorder.finish(request_id, idle=not self._running)
 
     def close(self) -> None:
         super().close()
@@ -171,8 +153,6 @@ class LayerSkipMethod(ModelMethod):
             return None
         one, two = self.auto.step_seconds(batch, np.array([batch, 2 * batch]))
         return float(self.auto.pass_seconds(self.recipes.all[0], batch)) / one, max(float(two / one) - 1.0, 0.0)
-
-    # -- one step ------------------------------------------------------------------------------------------------------
 
     def draft(self, step: Step) -> DraftBatch:
         controller = self.controller
@@ -197,33 +177,31 @@ class LayerSkipMethod(ModelMethod):
         """Learn from the last round, begin new requests, and continue a search."""
         last, self._last = self._last, None
         if last is not None and (outcome := last.outcome(step)) is not None:
-            self.lookahead.record_acceptance(*outcome)
-            if self.recorder is not None:
-                self.recorder.record_acceptance(*outcome[:3])
-        self.selector.begin(
-            step.request_ids, lambda name: (self._requested.get(name), self._prompt_states.pop(name, None))
-        )
+            self.lookahead.record_acceptance(outcome)
+            if self.recorder is not None and outcome.recipe == self.recipes.all[0]:
+                self.recorder.record(outcome)
         self._search(step)
         self._batch, contexts = max(step.batch_size, 1), step.contexts
-        chosen = self.selector.selection.choose(step.request_ids, contexts)
-        lengths = self.selector.selection.max_lengths(contexts)
+        chosen = self.selection.choose(step.request_ids, contexts)
+        lengths = self.selection.max_lengths(contexts)
         if lengths is not None:  # only requests that may draft have a say
             rows = np.flatnonzero(lengths)
             chosen, contexts = [chosen[i] for i in rows], contexts[rows]
         candidates = self.recipes.candidates(chosen, contexts)
         mean = float(step.contexts.mean()) if step.batch_size else 1.0
         if self._cost is not None:
-            self._cost.widths = self.controller.widths  # without those whose graphs could not be captured
+            self._cost.widths = self.controller.widths  # only those that graphs could be captured for
         self.recipe = self.lookahead.choose(candidates, self._batch, mean)
 
     def _search(self, step: Step) -> None:
-        scorer = self._scorer
-        if scorer is None or (found := self.selector.search(lambda: scorer.observe(step))) is None:
+        scorer, selection = self._scorer, self.selection
+        if scorer is None or not isinstance(selection, OnlineSearch):
             return
-        self.recipes.use([found])
-        self.lookahead.use(self.recipes.all)
-        self.draft_passes.clear()
-        self.build(found, optimize=False)  # it may soon be replaced
+        if (found := selection.search(lambda: scorer.observe(step))) is not None:
+            self.recipes.use([found])
+            self.lookahead.use(self.recipes.all)
+            self.draft_passes.clear()
+            self.build(found, optimize=False)
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
         if self.recipe is None:
@@ -231,7 +209,7 @@ class LayerSkipMethod(ModelMethod):
         assert self._model is not None
         applies = self.recipes.applies(self.recipe, step.contexts)
         capacities = np.where(applies, self._model.capacities(step), 0).astype(np.int32)
-        lengths = self.selector.selection.max_lengths(step.contexts)
+        lengths = self.selection.max_lengths(step.contexts)
         return capacities if lengths is None else np.minimum(capacities, lengths)
 
     def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
@@ -260,9 +238,7 @@ class LayerSkipMethod(ModelMethod):
     ) -> DraftBatch:
         round_ = self._last = self._run(step, rows, limits, rest)
         max_nodes = int(limits.max(initial=0)) + 1
-        tree = candidate_tree(
-            step.roots, round_.tokens, round_.probabilities, round_.drafted, max_nodes, siblings=self.trees
-        )
+        tree = candidate_tree(round_, step.roots, max_nodes, siblings=self.trees)
         if self.trees and self.auto is not None and self._cost is not None:
             # All requests are verified as wide as the largest of them.
             widths = np.asarray(self.auto.widths)
@@ -281,10 +257,8 @@ class LayerSkipMethod(ModelMethod):
         allowed[rows], place[rows] = limits, np.arange(len(rows))
         request_ids = [step.request_ids[i] for i in rows.tolist()]
         lookahead.begin(request_ids, recipe, depth, rest)
-        if self.recorder is not None:
-            self.recorder.begin(request_ids if recipe == self.recipes.all[0] else (), depth)
         if recipe not in self.draft_passes:  # a search has found it, and building it failed
-            self.build(self.recipes.skip_set_of(recipe), optimize=False)
+            self.build(replace(recipe, window=None), optimize=False)
         draft_round = model.start(step, self.draft_passes[recipe], rows, depth)
         active, read = rows[limits > 0], 0
         for position in range(depth):
@@ -292,7 +266,7 @@ class LayerSkipMethod(ModelMethod):
                 break
             if read == position:
                 count = 1
-                if model.waits:  # as far as all of them have slots
+                if model.waits:  # as many as all of them have slots for
                     count = min(max(lookahead.expected_len() - position, 1), int(allowed[active].min()) - position)
                 drafted = draft_round.read(draft_round.launch(active, latest[active], position, count))
                 result.take(drafted, active, position)
@@ -305,8 +279,6 @@ class LayerSkipMethod(ModelMethod):
             result.drafted[active] += 1
             latest[active] = result.tokens[active, position, 0]
             top, entropy = result.probabilities[active, position], result.entropy[active, position]
-            if self.recorder is not None:
-                self.recorder.put(position, place[active], top[:, :TOP], entropy)
             needed = entropy if lookahead.needs_entropy else None
             more = lookahead.should_continue(position, place[active], top[:, : lookahead.needs_top], needed)
             active = active[more & (allowed[active] > position + 1)]
@@ -315,7 +287,8 @@ class LayerSkipMethod(ModelMethod):
 
     def _propose(self, weights: tuple[int, int], max_weight: int, base: SkipSet) -> list[SkipSet]:
         assert self._scorer is not None
-        return self._scorer.run_sublayers(partial(extensions, base=base, weights=weights, max_weight=max_weight))
+        run = partial(search, sublayers=2 * base.n_layers, weights=weights, max_weight=max_weight, base=base.sublayers)
+        return self._scorer.run_sublayers(run).sets(base.model)
 
     def _pass_times(self) -> PassTimes | None:
         present = self.recipes.all[0] if self.recipe is None else self.recipe

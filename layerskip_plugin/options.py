@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import LOCAL, PluginOptions, UserPath
 from freedraft.draft_pass import Window
 from freedraft.extras import require
+from freedraft.metrics import check_address
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import Confidence, Cost, Costs, Disco, DraftVerify, Fixed, Lookahead, Recorder
 from layerskip_plugin.lookahead.disco import Classifier
@@ -18,8 +20,7 @@ from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Evaluate, Selection, Static
 from layerskip_plugin.selection.knapsack import Knapsack, Plan
 from layerskip_plugin.selection.knn import Domains, Knn
-from layerskip_plugin.selection.online_search import KnapSpec, Propose, Swift
-from layerskip_plugin.selection.serving import Selector
+from layerskip_plugin.selection.online_search import KnapSpec, OnlineSearch, Propose, Swift
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint, text_config
 
 LookaheadName = Literal["cost", "confidence", "adaptive", "disco", "fixed"]
@@ -154,10 +155,7 @@ class LayerSkipOptions(PluginOptions):
             (not auto and not usable, f"{one}, and this model looks back {attended} at most: set fewer"),
             (auto and self.lookahead != "cost", f"option 'window' auto needs lookahead cost, not {self.lookahead}: set "
              "it, or give a number"),
-            (auto and context.lengths is not None and len(context.lengths) > 1,
-             f"{self.needs_own_lengths}, or unset VLLM_USE_V2_MODEL_RUNNER"),
-            (auto and context.lengths is not None, "option 'window' auto needs draft lengths chosen at each step, and "
-             "data-parallel replicas that share experts have one: give a number of tokens"),
+            (auto and context.lengths is not None, f"{self.needs_own_lengths}, or unset VLLM_USE_V2_MODEL_RUNNER"),
         ):  # fmt: skip
             if wrong:
                 raise ValueError(why)
@@ -170,8 +168,8 @@ class LayerSkipOptions(PluginOptions):
         do."""
         if self.window == "auto":
             return (
-                "option 'window' auto needs draft lengths chosen at each step, which vLLM's model runner V2 decides "
-                "beforehand: to be served there give a number of tokens"
+                "option 'window' auto needs draft lengths chosen at each step, which vLLM's model runner V2, and "
+                "replicas that share experts, decide beforehand: to be served there give a number of tokens"
             )
         if self.selection == "knapsack" and self.searches:
             return (
@@ -186,14 +184,14 @@ class LayerSkipOptions(PluginOptions):
         """Whether sets are searched while serving."""
         return self.selection == "swift" or (self.selection == "knapsack" and self.selection_file is None)
 
-    def make_selector(
+    def make_selection(
         self,
         config: Any,
         evaluate: Evaluate,
         hardware: str | None = None,
         propose: Propose = lambda weights, most, base: (),
         pass_times: Callable[[], PassTimes | None] = lambda: None,
-    ) -> Selector:
+    ) -> Selection:
         """The selection that these options describe; `evaluate`, `propose` and `pass_times`: see `KnapSpec`. Raises
         ValueError, one line, if a file is missing, damaged, or of another model or hardware, or options conflict."""
         name, file = self.selection, self.selection_file
@@ -204,31 +202,34 @@ class LayerSkipOptions(PluginOptions):
         ):
             if conflicts:
                 raise ValueError(f"option '{option}' does not go with selection {name}: remove one of the two")
-        selection: Selection
         if name == "static":
-            selection = Static(self.skip_sets(config))
-        elif name == "swift":
+            return Static(self.skip_sets(config))
+        if name == "knn":
+            if file is None:
+                raise ValueError(
+                    "selection knn needs the option 'selection_file': make one with freedraft calibrate knn"
+                )
+            return Knn(Domains.load(file, layers, model))
+        if file is not None:
+            return Knapsack(Plan.load(file, layers, model, hardware), measured=self.lookahead == "cost")
+        search: OnlineSearch
+        if name == "swift":
             # They take seconds to import: now, not in the midst of serving.
             require("selection swift", "calibrate", "bayes_opt.acquisition", "sklearn.gaussian_process")
             ends = (*range(SWIFT_KEEPS), *range(2 * layers - SWIFT_KEEPS, 2 * layers))
-            selection = Swift(layers, evaluate, model, protected=ends)
-        elif name == "knapsack" and file is None:
-            selection = KnapSpec(layers, evaluate, propose, pass_times, model)
-        elif file is None:
-            raise ValueError("selection knn needs the option 'selection_file': make one with freedraft calibrate knn")
-        elif name == "knapsack":
-            selection = Knapsack(Plan.load(file, layers, model, hardware), measured=self.lookahead == "cost")
+            search = Swift(layers, evaluate, model, protected=ends)
         else:
-            selection = Knn(Domains.load(file, layers, model))
-        return Selector(selection, self.search_share)
+            search = KnapSpec(layers, evaluate, propose, pass_times, model)
+        search.share = self.search_share
+        return search
 
     def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None) -> Lookahead:
         """The lookahead policy that these options describe; `costs` is None where the engine decides by costs how much
         a step drafts. Raises ValueError, one line, if the classifier is missing, damaged or of another model."""
-        if self.lookahead == "cost" and context.lengths is not None:
-            return Fixed(context.max_draft_tokens)
         if self.lookahead == "cost":
-            return Cost(cast(Costs, costs), recipes, widths=context.widths, longest=context.max_draft_tokens)
+            if costs is None:
+                return Fixed(context.max_draft_tokens)
+            return Cost(costs, recipes, widths=context.widths, longest=context.max_draft_tokens)
         if self.lookahead == "fixed":
             return Fixed(self.length or (context.max_draft_tokens if context.widths is None else 5))
         if self.lookahead == "disco":
@@ -242,3 +243,18 @@ class LayerSkipOptions(PluginOptions):
         self, context: EngineContext, prices: Callable[[], tuple[float, float] | None] = lambda: None
     ) -> Recorder | None:
         return None if self.record is None else Recorder(self.record, model_fingerprint(context.hf_config), prices)
+
+
+def check(options: LayerSkipOptions, context: EngineContext) -> None:
+    """Raise ValueError for what would stop the engine later: one line that names the option or file and the remedy."""
+    if context.tensor_parallel > 1 and options.searches:
+        raise ValueError(
+            f"selection '{options.selection}' searches on one tensor-parallel rank only, not "
+            f"{context.tensor_parallel}: calibrate a set, or use 'knn'"
+        )
+    if context.lengths is not None and (why := options.needs_own_lengths):
+        raise ValueError(why)
+    options.make_selection(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
+    options.make_lookahead(context, [], None)
+    options.windows(context)
+    check_address(options.metrics_port, options.metrics_host)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,21 +59,16 @@ class SkipSet:
         for name in ("attention", "mlp"):
             layers = frozenset(getattr(self, name))
             object.__setattr__(self, name, layers)
-            wrong = [x for x in layers if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < self.n_layers]
-            if wrong:
-                raise ValueError(
-                    f"skip set: {name} names layer {wrong[0]!r}; the model has layers 0 to {self.n_layers - 1}"
-                )
+            for x in layers:
+                if type(x) is not int or not 0 <= x < self.n_layers:
+                    raise ValueError(
+                        f"skip set: {name} names layer {x!r}; the model has layers 0 to {self.n_layers - 1}"
+                    )
 
     @classmethod
     def empty(cls, n_layers: int, model: str = "") -> SkipSet:
         """The set that skips nothing: the draft model is the model itself."""
         return cls(n_layers, frozenset(), frozenset(), model)
-
-    @classmethod
-    def of_bits(cls, bits: Sequence[bool], model: str = "") -> SkipSet:
-        """The set of 2L flags, True where skipped, in the order attention 0, MLP 0, attention 1, ..."""
-        return cls.of_sublayers((i for i, flag in enumerate(bits) if flag), len(bits) // 2, model)
 
     @classmethod
     def of_sublayers(cls, sublayers: Iterable[int], n_layers: int, model: str = "") -> SkipSet:
@@ -84,19 +79,13 @@ class SkipSet:
 
     @property
     def bits(self) -> tuple[bool, ...]:
-        """The inverse of `of_bits`."""
-        pairs = ((i in self.attention, i in self.mlp) for i in range(self.n_layers))
-        return tuple(flag for pair in pairs for flag in pair)
+        """2L flags, True where skipped, in the order attention 0, MLP 0, attention 1, ..."""
+        return tuple(i in kind for i in range(self.n_layers) for kind in (self.attention, self.mlp))
 
     @property
     def sublayers(self) -> tuple[int, ...]:
         """The inverse of `of_sublayers`, ascending."""
         return tuple(i for i, flag in enumerate(self.bits) if flag)
-
-    @property
-    def share(self) -> float:
-        """Share of the 2L sublayers that is skipped."""
-        return len(self) / (2 * self.n_layers)
 
     def __len__(self) -> int:
         """Number of skipped sublayers; the empty set is false."""
@@ -124,7 +113,7 @@ class SkipSet:
 
     def save(self, path: Path, about: Mapping[str, Any] | None = None) -> None:
         """Write a JSON file; `about` says where it comes from (model, hardware, data, scores) and is not read back."""
-        write_json(path, {"format": FORMAT, **self.to_dict(), "about": dict(about or {})})
+        write_json(path, FORMAT, self.to_dict(), about)
 
     @classmethod
     def load(cls, path: Path, n_layers: int | None = None, model: str | None = None) -> SkipSet:
@@ -142,10 +131,10 @@ class SkipSet:
         return self
 
 
-def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file whole or not at all. Raises ValueError, one line, where the disk refuses."""
+def write_json(path: Path, form: str, values: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
+    """Write a JSON file of format `form` whole or not at all. Raises ValueError, one line, where the disk refuses."""
     with one_line_error("write", path):
-        write_json_atomically(path, values, indent=1)
+        write_json_atomically(path, {"format": form, **values, "about": dict(about or {})}, indent=1)
 
 
 @contextmanager

@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from layerskip_plugin.calibrate.host_model import HEAD_ROWS, HostModel
+from layerskip_plugin.calibrate.host_model import HEAD_ROWS, HostModel, Sample, Text
 from layerskip_plugin.calibrate.prompts import Answered
-from layerskip_plugin.calibrate.sample import Sample, Text
 from layerskip_plugin.skip_set import SkipSet
 
 

@@ -1,1 +1,1 @@
-"""Offline searches of skip sets and of DISCO's classifier, behind the command `freedraft calibrate`."""
+"""Offline searches of skip sets and of DISCO's classifier: the command `freedraft calibrate`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.calibrate.run import Run
+from layerskip_plugin.calibrate.run import Run, bar
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Evaluate
 from layerskip_plugin.selection.bit_search import BitSearch
@@ -44,35 +44,30 @@ def search(
         # Relative to a step without drafts: seconds of very different size would be flat to a Gaussian process.
         return -seconds / times.verify(1)
 
-    while (done := len(space.values)) < iterations:
+    done = len(space.values)
+    while done < iterations:
         if done == 0:
             proposals = [space.uniform()]
         elif done < RANDOM:
             proposals = [space.random() for _ in range(min(BATCH, RANDOM - done, iterations - done))]
         else:
             proposals = [space.bayesian()]
-        new = list(dict.fromkeys(s for s in proposals if s not in space.values)) or [space.mutated(space.best[0])]
+        new = list(dict.fromkeys(proposals))  # of a space that is used up, some are measured again
         space.register(new, values(new))
+        done += len(new)
         progress(len(new))
     return space.best[0]
 
 
 def calibrate(run: Run, size: int | None, iterations: int) -> tuple[SkipSet, float]:
-    """The best set after `iterations` evaluations, those of its checkpoint included, and its agreement. size: of the
-    set of most agreement; None for the set of any size that takes least time per token."""
-    sample, times = run.sample(), run.times() if size is None else None
+    """The best set after `iterations` evaluations, and its agreement. size: of the set of most agreement; None for the
+    set of any size that takes least time per token."""
+    sample, times = run.sample(), run.times if size is None else None
     space = BitSearch(run.model.n_layers, run.model.fingerprint, size=size, seed=run.common.seed)
-    space.restore(run.checkpoint.steps.get("evaluated", []))
 
     def evaluate(skips: Sequence[SkipSet]) -> NDArray[np.float64]:
         return run.model.scores(skips, sample)[0]
 
-    def under_bar(advance: Callable[..., object]) -> SkipSet:
-        def evaluated(new: int) -> None:
-            advance(new)
-            run.checkpoint.put("evaluated", space.state())
-
-        return search(evaluate, space, iterations, times, evaluated)
-
-    best: SkipSet = run.progress("evaluating", max(0, iterations - len(space.values)), under_bar)
+    with bar("evaluating", iterations) as advance:
+        best = search(evaluate, space, iterations, times, advance)
     return best, float(evaluate([best])[0])

@@ -39,8 +39,8 @@ def command(*modules: str, **defaults: int) -> Callable[[Callable[..., None]], C
             require(f"calibrate {name}", "calibrate", *modules)
             from layerskip_plugin.calibrate.run import Run
 
-            with Run(name, Common(**{f.name: given.pop(f.name) for f in fields(Common)}), given) as run:
-                search(run, **given)
+            common = Common(**{f.name: given.pop(f.name) for f in fields(Common)})
+            search(Run(name, common), **given)
 
         common = python.signature(Common, eval_str=True).parameters.values()
         _, *own = python.signature(search, locals={"Run": Any}, eval_str=True).parameters.values()
@@ -57,8 +57,10 @@ def command(*modules: str, **defaults: int) -> Callable[[Callable[..., None]], C
 @command()
 def skip_set(run: Run, share: Share = None, survivors: Survivors = 4) -> None:
     """Search one skip set, of a given size or of most tokens per time, for the option "skip_set" (knapsack search)."""
+    from layerskip_plugin.calibrate.knapsack import protected_sublayers
+
     size, sample = run.size(share), run.sample()
-    protected = run.protected(sample)
+    protected = sorted(protected_sublayers(run.model, sample))
     found = run.search("searching", sample, max_weight=size, protected=protected, survivors=survivors)
     best, gain = run.fastest(found, len(sample)) if size is None else (found[-1], None)
     if size is not None and best.weight < size:
@@ -98,7 +100,8 @@ def knapsack(
 ) -> None:
     """KnapSpec: the set and draft length of most tokens per time at each context length, from times measured here."""
     from freedraft.fingerprints import hardware_name
-    from layerskip_plugin.calibrate.knapsack import best_choice
+    from layerskip_plugin.calibrate.knapsack import best_choice, protected_sublayers
+    from layerskip_plugin.calibrate.timing import pass_times
     from layerskip_plugin.knapsack_search import integer_weights
     from layerskip_plugin.selection.knapsack import Plan
 
@@ -107,10 +110,10 @@ def knapsack(
     except ValueError:
         raise ValueError(f"contexts: {contexts!r} is no list of numbers with commas") from None
     sample = run.sample()
-    protected = run.protected(sample)
+    protected = sorted(protected_sublayers(run.model, sample))
     choices, details = [], []
     for context in lengths:
-        times = run.times(context)
+        times = pass_times(run.model, context)
         weights = integer_weights(times.attention, times.mlp)
         options = {"weights": weights, "protected": protected, "survivors": survivors}
         choice = best_choice(run.search(f"context {context}", sample, **options), times, longest, len(sample))
@@ -159,7 +162,7 @@ def disco(
     """DISCO: train the classifier that says when to stop drafting; refused when a plain threshold, a fixed length or no
     drafting does as well, in tokens per time."""
     require("calibrate disco", "calibrate", "sklearn.neural_network")
-    from layerskip_plugin.lookahead.disco import Prices, train
+    from layerskip_plugin.calibrate.disco import Prices, train
     from layerskip_plugin.lookahead.records import Verifications
 
     if not out.parent.is_dir():
@@ -212,7 +215,8 @@ def inspect(file: Annotated[Path, typer.Argument(help="What another calibrate co
     else:
         raise ValueError(f"{file} holds {form!r}: there are no skip sets in it")
     for name, skip in sets.items():
-        typer.echo(f"{name}: {len(skip)} of {2 * skip.n_layers} sublayers skipped ({skip.share:.0%})")
+        total = 2 * skip.n_layers
+        typer.echo(f"{name}: {len(skip)} of {total} sublayers skipped ({len(skip) / total:.0%})")
         for kind, bits in (("attention", skip.bits[::2]), ("MLP", skip.bits[1::2])):
             typer.echo(f"  {kind:<9} {''.join('.' if bit else '#' for bit in bits)}")
     typer.echo("  (# retained, . skipped)")

@@ -1,4 +1,4 @@
-"""`HostModel`: a model in transformers, run sublayer by sublayer: what skip sets would draft, and what passes take.
+"""`HostModel`: a model in transformers, run sublayer by sublayer: what skip sets would draft.
 
 Every token of a text is drafted as a serving engine's first draft pass would do it: its own hidden state goes through
 the kept sublayers, and it attends to the whole model's KV of everything before it and to its own draft KV.
@@ -7,9 +7,8 @@ the kept sublayers, and it attends to the whole model's KV of everything before 
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,46 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from layerskip_plugin.calibrate.sample import Sample, Text
 from layerskip_plugin.knapsack_search import cosine
-from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 ROWS, HEAD_ROWS = 2048, 256  # rows (sets x tokens) of one pass, and of one of its heads: bounds memory
-VERIFIED = (1, 2, 4, 8, 12)  # query tokens per request of the verifications that are timed
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text that the whole model has read."""
+
+    tokens: Tensor  # int64[T]
+    best: Tensor  # int64[T], the whole model's top-1 next token after each
+    final: Tensor  # float[T, hidden], the last hidden state, normed
+    kept: Tensor  # int64[K], positions whose states are kept, on the host
+    states: Tensor  # float[2L + 1, K, hidden], before each sublayer and after the last
+    keys: list[Tensor]  # per layer float[kv heads, T, head size], rotated
+    values: list[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The N tokens of some texts that skip sets are tried on: those at the positions that the texts kept."""
+
+    texts: Sequence[Text]
+
+    def __len__(self) -> int:
+        return sum(len(text.kept) for text in self.texts)
+
+    def gather(self, field: Callable[[Text], Tensor]) -> Tensor:
+        """The rows of `field` at the sample's positions, all texts concatenated."""
+        return torch.cat([field(text)[text.kept] for text in self.texts])
+
+    def states(self, index: int) -> Tensor:
+        """float[N, hidden]: the whole model's hidden states before sublayer `index`."""
+        return torch.cat([text.states[index] for text in self.texts])
 
 
 class HostModel:
@@ -106,23 +136,23 @@ class HostModel:
             raise ValueError(f"a text must have between 1 and {window or 'any number of'} tokens, not {len(tokens)}")
         ids = torch.as_tensor(np.asarray(tokens, np.int64), device=self.device)
         h = self.embed(ids)
-        cos, sin = self._rotation(h)
-        keep = (torch.zeros(0, dtype=torch.int64) if keep is None else keep).to(ids.device)
+        cos, sin = self._rotation(h, torch.arange(len(h)))
+        keep = torch.zeros(0, dtype=torch.int64) if keep is None else keep
         keys, values, states = [], [], [h[keep]]
         for layer in self.layers:
-            h = h.to(_device(layer, h))
+            h = h.to(device_of(layer, h))
             q, k, v = (x.transpose(0, 1) for x in self.project(layer, h, cos, sin))
             mixed = functional.scaled_dot_product_attention(
                 q[None], k[None], v[None], is_causal=True, scale=self.scale, enable_gqa=True
             )[0]
             h = h + layer.self_attn.o_proj(mixed.transpose(0, 1).flatten(1))
-            states.append(h[keep.to(h.device)].to(ids.device))
+            states.append(h[keep].to(ids.device))
             h = h + layer.mlp(layer.post_attention_layernorm(h))
-            states.append(h[keep.to(h.device)].to(ids.device))
+            states.append(h[keep].to(ids.device))
             keys.append(k.contiguous())
             values.append(v.contiguous())
         final = self.norm(h)
-        return Text(ids, self.best(final), final, keep, torch.stack(states), keys, values, cos, sin)
+        return Text(ids, self.best(final), final, keep, torch.stack(states), keys, values)
 
     def sample(
         self, texts: Sequence[Sequence[int]], tokens: int, first: Sequence[int] | None = None, seed: int = 0
@@ -137,12 +167,10 @@ class HostModel:
         by_text: dict[int, list[int]] = {}
         for index in sorted(drawn.tolist()):
             by_text.setdefault(places[index][0], []).append(places[index][1])
-        positions = [torch.tensor(p) for p in by_text.values()]
-        return Sample([self.read(texts[i], p) for i, p in zip(by_text, positions, strict=True)], positions)
+        return Sample([self.read(texts[i], torch.tensor(positions)) for i, positions in by_text.items()])
 
     def newest(self, text: Sequence[int], tokens: int) -> Sample:
-        positions = torch.arange(max(0, len(text) - tokens), len(text))
-        return Sample([self.read(text, positions)], [positions])
+        return Sample([self.read(text, torch.arange(max(0, len(text) - tokens), len(text)))])
 
     @torch.inference_mode()
     def scores(self, sets: Sequence[SkipSet], sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -174,30 +202,30 @@ class HostModel:
 
     @torch.inference_mode()
     def sublayer(self, index: int, h: Tensor, sample: Sample) -> Tensor:
-        """The hidden states behind sublayer `index`, for float[J, N, hidden] before it; N tokens of `sample`."""
+        """The hidden states after sublayer `index`, for float[J, N, hidden] before it; N tokens of `sample`."""
         layer, home = self.layers[index // 2], h.device
-        h = h.to(_device(layer, h))
+        h = h.to(device_of(layer, h))
         if index % 2:
             return (h + layer.mlp(layer.post_attention_layernorm(h))).to(home)
-        q, k, v = self.project(layer, h, sample.gather(lambda t: t.cos), sample.gather(lambda t: t.sin))
+        q, k, v = self.project(layer, h, *self._rotation(h, torch.cat([text.kept for text in sample.texts])))
         mixed, start = torch.empty_like(q), 0
-        for text, positions in zip(sample.texts, sample.positions, strict=True):
-            rows = slice(start, start + len(positions))
+        for text in sample.texts:
+            rows = slice(start, start + len(text.kept))
             start = rows.stop
             near_k, near_v = (x[:, rows].flatten(0, 1)[:, None] for x in (k, v))
-            past = positions.to(h.device).repeat(len(h))
+            past = text.kept.to(h.device).repeat(len(h))
             attended = self.attend(text, index // 2, q[:, rows].flatten(0, 1), past, near_k, near_v)
             mixed[:, rows] = attended.unflatten(0, (len(h), -1))
         return (h + layer.self_attn.o_proj(mixed.flatten(2))).to(home)
 
     def norm(self, h: Tensor) -> Tensor:
-        normed: Tensor = self.last_norm(h.to(_device(self.last_norm, h)))
+        normed: Tensor = self.last_norm(h.to(device_of(self.last_norm, h)))
         return normed
 
     @torch.inference_mode()
     def best(self, final: Tensor) -> Tensor:
         """int64[...]: the top-1 token of float[..., hidden] normed hidden states."""
-        parts = final.reshape(-1, final.shape[-1]).to(_device(self.head, final)).split(HEAD_ROWS)
+        parts = final.reshape(-1, final.shape[-1]).to(device_of(self.head, final)).split(HEAD_ROWS)
         return torch.cat([self.head(part).argmax(-1) for part in parts]).reshape(final.shape[:-1])
 
     def project(self, layer: Any, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,45 +256,10 @@ class HostModel:
         mixed += torch.einsum("nkgc,nckd->nkgd", weight[..., max_past:], near_v.float())
         return mixed.reshape(n, -1, size).to(near_v.dtype)
 
-    @torch.inference_mode()
-    def pass_times(self, context: int, repeats: int = 7) -> PassTimes:
-        """Measure times at one context length and batch 1; medians over `repeats` rounds.
-
-        A round runs through all layers: the weights and KV of a few would stay in a cache that those of a whole pass do
-        not fit into. The KV is random: the time does not depend on what is in it.
-        """
-        text = self.blank(context)
-        attention, mlp, head = np.zeros((3, len(VERIFIED)))
-
-        def run_sublayers(kind: int, h: Tensor, sample: Sample) -> None:
-            for index in range(kind, self.sublayers, 2):
-                self.sublayer(index, h, sample)
-
-        for i, n in enumerate(VERIFIED):
-            sample = Sample([text], [torch.full((n,), context - 1)])
-            h = torch.randn_like(text.final[None, :n])
-            of_kind = (seconds(partial(run_sublayers, kind, h, sample), repeats) for kind in (0, 1))
-            attention[i], mlp[i] = (whole / self.n_layers for whole in of_kind)
-            head[i] = seconds(partial(lambda h: self.best(self.norm(h)), h), repeats)
-        whole = self.n_layers * (attention + mlp) + head
-        verify = partial(np.interp, xp=VERIFIED, fp=whole)
-        return PassTimes(float(attention[0]), float(mlp[0]), float(head[0]), lambda n: float(verify(n)))
-
-    def blank(self, context: int) -> Text:
-        """A text of `context` tokens with random KV and states."""
-        ids = torch.zeros(context, dtype=torch.int64, device=self.device)
-        final = torch.randn_like(self.embed(ids))
-        shape = (int(self.config.num_key_value_heads), context, self.head_size)
-
-        def random_cache() -> list[Tensor]:
-            return [torch.randn(shape, dtype=final.dtype, device=_device(layer, final)) for layer in self.layers]
-
-        return Text(ids, ids, final, ids[:0], final[None, :0], random_cache(), random_cache(), *self._rotation(final))
-
-    def _rotation(self, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float[T, head size], of the first T positions."""
-        cos, sin = self.rotary(h, torch.arange(len(h), device=h.device)[None])
-        return cos[0].to(h.device), sin[0].to(h.device)
+    def _rotation(self, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, float[N, head size], of these positions."""
+        cos, sin = self.rotary(h, positions[None].to(h.device))
+        return cos[0], sin[0]
 
     @torch.inference_mode()
     def _check(self) -> None:
@@ -274,16 +267,15 @@ class HostModel:
         ids = torch.arange(3, 19, device=self.device) % self.embed.weight.shape[0]
         # A forward pass of the whole model, because some quantised weights are not there before one.
         expected = self.model(ids[None], use_cache=False, output_hidden_states=True).hidden_states[-1][0]
-        positions = torch.arange(len(ids))
-        text = self.read(ids.tolist(), positions)
-        drafted = self.final_states([self.skip([])], Sample([text], [positions]))[0]
+        text = self.read(ids.tolist(), torch.arange(len(ids)))
+        drafted = self.final_states([self.skip([])], Sample([text]))[0]
         tolerance = 0.01 if expected.dtype == torch.float32 else 0.1
         for states in (text.final, drafted):
             if (states.to(expected.device) - expected).float().norm() > tolerance * expected.float().norm():
                 raise ValueError(f"{type(self.model).__name__}: its layers compute something else than Llama's do")
 
 
-def _device(module: Any, h: Tensor) -> torch.device:
+def device_of(module: Any, h: Tensor) -> torch.device:
     """Where a module computes: with its weights, or where `h` is if these come only when they are needed."""
     device: torch.device = next(module.parameters()).device
     return h.device if device.type == "meta" else device
@@ -292,15 +284,3 @@ def _device(module: Any, h: Tensor) -> torch.device:
 def _half_turn(x: Tensor) -> Tensor:
     left, right = x.chunk(2, -1)
     return torch.cat([-right, left], -1)
-
-
-def seconds(work: Callable[[], object], repeats: int) -> float:
-    """Median seconds of `work`, after one call that does not count."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times[1:]))

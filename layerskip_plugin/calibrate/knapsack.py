@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from layerskip_plugin import knapsack_search
-from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.calibrate.sample import Sample
+from layerskip_plugin.calibrate.host_model import HostModel, Sample
 from layerskip_plugin.pass_times import MAX_LENGTH, PassTimes
 from layerskip_plugin.selection.knapsack import Choice
 from layerskip_plugin.skip_set import SkipSet
@@ -55,13 +54,12 @@ def search(model: HostModel, sample: Sample, **options: Any) -> list[Candidate]:
     drafted = model.norm(found.states)
     agreement = torch.stack([(model.best(h) == best).double().mean() for h in drafted]).numpy(force=True)
     similarity = knapsack_search.cosine(drafted, final)
-    candidates: dict[int, Candidate] = {}
-    for row in np.lexsort((-similarity, -agreement, found.weight)).tolist():
-        total = int(found.weight[row])
-        if total not in candidates:
-            skip = SkipSet.of_bits(found.skipped[row].tolist(), model.fingerprint)
-            candidates[total] = Candidate(skip, total, float(similarity[row]), float(agreement[row]))
-    return list(candidates.values())
+    sets, order = found.sets(model.fingerprint), np.lexsort((-similarity, -agreement, found.weight))
+    _, first = np.unique(found.weight[order], return_index=True)
+    return [
+        Candidate(sets[row], int(found.weight[row]), float(similarity[row]), float(agreement[row]))
+        for row in order[first].tolist()
+    ]
 
 
 def best_choice(

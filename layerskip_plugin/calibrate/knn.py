@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from layerskip_plugin.calibrate.knapsack import protected_sublayers
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, encode
-from layerskip_plugin.calibrate.run import Run
+from layerskip_plugin.calibrate.run import Run, bar
 from layerskip_plugin.selection.knn import ALL_DOMAINS, Domains, unit
 from layerskip_plugin.skip_set import SkipSet
 
@@ -19,32 +18,25 @@ MARGIN = 0.05  # a prompt of no domain is less similar to all anchors than 99 % 
 
 
 def calibrate(run: Run, size: int | None, count: int | None, answered: int, survivors: int) -> tuple[Domains, float]:
-    """Anchors and a skip set of each domain, and what share of the prompts they route to their own.
+    """Anchors and a skip set of each domain, and the share of the prompts that they route to their own.
 
     Args:
         size: of the sets; None for what brings most tokens per time.
         count: clusters to find in a log without labels; None where each file is a domain.
         answered: prompts of each domain that the model answers for its set.
-
-    Raises:
-        ValueError: prompts that cannot be told apart, or too few.
     """
     parts, hidden = _files(run) if count is None else _clusters(run, count)
 
-    def best_set(name: str, answers: Sequence[Answered]) -> list[int]:
+    def best_set(name: str, answers: Sequence[Answered]) -> SkipSet:
         sample = run.sample(answers)
         protected = protected_sublayers(run.model, sample)
         found = run.search(f"set of {name}", sample, max_weight=size, protected=protected, survivors=survivors)
-        best = found[-1] if size is not None else run.fastest(found, len(sample))[0]
-        return list(best.skip.sublayers)
+        return found[-1].skip if size is not None else run.fastest(found, len(sample))[0].skip
 
     answers = [run.answers(part, min(answered, len(part.texts))) for part in parts]
     answers.append([a for part in answers for a in part])
     names = [part.name for part in parts]
-    sets = [
-        run.model.skip(run.checkpoint.step(f"set {name}", partial(best_set, name, part)))
-        for name, part in zip([*names, ALL_DOMAINS], answers, strict=True)
-    ]
+    sets = [best_set(name, part) for name, part in zip([*names, ALL_DOMAINS], answers, strict=True)]
     domains = fit(hidden, names, sets, seed=run.common.seed)
     return domains, float(np.mean([(domains.route(h) == i).mean() for i, h in enumerate(hidden)]))
 
@@ -70,15 +62,12 @@ def _clusters(run: Run, count: int) -> tuple[list[Prompts], list[NDArray[np.floa
 
 
 def _last_states(run: Run, texts: Sequence[str]) -> NDArray[np.float32]:
-    def read(tick: Callable[[], object]) -> NDArray[np.float32]:
-        rows = []
+    rows = []
+    with bar("reading", len(texts)) as advance:
         for text in texts:
             rows.append(run.model.read(encode(run.tokenizer, text)).final[-1].float().numpy(force=True))
-            tick()
-        return np.stack(rows)
-
-    states: NDArray[np.float32] = run.progress("reading", len(texts), read)
-    return states
+            advance()
+    return np.stack(rows)
 
 
 def fit(
@@ -88,16 +77,8 @@ def fit(
     max_anchors: int = MAX_ANCHORS,
     seed: int = 0,
 ) -> Domains:
-    """Fit anchors to the last hidden states of each domain's prompts: the centroids of k-means in each domain.
-
-    Args:
-        hidden: per domain float32[n, hidden], n >= 2.
-        sets: one per domain, and the global one.
-        max_anchors: per domain.
-
-    Raises:
-        ValueError: see `require_prompts`.
-    """
+    """Fit at most `max_anchors` anchors to the last hidden states of each domain's prompts, float32[n, hidden]: the
+    centroids of k-means. `sets`: one per domain, and the global one. Raises ValueError: see `require_prompts`."""
     require_prompts({name: len(states) for name, states in zip(names, hidden, strict=True)})
     center = np.concatenate(hidden).mean(0)
     units = [unit(states - center) for states in hidden]
@@ -124,14 +105,8 @@ def _centroids(states: NDArray[np.float32], max_anchors: int, seed: int) -> NDAr
 
 def clusters(hidden: NDArray[np.float32], count: int, seed: int = 0) -> list[NDArray[np.intp]]:
     """Domains of prompts without labels: k-means over their last hidden states, float32[n, hidden] (KNN-SSD's Alpaca,
-    5 clusters).
-
-    Returns:
-        The prompts of each cluster, most frequent first; clusters of one prompt are left to the global set.
-
-    Raises:
-        ValueError: fewer than two clusters, or too few or too similar prompts.
-    """
+    5 clusters). The prompts of each cluster, largest first; clusters of one prompt are left to the global set. Raises
+    ValueError for fewer than two clusters, or too few or too similar prompts."""
     from sklearn.cluster import KMeans
 
     if count < 2 or len(hidden) < 2 * count:

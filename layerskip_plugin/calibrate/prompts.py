@@ -74,16 +74,14 @@ def answer(
     max_new_tokens: int,
     max_prompt_tokens: int = MAX_PROMPT_TOKENS,
     batch: int = 8,
-    progress: Callable[[], object] = lambda: None,
+    progress: Callable[[int], object] = lambda count: None,
 ) -> list[Answered]:
-    """Each prompt with the model's greedy answer; `progress` is called after each prompt."""
+    """Each prompt with the model's greedy answer; `progress` is called with the number of prompts just answered."""
     encoded = [encode(tokenizer, text, max_prompt_tokens) for text in prompts]
-    # Prompts of similar length share a batch, so that little is padded.
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]))
-    answers: dict[int, Answered] = {}
-    for start in range(0, len(order), batch):
-        group = order[start : start + batch]
-        for i, new in zip(group, model.generate([encoded[i] for i in group], max_new_tokens), strict=True):
-            answers[i] = Answered(encoded[i] + new, len(encoded[i]))
-            progress()
-    return [answers[i] for i in range(len(encoded))]
+    answers: list[Answered] = []
+    for start in range(0, len(encoded), batch):
+        group = encoded[start : start + batch]
+        new = model.generate(group, max_new_tokens)
+        answers += [Answered(prompt + more, len(prompt)) for prompt, more in zip(group, new, strict=True)]
+        progress(len(group))
+    return answers

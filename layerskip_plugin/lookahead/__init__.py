@@ -1,10 +1,9 @@
 """How far to draft: policies that are asked after every position of a round of draft passes."""
 
-from layerskip_plugin.lookahead.base import Lookahead
+from layerskip_plugin.lookahead.base import Confidence, DraftVerify, Fixed, Lookahead
 from layerskip_plugin.lookahead.cost import Cost, Costs
 from layerskip_plugin.lookahead.disco import Disco
 from layerskip_plugin.lookahead.records import Recorder, Verifications
-from layerskip_plugin.lookahead.thresholds import Confidence, DraftVerify, Fixed
 
 __all__ = [
     "Confidence", "Cost", "Costs", "Disco", "DraftVerify", "Fixed", "Lookahead", "Recorder", "Verifications",

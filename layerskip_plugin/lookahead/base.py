@@ -1,32 +1,21 @@
-"""What a lookahead policy is: it says after each drafted token which requests draft one more."""
+"""What a lookahead policy is, which says after each drafted token which requests draft one more; policies without
+costs: a fixed number of tokens, a threshold of confidence, fixed or following acceptance."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.draft_pass import RestOfBatch
+from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
-Ints = NDArray[np.int32]
-Floats = NDArray[np.float32]
-Flags = NDArray[np.bool_]
 ALONE = RestOfBatch(0, 0, None)
 LEN_RATE = 0.1  # weight of the newest round in the mean length of rounds
-
-
-class Candidate(NamedTuple):
-    """A recipe that a round may run."""
-
-    recipe: SkipSet
-    votes: int  # requests with its skip set
-    requests: int  # that would draft with it
 
 
 class Lookahead(ABC):
@@ -34,7 +23,7 @@ class Lookahead(ABC):
 
     A round: `choose` says which recipe all its passes have; `begin` with the requests that draft; then the draft passes
     of one position at a time, each followed by `should_continue` for the requests that took part (also after the last
-    one allowed: policies learn from it); after verification `record_acceptance`. `finish` when requests end.
+    one allowed); after verification `record_acceptance`. `finish` when a request ends.
 
     The token just drafted is always kept and verified, however unlikely it looks: dropping it after it was sampled
     would change the distribution of what is accepted.
@@ -50,11 +39,7 @@ class Lookahead(ABC):
 
     def choose(self, candidates: Sequence[Candidate], batch: int, context: float) -> SkipSet | None:
         """The recipe that a round of this step would run, by default that of most votes; None without candidates.
-        Called once per step.
-
-        Args:
-            batch: all requests of the step; context: their mean tokens.
-        """
+        Called once per step, with the number of all its requests and their mean tokens."""
         return max(candidates, key=lambda candidate: candidate.votes).recipe if candidates else None
 
     def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
@@ -84,49 +69,82 @@ class Lookahead(ABC):
             bool[R]; False everywhere once `position` is the last that is allowed.
         """
 
-    def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
-        """What verification said of the round.
+    def record_acceptance(self, outcome: Outcome) -> None:
+        """What verification said of the round."""
 
-        Args:
-            request_ids: of length B, in any order; those that were not in the round are ignored.
-            drafted, accepted: int32[B], tokens of the chain, without the bonus token.
-            path: int32[B], tokens accepted, also beside the chain.
-        """
-
-    def finish(self, request_ids: Sequence[str]) -> None:
-        """These requests ended or were aborted; what is kept of them can go."""
+    def finish(self, request_id: str) -> None:
+        """A request ended or was aborted; what is kept of it can go."""
 
 
-class RoundLog:
-    """Features of the tokens drafted in the running round, until they are verified."""
+class Fixed(Lookahead):
+    """Draft `length` tokens, or as many as are allowed."""
 
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self.begin((), 0)
+    def __init__(self, length: int) -> None:
+        self.length = length
 
-    def begin(self, request_ids: Sequence[str], max_draft_len: int) -> None:
-        self.row = {request: i for i, request in enumerate(request_ids)}
-        self.features = np.zeros((len(request_ids), max_draft_len, self.width), np.float32)
-        self.count = np.zeros(len(request_ids), np.int32)
+    def expected_len(self) -> int:
+        return min(self.length, self.max_draft_len)
 
-    def put(self, position: int, rows: Ints, features: Floats) -> None:
-        """Note float32[R, width] of the tokens that `rows` drafted at `position`."""
-        self.features[rows, position] = features
-        self.count[rows] = position + 1
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+        return np.full(len(rows), position + 1 < self.expected_len())
 
-    def verified(
-        self, request_ids: Sequence[str], drafted: Ints, accepted: Ints
-    ) -> tuple[Floats, NDArray[np.intp], Flags, NDArray[np.intp]]:
-        """The tokens that have a verdict: those accepted, and the first rejected one of each request. What was drafted
-        behind a rejected token says nothing: its context was wrong.
 
-        Returns:
-            features float32[N, width], position intp[N], accepted bool[N], place in `request_ids` intp[N]; by request,
-            then by position.
-        """
-        rows = np.array([self.row.get(request, -1) for request in request_ids], np.intp)
-        known = np.flatnonzero(rows >= 0)
-        rows, drafted, accepted = rows[known], drafted[known], accepted[known]
-        counts = np.minimum(np.minimum(drafted, accepted + 1), self.count[rows])
-        place, position = np.nonzero(np.arange(self.features.shape[1]) < counts[:, None])
-        return self.features[rows[place], position], position, position < accepted[place], known[place]
+class Confidence(Lookahead):
+    """Go on while the draft token's top-1 probability is at least `threshold`; the token below it is kept.
+
+    Draft & Verify and SWIFT use .8, KnapSpec .7.
+    """
+
+    needs_top = 1
+
+    def __init__(self, threshold: float = 0.7) -> None:
+        self.threshold = threshold
+
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+        return (top[:, 0] >= self.threshold) & (position + 1 < self.max_draft_len)
+
+
+class DraftVerify(Lookahead):
+    """Draft & Verify's threshold (Zhang et al. 2024, section 3.3), one per request.
+
+    After each round of a request, with its acceptance rate a and the threshold g:
+        rate <- memory * rate + (1 - memory) * a
+        g <- inertia * g + (1 - inertia) * (g + step  if rate < target  else  g - step)
+    A round that was cut by the length limit with everything accepted leaves g as it is. A new request starts from the
+    running mean of those that ended.
+    """
+
+    needs_top = 1
+
+    def __init__(
+        self, threshold: float = 0.7, target: float = 0.9, memory: float = 0.5, step: float = 0.01, inertia: float = 0.9
+    ) -> None:
+        self.target, self.memory, self.step, self.inertia = target, memory, step, inertia
+        self.first_threshold = threshold
+        self.requests: dict[str, tuple[float, float]] = {}  # threshold and acceptance rate
+
+    def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(request_ids, recipe, max_draft_len, rest)
+        for request in request_ids:
+            self.requests.setdefault(request, (self.first_threshold, self.target))
+        self.thresholds = np.array([self.requests[request][0] for request in request_ids])
+
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+        return (top[:, 0] >= self.thresholds[rows]) & (position + 1 < self.max_draft_len)
+
+    def record_acceptance(self, outcome: Outcome) -> None:
+        some = [i for i, request in enumerate(outcome.request_ids) if outcome.verified[i] and request in self.requests]
+        if not some:
+            return
+        names = [outcome.request_ids[i] for i in some]
+        drafted, accepted = outcome.verified[some], outcome.accepted[some]
+        threshold, rate = np.array([self.requests[request] for request in names]).T
+        rate = self.memory * rate + (1 - self.memory) * accepted / drafted
+        cut = (drafted >= self.max_draft_len) & (accepted == drafted)
+        change = np.where(rate < self.target, self.step, np.where(cut, 0.0, -self.step))
+        threshold = np.clip(threshold + (1 - self.inertia) * change, 0.0, 1.0)
+        self.requests.update(zip(names, zip(threshold.tolist(), rate.tolist(), strict=True), strict=True))
+
+    def finish(self, request_id: str) -> None:
+        threshold, _ = self.requests.pop(request_id, (self.first_threshold, 0.0))
+        self.first_threshold += 0.1 * (threshold - self.first_threshold)

@@ -11,14 +11,16 @@ from numpy.typing import ArrayLike, NDArray
 from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.cost.step_times import row_of
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
-from layerskip_plugin.lookahead.base import ALONE, Candidate, Flags, Floats, Ints, Lookahead, RoundLog
+from layerskip_plugin.lookahead.base import ALONE, Lookahead
 from layerskip_plugin.lookahead.explorer import Explorer
 from layerskip_plugin.lookahead.rates import MAX_DRAFT_LEN, RecipeRecord, to_bins
+from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
 PRIOR = 0.8  # rate of acceptance believed at first
 ALL_ACCEPTED = RecipeRecord(1.0, 0)
 MAX_KINDS = 16
+HORIZON = 8  # further tokens of a draft that a decision looks at
 # Steps for which a decision to draft, or not to, stands while batch and candidates stay the same.
 DECISION_STEPS, IDLE_STEPS = 4, 16
 # Hysteresis: gain over no drafting required to switch drafting on again, and to keep it on.
@@ -46,20 +48,17 @@ class Cost(Lookahead):
 
     A step of B requests brings N = B + (accepted tokens) in D = (draft passes) + (verification) seconds. The best
     long-run ratio N / D is reached by going on exactly while the expected gain of more tokens exceeds `rate` times
-    their price, where `rate` is that best ratio (Dinkelbach). It is estimated from what rounds brought so far, and is
-    never below that of no drafting.
+    their price, where `rate` is that best ratio (Dinkelbach): what rounds brought so far, at least that of no drafting.
 
     After each token: the chance s that a request's draft is right so far is the product of P(accepted | confidence),
     the chance of the next one is P(next accepted | confidence); both are learnt of each recipe. For the k requests with
-    the best chances and m more tokens each, the gain is the sum over them of s * next * (1 + a + ... + a^(m-1)), with a
-    the mean chance of the recipe; the price is m draft passes and k * m more query tokens in the step. The k with the
-    best surplus over all (k, m) go on, if it is positive. Passes that have run already cost nothing any more (`read`),
-    and where several run before the first is looked at (`reads_ahead`), all of them are paid, whoever stops.
+    the best chances and m <= `HORIZON` more tokens each, the gain is the sum of s * next * (1 + a + ... + a^(m-1)),
+    with a the mean chance of the recipe; the price is m draft passes and k * m more query tokens. The k of the best
+    surplus over all (k, m) go on, if it is positive. Passes that have run already cost nothing any more (`read`).
 
     Args:
         costs: of this model on this machine.
         recipes: skip sets with windows.
-        horizon: the largest m.
         widths: int32, ascending: numbers of nodes per request that can be verified, where they are the same for all;
             None where every request may have its own.
         longest: most tokens that a draft can have.
@@ -71,34 +70,28 @@ class Cost(Lookahead):
         self,
         costs: Costs,
         recipes: Sequence[SkipSet],
-        horizon: int = 8,
         widths: Sequence[int] | None = None,
         longest: int = MAX_DRAFT_LEN,
     ) -> None:
-        self.costs, self.horizon = costs, horizon
-        self.records = self._new_records(recipes)
-        self.log = RoundLog(1)
+        self.costs = costs
+        self.explorer = Explorer()
+        self.use(recipes)
         self.widths = None if widths is None else np.array(widths, np.int32)
         self.longest = min(longest, MAX_DRAFT_LEN)
         self.reads_ahead = False  # a round's passes run up to `expected_len` before `should_continue` is asked
         self.read = 0  # positions of the present round that were run so far
         self.on = True
         self.rate = self.margin = 0.0  # the best tokens per second; expected gain of the last round over no drafting
-        self.explorer = Explorer()
         self._best: SkipSet | None = None  # recipe of the present candidates
         self._pays = False  # whether it is expected to beat no drafting
         self._recipes: list[SkipSet] = []  # of the present step's candidates
         self._row = 0  # of its batch and context, see `row_of`
         self._round: tuple[SkipSet, int, int] | None = None  # its recipe and requests, and all of the step
         self._key: tuple[Any, ...] = ()  # its batch and candidates
-        self._steps_left = 0
-
-    def _new_records(self, recipes: Sequence[SkipSet]) -> dict[SkipSet, RecipeRecord]:
-        kinds = (PASS_KINDS + min(number, MAX_KINDS - 1) for number in range(len(recipes)))
-        return {recipe: RecipeRecord(PRIOR, kind) for recipe, kind in zip(recipes, kinds, strict=True)}
 
     def use(self, recipes: Sequence[SkipSet]) -> None:
-        self.records = self._new_records(recipes)
+        kinds = (PASS_KINDS + min(number, MAX_KINDS - 1) for number in range(len(recipes)))
+        self.records = {recipe: RecipeRecord(PRIOR, kind) for recipe, kind in zip(recipes, kinds, strict=True)}
         for record in self.records.values():
             self.costs.acceptance.forget(record.kind)
         self.explorer.forget()
@@ -178,7 +171,6 @@ class Cost(Lookahead):
 
     def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
         super().begin(request_ids, recipe, min(max_draft_len, self.longest), rest)
-        self.log.begin(request_ids, self.max_draft_len)
         requests, record = len(request_ids), self.records[recipe]
         batch = requests + rest.requests
         self._round = recipe, requests, batch
@@ -198,15 +190,13 @@ class Cost(Lookahead):
             query_tokens = batch * self._fitting(nodes.astype(np.int32))
         self.step_price = self.costs.step_seconds(batch, query_tokens)
         self.next = record.next_given.rates
-        self.series = np.cumsum(record.next_given.mean ** np.arange(self.horizon))
+        self.series = np.cumsum(record.next_given.mean ** np.arange(HORIZON))
 
     def end(self, length: int) -> None:
         """`expected_len` is the best one by costs."""
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         more = np.zeros(len(rows), np.bool_)
-        if position < self.max_draft_len:
-            self.log.put(position, rows, top[:, :1])
         left = self.max_draft_len - position - 1
         if left < 1 or not len(rows):
             return more
@@ -216,7 +206,7 @@ class Cost(Lookahead):
         chance = self.survival[rows] * self.next[to_bins(confidence)]
         order = np.argsort(-chance, kind="stable")
         k = np.arange(1, len(rows) + 1)[:, None]
-        m = np.arange(1, min(left, self.horizon) + 1)
+        m = np.arange(1, min(left, HORIZON) + 1)
         passes = self.pass_price[k - 1] * (self.read - position <= m).cumsum()
         gain = np.cumsum(chance[order, None], 0) * self.series[m - 1]
         now, more_nodes = (self.tokens, k * m) if self.widths is None else (position + 2, m)
@@ -227,19 +217,16 @@ class Cost(Lookahead):
             more[order[: best + 1]] = True
         return more
 
-    def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints, path: Ints) -> None:
-        rows = np.array([self.log.row.get(request, -1) for request in request_ids], np.intp)
-        # Passes were paid for what an engine or a controller has left out of verification, too.
-        of_round = np.flatnonzero(rows >= 0)
-        of_round = of_round[self.log.count[rows[of_round]] > 0]
-        record = self.records.get(self._round[0]) if self._round is not None else None
-        if len(of_round) and record is not None:
-            features, position, good, place = self.log.verified(request_ids, drafted, accepted)
-            pairs = np.flatnonzero((place[1:] == place[:-1]) & (position[1:] == position[:-1] + 1))
-            record.next_given.add(to_bins(features[:, 0])[pairs], good[pairs + 1])
-            judged = of_round[drafted[of_round] > 0]
-            if len(judged) and not self.on:
-                self.explorer.judge(record, drafted[judged], path[judged], self._could_pay)
-            record.update(self.log.count[rows[of_round]], drafted[of_round], path[of_round])
+    def record_acceptance(self, outcome: Outcome) -> None:
+        record = self.records.get(outcome.recipe)
+        if record is not None:
+            row, position, good = outcome.judged()
+            pairs = np.flatnonzero((row[1:] == row[:-1]) & (position[1:] == position[:-1] + 1))
+            record.next_given.add(to_bins(outcome.top[row, position, 0])[pairs], good[pairs + 1])
+            verified = outcome.verified > 0
+            if verified.any() and not self.on:
+                self.explorer.judge(record, outcome.verified[verified], outcome.path[verified], self._could_pay)
+            # Passes were paid for what an engine or a controller has left out of verification, too.
+            record.update(outcome.drafted, outcome.verified, outcome.path)
         if not self.on:
             self._steps_left = 0

@@ -2,67 +2,68 @@
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.lookahead.base import Flags, Floats, Ints, Lookahead
-from layerskip_plugin.lookahead.records import TOP, Verifications
+from layerskip_plugin.lookahead.base import Lookahead
+from layerskip_plugin.lookahead.records import TOP
+from layerskip_plugin.rounds import Flags, Floats, Ints
 from layerskip_plugin.skip_set import read_json, undamaged, write_json
 
 FORMAT = "freedraft disco 2"
 FEATURES = TOP + 2
-HIDDEN = 32
 WEIGHTS = ("mean", "scale", "w1", "b1", "w2", "b2")
-MIN_TOKENS = 100  # of each kind, accepted and rejected, below which nothing can be said
+
+
+def features(top: Floats, entropy: Floats, position: Ints) -> NDArray[np.float64]:
+    """float64 [N, 12] of [N, 10] descending probabilities, [N] in nats, and int32 [N] places in the draft."""
+    return np.concatenate([top, entropy[:, None], position[:, None]], 1)
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """Two-layer feed-forward network on (top-10 probabilities, entropy, position in the draft)."""
+    """Two-layer feed-forward network on `features`.
 
-    mean: Floats  # [12]; with scale, standardises the features
-    scale: Floats  # [12]
-    w1: Floats  # [12, h]; ReLU behind
-    b1: Floats  # [h]
-    w2: Floats  # [h, 1]; a sigmoid behind
-    b2: Floats  # [1]
-    threshold: float  # minimum probability of acceptance at which drafting goes on
-    max_length: int  # of a draft
-    model: str = ""  # fingerprint of the model that it was trained on
+    Attributes:
+        weights: float32 each: mean [12] and scale [12] of the features; w1 [12, h] and b1 [h], ReLU after them;
+            w2 [h, 1] and b2 [1], a sigmoid after them.
+        threshold: minimum probability of acceptance at which drafting goes on.
+        max_length: of a draft.
+        model: fingerprint of the model that it was trained on.
+    """
 
-    def __post_init__(self) -> None:
-        h = len(self.b1)
-        shapes = [x.shape for x in (self.mean, self.scale, self.w1, self.b1, self.w2, self.b2)]
-        if shapes != [(FEATURES,), (FEATURES,), (FEATURES, h), (h,), (h, 1), (1,)]:
-            raise ValueError(f"disco: weights do not fit together: {shapes}")
+    weights: tuple[Floats, ...]
+    threshold: float
+    max_length: int
+    model: str = ""
 
-    def probability(self, top: Floats, entropy: Floats, position: Ints) -> Floats:
-        """float32[N], chance that each token is accepted, from [N, 10] descending, [N] in nats, and int32[N]."""
-        x = (np.concatenate([top, entropy[:, None], position[:, None]], 1) - self.mean) / self.scale
-        logit = np.maximum(x.astype(np.float32) @ self.w1 + self.b1, 0) @ self.w2 + self.b2
+    def probability(self, x: NDArray[np.float64]) -> Floats:
+        """float32[N]: chance that each token is accepted, from its features, float64 [N, 12]."""
+        mean, scale, w1, b1, w2, b2 = self.weights
+        logit = np.maximum(((x - mean) / scale).astype(np.float32) @ w1 + b1, 0) @ w2 + b2
         return 1 / (1 + np.exp(-np.clip(logit[:, 0], -30, 30)))
 
     def save(self, path: Path, about: dict[str, Any]) -> None:
-        weights = {name: [round(float(x), 6) for x in getattr(self, name).ravel()] for name in WEIGHTS}
+        lists = [[round(float(x), 6) for x in array.ravel()] for array in self.weights]
         fields = {"model": self.model, "threshold": self.threshold, "max_length": self.max_length}
-        fields |= {"hidden": len(self.b1), "weights": weights}
-        write_json(path, {"format": FORMAT, **fields, "about": about})
+        fields |= {"hidden": len(self.weights[3]), "weights": dict(zip(WEIGHTS, lists, strict=True))}
+        write_json(path, FORMAT, fields, about)
 
     @classmethod
     def load(cls, path: Path, model: str | None = None) -> Classifier:
         """Read what `save` wrote; raises ValueError, one line, if it is damaged or trained on another model."""
         values = read_json(path, FORMAT, "disco")
         with undamaged("disco", path):
-            h, weights = int(values["hidden"]), values["weights"]
-            mean, scale, w1, b1, w2, b2 = (np.array(weights[name], np.float32) for name in WEIGHTS)
-            w1, w2 = w1.reshape(FEATURES, h), w2.reshape(h, 1)
+            h = int(values["hidden"])
+            shapes = ((FEATURES,), (FEATURES,), (FEATURES, h), (h,), (h, 1), (1,))
+            lists = [values["weights"][name] for name in WEIGHTS]
+            arrays = (np.array(w, np.float32).reshape(shape) for w, shape in zip(lists, shapes, strict=True))
             rule = float(values["threshold"]), int(values["max_length"])
-            loaded = cls(mean, scale, w1, b1, w2, b2, *rule, str(values["model"]))
+            loaded = cls(tuple(arrays), *rule, str(values["model"]))
         if model and loaded.model and model != loaded.model:
             raise ValueError(
                 f"disco: {path} was trained on another model (fingerprint {loaded.model}, here {model}); "
@@ -88,136 +89,5 @@ class Disco(Lookahead):
         if position + 1 >= min(self.max_draft_len, self.classifier.max_length):
             return np.zeros(len(rows), np.bool_)
         assert entropy is not None
-        places = np.full(len(rows), position, np.int32)
-        return self.classifier.probability(top, entropy, places) >= self.classifier.threshold
-
-
-class Prices(NamedTuple):
-    """In plain steps: a draft pass, and a further query token of verification."""
-
-    draft_pass: float
-    query_token: float
-
-
-class Rule(NamedTuple):
-    """Go on while a token's score is at least `threshold`, up to `max_length` tokens (the paper's tau and SL_max)."""
-
-    threshold: float
-    max_length: int
-
-
-class Rounds:
-    """Recorded verifications by round: R rounds of at most L judged tokens."""
-
-    def __init__(self, records: Verifications) -> None:
-        order = np.lexsort((records.position, records.round, records.request))
-        keys = np.stack((records.request, records.round))[:, order]
-        first = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(0)))
-        self.lengths = np.diff(np.append(first, len(order)))  # int [R], judged tokens
-        place = np.arange(self.lengths.max(initial=0))
-        inside = place < self.lengths[:, None]
-        # intp [R, L], places in the records, -1 for none
-        self.entries = np.where(inside, order[np.minimum(first[:, None] + place, len(order) - 1)], -1)
-        good = inside & records.accepted[self.entries]
-        self.accepted, self.rejected = good.sum(1), (inside & ~good).any(1)  # [R]; whether the last one was rejected
-        self.request = keys[0, first]
-
-    def outcome(self, score: Floats, rule: Rule, prices: Prices) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """float64 [R] each: tokens that a round would have brought under a rule, by the score of each record (float32
-        [N]), and its time in plain steps.
-
-        Behind a rejected token nothing was recorded: there the rule goes on as often as at rejected tokens. Behind the
-        last one of a draft that was accepted as a whole it stops.
-        """
-        inside = self.entries >= 0
-        scores = np.where(inside, score[self.entries], -np.inf)
-        stops = np.append(scores < rule.threshold, np.ones((len(scores), 1), np.bool_), 1).argmax(1)
-        drafted = np.minimum(np.minimum(stops + 1, self.lengths), rule.max_length)
-        beyond = self.rejected & (stops >= self.lengths) & (self.lengths < rule.max_length)
-        last = scores[np.arange(len(scores)), self.lengths - 1][self.rejected]
-        again = float((last >= rule.threshold).mean()) if len(last) else 0.0
-        wasted = np.cumsum(again ** np.arange(rule.max_length))[rule.max_length - self.lengths[beyond] - 1]
-        total = drafted.astype(np.float64)
-        total[beyond] += wasted
-        return 1.0 + np.minimum(self.accepted, drafted), 1.0 + (prices.draft_pass + prices.query_token) * total
-
-    def best_rule(self, score: Floats, prices: Prices) -> Rule:
-        """The rule of the most tokens per time."""
-        grid = [-np.inf, *np.unique(np.quantile(score, np.linspace(0, 1, 41)))]
-        rules = [Rule(float(t), n) for t in grid for n in range(1, self.entries.shape[1] + 1)]
-        return max(rules, key=lambda rule: np.divide(*(part.sum() for part in self.outcome(score, rule, prices))))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Held-out tokens per plain step, where no drafting is 1: of the classifier, of the best confidence threshold, and
-    of the best fixed length; each with a threshold and a length that were chosen on other requests."""
-
-    classifier: float
-    confidence: float
-    fixed: float
-    error: float
-    """Standard error of the difference between the first and the best of the others, by bootstrap over requests."""
-
-    @property
-    def better(self) -> bool:
-        """Whether the classifier beats the others, and no drafting, by more than chance."""
-        return self.classifier - max(self.confidence, self.fixed, 1.0) > self.error
-
-
-def train(records: Verifications, prices: Prices, seed: int = 0) -> tuple[Classifier, Comparison]:
-    """Fit a classifier on a half of the requests, choose threshold and length on a quarter by tokens per time, as the
-    paper does by latency, and compare on the last quarter. Raises ValueError for too few records, requests or kinds."""
-    from sklearn.exceptions import ConvergenceWarning
-    from sklearn.neural_network import MLPClassifier
-
-    rng = np.random.default_rng(seed)
-    kinds = [int(records.accepted.sum()), int((~records.accepted).sum())]
-    if min(kinds) < MIN_TOKENS:
-        raise ValueError(
-            f"disco: {kinds[0]} accepted and {kinds[1]} rejected tokens are recorded; at least {MIN_TOKENS} of each "
-            "are needed: record more traffic"
-        )
-    requests = rng.permutation(np.unique(records.request))
-    if len(requests) < 4:
-        raise ValueError(f"disco: the records are of {len(requests)} requests; at least 4 are needed, some to test on")
-    quarter = max(1, len(requests) // 4)
-    parts = (requests[2 * quarter :], requests[:quarter], requests[quarter : 2 * quarter])
-    learned, chosen, tested = (records.where(np.isin(records.request, part)) for part in parts)
-    if len(set(learned.accepted.tolist())) < 2 or not len(chosen) or not len(tested):
-        raise ValueError("disco: the requests differ too much to be split for a test: record more traffic")
-    x = np.concatenate([learned.top, learned.entropy[:, None], learned.position[:, None]], 1).astype(np.float32)
-    mean, scale = x.mean(0), np.maximum(x.std(0), 1e-6)
-    network = MLPClassifier((HIDDEN,), alpha=1e-3, early_stopping=len(x) >= 1000, max_iter=200, random_state=seed)
-    with warnings.catch_warnings():
-        # Where it stops is of no matter: what counts is measured below.
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        network.fit((x - mean) / scale, learned.accepted)
-    w1, b1, w2, b2 = (
-        w.astype(np.float32) for pair in zip(network.coefs_, network.intercepts_, strict=True) for w in pair
-    )
-    raw = Classifier(mean, scale, w1, b1, w2, b2, threshold=0.5, max_length=1, model=records.model)
-
-    def scores(part: Verifications) -> tuple[Floats, Floats, Floats]:
-        """By which the classifier, a confidence threshold and a fixed length go on."""
-        return raw.probability(part.top, part.entropy, part.position), part.top[:, 0], np.ones(len(part), np.float32)
-
-    rounds = Rounds(chosen)
-    rules = [rounds.best_rule(score, prices) for score in scores(chosen)]
-    threshold, max_length = rules[0]
-    classifier = replace(raw, threshold=max(threshold, 0.0), max_length=max_length)
-    rounds = Rounds(tested)
-    outcomes = [rounds.outcome(score, rule, prices) for score, rule in zip(scores(tested), rules, strict=True)]
-    return classifier, _compare(outcomes, rounds.request, rng)
-
-
-def _compare(outcomes: list[Any], request: NDArray[Any], rng: np.random.Generator, draws: int = 200) -> Comparison:
-    """outcomes: of the classifier, a confidence threshold and a fixed length, see `Rounds.outcome`."""
-    _, number = np.unique(request, return_inverse=True)
-    sums = np.stack([[np.bincount(number, weights=part) for part in outcome] for outcome in outcomes])  # [3, 2, Q]
-    rates = sums[:, 0].sum(1) / sums[:, 1].sum(1)
-    drawn = sums[:, :, rng.integers(0, sums.shape[2], (draws, sums.shape[2]))].sum(3)
-    drawn_rates = drawn[:, 0] / drawn[:, 1]
-    other = 1 + int(rates[1:].argmax())
-    classifier, confidence, fixed = rates.tolist()
-    return Comparison(classifier, confidence, fixed, float((drawn_rates[0] - drawn_rates[other]).std()))
+        x = features(top, entropy, np.full(len(rows), position, np.int32))
+        return self.classifier.probability(x) >= self.classifier.threshold

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from freedraft.cost.probes import ProbeSchedule
-from layerskip_plugin.lookahead.base import Ints
 from layerskip_plugin.lookahead.rates import RecipeRecord
+from layerskip_plugin.rounds import Ints
 from layerskip_plugin.skip_set import SkipSet
 
 # Steps between trials of drafting although no length seems to pay, at first and at most.

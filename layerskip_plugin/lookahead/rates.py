@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-Ints = NDArray[np.int32]
+from layerskip_plugin.rounds import Floats, Ints
+
 BINS = 16
 MAX_DRAFT_LEN = 64
 MEMORY = 64.0  # rounds of a recipe after which an old one counts 1/e
@@ -64,6 +65,6 @@ class RecipeRecord:
             share += ((tokens[:, None] > places).mean(0) - share) * (new / self.weight)
 
 
-def to_bins(probability: NDArray[np.float32]) -> NDArray[np.intp]:
+def to_bins(probability: Floats) -> NDArray[np.intp]:
     """Which of the `BINS` equal parts of [0, 1] each probability lies in."""
     return np.clip((probability * BINS).astype(np.intp), 0, BINS - 1)

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.files import write_atomically
-from layerskip_plugin.lookahead.base import Floats, Ints, RoundLog
+from layerskip_plugin.rounds import Outcome
 
 logger = logging.getLogger("freedraft.layerskip")
 
@@ -76,9 +76,8 @@ class Verifications:
 
 
 class Recorder:
-    """Keeps verifications of one recipe's drafts for `freedraft calibrate disco`, and writes them when no request is
-    left, and while some run, now and then; with `prices`, see `Verifications`. Tokens after `max_tokens` are not kept.
-    """
+    """Keeps verifications for `freedraft calibrate disco`, and writes them when no request is left, and while some run,
+    now and then; with `prices`, see `Verifications`. Tokens after `max_tokens` are not kept."""
 
     def __init__(
         self,
@@ -88,62 +87,43 @@ class Recorder:
         max_tokens: int = 200_000,
     ) -> None:
         self.path, self.model, self.prices, self.max_tokens = path, model, prices, max_tokens
-        self.kept = 0
-        self._log = RoundLog(TOP + 1)
-        self._parts: list[tuple[NDArray[Any], ...]] = []
+        self.kept = self._written = 0
+        self._parts: list[tuple[NDArray[Any], ...]] = []  # in the order of `ARRAYS`
         self._numbers: dict[str, list[int]] = {}  # by request: its number, and that of its newest round
-        self._requests = self._written = 0
+        self._requests = 0
         self._saved = 0.0
 
-    def begin(self, request_ids: Sequence[str], max_draft_len: int) -> None:
-        """A round begins, in which these requests are to be recorded."""
-        self._log.begin(request_ids, max_draft_len)
-
-    def put(self, position: int, rows: Ints, top: Floats, entropy: Floats) -> None:
-        """The requests at `rows` drafted a token with these probabilities, float32 [R, 10], and entropies, [R]."""
-        if self._log.row:
-            self._log.put(position, rows, np.concatenate([top, entropy[:, None]], 1))
-
-    def record_acceptance(self, request_ids: Sequence[str], drafted: Ints, accepted: Ints) -> None:
-        """See `Lookahead.record_acceptance`."""
-        features, position, good, place = self._log.verified(request_ids, drafted, accepted)
+    def record(self, outcome: Outcome) -> None:
+        row, position, good = outcome.judged()
         if not len(good) or self.kept >= self.max_tokens:
             return
-        numbers = np.zeros((len(request_ids), 2), np.int32)
-        for i in np.unique(place):
-            if request_ids[i] not in self._numbers:
-                self._numbers[request_ids[i]] = [self._requests, -1]
+        numbers = np.zeros((len(outcome.request_ids), 2), np.int32)
+        for i in np.unique(row):
+            if outcome.request_ids[i] not in self._numbers:
+                self._numbers[outcome.request_ids[i]] = [self._requests, -1]
                 self._requests += 1
-            self._numbers[request_ids[i]][1] += 1
-            numbers[i] = self._numbers[request_ids[i]]
-        self._parts.append((features[:, :TOP], features[:, TOP], position.astype(np.int32), good, *numbers[place].T))
+            self._numbers[outcome.request_ids[i]][1] += 1
+            numbers[i] = self._numbers[outcome.request_ids[i]]
+        top, entropy = outcome.top[row, position, :TOP], outcome.entropy[row, position]
+        self._parts.append((top, entropy, position.astype(np.int32), good, *numbers[row].T))
         self.kept += len(good)
 
-    def finish(self, request_ids: Sequence[str], *, idle: bool) -> None:
-        """These requests ended; `idle`: no request is left."""
-        for request in request_ids:
-            self._numbers.pop(request, None)
+    def finish(self, request_id: str, *, idle: bool) -> None:
+        """A request ended; `idle`: no request is left."""
+        self._numbers.pop(request_id, None)
         if idle or time.monotonic() > self._saved + SAVE_SECONDS:
             self.close()
 
     def close(self) -> None:
-        """Write what came since the last time."""
+        """Write everything, if something came since the last time."""
         if self.kept == self._written:
             return
         self._saved = time.monotonic()
+        columns = zip(ARRAYS, zip(*self._parts, strict=True), strict=True)
+        arrays: dict[str, Any] = {name: np.concatenate(column) for name, column in columns}
         try:
-            self.save(self.prices())
+            Verifications(**arrays, model=self.model, prices=self.prices()).save(self.path)
         except OSError as error:
             logger.warning("freedraft: cannot write %s: %s; it is tried again", self.path, error.strerror or error)
         else:
             self._written = self.kept
-
-    def save(self, prices: tuple[float, float] | None = None) -> Verifications:
-        """Write what was recorded so far, and return it."""
-        ints = np.zeros(0, np.int32)
-        first = (np.zeros((0, TOP), np.float32), np.zeros(0, np.float32), ints, np.zeros(0, np.bool_), ints, ints)
-        columns = zip(first, *self._parts, strict=True)
-        top, entropy, position, accepted, request, number = (np.concatenate(column) for column in columns)
-        records = Verifications(top, entropy, position, accepted, request, number, self.model, prices)
-        records.save(self.path)
-        return records

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -16,63 +15,55 @@ logger = logging.getLogger("freedraft.layerskip")
 Evaluate = Callable[[Sequence[SkipSet]], NDArray[np.float64]]
 """Matchness of each set: the share of the newest tokens of the traffic on which its top-1 choice is the whole model's,
 with the whole model's KV of the past; one batched forward."""
-Requested = Sequence[str | None]  # the name of the set that each request asks for; empty when none does
-Hidden = NDArray[np.float32] | None  # [B, hidden size], the normed last hidden state of each prompt's last token
 Counts = NDArray[np.int32]  # [B], a number per request
 
 
-class Selection(ABC):
+class Selection:
     """Decides which sublayers the drafts of each running request should skip; a round takes one set for all.
 
-    `begin` is called once per request behind its prefill, `choose` at every round, `finish` when the request ends.
+    `begin` and `set_prompt_state` are called at most once per request, `choose` at every round, `finish` when the
+    request ends.
+
+    Attributes:
+        sets: those that `choose` may return now, by name.
+        requests: the set of each running request that has another one than the first of `sets`.
     """
 
-    needs_hidden: bool = False  # `begin` needs the last hidden state of each prompt
-    searches: bool = False  # on the tokens of running requests
+    needs_prompt_states = False
+    optimized = 4  # how many of `sets`, from the first on, have compiled passes or captured graphs
 
-    @abstractmethod
-    def sets(self) -> dict[str, SkipSet]:
-        """The sets that `choose` may return now, by name."""
+    def __init__(self, sets: Mapping[str, SkipSet]) -> None:
+        self.sets = dict(sets)
+        self.requests: dict[str, SkipSet] = {}
 
-    def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
-        """Take in requests that are about to draft for the first time."""
+    def begin(self, request_id: str, requested: object) -> None:
+        """A request begins; `requested`: what its client gave as the name of a set."""
 
-    @abstractmethod
+    def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
+        """float32 [H], the normed last hidden state of a prompt's last token."""
+
     def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
         """The set of each request; `contexts`: the tokens of each so far."""
+        first = next(iter(self.sets.values()))
+        return [self.requests.get(request_id, first) for request_id in request_ids]
 
     def max_lengths(self, contexts: Counts) -> Counts | None:
         """Draft length limit at each context length; None leaves it to the lookahead policy."""
         return None
 
-    def finish(self, request_ids: Sequence[str]) -> None:
-        """Forget requests that have ended."""
+    def finish(self, request_id: str) -> None:
+        self.requests.pop(request_id, None)
 
 
 class Static(Selection):
     """Serves fixed sets: each request has the one that it asks for by name, else the first."""
 
-    def __init__(self, sets: Mapping[str, SkipSet]) -> None:
-        self._sets = dict(sets)
-        self.asked: dict[str, SkipSet] = {}
-        self.warned = False
+    warned = False
 
-    def sets(self) -> dict[str, SkipSet]:
-        return self._sets
-
-    def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
-        for request, name in zip(request_ids, requested, strict=False):
-            if isinstance(name, str) and name in self._sets:  # clients send anything
-                self.asked[request] = self._sets[name]
-            elif name is not None and not self.warned:
-                self.warned = True
-                known = ", ".join(self._sets)
-                logger.warning("freedraft: there is no skip set '%s', only %s: the first is used", name, known)
-
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
-        first = next(iter(self._sets.values()))
-        return [self.asked.get(request, first) for request in request_ids]
-
-    def finish(self, request_ids: Sequence[str]) -> None:
-        for request in request_ids:
-            self.asked.pop(request, None)
+    def begin(self, request_id: str, requested: object) -> None:
+        if isinstance(requested, str) and requested in self.sets:  # clients send anything
+            self.requests[request_id] = self.sets[requested]
+        elif requested and not self.warned:
+            self.warned = True
+            known = ", ".join(self.sets)
+            logger.warning("freedraft: there is no skip set '%s', only %s: the first is used", requested, known)

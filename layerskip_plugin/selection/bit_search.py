@@ -61,10 +61,6 @@ class BitSearch:
                 return skip
         return self.random()
 
-    def mutated(self, skip: SkipSet) -> SkipSet:
-        """`skip` with one sublayer exchanged for another one; of open size, also with one more or one less."""
-        return self._skip(self.skippable[self._neighbours(self._points([skip]) > 0)[0]])
-
     def register(self, skips: Sequence[SkipSet], values: Sequence[float] | NDArray[np.float64]) -> None:
         """Learn the values of these sets; a set measured again takes the mean of both values."""
         for skip, value in zip(skips, values, strict=True):
@@ -74,14 +70,6 @@ class BitSearch:
     @property
     def best(self) -> tuple[SkipSet, float]:
         return max(self.values.items(), key=lambda item: item[1])
-
-    def state(self) -> list[Any]:
-        """The observations, as JSON."""
-        return [[list(skip.sublayers), value] for skip, value in self.values.items()]
-
-    def restore(self, state: Iterable[Any]) -> None:
-        for sublayers, value in state:
-            self.values[self._skip(sublayers)] = float(value)
 
     def _draw(self, count: int) -> NDArray[np.bool_]:
         """bool[count, skippable] random sets."""

@@ -50,7 +50,7 @@ class Plan:
             | {"set": x.skip.to_dict()}
             for c, x in zip(self.contexts, self.choices, strict=True)
         ]
-        write_json(path, {"format": FORMAT, "hardware": self.hardware, "entries": entries, "about": dict(about)})
+        write_json(path, FORMAT, {"hardware": self.hardware, "entries": entries}, about)
 
     @classmethod
     def load(
@@ -86,17 +86,12 @@ class Knapsack(Selection):
     def __init__(self, plan: Plan, measured: bool = False) -> None:
         self.plan = plan
         lengths = [choice.length or measured * choice.trial_length for choice in plan.choices]
-        self._sets: dict[str, SkipSet] = {}
-        # The set of an entry without drafts need not be built.
-        for context, choice, length in zip(plan.contexts, plan.choices, lengths, strict=True):
-            if length and choice.skip not in self._sets.values():
-                self._sets[f"context {context}"] = choice.skip
-        if not self._sets:
-            self._sets["plain"] = plan.choices[0].skip
         self._length = np.array(lengths, np.int32)
-
-    def sets(self) -> dict[str, SkipSet]:
-        return self._sets
+        names: dict[SkipSet, str] = {}
+        for context, choice, length in zip(plan.contexts, plan.choices, lengths, strict=True):
+            if length:  # the set of an entry without drafts need not be built
+                names.setdefault(choice.skip, f"context {context}")
+        super().__init__({name: skip for skip, name in (names or {plan.choices[0].skip: "plain"}).items()})
 
     def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
         return [self.plan.choices[i].skip for i in self.plan.at(contexts).tolist()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.selection.base import Counts, Hidden, Requested, Selection
+from layerskip_plugin.selection.base import Selection
 from layerskip_plugin.skip_set import SkipSet, read_json, undamaged, write_json
 
 FORMAT = "freedraft knn 1"
@@ -38,16 +38,11 @@ class Domains:
         if a and not 0 <= self.domain.min() <= self.domain.max() < len(self.names):
             raise ValueError("an anchor names a domain that there is not")
 
-    def nearest(self, hidden: NDArray[np.float32]) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
-        """The anchor of the largest cosine to each of float32[B, hidden] states (equation 4), and that cosine."""
-        cosine = unit(hidden - self.center) @ self.anchors.T
-        best = cosine.argmax(1)
-        return best, cosine[np.arange(len(best)), best]
-
     def route(self, hidden: NDArray[np.float32]) -> NDArray[np.intp]:
-        """intp[B]: index in `sets` of each prompt's set; the global one below the floor."""
-        anchor, cosine = self.nearest(hidden)
-        return np.where(cosine >= self.floor, self.domain[anchor], len(self.names))
+        """intp[B]: index in `sets` of each prompt's set, by float32[B, hidden] states: that of the anchor of the
+        largest cosine (equation 4), the global one below the floor."""
+        cosine = unit(hidden - self.center) @ self.anchors.T
+        return np.where(cosine.max(1) >= self.floor, self.domain[cosine.argmax(1)], len(self.names))
 
     def save(self, path: Path, about: Mapping[str, Any]) -> None:
         fields = {
@@ -60,7 +55,7 @@ class Domains:
             "center": _text(self.center),
             "anchors": _text(self.anchors),
         }
-        write_json(path, {"format": FORMAT, **fields, "about": dict(about)})
+        write_json(path, FORMAT, fields, about)
 
     @classmethod
     def load(cls, path: Path, n_layers: int | None = None, model: str | None = None) -> Domains:
@@ -80,32 +75,17 @@ class Knn(Selection):
     """Each request keeps the set of its domain; without a hidden state (a request resumed from elsewhere) it has the
     global one."""
 
-    needs_hidden = True
+    needs_prompt_states = True
 
     def __init__(self, domains: Domains) -> None:
         self.domains = domains
-        # The global one first; domains may share a set.
-        named = zip([ALL_DOMAINS, *domains.names], [domains.sets[-1], *domains.sets[:-1]], strict=True)
-        self._sets: dict[str, SkipSet] = {}
-        for name, skip in named:
-            if skip not in self._sets.values():
-                self._sets[name] = skip
-        self.requests: dict[str, SkipSet] = {}
+        names: dict[SkipSet, str] = {domains.sets[-1]: ALL_DOMAINS}
+        for name, skip in zip(domains.names, domains.sets, strict=False):
+            names.setdefault(skip, name)  # domains may share a set
+        super().__init__({name: skip for skip, name in names.items()})
 
-    def sets(self) -> dict[str, SkipSet]:
-        return self._sets
-
-    def begin(self, request_ids: Sequence[str], requested: Requested = (), hidden: Hidden = None) -> None:
-        if hidden is not None:
-            chosen = [self.domains.sets[i] for i in self.domains.route(hidden).tolist()]
-            self.requests |= zip(request_ids, chosen, strict=True)
-
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
-        return [self.requests.get(request, self.domains.sets[-1]) for request in request_ids]
-
-    def finish(self, request_ids: Sequence[str]) -> None:
-        for request in request_ids:
-            self.requests.pop(request, None)
+    def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
+        self.requests[request_id] = self.domains.sets[self.domains.route(state[None])[0]]
 
 
 def unit(rows: NDArray[np.float32]) -> NDArray[np.float32]:

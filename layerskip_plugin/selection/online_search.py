@@ -1,7 +1,8 @@
-"""One skip set for all requests, searched while serving: SWIFT (Xia et al. 2025) and KnapSpec (arXiv 2602.20217)."""
+"""Searches while serving: SWIFT (Xia et al. 2025) and KnapSpec (arXiv 2602.20217)."""
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -15,12 +16,15 @@ from layerskip_plugin.selection.base import Counts, Evaluate, Selection
 from layerskip_plugin.selection.bit_search import BitSearch, evenly_spread
 from layerskip_plugin.skip_set import SkipSet
 
+logger = logging.getLogger("freedraft.layerskip")
+
 Clock = Callable[[], float]
 Propose = Callable[[tuple[int, int], int, SkipSet], Sequence[SkipSet]]
 """Integer weights of an attention and an MLP sublayer, the largest weight to skip, and a set to extend -> the best set
 of each weight on the newest tokens of the traffic."""
 WINDOW = 32  # tokens on which a batch of sets is scored: SWIFT's gamma
 MATCHNESS_RATE = 0.2  # weight of the newest window in the incumbent's matchness
+MAX_SAVED = 1.0  # seconds of searching that are saved up at most: no long search follows a pause
 # Seconds of a search or a scoring, and the largest weight or number of sets before their times are known.
 BATCH_SECONDS, FIRST = 0.8, 8
 # SWIFT, appendix B.2: a Gaussian process proposes every `BETA`-th candidate; the search ends after `STEPS` candidates,
@@ -30,54 +34,63 @@ MAX_CANDIDATES = 16  # of SWIFT, scored together
 
 
 class OnlineSearch(Selection):
-    """Searches on the newest tokens of the traffic, in steps of less than a second.
+    """Searches on the newest tokens of the traffic, in steps of less than a second, for a share of serving time.
 
     Candidates are scored beside the incumbent, on the same windows; the share `kept` of them, one at least, goes on to
-    the next one.
-    The best of many noisy scores alone would be luck, so the last one replaces the incumbent only if it leads by
-    `min_lead` over `confirm` windows that had no part in its choice; it is dropped as soon as it does not lead.
-
-    Args:
-        evaluate: matchness over the newest `WINDOW` tokens of the traffic; one batched forward.
-        clock: gives seconds.
+    the next one. The best of many noisy scores alone would be luck, so the last one replaces the incumbent only if it
+    leads by `min_lead` over `confirm` windows that had no part in its choice; it is dropped as soon as it does not
+    lead.
 
     Attributes:
+        share: of elapsed time that searching may take; 0.01 is 1 %.
         incumbent: the present set; matchness: its recent mean.
         candidates: sets tried; idle: of them, since the incumbent last changed.
     """
 
-    searches = True
+    optimized = 0  # a set is soon replaced
+    share = 0.01
     name: str
     kept: float
     confirm: int
     min_lead: float
 
     def __init__(self, incumbent: SkipSet, evaluate: Evaluate, clock: Clock) -> None:
-        self.incumbent, self.evaluate, self.clock = incumbent, evaluate, clock
+        super().__init__({self.name: incumbent})
+        self.evaluate, self.clock = evaluate, clock
         self.matchness, self.candidates, self.idle = 0.0, 0, 0
-        self.seconds = {"search": 0.0, "score": 0.0}  # of a proposal (per weight), and of a set scored
+        self.seconds = {"search": 0.0, "score": 0.0}  # of KnapSpec's search per weight, and of a set scored
+        self._saved, self._updated = 0.0, clock()
+        self._step_seconds = 0.0  # of the newest step: the next one is expected to take as long
         self._use([])
 
-    def sets(self) -> dict[str, SkipSet]:
-        return {self.name: self.incumbent}
-
-    def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
-        return [self.incumbent] * len(request_ids)
+    @property
+    def incumbent(self) -> SkipSet:
+        return self.sets[self.name]
 
     @property
     def searching(self) -> bool:
         """Whether `step` has anything to do."""
         return True
 
-    @property
-    def batch_seconds(self) -> float:
-        """Expected seconds of the next step; 0 before they are known."""
-        return (len(self._trial) + 1) * self.seconds["score"] if self._trial else self._proposal_seconds
-
-    @property
-    @abstractmethod
-    def _proposal_seconds(self) -> float:
-        """Expected seconds of `_propose`."""
+    def search(self, ready: Callable[[], bool]) -> SkipSet | None:
+        """Continue if there is time and text for it; return the new incumbent when it has changed. ready: prepares what
+        `evaluate` looks at; False when there is nothing to look at."""
+        now = self.clock()
+        self._saved = min(MAX_SAVED, self._saved + self.share * (now - self._updated))
+        self._updated = now
+        if not self.searching or self._saved < min(self._step_seconds, 0.9 * MAX_SAVED) or not ready():
+            return None
+        started = self.clock()
+        changed = self.step()
+        self._step_seconds = self.clock() - started
+        self._saved -= self._step_seconds
+        if not changed:
+            return None
+        logger.info(
+            "freedraft: a better skip set after %d candidates: %d of %d sublayers, %.0f %% of tokens as the model's",
+            self.candidates, len(self.incumbent), 2 * self.incumbent.n_layers, 100 * self.matchness,
+        )  # fmt: skip
+        return self.incumbent
 
     @abstractmethod
     def _propose(self) -> None:
@@ -119,7 +132,8 @@ class OnlineSearch(Selection):
                 self._use(self._trial)
         elif self._windows == self.confirm:
             if leads[0] >= self.min_lead:
-                self.incumbent, self.matchness, self.idle = self._trial[0], float(acceptance[1]), 0
+                self.sets = {self.name: self._trial[0]}
+                self.matchness, self.idle = float(acceptance[1]), 0
             self._use([])
 
     def _took(self, kind: str, started: float, count: int) -> None:
@@ -158,25 +172,12 @@ class Swift(OnlineSearch):
     def searching(self) -> bool:
         return self.idle < self.patience and self.candidates < STEPS and self.matchness <= ENOUGH
 
-    @property
-    def _proposal_seconds(self) -> float:
-        return (self._count + 1) * self.seconds["score"] + self.seconds["search"]
-
-    @property
-    def _count(self) -> int:
-        return max(1, min(MAX_CANDIDATES, self.patience, self._affordable("score") - 1))
-
     def _propose(self) -> None:
         trial: list[SkipSet] = []
-        for _ in range(self._count):
+        for _ in range(max(1, min(MAX_CANDIDATES, self.patience, self._affordable("score") - 1))):
             self.candidates += 1
             self.idle += 1
-            started = self.clock()
-            if self.candidates % BETA:
-                skip = self.space.random()
-            else:
-                skip = self.space.bayesian()
-                self._took("search", started, 1)
+            skip = self.space.random() if self.candidates % BETA else self.space.bayesian()
             if skip != self.incumbent and skip not in trial:
                 trial.append(skip)
         self._use(trial)
@@ -193,10 +194,7 @@ class KnapSpec(OnlineSearch):
 
     The sets of a search fit its window too well, so they are scored on the following ones. Where there is no time for a
     search up to half of the model, it extends parts of the incumbent and evenly spread sets of random size in turns.
-
-    Args:
-        propose: the search.
-        pass_times: of steps as they are now; None while they are not known.
+    `pass_times` gives None while times are not known.
     """
 
     name, kept, confirm, min_lead = "knapspec", 0.25, 6, 0.03
@@ -215,10 +213,6 @@ class KnapSpec(OnlineSearch):
         self.propose, self.pass_times = propose, pass_times
         self._times: PassTimes | None = None
         self._searches, self._random = 0, np.random.default_rng(0)
-
-    @property
-    def _proposal_seconds(self) -> float:
-        return BATCH_SECONDS if self.seconds["search"] else 0.0
 
     def max_lengths(self, contexts: Counts) -> Counts | None:
         """Before a set was found, nothing is drafted."""
@@ -244,13 +238,13 @@ class KnapSpec(OnlineSearch):
         self._use([found[i] for i in np.linspace(0, len(found) - 1, scored).round().astype(int)])
 
     def _base(self) -> SkipSet:
-        empty, n_layers = self._empty, self.incumbent.n_layers
+        n_layers = self.incumbent.n_layers
         if self.incumbent and self._searches % 2 == 0:
             count = self._random.integers(1, len(self.incumbent) + 1)
             kept = self._random.choice(self.incumbent.sublayers, count, False)
         else:
             kept = evenly_spread(np.arange(2 * n_layers), int(self._random.integers(1, n_layers + 1)))
-        return SkipSet.of_sublayers(kept, n_layers, empty.model)
+        return SkipSet.of_sublayers(kept, n_layers, self._empty.model)
 
     def _values(self, sets: Sequence[SkipSet], acceptance: NDArray[np.float64]) -> NDArray[np.float64]:
         """Tokens per time; the empty set stands for no drafting."""

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 from freedraft.cost.acceptance import Acceptance
 from freedraft.draft import DraftBatch
 from layerskip_plugin.lookahead import Cost, Lookahead
-from layerskip_plugin.lookahead.base import Candidate
+from layerskip_plugin.rounds import Candidate, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
 Feature = Callable[[int, NDArray[np.int32]], NDArray[np.float32]]
@@ -54,6 +54,16 @@ def cost(draft: Mapping[int, float], step: Mapping[int, float], **rest: object) 
     return Cost(KnownCosts(draft, step), [RECIPE], **rest)
 
 
+def outcome(
+    ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32], top: NDArray[np.float32] | None = None,
+    entropy: NDArray[np.float32] | None = None, recipe: SkipSet = RECIPE,
+) -> Outcome:  # fmt: skip
+    """What verification said of chains that were verified whole; top: [R, D, K]; entropy: [R, D]."""
+    top = np.zeros((len(ids), int(drafted.max(initial=0)), 1), np.float32) if top is None else top
+    entropy = np.zeros(top.shape[:2], np.float32) if entropy is None else entropy
+    return Outcome(recipe, ids, drafted, drafted, accepted, accepted, top, entropy)
+
+
 class Driver:
     """Drives a policy; what verification says teaches the acceptance of the costs, too, as a controller does."""
 
@@ -65,7 +75,7 @@ class Driver:
     ) -> NDArray[np.int32]:
         """How many tokens the policy drafts for each request; `confidence(position, rows)` gives float32[R]."""
         policy = self.policy
-        self.ids, self.confidences = list(ids), np.ones((len(ids), longest), np.float32)
+        self.ids, self.recipe, self.confidences = list(ids), recipe, np.ones((len(ids), longest), np.float32)
         policy.begin(ids, recipe, longest)
         drafted = np.zeros(len(ids), np.int32)
         rows = np.arange(len(ids), dtype=np.int32)
@@ -86,7 +96,8 @@ class Driver:
 
     def judge(self, drafted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
         """Verified and accepted tokens of the requests of the last round."""
-        self.policy.record_acceptance(self.ids, drafted, accepted, accepted)
+        top = self.confidences[:, :, None]
+        self.policy.record_acceptance(outcome(self.ids, drafted, accepted, top, recipe=self.recipe))
         if isinstance(self.policy, Cost):
             draft = DraftBatch.empty(len(self.ids), self.confidences.shape[1] + 1)
             draft.counts[:] = drafted + 1

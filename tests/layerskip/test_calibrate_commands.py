@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from freedraft.cli import app
 from layerskip_plugin.calibrate import run as calibrate_run
 from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.calibrate.run import Checkpoint
 from layerskip_plugin.lookahead.disco import Classifier
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.knapsack import Plan
@@ -69,7 +68,6 @@ def test_skip_set(run: Callable, data: Callable, model: Path, tmp_path: Path) ->
     about = json.loads(out.read_text())["about"]
     assert skip.sublayers == (2, 3)
     assert about["data"][0]["file"] == "one" and about["hardware"] and about["model"] and about["agreement"] > 0.85
-    assert not (tmp_path / "s.json.progress").exists()
     said = run("skip-set", data("one"), "--out", out, "--share", 0.5, "--tokens", 24, code=2)
     assert "only 2 of the 3 sublayers wanted" in said
 
@@ -82,7 +80,7 @@ def test_the_share_of_most_tokens_per_time(
     sizes = []
     for attention, mlp, head in ((1e-5, 1e-5, 1.0), (1.0, 1e-5, 1e-5), (1.0, 1.0, 1e-5)):
         times = PassTimes(attention, mlp, head, lambda n, a=attention, m=mlp, h=head: 3 * (a + m) + h)
-        monkeypatch.setattr(HostModel, "pass_times", lambda host, context, times=times: times)
+        monkeypatch.setattr(calibrate_run, "pass_times", lambda host, context, times=times: times)
         out = tmp_path / "s.json"
         said = run("skip-set", data("one"), "--out", out, "--tokens", 24)
         assert "of plain expected" in said, said
@@ -96,41 +94,11 @@ def test_the_share_of_most_tokens_per_time(
     assert {skip.sublayers for skip in Domains.load(tmp_path / "k.json", 3).sets} == {(2, 3)}
 
 
-def test_bayesian_can_be_interrupted_and_goes_on(
-    run: Callable, data: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, calls = tmp_path / "b.json", {"answers": 0, "sets": 0}
-    arguments = (data("one"), "--out", out, "--share", 0.34, "--tokens", 24, "--iterations", 14, "--prompts", 4)
-    answer, scores = calibrate_run.answer, HostModel.scores
-
-    def counted_answer(*a: object, **k: object) -> object:
-        calls["answers"] += 1
-        return answer(*a, **k)  # type: ignore[arg-type]
-
-    def interrupted(self: object, sets: list, sample: object) -> object:
-        calls["sets"] += len(sets)
-        if calls["sets"] == 13:
-            raise KeyboardInterrupt
-        return scores(self, sets, sample)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(calibrate_run, "answer", counted_answer)
-    monkeypatch.setattr(HostModel, "scores", interrupted)
-    said = run("bayesian", *arguments, code=130)
-    assert "run the same command again" in said and not out.exists()
-    assert calls == {"answers": 1, "sets": 13}
-    run("bayesian", *arguments)
-    # 12 were kept; 2 more, and the best one once again.
-    assert calls == {"answers": 1, "sets": 13 + 2 + 1}
-    assert len(SkipSet.load(out)) == 2 and not list(tmp_path.glob("*.progress"))
-
-
-def test_other_settings_begin_anew(run: Callable, data: Callable, tmp_path: Path) -> None:
-    first = Checkpoint(tmp_path / "x.json", {"tokens": 24})
-    assert first.step("a", lambda: [1]) == [1]
-    assert Checkpoint(tmp_path / "x.json", {"tokens": 24}).step("a", lambda: [2]) == [1]
-    assert Checkpoint(tmp_path / "x.json", {"tokens": 25}).step("a", lambda: [2]) == [2]
-    with pytest.raises(ValueError, match="does not exist"):
-        Checkpoint(tmp_path / "missing" / "x.json", {})
+def test_bayesian(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "b.json"
+    run("bayesian", data("one"), "--out", out, "--share", 0.34, "--tokens", 24, "--iterations", 12, "--prompts", 4)
+    assert SkipSet.load(out, 3, fingerprint(model)).sublayers == (2, 3)
+    assert [p.name for p in tmp_path.glob("b.json*")] == ["b.json"]
 
 
 def test_knapsack(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerskip_plugin.candidate_tree import candidate_tree, candidates_at
+from layerskip_plugin.rounds import Round
+from layerskip_plugin.skip_set import SkipSet
 
 
 def test_candidates_by_confidence():
@@ -48,7 +50,9 @@ def test_equals_the_slow_version(seed, batch, depth, candidates, max_nodes, sibl
         tokens, probabilities = tokens.reshape(batch, 0, 1), probabilities.reshape(batch, 0, 1)
     drafted = rng.integers(0, depth + 1, batch).astype(np.int32)
     roots = rng.integers(0, 50, batch).astype(np.int32)
-    tree = candidate_tree(roots, tokens, probabilities, drafted, max_nodes, siblings_too)
+    made = Round([str(b) for b in range(batch)], SkipSet.empty(2), depth, tokens.shape[2])
+    made.tokens[:], made.probabilities[:], made.drafted[:] = tokens, probabilities, drafted
+    tree = candidate_tree(made, roots, max_nodes, siblings_too)
     tree.check()
     for b in range(batch):
         n = int(tree.counts[b])

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel
 
 from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.timing import pass_times
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.models import VOCAB_SIZE, rough_model
 
@@ -50,7 +51,7 @@ def drafted(model: Any, tokens: list[int], skip: SkipSet) -> torch.Tensor:
 
 def random_sets(host: HostModel, count: int, seed: int) -> list[SkipSet]:
     rng = np.random.default_rng(seed)
-    return [SkipSet.of_bits((rng.random(host.sublayers) < 0.4).tolist(), host.fingerprint) for _ in range(count)]
+    return [host.skip(np.flatnonzero(rng.random(host.sublayers) < 0.4)) for _ in range(count)]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -70,8 +71,8 @@ def test_drafted_states_are_those_of_the_engine_way(host: HostModel, texts: list
     ours = host.final_states(sets, sample)
     for j, skip in enumerate(sets):
         row = 0
-        for text, positions in zip(sample.texts, sample.positions, strict=True):
-            for p in positions.tolist():
+        for text in sample.texts:
+            for p in text.kept.tolist():
                 expected = drafted(host.model, text.tokens[: p + 1].tolist(), skip)
                 assert torch.allclose(ours[j, row], expected, atol=2e-4), (skip, p)
                 row += 1
@@ -105,7 +106,7 @@ def test_bf16_stays_bf16_and_shards_are_joined(tmp_path: Path, texts: list[list[
     expected = scores_of(HostModel.load(tmp_path, dtype="float32"), texts)
     found = scores_of(host, texts)
     assert found[:, 0] == pytest.approx(1, abs=1e-3) and found[1] == pytest.approx(expected[1], abs=0.02)
-    times = host.pass_times(16, repeats=1)
+    times = pass_times(host, 16, repeats=1)
     assert min(times.attention, times.mlp, times.head) > 0
 
 

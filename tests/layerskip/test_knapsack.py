@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from layerskip_plugin.calibrate import knapsack
-from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.host_model import HostModel, Sample
 from layerskip_plugin.calibrate.knapsack import Candidate
-from layerskip_plugin.calibrate.sample import Sample
 from layerskip_plugin.knapsack_search import integer_weights
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
@@ -39,7 +37,7 @@ def weight_of(skip: SkipSet, weights: tuple[int, int]) -> int:
 @pytest.mark.parametrize("weights", [(1, 1), (1, 3), (2, 1)])
 def test_with_all_survivors_it_is_exhaustive_search(host: HostModel, sample: Sample, weights: tuple[int, int]) -> None:
     found = knapsack.search(host, sample, weights=weights, max_weight=99, prune=-2, survivors=1000)
-    sets = [SkipSet.of_bits(bits, host.fingerprint) for bits in itertools.product([False, True], repeat=6)]
+    sets = [host.skip(np.flatnonzero(bits)) for bits in itertools.product([False, True], repeat=6)]
     agreement, cosine = host.scores(sets, sample)
     best: dict[int, tuple[float, float]] = {}
     for skip, a, c in zip(sets, agreement, cosine, strict=True):
@@ -123,17 +121,6 @@ def test_plan_goes_by_context() -> None:
     for measured, length, sets in ((False, 0, [small, large]), (True, 3, [slow, small, large])):
         selection = Knapsack(tried, measured)
         assert selection.max_lengths(context).tolist() == [length, length, 2, 2, 6, 6]
-        assert list(selection.sets().values()) == sets
+        assert list(selection.sets.values()) == sets
         assert selection.choose(list("abcdef"), context)[2:] == [small, small, large, large]
-    assert [len(skip) for skip in Knapsack(Plan((100,), plan().choices[:1], "")).sets().values()] == [0]
-
-
-def test_plan_file(tmp_path: Path) -> None:
-    tried = replace(plan(), choices=(replace(plan().choices[1], length=0, trial_length=4), *plan().choices[1:]))
-    tried.save(tmp_path / "p.json", {})
-    assert Plan.load(tmp_path / "p.json", 4, "m", "one CPU") == tried
-    for wrong, says in (((5, "m", None), "4 layers"), ((4, "x", None), "another model"), ((4, "m", "two"), "one CPU")):
-        with pytest.raises(ValueError, match=says):
-            Plan.load(tmp_path / "p.json", *wrong)
-    with pytest.raises(ValueError, match="ascend"):
-        Plan((4, 2), plan().choices[:2], "")
+    assert [len(skip) for skip in Knapsack(Plan((100,), plan().choices[:1], "")).sets.values()] == [0]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from layerskip_plugin.calibrate.knn import clusters, fit
 from layerskip_plugin.selection.knn import Domains, Knn
-from layerskip_plugin.selection.serving import COMPILED, Selector
 from layerskip_plugin.skip_set import SkipSet
 
 WIDTH = 24
@@ -44,12 +41,13 @@ def test_a_request_keeps_the_set_of_its_domain_until_it_ends() -> None:
     domains = fitted()
     policy, none = Knn(domains), np.zeros(1, np.int32)
     for i, center in enumerate([*centers(3), 2 * np.eye(WIDTH)[10]]):
-        policy.begin([f"r{i}"], hidden=states(center, 1, 3))
-    policy.begin(["resumed"])
+        policy.set_prompt_state(f"r{i}", states(center, 1, 3)[0])
+    policy.begin("resumed", None)
     for _ in range(2):
         assert [policy.choose([f"r{i}"], none)[0] for i in range(4)] == list(domains.sets)
     assert policy.choose(["resumed"], none) == [domains.sets[-1]]
-    policy.finish(["r0", "resumed"])
+    policy.finish("r0")
+    policy.finish("resumed")
     assert len(policy.requests) == 3
 
 
@@ -69,23 +67,10 @@ def test_domains_that_share_a_set_share_its_module() -> None:
     domains = Domains(("a", "b", "c"), (two, four, two, four), np.zeros(5, np.float32), anchors,
                       np.arange(3, dtype=np.int32), 0.5)  # fmt: skip
     policy = Knn(domains)
-    assert policy.sets() == {"all domains": four, "a": two} and Selector(policy).compiled == COMPILED
-    policy.begin(["a", "b", "c", "far"], hidden=np.concatenate([anchors, -np.ones((1, 5), np.float32)]))
+    assert policy.sets == {"all domains": four, "a": two}
+    for name, state in zip(("a", "b", "c", "far"), [*anchors, -np.ones(5, np.float32)], strict=True):
+        policy.set_prompt_state(name, state)
     assert policy.choose(["a", "b", "c", "far"], np.zeros(4, np.int32)) == [two, four] * 2
-
-
-def test_file_round_trip_and_another_model(tmp_path: Path) -> None:
-    domains = fitted()
-    domains.save(tmp_path / "k.json", {"data": "x"})
-    loaded = Domains.load(tmp_path / "k.json", 8, "m")
-    hidden = np.concatenate([states(c, 10, 30 + i) for i, c in enumerate(centers(5))])
-    assert (loaded.route(hidden) == domains.route(hidden)).all() and loaded.sets == domains.sets
-    with pytest.raises(ValueError, match="another model"):
-        Domains.load(tmp_path / "k.json", 8, "other")
-    text = (tmp_path / "k.json").read_text().replace('"hidden": 24', '"hidden": 23')
-    (tmp_path / "k.json").write_text(text)
-    with pytest.raises(ValueError, match="is damaged"):
-        Domains.load(tmp_path / "k.json")
 
 
 def test_clusters_of_a_log_are_its_domains() -> None:

@@ -15,8 +15,9 @@ from layerskip_plugin.candidate_tree import candidate_tree, cut_to_width
 from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Verifications
 from layerskip_plugin.method import LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.rounds import Round
 from layerskip_plugin.selection.base import Static
-from layerskip_plugin.selection.serving import Selector
+from layerskip_plugin.selection.online_search import KnapSpec
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.steps import make_step
 
@@ -98,8 +99,8 @@ class Engine:
         )
         options = LayerSkipOptions(tree=tree, lookahead="fixed" if costs is None else "cost", record=record)
         self.method = method = LayerSkipMethod(options, context)
-        method.selector = sets if isinstance(sets, Selector) else Selector(Static(sets))
-        method.recipes.use(method.selector.sets.values())
+        method.selection = Static(sets)
+        method.recipes.use(sets.values())
         if costs is not None:
             known = KnownCosts({recipe: {1: costs[0]} for recipe in method.recipes.all}, costs[1])
             method.auto.step_seconds, method.auto.pass_seconds = known.step_seconds, known.pass_seconds
@@ -175,8 +176,8 @@ def test_what_is_learnt_is_what_was_accepted(shape, chosen):
     change places and when a request is gone."""
     policy = Fixed(3)
     seen = []
-    policy.record_acceptance = lambda ids, drafted, accepted, path: seen.append(
-        dict(zip(ids, zip(drafted.tolist(), accepted.tolist(), path.tolist(), strict=True), strict=True))
+    policy.record_acceptance = lambda o: seen.append(
+        dict(zip(o.request_ids, zip(*(x.tolist() for x in (o.verified, o.accepted, o.path)), strict=True), strict=True))
     )
     engine = Engine(policy, tree=shape == "tree", chains=shape == "chain engine")
     for name, first in (("a", 1), ("b", 2), ("c", 3), ("d", 4)):
@@ -225,10 +226,10 @@ def test_a_device_that_would_wait_is_read_back_once(policy, chosen, count):
 @pytest.mark.parametrize(("widths", "kept"), [((1, 2, 4, 8), 4), (tuple(range(1, 9)), 3), ((1, 8), 8)])
 def test_siblings_as_many_as_pay_at_the_widths_that_there_are(widths, kept):
     """Verification is as dear as the width that the longest chain needs: up to there siblings cost nothing."""
-    tokens = np.arange(1, 21, dtype=np.int32).reshape(1, 2, 10)
-    probabilities = np.full((1, 2, 10), 0.02, np.float32)
-    probabilities[:, :, 0] = 0.6
-    tree = candidate_tree(np.zeros(1, np.int32), tokens, probabilities, np.array([2], np.int32), 8)
+    made = Round(["a"], SETS["half"], depth=2, top_k=10)
+    made.tokens[:], made.drafted[:] = np.arange(1, 21).reshape(1, 2, 10), 2
+    made.probabilities[:], made.probabilities[:, :, 0] = 0.02, 0.6
+    tree = candidate_tree(made, np.zeros(1, np.int32), 8)
     assert tree.counts[0] == 8
     prices = np.array(widths, np.float64)  # a token for each node
     cut_to_width(tree, np.array([2], np.int32), 1, np.array(widths, np.int32), prices)
@@ -238,7 +239,7 @@ def test_siblings_as_many_as_pay_at_the_widths_that_there_are(widths, kept):
 def test_what_was_cut_off_is_not_judged():
     """An engine that verifies two of three drafted tokens says nothing of the third."""
     policy, seen = Fixed(3), []
-    policy.record_acceptance = lambda ids, drafted, accepted, path: seen.append((drafted.tolist(), accepted.tolist()))
+    policy.record_acceptance = lambda outcome: seen.append((outcome.verified.tolist(), outcome.accepted.tolist()))
     engine = Engine(policy, chains=True)
     engine.add("a", 1)
     tree = engine.method.draft(engine.as_step(["a"]))
@@ -272,7 +273,7 @@ def test_requests_with_different_sets_draft_with_the_most_frequent_one():
     assert {skipped for skipped, *_ in engine.model.passes} == {0}, "most of those that are left have another one"
     for name in "abcdef":
         engine.method.finish(name, None, aborted=False)
-    assert not len(engine.method.selector) and not engine.method._requested
+    assert not engine.method.selection.requests and not engine.method._running
 
 
 def test_recorded_verifications_have_prices(tmp_path):
@@ -307,9 +308,9 @@ def test_a_set_that_a_search_found_is_built_later_where_building_it_failed(monke
     method, found = engine.method, SkipSet.empty(LAYERS)
     assert engine.serve(2, a=1)[-1] > 1
     search = iter([found])
-    method._scorer = object()
-    monkeypatch.setattr(method.selector, "search", lambda ready: next(search, None))
-    monkeypatch.setattr(method.selector.selection, "choose", lambda request_ids, contexts: [found] * len(request_ids))
+    method.selection, method._scorer = KnapSpec(LAYERS, None, None, None), object()
+    monkeypatch.setattr(method.selection, "search", lambda ready: next(search, None))
+    monkeypatch.setattr(method.selection, "max_lengths", lambda contexts: None)
     with monkeypatch.context() as short_of_memory:
         short_of_memory.setattr(Model, "build", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
         with pytest.raises(RuntimeError, match="no memory"):

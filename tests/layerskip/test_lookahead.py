@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lookahead_tools import RECIPE, Driver, cost
+from lookahead_tools import RECIPE, Driver, cost, outcome
 
 from layerskip_plugin.lookahead import Confidence, Disco, DraftVerify, Fixed, Lookahead
 from layerskip_plugin.lookahead.disco import Classifier
@@ -12,8 +12,8 @@ from layerskip_plugin.lookahead.disco import Classifier
 
 def eager() -> list[Lookahead]:
     """One policy of each kind, set so that it would draft for ever."""
-    zeros = [np.zeros(shape, np.float32) for shape in ((12,), (12, 3), (3,), (3, 1), (1,))]
-    always = Classifier(zeros[0], np.ones(12, np.float32), *zeros[1:], threshold=0.5, max_length=99)
+    shapes = ((12,), (12,), (12, 3), (3,), (3, 1), (1,))
+    always = Classifier(tuple(np.ones(shape, np.float32) for shape in shapes), threshold=0.5, max_length=99)
     return [Fixed(99), Confidence(0.0), DraftVerify(0.0), Disco(always), cost({1: 1e-9}, {1: 1.0})]
 
 
@@ -76,7 +76,7 @@ def test_draft_and_verify_follows_its_formula_per_request() -> None:
         drafted = rng.integers(0, 6, len(ids)).astype(np.int32)
         accepted = np.minimum(drafted, rng.integers(0, 6, len(ids))).astype(np.int32)
         order = rng.permutation(len(ids))
-        policy.record_acceptance([ids[i] for i in order], drafted[order], accepted[order], accepted[order])
+        policy.record_acceptance(outcome([ids[i] for i in order], drafted[order], accepted[order]))
         for name, d, a in zip(ids, drafted, accepted, strict=True):
             if not d:
                 continue
@@ -84,8 +84,8 @@ def test_draft_and_verify_follows_its_formula_per_request() -> None:
             rate = 0.5 * rate + 0.5 * a / d
             change = 0.02 if rate < 0.9 else 0.0 if d == 5 and a == d else -0.02
             state[name] = [min(1, max(0, 0.8 * threshold + 0.2 * (threshold + change))), rate]
-    policy.finish(list(state))
-    assert not policy.requests
-    assert policy.first_threshold == pytest.approx(
-        0.6 + 0.6 * (np.mean([threshold for threshold, _ in state.values()]) - 0.6)
-    )
+    first = 0.6
+    for name, (threshold, _) in state.items():
+        policy.finish(name)
+        first += 0.1 * (threshold - first)
+    assert not policy.requests and policy.first_threshold == pytest.approx(first)

@@ -9,7 +9,7 @@ import pytest
 from lookahead_tools import RECIPE, Driver, KnownCosts, cost, share
 
 from layerskip_plugin.lookahead import Cost
-from layerskip_plugin.lookahead.base import Candidate
+from layerskip_plugin.rounds import Candidate
 from layerskip_plugin.skip_set import SkipSet
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from lookahead_tools import RECIPE, outcome
 
+from layerskip_plugin.calibrate.disco import Prices, Rounds, train
 from layerskip_plugin.lookahead import Disco, Recorder, Verifications
-from layerskip_plugin.lookahead.disco import Classifier, Prices, Rounds, train
-from layerskip_plugin.skip_set import SkipSet
+from layerskip_plugin.lookahead.disco import Classifier, features
 from tests.support.disks import full_disk
 
 sklearn = pytest.importorskip("sklearn")
 PRICES = Prices(0.3, 0.02)
-SKIP = SkipSet(2, frozenset({1}), frozenset())
 
 
 def records(
@@ -64,36 +64,22 @@ def test_the_network_is_the_one_that_was_trained() -> None:
     from sklearn.neural_network import MLPClassifier
 
     data = records("entropy", 300)
-    x = np.concatenate([data.top, data.entropy[:, None], data.position[:, None]], 1)
+    x = features(data.top, data.entropy, data.position)
     network = MLPClassifier((8,), max_iter=50, random_state=0)
     mean, scale = x.mean(0).astype(np.float32), x.std(0).astype(np.float32)
     with pytest.warns(Warning):
         network.fit((x - mean) / scale, data.accepted)
     (w1, w2), (b1, b2) = network.coefs_, network.intercepts_
-    ours = Classifier(mean, scale, *(w.astype(np.float32) for w in (w1, b1, w2, b2)), threshold=0.5, max_length=4)
+    weights = (mean, scale, *(w.astype(np.float32) for w in (w1, b1, w2, b2)))
     expected = network.predict_proba((x - mean) / scale)[:, 1]
-    assert np.abs(ours.probability(data.top, data.entropy, data.position) - expected).max() < 1e-4
-
-
-def test_file_round_trip_and_another_model(tmp_path: Path) -> None:
-    data = records("entropy", 1200)
-    classifier, _ = train(data, PRICES)
-    classifier.save(tmp_path / "d.json", {})
-    loaded = Classifier.load(tmp_path / "d.json", "m")
-    same = [c.probability(data.top, data.entropy, data.position) for c in (classifier, loaded)]
-    assert np.abs(same[0] - same[1]).max() < 1e-3
-    with pytest.raises(ValueError, match="another model"):
-        Classifier.load(tmp_path / "d.json", "other")
-    (tmp_path / "d.json").write_text('{"format": "freedraft disco 2", "hidden": 2, "weights": {}}')
-    with pytest.raises(ValueError, match="is damaged"):
-        Classifier.load(tmp_path / "d.json")
+    assert np.abs(Classifier(weights, threshold=0.5, max_length=4).probability(x) - expected).max() < 1e-4
 
 
 def test_the_policy_stops_below_the_threshold() -> None:
     classifier, _ = train(records("entropy", 4000), Prices(0.1, 0.0))
     assert 0.1 < classifier.threshold < 0.8 and classifier.max_length > 2
     policy = Disco(classifier)
-    policy.begin(["a", "b", "c"], SKIP, 40)
+    policy.begin(["a", "b", "c"], RECIPE, 40)
     assert policy.expected_len() == classifier.max_length, "no passes are run ahead that nobody reads"
     top = np.full((3, 10), 0.1, np.float32)
     more = policy.should_continue(0, np.arange(3, dtype=np.int32), top, np.array([0.1, 2.9, 0.2], np.float32))
@@ -115,20 +101,16 @@ def test_the_recorder_keeps_what_was_judged(tmp_path: Path, caplog: pytest.LogCa
     recorder, expected = Recorder(tmp_path / "r.npz", "m", lambda: (0.5, 0.02)), []
     for step in range(20):
         ids = ["a", "b", f"c{step}"]
-        recorder.begin(ids, 3)
         drafted = rng.integers(1, 4, 3).astype(np.int32)
         top, entropy = rng.random((3, 3, 10), np.float32), rng.random((3, 3), np.float32)
-        for position in range(3):
-            rows = np.flatnonzero(drafted > position).astype(np.int32)
-            recorder.put(position, rows, top[rows, position], entropy[rows, position])
         accepted = rng.integers(0, drafted + 1).astype(np.int32)
-        recorder.record_acceptance(ids, drafted, accepted)
+        recorder.record(outcome(ids, drafted, accepted, top, entropy))
         expected += [
             (top[i, k], entropy[i, k], k, k < accepted[i])
             for i in range(3)
             for k in range(min(drafted[i], accepted[i] + 1))
         ]
-        recorder.finish([f"c{step}"], idle=False)
+        recorder.finish(f"c{step}", idle=False)
     with full_disk(20):
         recorder.close()
     assert "cannot write" in caplog.text

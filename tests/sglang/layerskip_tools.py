@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
@@ -33,7 +34,7 @@ def make_model(folder: Path, kind: str, vocab_size: int = VOCAB, context: int = 
     weaken(model, range(LAYERS // 2, LAYERS), 0.03)
     save(model, folder)
     for name, skip_set in SETS.items():
-        SkipSet.of_bits(skip_set.bits, model_fingerprint(model.config)).save(folder / f"{name}.json")
+        replace(skip_set, model=model_fingerprint(model.config)).save(folder / f"{name}.json")
     return folder
 
 

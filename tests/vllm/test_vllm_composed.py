@@ -50,7 +50,7 @@ def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
         proposer = runner_of(made).drafter
         method = proposer.guarded.method
         assert not failures(proposer) and not proposer.guarded.running
-        assert not method._by_model and not len(method.host.drafter) and not len(method.model.selector)
+        assert not method._by_model and not len(method.host.drafter) and not method.model.selection.requests
 
 
 def generate(llm: Any, prompts: list[str]) -> list[list[int]]:

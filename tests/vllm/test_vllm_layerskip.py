@@ -57,7 +57,7 @@ def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
         settle(llm)
         proposer = runner_of(llm).drafter
         assert not failures(proposer)
-        assert not proposer.guarded.running and not len(proposer.guarded.method.selector)
+        assert not proposer.guarded.running and not proposer.guarded.method.selection.requests
 
 
 def skipping(name: str, max_tokens: int = TOKENS) -> Any:

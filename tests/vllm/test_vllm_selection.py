@@ -23,7 +23,6 @@ from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.knapsack import Choice, Plan
 from layerskip_plugin.selection.knn import Knn
 from layerskip_plugin.selection.online_search import WINDOW, KnapSpec, Swift
-from layerskip_plugin.selection.serving import Selector
 from layerskip_plugin.skip_set import SkipSet
 
 LAYERS, HIDDEN, K = 30, 576, 4
@@ -62,23 +61,23 @@ def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
         llm = request.getfixturevalue("swift_engine")
         settle(llm)
         proposer = runner_of(llm).drafter
-        assert not failures(proposer) and not len(proposer.guarded.method.selector)
+        assert not failures(proposer) and not proposer.guarded.method.selection.requests
 
 
 @contextmanager
 def selecting(llm: Any, selection: Any) -> Iterator[Any]:
     """Another selection in the same engine, with its sets built as at the start."""
     method = runner_of(llm).drafter.guarded.method
-    names = ("selector", "needs_prompt_states", "_scorer")
+    names = ("selection", "needs_prompt_states", "_scorer")
     before = {name: getattr(method, name) for name in names}
-    method.selector, method._scorer = Selector(selection), None
-    method.needs_prompt_states = selection.needs_hidden
+    method.selection, method._scorer = selection, None
+    method.needs_prompt_states = selection.needs_prompt_states
     build_all(method)
     try:
         yield method
     finally:
         settle(llm)
-        assert not len(method.selector)
+        assert not method.selection.requests
         for name, value in before.items():
             setattr(method, name, value)
         build_all(method)
@@ -86,8 +85,8 @@ def selecting(llm: Any, selection: Any) -> Iterator[Any]:
 
 def build_all(method: Any) -> None:
     method.draft_passes.clear()
-    method.recipes.use(method.selector.sets.values())
-    for skip_set in method.selector.sets.values():
+    method.recipes.use(method.selection.sets.values())
+    for skip_set in method.selection.sets.values():
         method.build(skip_set, optimize=False)
 
 
@@ -101,7 +100,7 @@ def kept_sublayers(method: Any) -> int:
 def test_swift_searches_while_it_serves(swift_engine: Any, prompts: list, plain: list) -> None:
     proposer = runner_of(swift_engine).drafter
     method = proposer.guarded.method
-    swift, modules = method.selector.selection, set()
+    swift, modules = method.selection, set()
     assert isinstance(swift, Swift)
     start = swift.incumbent
     with spied(proposer, lambda step, drafts: modules.update(map(id, method.draft_passes.values()))):
@@ -132,7 +131,7 @@ def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prom
     for row in bits[1:5]:
         row[rng.choice(np.arange(4, 56), 12, replace=False)] = True
     bits[5, 1] = True
-    recipes = [SkipSet.of_bits(row.tolist()) for row in bits]
+    recipes = [SkipSet.of_sublayers(np.flatnonzero(row), LAYERS) for row in bits]
     attention = [layer.self_attn.attn for layer in backbone.layers]
     found: list[np.ndarray] = []
     texts: list[list[int]] = []
@@ -151,7 +150,7 @@ def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prom
         assert generate(swift_engine, prompts[:4]) == plain[:4]
     assert len(found) == 4
     host = Reading.load(Path(swift_engine.llm_engine.model_config.model), dtype="float32")
-    sets = [SkipSet.of_bits(row.tolist(), host.fingerprint) for row in bits]
+    sets = [host.skip(np.flatnonzero(row)) for row in bits]
     for text, measured in zip(texts, found, strict=True):
         sample = host.newest(text[:-1], 32)
         drafted = host.best(host.final_states(sets, sample)).numpy()
@@ -174,7 +173,7 @@ def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: lis
         before = [layer.kv_cache.clone() for layer in attention]
         survivors = scorer.run_sublayers(lambda embedded, run: search(embedded, run, 2 * LAYERS, weights, most))
         assert all(bool((old == layer.kv_cache).all()) for old, layer in zip(before, attention, strict=True))
-        sets = [SkipSet.of_bits(bits) for bits in survivors.skipped.tolist()]
+        sets = survivors.sets()
         found.append((list(text), sets))
         return sets
 
@@ -188,7 +187,7 @@ def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: lis
     times = PassTimes(1.0, 1.0, 0.0, lambda n: 100.0 + n)
     policy = KnapSpec(LAYERS, scorer, propose, lambda: times)
     with selecting(swift_engine, policy) as method:
-        method.selector.budget.share, method._scorer = 0.9, scorer
+        policy.share, method._scorer = 0.9, scorer
         scorer.observe = observe
         for _ in range(12):
             assert generate(swift_engine, prompts) == plain
@@ -210,10 +209,10 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts
     seen: dict[str, np.ndarray] = {}
 
     class Listening(Static):
-        needs_hidden = True
+        needs_prompt_states = True
 
-        def begin(self, request_ids: Any, requested: Any = (), hidden: Any = None) -> None:
-            seen.update(zip(request_ids, hidden, strict=True))
+        def set_prompt_state(self, request_id: str, state: Any) -> None:
+            seen[request_id] = state
 
     with selecting(swift_engine, Listening({"a": SkipSet.empty(LAYERS), "b": SkipSet.empty(LAYERS)})):
         assert generate(swift_engine, prompts) == plain
@@ -235,11 +234,11 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts
     routed: dict[str, SkipSet] = {}
     mixed: list[int] = []
     with selecting(swift_engine, Knn(domains)) as method:
-        names = list(method.selector.sets)
+        names = list(method.selection.sets)
         assert names == ["all domains", "chat", "text"]
 
         def record(step: Any, drafts: list[list[int]]) -> None:
-            chosen = method.selector.selection.choose(step.request_ids, step.contexts)
+            chosen = method.selection.choose(step.request_ids, step.contexts)
             routed.update(zip(step.request_ids, chosen, strict=True))
             mixed.append(len(set(chosen)))
 

@@ -106,7 +106,7 @@ def cramped(llm: Any, skip_sets: int = 0) -> Iterator[None]:
     def record(step: Any, drafts: list[list[int]]) -> None:
         partial.append(step.batch_size < batch_rows(step))
         if skip_sets:
-            chosen.append(len(set(proposer.guarded.method.selector.selection.choose(step.request_ids, step.contexts))))
+            chosen.append(len(set(proposer.guarded.method.selection.choose(step.request_ids, step.contexts))))
 
     with spied(proposer, record):
         yield

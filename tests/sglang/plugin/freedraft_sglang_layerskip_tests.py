@@ -109,11 +109,12 @@ def make_checked(options, context, controller):
             model.one_token_each = watched
             record = self.lookahead.record_acceptance
 
-            def recording(request_ids, drafted, accepted, path):
-                for request_id, d, a in zip(request_ids, drafted.tolist(), accepted.tolist(), strict=True):
+            def recording(outcome):
+                drafted, accepted = outcome.verified.tolist(), outcome.accepted.tolist()
+                for request_id, d, a in zip(outcome.request_ids, drafted, accepted, strict=True):
                     totals[f"drafted by set {set_of(request_id)}"] += d
                     totals[f"accepted of set {set_of(request_id)}"] += a
-                record(request_ids, drafted, accepted, path)
+                record(outcome)
 
             self.lookahead.record_acceptance = recording
             if os.environ.get(TIMES):
@@ -137,8 +138,8 @@ def make_checked(options, context, controller):
                     kept = b"".join(buffer[slots].numpy().tobytes() for buffer in buffers)
                     hashes[request_id].append([length, hashlib.sha256(kept).hexdigest()])
                 if set_of(request_id) is not None:
-                    skip_set = list(self.selector.sets.values())[set_of(request_id)]
-                    self.selector.selection.asked[request_id] = skip_set
+                    skip_set = list(self.selection.sets.values())[set_of(request_id)]
+                    self.selection.requests[request_id] = skip_set
             nodes = any("nodes" in words(request_id) for request_id in ids)
             self.paged.has_graphs = lambda stages: nodes
             self.trees = not any("chain" in words(request_id) for request_id in ids)
@@ -163,7 +164,7 @@ def make_checked(options, context, controller):
                 totals["drafted"] += int(drafted.sum())
                 totals["batch 4"] += len(ids) == 4
                 totals["uneven"] += len(set(drafted.tolist())) > 1
-                chosen = len(set(self.selector.selection.choose(ids, step.contexts)))
+                chosen = len(set(self.selection.choose(ids, step.contexts)))
                 totals["sets in a batch"] = max(totals["sets in a batch"], chosen)
                 totals["branches"] += int((tree.counts - 1 - drafted).sum())
             for i, request_id in enumerate(ids):
@@ -175,7 +176,7 @@ def make_checked(options, context, controller):
 
         def finish(self, request_id, output, aborted):
             super().finish(request_id, output, aborted)
-            totals["held"] = len(self.selector) + len(self._requested)
+            totals["held"] = len(self.selection.requests) + len(self._running)
             write()
 
     return Checked(options, context, controller)

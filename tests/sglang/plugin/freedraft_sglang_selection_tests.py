@@ -26,7 +26,6 @@ def make_selecting(options, context, controller):
     from layerskip_plugin.selection.knapsack import Knapsack, Plan
     from layerskip_plugin.selection.knn import Domains, Knn
     from layerskip_plugin.selection.online_search import KnapSpec
-    from layerskip_plugin.selection.serving import Selector
     from layerskip_plugin.skip_set import SkipSet
 
     folder = Path(os.environ["SELECTION_TEST_FOLDER"])
@@ -40,15 +39,15 @@ def make_selecting(options, context, controller):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             self.needs_prompt_states = True
-            self.swift = self.selector
-            evaluate = self.swift.selection.evaluate
+            self.swift = self.selection
+            evaluate = self.swift.evaluate
 
             def scoring(recipes):
                 log["searches"] += len(recipes)
                 return evaluate(recipes)
 
-            self.swift.selection.evaluate = scoring
-            self.selectors = {"swift": self.swift}
+            self.swift.evaluate = scoring
+            self.selections = {"swift": self.swift}
 
         def prepare(self, model):
             super().prepare(model)
@@ -79,17 +78,18 @@ def make_selecting(options, context, controller):
             right = best == scorer._next[start:]
             one_by_one = [scorer._right(bits[None], start, scorer.window)[0] for bits in skipped]
             log["as in one pass"].append(bool((right == one_by_one).all()))
-            return [SkipSet.of_bits(bits) for bits in skipped.tolist()]
+            return [SkipSet.of_sublayers(bits.nonzero()[0], self.paged.n_layers) for bits in skipped]
 
         def begin(self, request_id, tokens, tenant, extra):
             word = request_id.split("-")[0]
-            if word not in self.selectors and word in self.makers:
-                self.selectors[word] = Selector(self.makers[word](), 0.9)
-            if self.selector is not self.selectors.get(word, self.swift):
-                assert not len(self.selector)
-                self.selector = self.selectors.get(word, self.swift)
-                self.recipes.use(self.selector.sets.values())
-                for skip_set in self.selector.sets.values():
+            if word not in self.selections and word in self.makers:
+                self.selections[word] = self.makers[word]()
+                self.selections[word].share = 0.9  # of time, for those that search
+            if self.selection is not self.selections.get(word, self.swift):
+                assert not self.selection.requests
+                self.selection = self.selections.get(word, self.swift)
+                self.recipes.use(self.selection.sets.values())
+                for skip_set in self.selection.sets.values():
                     self.build(skip_set, optimize=False)
             super().begin(request_id, tokens, tenant, extra)
 
@@ -109,24 +109,23 @@ def make_selecting(options, context, controller):
         def draft(self, step):
             tree = super().draft(step)
             tree.check()
-            sets = list(self.selector.sets.values())  # of a search one, of a plan those that are drafted with
-            chosen = self.selector.selection.choose(step.request_ids, step.contexts)
+            sets = list(self.selection.sets.values())  # of a search one, of a plan those that are drafted with
+            chosen = self.selection.choose(step.request_ids, step.contexts)
             places = [sets.index(skip_set) if skip_set in sets else 0 for skip_set in chosen]
             drafted = [0] * step.batch_size if self._last is None else self._last.drafted.tolist()
             log["mixed"] = max(log["mixed"], len(set(places)))
             for request_id, *seen in zip(step.request_ids, step.contexts.tolist(), places, drafted, strict=True):
                 log["places"].setdefault(request_id, []).append(seen)
-            swift = self.swift.selection
-            if swift.incumbent.sublayers not in [tuple(s) for s in log["swift sets"]]:
-                log["swift sets"].append(list(swift.incumbent.sublayers))
-            if isinstance(self.selector.selection, KnapSpec):
-                log["knapspec sets"].append(list(self.selector.selection.incumbent.sublayers))
+            if self.swift.incumbent.sublayers not in [tuple(s) for s in log["swift sets"]]:
+                log["swift sets"].append(list(self.swift.incumbent.sublayers))
+            if isinstance(self.selection, KnapSpec):
+                log["knapspec sets"].append(list(self.selection.incumbent.sublayers))
             write()
             return tree
 
         def finish(self, request_id, output, aborted):
             super().finish(request_id, output, aborted)
-            log["held"] = len(self.selector) + len(self._requested) + len(self._prompt_states)
+            log["held"] = len(self.selection.requests) + len(self._running)
             write()
 
     return Selecting(options, context, controller)

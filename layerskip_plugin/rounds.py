@@ -1,0 +1,138 @@
+"""A round of draft passes: the recipes that it may run, what it drafts, and what verification says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freedraft.draft_model import Drafted
+from freedraft.draft_pass import Window
+from freedraft.step import Step
+from layerskip_plugin.skip_set import SkipSet
+
+Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
+Flags = NDArray[np.bool_]
+
+
+class Candidate(NamedTuple):
+    """A recipe that a round may run."""
+
+    recipe: SkipSet
+    votes: int  # requests with its skip set
+    requests: int  # that would draft with it
+
+
+class Recipes:
+    """Every skip set with every window: ascending; None, the whole cache, last."""
+
+    def __init__(self, skip_sets: Iterable[SkipSet], windows: Sequence[Window | None], page_size: int) -> None:
+        self._windows, self._page_size = windows, page_size
+        self.use(skip_sets)
+
+    def use(self, skip_sets: Iterable[SkipSet]) -> None:
+        """Replace all skip sets."""
+        # A pass that leaves out nothing is a step of the model: no choice where there is another one.
+        short = [w for w in self._windows if w is not None or len(self._windows) == 1]
+        self._of = {s: [replace(s, window=window) for window in (self._windows if s else short)] for s in skip_sets}
+
+    @property
+    def all(self) -> list[SkipSet]:
+        """Every recipe, those of one skip set together."""
+        return [recipe for recipes in self._of.values() for recipe in recipes]
+
+    def of(self, skip_set: SkipSet) -> list[SkipSet]:
+        return self._of[skip_set]
+
+    def applies(self, recipe: SkipSet, contexts: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool [B]: whether requests of these lengths draft with a recipe. Where no layers are skipped and the window
+        holds the whole request, passes would do what the model does."""
+        if recipe.window is None or recipe:
+            return np.ones(len(contexts), np.bool_)
+        return contexts > recipe.window.whole_up_to(self._page_size)
+
+    def candidates(self, chosen: Sequence[SkipSet], contexts: NDArray[np.int32]) -> list[Candidate]:
+        """The recipes that a round for requests with these skip sets and int32 [R] tokens may run: of these sets, with
+        windows that are shorter than the longest request."""
+        longest, found = int(contexts.max(initial=0)), []
+        for skip_set, recipes in self._of.items():
+            voters = np.fromiter((each == skip_set for each in chosen), np.bool_, len(chosen))
+            shorter = [r for r in recipes if r.window is None or r.window.whole_up_to(self._page_size) < longest]
+            for recipe in shorter or (recipes[-1:] if skip_set else []):
+                applies = self.applies(recipe, contexts)
+                found.append(Candidate(recipe, int((applies & voters).sum()), int(applies.sum())))
+        return [candidate for candidate in found if candidate.votes]
+
+
+class Round:
+    """The drafts of one round."""
+
+    def __init__(self, request_ids: Sequence[str], recipe: SkipSet, depth: int, top_k: int) -> None:
+        batch = len(request_ids)
+        self.request_ids, self.recipe = request_ids, recipe
+        self.tokens = np.zeros((batch, depth, top_k), np.int32)  # best first at each position
+        self.probabilities = np.zeros((batch, depth, top_k), np.float32)
+        self.entropy = np.zeros((batch, depth), np.float32)
+        self.drafted = np.zeros(batch, np.int32)  # positions drafted
+
+    def take(self, drafted: Drafted, rows: NDArray[np.intp], position: int) -> None:
+        """Keep what passes from `position` on drafted for the requests at `rows`."""
+        for i, tokens in enumerate(drafted.tokens, position):
+            self.tokens[rows, i], self.probabilities[rows, i] = tokens, drafted.probabilities[i - position]
+            if drafted.entropy is not None:
+                self.entropy[rows, i] = drafted.entropy[i - position]
+
+    def outcome(self, step: Step) -> Outcome | None:
+        """What the step that verified it accepted; None where none of its requests had drafts and is still there."""
+        row_of = {request_id: row for row, request_id in enumerate(step.request_ids)}
+        some = np.flatnonzero(self.drafted > 0).tolist()
+        pairs = [(i, row_of[r]) for i in some if (r := self.request_ids[i]) in row_of]
+        if not pairs:
+            return None
+        before, now = np.array(pairs, np.intp).T
+        # The chain comes first in a tree, so that what the engine or a controller cut off is its end.
+        verified = np.minimum(self.drafted[before], step.drafted[now])
+        chain = self.tokens[before, :, 0]
+        positions = np.arange(chain.shape[1])
+        place = step.starts[now][:, None] + positions
+        # The last token gained is the bonus, which no draft token stands for.
+        inside = (place < step.ends[now][:, None] - 1) & (positions < verified[:, None])
+        same = inside & (step.tokens[np.minimum(place, len(step.tokens) - 1)] == chain)
+        return Outcome(
+            self.recipe,
+            [self.request_ids[i] for i in before.tolist()],
+            drafted=self.drafted[before],
+            verified=verified,
+            accepted=np.cumprod(same, 1).sum(1).astype(np.int32),
+            path=step.accepted[now],
+            top=self.probabilities[before],
+            entropy=self.entropy[before],
+        )
+
+
+class Outcome(NamedTuple):
+    """Verification of the drafts of R requests. A sibling that was accepted ends the chain before it."""
+
+    recipe: SkipSet  # of the round
+    request_ids: Sequence[str]
+    drafted: Ints  # [R], tokens of the chain that passes have drafted
+    verified: Ints  # [R], of them
+    accepted: Ints  # [R], of them
+    path: Ints  # [R], draft tokens that the step accepted, also beside the chain
+    top: Floats  # [R, D, K], largest probabilities at each position, descending
+    entropy: Floats  # [R, D], in nats
+
+    def judged(self) -> tuple[NDArray[np.intp], NDArray[np.intp], Flags]:
+        """The tokens that have a verdict: those accepted, and the first rejected one of each request. Those after it
+        say nothing: their context was wrong.
+
+        Returns:
+            row intp [N], position intp [N], accepted bool [N]; by request, then by position.
+        """
+        counts = np.minimum(self.verified, self.accepted + 1)
+        row, position = np.nonzero(np.arange(self.entropy.shape[1]) < counts[:, None])
+        return row, position, position < self.accepted[row]
