@@ -77,6 +77,7 @@ class PluginGroup(TyperGroup):
 RETIRED = {
     "explain --windows": "windowed drafts are judged by measured times while serving: option 'window' of layerskip",
     "explain --memory": "it was for --windows",
+    "explain --plot": "the table has every figure that was drawn",
     "datastore compact": "servers at one URL read what the others publish, and `live_max_age` removes what is old",
     "calibrate scorer": "weights ship with freedraft; python -m bench.scorer, in a clone of it, trains others",
     "calibrate --engine": "transformers runs the model, in the checkpoint's dtype; see --device",
@@ -188,7 +189,6 @@ def explain(
     tokens_per_step: Annotated[
         str | None, typer.Option(metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it too (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Say what a step costs and how much the cost model would draft, by batch size, from the roofline alone."""
     from rich.console import Console
@@ -216,9 +216,6 @@ def explain(
         + ", ".join(f"{n} nodes give {t:g}" for n, t in (curve or explanation.TOKENS_PER_STEP).items() if n > 1)
         + " tokens per step. While serving, policy 'auto' measures both."
     )
-    if plot is not None:
-        explanation.plot(roofline, context, rows, plot)
-        typer.echo(f"drawn: {plot}")
 
 
 @app.command()

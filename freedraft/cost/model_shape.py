@@ -89,13 +89,6 @@ class ModelShape:
     window: int | None = None
     window_layers: float = 1.0
 
-    @property
-    def parameters(self) -> float:
-        """Weights of a dense model's layers and head, and its embedding once more."""
-        h, attention = self.hidden, (2 * self.heads + 2 * self.kv_heads) * self.head_dim
-        mlp = (3 if self.gated else 2) * self.intermediate
-        return float(self.layers * h * (attention + mlp) + 2 * self.vocab * h)
-
     def attended(self, context: float) -> float:
         """Tokens of the cache that a layer reads for each request, on average over the layers."""
         if self.window is None:

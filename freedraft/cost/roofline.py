@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.config import ConfigError
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.draft_pass import Recipe
+
+if TYPE_CHECKING:
+    from freedraft.step import EngineContext
 
 Number = float | NDArray[np.float64]
 
@@ -178,3 +183,21 @@ class Roofline:
     def _seconds(self, rows: list[Operation]) -> Number:
         peak = self.profile.flops(self.shape.dtype)
         return sum((row.seconds(peak, self.profile.bandwidth) for row in rows), start=np.float64(0.0))
+
+
+def roofline_of(context: EngineContext, profile: HardwareProfile) -> Roofline:
+    """The roofline of an engine's model. Raises ConfigError: its configuration cannot be read."""
+    if context.hf_config is None:
+        raise ConfigError("the model's configuration is not known")
+    shape = ModelShape.from_config(context.hf_config.to_dict(), dtype=context.dtype, kv_dtype=context.kv_dtype)
+    return Roofline(shape, profile, context.tensor_parallel, mask=context.widths is not None)
+
+
+def knee_of(context: EngineContext, profile: HardwareProfile) -> int | None:
+    """Query tokens per step at the ridge with the weights that the engine reads; None where its model is not known."""
+    if context.hf_config is None or profile.knee is not None:
+        return None
+    try:
+        return profile.ridge_of(roofline_of(context, profile).shape.weight_bytes)
+    except ConfigError:
+        return None

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from known import LLAMA3_8B, ROOFLINE
 
-from freedraft.cost.batch_lengths import PROBE_EVERY, BatchLengths, candidate_lengths
+from freedraft.cost.batch_lengths import BatchLengths, candidate_lengths
+from freedraft.cost.probes import PROBE_EVERY
 from freedraft.draft import DraftBatch
 from freedraft.step import EngineContext
 from tests.support.steps import make_step

@@ -53,13 +53,10 @@ def test_curves() -> None:
             parse_curve(wrong)
 
 
-def test_the_command_prints_and_draws(model: Path) -> None:
-    out = model / "figure.png"
-    result = CliRunner().invoke(app, ["explain", "--model", str(model), "--hardware", "h100", "--plot", str(out)])
+def test_the_command_prints(model: Path) -> None:
+    result = CliRunner().invoke(app, ["explain", "--model", str(model), "--hardware", "h100"])
     assert result.exit_code == 0, result.output
     assert "gain" in result.output and "256" in result.output
-    pytest.importorskip("matplotlib")
-    assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -70,6 +67,7 @@ def test_the_command_prints_and_draws(model: Path) -> None:
         (["--hardware", "h100", "--tokens-per-step", "x"], "--tokens-per-step"),
         (["--windows", "512:0.9"], "'--windows' is no longer supported: windowed drafts are judged by measured times"),
         (["--windows=512:0.9", "--memory", "80"], "'--windows' is no longer supported"),
+        (["--plot", "x.png"], "'--plot' is no longer supported"),
     ],
 )
 def test_wrong_arguments_are_named(model: Path, arguments: list[str], word: str) -> None:
