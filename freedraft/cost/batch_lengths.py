@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _ENOUGH, _RATE = 2, 0.02  # times of such steps that say more than the times of others; what a new one weighs at least
 _PRICE_EVERY = 4  # steps of a range of batch sizes
 _MARGIN = 0.995  # of the best ratio, which a shorter length may have
-_REQUESTS = 2.0  # whose newest drafts say what drafts bring
+_REQUESTS = 2.0  # newest drafts of this many requests decide what drafts are expected to bring
 
 Rows = list[tuple[int, int, int]]  # (first batch size, last batch size, draft tokens per request)
 
@@ -176,10 +176,8 @@ class BatchLengths(Fixed):
         return int(self.lengths[best])
 
     def decide(self, batch: int, context: float) -> Rows:
-        """Lengths to schedule from now on, for this batch size and those that are told anew; the rest stay.
-
-        To be called once per step.
-        """
+        """Lengths to schedule from now on at this batch size, and at one that was probed; the others stay. To be called
+        once per step."""
         at = batch_range(batch)
         rows: Rows = []
         if self._probed is not None and self._probed != at:

@@ -152,15 +152,15 @@ class Auto(Controller):
 
     @property
     def overrun(self) -> float:
-        """By how much a step with draft passes takes longer than its parts."""
+        """Factor by which a step with draft passes takes longer than its parts."""
         return self.times.overrun
 
     def predicted_pass_seconds(self, recipe: Recipe, batch: int) -> float:
-        """What the roofline says of a draft pass at this machine's level, whatever such passes took."""
+        """Roofline estimate of a draft pass, scaled to this machine; ignores measured pass times."""
         return self.times.uncorrected_pass(recipe, batch, self._context)
 
     def record_pass(self, recipe: Recipe, batch: int, seconds: float, count: int = 1) -> None:
-        """So many draft passes over `batch` requests have taken so long each."""
+        """Record `count` draft passes over `batch` requests of `seconds` each."""
         self._passes += count * float(self.times.pass_seconds(recipe, batch, self._context))
         self.times.update_pass(recipe, batch, self._context, seconds)
 

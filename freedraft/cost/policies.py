@@ -28,7 +28,7 @@ class Controller(ABC):
 
     Attributes:
         budget: draft tokens that the last step was allowed, over the whole batch.
-        speedup: tokens per second over plain decoding, as far as it is estimated; else NaN.
+        speedup: estimated tokens per second over plain decoding; NaN without an estimate.
     """
 
     speedup = math.nan
@@ -43,7 +43,7 @@ class Controller(ABC):
     @property
     def min_score(self) -> float:
         """Probability of acceptance below which a draft token is not worth verifying, where the user names none: what
-        a token costs by the profile, as far as lengths may differ by request."""
+        a token costs by the profile, where lengths may differ by request."""
         return self.profile.token_cost if self.widths is None else 0.0
 
     def max_tokens_per_request(self, batch_size: int) -> int:

@@ -31,7 +31,7 @@ def measure(
     Args:
         device: "cuda" or "cpu"; None takes the GPU where there is one.
         name: of the profile; None makes one of the device's name.
-        progress: told what is measured and the share done, 0 to 1.
+        progress: called with the name of each measurement and the share done, 0 to 1.
 
     Raises:
         ConfigError: torch is missing, or the device is.

@@ -150,7 +150,7 @@ class StepTimes:
         far off) and was dropped."""
         if not 1 <= batch <= query_tokens <= MAX_QUERY_TOKENS:
             return False
-        predicted = float(np.interp(query_tokens, CENTRES, self._log_step(batch, context)))
+        predicted = float(np.interp(query_tokens, CENTRES, self._log(batch, context)))
         return self._learn(self._steps, row_of(batch, context), _bucket(query_tokens), predicted, seconds)
 
     def update_pass(self, recipe: Recipe, batch: int, context: float, seconds: float) -> bool:
@@ -162,7 +162,7 @@ class StepTimes:
         if (recipe, bucket) not in self._warm:
             self._warm.add((recipe, bucket))
             return False
-        predicted = float(np.interp(batch, CENTRES, self._log_pass(recipe, context)))
+        predicted = float(np.interp(batch, CENTRES, self._log(recipe, context)))
         return self._learn(self._of_recipe(recipe), context_bucket(context), bucket, predicted, seconds)
 
     def update_round(self, passes: bool, predicted: float, seconds: float) -> None:
@@ -208,42 +208,41 @@ class StepTimes:
 
     def seconds(self, batch: int, query_tokens: ArrayLike, context: float) -> Floats:
         """Seconds of one step, by query tokens."""
-        logs = self._log_step(batch, context) + self._steps.row(row_of(batch, context)) + self._level
+        logs = self._log(batch, context) + self._steps.row(row_of(batch, context)) + self._level
         return np.interp(np.asarray(query_tokens, np.float64), CENTRES, np.exp(logs))
 
     def uncorrected(self, batch: int, query_tokens: ArrayLike, context: float) -> Floats:
         """The roofline's seconds of one step, scaled to this machine; ignores measured differences between steps."""
-        logs = self._log_step(batch, context) + self._level
+        logs = self._log(batch, context) + self._level
         return np.exp(np.interp(np.asarray(query_tokens, np.float64), CENTRES, logs))
 
     def pass_seconds(self, recipe: Recipe, batch: ArrayLike, context: float) -> Floats:
         """Seconds of one draft pass, by batch size."""
         corrections = self._of_recipe(recipe).row(context_bucket(context))
-        seconds = np.exp(self._log_pass(recipe, context) + corrections + self._level)
+        seconds = np.exp(self._log(recipe, context) + corrections + self._level)
         return np.interp(np.asarray(batch, np.float64), CENTRES, seconds)
 
     def uncorrected_pass(self, recipe: Recipe, batch: int, context: float) -> float:
         """The roofline's seconds of one draft pass, scaled to this machine; ignores measured pass times."""
-        return math.exp(float(np.interp(batch, CENTRES, self._log_pass(recipe, context))) + self._level)
+        return math.exp(float(np.interp(batch, CENTRES, self._log(recipe, context))) + self._level)
 
     def _of_recipe(self, recipe: Recipe) -> _Corrections:
         if recipe not in self._passes:
             self._passes[recipe] = _Corrections(CONTEXTS)
         return self._passes[recipe]
 
-    def _log_step(self, batch: int, context: float) -> Floats:
-        return self._log(batch, context, lambda c: self.roofline.seconds(batch, np.maximum(CENTRES, batch), c))
-
-    def _log_pass(self, recipe: Recipe, context: float) -> Floats:
-        return self._log(recipe, context, lambda c: self.roofline.pass_seconds(recipe, CENTRES, c))
-
-    def _log(self, kind: Hashable, context: float, predict: Callable[[float], ArrayLike]) -> Floats:
-        """float64 [BUCKETS]: ln of the roofline's seconds, at the nearest of eight contexts per octave."""
+    def _log(self, kind: int | Recipe, context: float) -> Floats:
+        """float64 [BUCKETS]: ln of the roofline's seconds of a step, by its batch size, or of a pass, by its recipe; at
+        the nearest of eight contexts per octave."""
         key = kind, round(8.0 * math.log2(max(context, 64.0)))
-        logs = self._predicted.get(key)
-        if logs is None:
-            logs = self._predicted[key] = np.log(np.asarray(predict(2.0 ** (key[1] / 8))))
-        return logs
+        if key not in self._predicted:
+            near = 2.0 ** (key[1] / 8)
+            if isinstance(kind, int | np.integer):
+                seconds = self.roofline.seconds(int(kind), np.maximum(CENTRES, kind), near)
+            else:
+                seconds = self.roofline.pass_seconds(kind, CENTRES, near)
+            self._predicted[key] = np.log(np.asarray(seconds))
+        return self._predicted[key]
 
     # -- on disk -------------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ def controller(longest: int = 8, **options: object) -> Auto:
 
 
 def chains(p: list[list[float]], kinds: int = 0) -> DraftBatch:
-    """Chains whose nodes have these probabilities given their parents; token i at depth i."""
+    """Chains of nodes with these probabilities given their parents; token i at depth i."""
     draft = DraftBatch.empty(len(p), 1 + max(map(len, p), default=0))
     for b, row in enumerate(p):
         n = len(row)

@@ -20,7 +20,7 @@ def times() -> StepTimes:
 
 
 def machine(batch: int, query_tokens: int) -> float:
-    """A machine whose knee is at 6 tokens, far below the roofline's 18."""
+    """A machine with its knee at 6 tokens, far below the roofline's 18."""
     return 0.020 + 0.0015 * max(0, query_tokens - 6) + 0.0002 * batch
 
 
