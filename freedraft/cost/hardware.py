@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
@@ -63,8 +63,7 @@ class HardwareProfile(BaseModel):
 
     def flops(self, dtype: str) -> float:
         """FLOP/s in `dtype`: the profile's figure for it, or bf16's; 8-bit formats count as bf16 unless given."""
-        rates: dict[str, float] = {**self.peak_flops_by_dtype}
-        return rates.get(dtype, self.peak_flops)
+        return self.peak_flops_by_dtype.get(cast(Dtype, dtype), self.peak_flops)
 
     def max_nodes(self, batch_size: int) -> int | None:
         """Most nodes per request, root included, at this batch size; None where there is no cap."""

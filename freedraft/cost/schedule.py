@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ def draft_lengths(
     if policy == "fixed":
         return None
     profile, max_tokens = choose_profile(hardware, context.device), context.max_draft_tokens
-    length_of, learnt = Knee(profile, max_tokens, None, knee or knee_of(context, profile)).length, ()
+    length_of: Callable[[int], int] = Knee(profile, max_tokens, None, knee or knee_of(context, profile)).length
+    learnt: tuple[int, ...] = ()
     if policy == "auto":
         with suppress(ConfigError):  # as in `make_controller`: by the rule
             model = BatchLengths(roofline_of(context, profile), candidate_lengths(max_tokens))
