@@ -13,7 +13,7 @@ and match length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import namedtuple
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,26 +34,25 @@ _RATE = 0.03
 _FAST_RATE, _TREND_RATE = 4.0, 0.2  # of d, by step, for a mean error of 1; of that error
 _RISES = 0.1  # mean error
 _MAX_CORRECTION, _MOST = 4.0, 10.0  # of a, b and c; of d
-_BINS_AT, _KINDS_AT, _DEPTHS_AT, _COMMON_AT = 0, _BINS, _BINS + KINDS, _BINS + KINDS + _DEPTHS
+_KINDS_AT, _DEPTHS_AT, _COMMON_AT = _BINS, _BINS + KINDS, _BINS + KINDS + _DEPTHS
 SIZE = _COMMON_AT + 2
 _GRID = 512
+# int64, the bin of each share out of `_GRID`: one per unit of its logit
+_SHARES = (np.arange(_GRID) + 0.5) / _GRID
+_BIN_OF = np.clip(np.log(_SHARES / (1 - _SHARES)) + _BINS / 2, 0, _BINS - 1).astype(np.int64)
 
 
-def _bins() -> NDArray[np.uint8]:
-    """The bin of each share out of `_GRID`: one per unit of its logit."""
-    share = (np.arange(_GRID) + 0.5) / _GRID
-    return np.clip(np.log(share / (1 - share)) + _BINS / 2, 0, _BINS - 1).astype(np.uint8)
-
-
-BIN_OF = _bins()
+# Arguments of compiled functions: the arrays of a `DraftBatch`, and what requests gained, see `Acceptance.learn`
+_Nodes = namedtuple("_Nodes", ("tokens", "parents", "depths", "scores", "kinds", "counts"))
+_Gained = namedtuple("_Gained", ("rows", "tokens", "starts", "ends"))
 
 
 @compiled(inline="always")
-def _given_parent(odds, bin_of, score, parents_score, kind, depth):
+def _given_parent(odds, ratio, kind, depth):
     """(P(node accepted | parent accepted), the four corrections that made it). odds: exp of the corrections, so that
-    nothing but products is needed here."""
-    ratio = min(max(score / max(parents_score, 1e-9), 1e-4), 0.9995)
-    x = _BINS_AT + bin_of[int(ratio * _GRID)]
+    nothing but products is needed here; ratio: the node's score over its parent's."""
+    ratio = min(max(ratio, 1e-4), 0.9995)
+    x = _BIN_OF[int(ratio * _GRID)]
     y = _KINDS_AT + min(kind, KINDS - 1)
     d = _DEPTHS_AT + min(depth - 1, _DEPTHS - 1)
     f = _COMMON_AT + (kind >= PASS_KINDS)
@@ -61,51 +60,53 @@ def _given_parent(odds, bin_of, score, parents_score, kind, depth):
     return o / (o + 1.0 - ratio), x, y, d, f
 
 
+@compiled(inline="always")
+def _of_node(odds, nodes, b, i):
+    ratio = nodes.scores[b, i] / max(nodes.scores[b, nodes.parents[b, i]], 1e-9)
+    return _given_parent(odds, ratio, nodes.kinds[b, i], nodes.depths[b, i])
+
+
 @compiled(nogil=True)
-def calibrate(odds, bin_of, parents, depths, scores, kinds, counts, out):
+def _calibrate(odds, nodes, out):
     """P(accepted) of every node by what was learnt. out: float64 [B, N]; 1 for the roots."""
-    for b in range(len(counts)):
+    for b in range(len(nodes.counts)):
         out[b, 0] = 1.0
-        for i in range(1, counts[b]):
-            parent = parents[b, i]
-            p, _, _, _, _ = _given_parent(odds, bin_of, scores[b, i], scores[b, parent], kinds[b, i], depths[b, i])
-            out[b, i] = out[b, parent] * p
+        for i in range(1, nodes.counts[b]):
+            p, _, _, _, _ = _of_node(odds, nodes, b, i)
+            out[b, i] = out[b, nodes.parents[b, i]] * p
 
 
 @compiled(nogil=True)
-def _estimate(odds, bin_of, ratios, kinds, depth, out):
+def _estimate(odds, ratios, kinds, depth, out):
     for i in range(len(ratios)):
-        out[i], _, _, _, _ = _given_parent(odds, bin_of, ratios[i], 1.0, kinds[i], depth)
+        out[i], _, _, _, _ = _given_parent(odds, ratios[i], kinds[i], depth)
 
 
 @compiled(nogil=True)
-def learn(bias, odds, trend, bin_of, tokens, parents, depths, scores, kinds, counts, rows, source, starts, ends):
+def _learn(bias, odds, trend, nodes, gained):
     """Move the corrections by what became of a draft: at each node of the true path, which child came next.
 
     Args:
         trend: float64 [1], the mean error of the newest steps, which says how fast d moves.
-        tokens, ..., counts: the draft, verified or not, with its roots.
-        rows: int32 [B], which entry of starts and ends is this request's; -1: it has ended.
-        source, starts, ends: source[starts[r]:ends[r]] are the tokens that the request has gained since.
+        nodes: of the draft, verified or not.
 
     Returns:
         Outcomes seen.
     """
     seen, common, wrong = 0, 0, 0.0
-    fast = (_RATE + _FAST_RATE * trend[0] ** 2) / max(1, len(counts))
-    for b in range(len(counts)):
-        r = rows[b]
+    fast = (_RATE + _FAST_RATE * trend[0] ** 2) / max(1, len(nodes.counts))
+    for b in range(len(nodes.counts)):
+        r = gained.rows[b]
         if r < 0:
             continue
         node = 0
-        for at in range(starts[r], ends[r]):
-            token = source[at]
+        for at in range(gained.starts[r], gained.ends[r]):
             following = -1
-            for i in range(node + 1, counts[b]):
-                if parents[b, i] != node:
+            for i in range(node + 1, nodes.counts[b]):
+                if nodes.parents[b, i] != node:
                     continue
-                p, x, y, d, f = _given_parent(odds, bin_of, scores[b, i], scores[b, node], kinds[b, i], depths[b, i])
-                hit = 1.0 if tokens[b, i] == token else 0.0
+                p, x, y, d, f = _of_node(odds, nodes, b, i)
+                hit = 1.0 if nodes.tokens[b, i] == gained.tokens[at] else 0.0
                 for k in (x, y, d):
                     bias[k] = min(max(bias[k] + _RATE * (hit - p), -_MAX_CORRECTION), _MAX_CORRECTION)
                     odds[k] = np.exp(bias[k])
@@ -125,14 +126,23 @@ def learn(bias, odds, trend, bin_of, tokens, parents, depths, scores, kinds, cou
     return seen
 
 
+def _nodes(draft: DraftBatch, counts: NDArray[np.int32] | None = None) -> _Nodes:
+    counts = draft.counts if counts is None else counts
+    return _Nodes(draft.tokens, draft.parents, draft.depths, draft.scores, draft.kinds, counts)
+
+
 class Acceptance:
-    """The corrections, and what they make of a draft."""
+    """Learns the corrections from drafts and what requests then gained, and applies them to new drafts.
+
+    Attributes:
+        bias, odds: float64 [SIZE], the corrections, and exp of them.
+        outcomes: number of nodes learnt from.
+    """
 
     def __init__(self) -> None:
-        self.bias = np.zeros(SIZE)
-        self.odds = np.ones(SIZE)
-        self._trend = np.zeros(1)
+        self.bias, self.odds = np.zeros(SIZE), np.ones(SIZE)
         self.outcomes = 0
+        self._trend = np.zeros(1)
         self._request_ids: list[str] = []
         self._followed: list[tuple[DraftBatch, NDArray[np.int32]]] = []
 
@@ -183,12 +193,8 @@ class Acceptance:
     def probabilities(self, draft: DraftBatch) -> NDArray[np.float64]:
         """float64 [B, N]: estimated probability of every node; entries at and beyond `counts` are undefined."""
         out = np.empty(draft.tokens.shape)
-        self.calibrate(draft, out)
+        _calibrate(self.odds, _nodes(draft), out)
         return out
-
-    def calibrate(self, draft: DraftBatch, out: NDArray[np.float64]) -> None:
-        """`probabilities` into `out`, float64 [B, N]."""
-        calibrate(self.odds, BIN_OF, draft.parents, draft.depths, draft.scores, draft.kinds, draft.counts, out)
 
     def given_parent(
         self, confidences: NDArray[np.float32], kinds: NDArray[np.uint8], depth: int
@@ -201,34 +207,28 @@ class Acceptance:
             depth: of the nodes, at least 1.
         """
         out = np.empty(len(confidences))
-        _estimate(self.odds, BIN_OF, confidences, kinds, depth, out)
+        _estimate(self.odds, confidences, kinds, depth, out)
         return out
-
-    def observe(self, draft: DraftBatch, continuations: Sequence[NDArray[np.int32]]) -> int:
-        """Learn from the tokens that followed each root of `draft`. Returns the number of nodes of which the outcome is
-        known by that."""
-        ends = np.cumsum([len(tokens) for tokens in continuations]).astype(np.int64)
-        starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
-        source = np.concatenate([np.asarray(tokens, np.int32) for tokens in continuations] or [np.zeros(0, np.int32)])
-        rows = np.arange(len(continuations), dtype=np.int32)
-        return self.learn(draft, draft.counts, rows, source, starts, ends)
 
     def learn(
         self,
         draft: DraftBatch,
         counts: NDArray[np.int32],
         rows: NDArray[np.int32],
-        source: NDArray[np.int32],
+        tokens: NDArray[np.int32],
         starts: NDArray[np.int64],
         ends: NDArray[np.int64],
     ) -> int:
-        """`observe` on flat arrays, as `learn` of this module takes them; `counts` stand for the draft's own."""
+        """Learn from what followed a draft. Returns the number of nodes with a known outcome.
+
+        Args:
+            counts: stand for the draft's own.
+            rows: int32 [B], which entry of starts and ends is this request's; -1: it has ended.
+            tokens, starts, ends: tokens[starts[r]:ends[r]] are what the request has gained since.
+        """
         if len(rows) != draft.batch_size:
             raise ValueError(f"{len(rows)} rows for a draft of {draft.batch_size} requests")
-        seen = learn(
-            self.bias, self.odds, self._trend, BIN_OF,
-            draft.tokens, draft.parents, draft.depths, draft.scores, draft.kinds, counts,
-            rows, source, starts, ends,
-        )  # fmt: skip
+        gained = _Gained(rows, tokens, starts, ends)
+        seen = int(_learn(self.bias, self.odds, self._trend, _nodes(draft, counts), gained))
         self.outcomes += seen
         return seen

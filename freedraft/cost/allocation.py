@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from freedraft.compiled import compiled
-from freedraft.cost.step_times import at
 
-FREE = -1  # No forced number of tokens
+FREE = -1  # no forced number of tokens
 _RANK_BINS = 256
 
 
@@ -60,69 +59,47 @@ def _keep(p, counts, order, n):
 
 
 @compiled(nogil=True)
-def allocate(p, counts, n, order):
-    """Truncate the drafts to the n likeliest nodes of the batch, or to all where there are fewer.
+def allocate(p, counts, seconds, drafting, forced):
+    """Truncate the drafts to the number of nodes that maximises expected tokens per second; 0 is one of them.
 
     Args:
         p: [B, N], probability of every node, falling from node to node.
         counts: int32 [B], in: nodes drafted, out: nodes kept.
-        order: float64 [>= B * N], scratch.
-
-    Returns:
-        Draft nodes kept.
-    """
-    n = min(n, _rank(p, counts, order))
-    _keep(p, counts, order, n)
-    return n
-
-
-@compiled(nogil=True)
-def allocate_best(p, counts, table, drafting, forced, order):
-    """Truncate the drafts to the number of nodes that maximises expected tokens per second; 0 is one of them.
-
-    Args:
-        p, counts, order: as for `allocate`.
-        table: float64, seconds of a step by query tokens, see `StepTimes.table`.
+        seconds: float64, of a step, by the number of draft nodes that it verifies.
         drafting: seconds that drafting takes.
-        forced: number of nodes to keep (as far as there are), whatever they are worth; `FREE`: the best number.
+        forced: number of nodes to keep (up to all), whatever they are worth; `FREE`: the best number.
 
     Returns:
         (draft nodes kept, expected gain over not drafting at all, as a share of it, nodes kept of the longest draft).
     """
-    batch = len(counts)
-    baseline = batch / at(table, batch)
+    batch, order = len(counts), np.empty(p.size, p.dtype)
     total = _rank(p, counts, order)
-    best, best_rate, tokens = 0, baseline, float(batch)
-    best_tokens = tokens
-    for n in range(1, total + 1):
-        if forced >= 0 and n > forced:
-            break
+    baseline = batch / seconds[0]
+    tokens = best_tokens = float(batch)
+    best, best_rate = 0, baseline
+    for n in range(1, (total if forced < 0 else min(forced, total)) + 1):
         tokens += order[n - 1]
-        rate = tokens / at(table, batch + n)
+        rate = tokens / seconds[n]
         if forced >= 0 or rate > best_rate:
             best, best_rate, best_tokens = n, rate, tokens
-    if forced == 0:
-        best, best_tokens = 0, float(batch)
-    seconds = at(table, batch + best)
-    return best, best_tokens / (seconds + drafting) / baseline - 1.0, _keep(p, counts, order, best)
+    return best, best_tokens / (seconds[best] + drafting) / baseline - 1.0, _keep(p, counts, order, best)
 
 
 @compiled(nogil=True)
-def allocate_width(p, counts, table, drafting, widths, forced):
+def allocate_width(p, counts, seconds, drafting, forced, widths):
     """Truncate all drafts to the one width, out of `widths`, that maximises expected tokens per second; every request
     then costs that many query tokens.
 
-    Args: as for `allocate_best`; widths: int32, ascending; forced: an index of widths, or `FREE`.
+    Args: as for `allocate`; widths: int32, ascending; seconds: float64 [1 + W], of a step without drafts, and of one of
+        each of them; forced: an index of widths, or `FREE`.
 
     Returns:
         (width, expected gain over not drafting at all, as a share of it, nodes kept of the largest draft).
     """
-    batch = len(counts)
-    baseline = batch / at(table, batch)
-    largest = 1
-    for b in range(batch):
-        largest = max(largest, counts[b])
-    tokens, done, best, best_rate, best_tokens = float(batch), 1, 1, baseline, float(batch)
+    batch, largest = len(counts), counts.max()
+    baseline = batch / seconds[0]
+    tokens = best_tokens = float(batch)
+    done, best, best_rate, best_seconds = 1, 1, baseline, seconds[0]
     for k in range(len(widths)):
         width = widths[k]
         if width <= 1:
@@ -131,12 +108,11 @@ def allocate_width(p, counts, table, drafting, widths, forced):
             for i in range(done, min(width, counts[b])):
                 tokens += p[b, i]
         done = width
-        rate = tokens / at(table, batch * width)
+        rate = tokens / seconds[1 + k]
         if forced == k or (forced < 0 and rate > best_rate):
-            best, best_rate, best_tokens = width, rate, tokens
+            best, best_rate, best_tokens, best_seconds = width, rate, tokens, seconds[1 + k]
         if width >= largest:
             break
-    seconds = at(table, batch * best)
     for b in range(batch):
         counts[b] = min(counts[b], best)
-    return best, best_tokens / (seconds + drafting) / baseline - 1.0, min(largest, best)
+    return best, best_tokens / (best_seconds + drafting) / baseline - 1.0, min(largest, best)

@@ -20,22 +20,18 @@ from numpy.typing import NDArray
 from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.explain import CHAIN_TOKENS_PER_STEP, expected_tokens
 from freedraft.cost.policies import Fixed
-from freedraft.cost.probes import ProbeSchedule
+from freedraft.cost.probes import Explorer
 from freedraft.cost.roofline import Roofline
-from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, StepTimesFile, context_bucket, row_of
+from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, context_bucket, row_of
 from freedraft.draft import DraftBatch
 
 if TYPE_CHECKING:
     from freedraft.step import Step
 
-PROBE_EVERY = 100  # steps of a batch size between probes, which take another length than the best known
-_PROBE_FIRST, _PROBE_GROWTH = 8, 1.125
-_PROBE_COST = 1.5  # steps without drafts, at most, as far as is known
 _ENOUGH, _RATE = 2, 0.02  # times of such steps that say more than the times of others; what a new one weighs at least
 _PRICE_EVERY = 4  # steps of a range of batch sizes
 _MARGIN = 0.995  # of the best ratio, which a shorter length may have
-_REQUESTS = 2.0  # whose newest drafts say what drafts bring
-_IDLE_SHARE, _MAX_IDLE = 0.005, 64  # of time, for asking the drafter where nothing is drafted; steps between that
+_REQUESTS = 2.0  # newest drafts of this many requests decide what drafts are expected to bring
 
 Rows = list[tuple[int, int, int]]  # (first batch size, last batch size, draft tokens per request)
 
@@ -70,19 +66,17 @@ class BatchLengths(Fixed):
     ) -> None:
         super().__init__(roofline.profile, max(lengths))
         self.lengths: NDArray[np.int64] = np.unique([0, *lengths])
-        self.times = StepTimes(roofline)
+        self.times = StepTimes(roofline, path, clock)
         self.acceptance = Acceptance()
+        self.explorer = Explorer()
         self._clock = clock
-        self._file = StepTimesFile(self.times, path, clock)
         # ln(measured / predicted) of steps by range of batch sizes, length and bucket of contexts, and how many. Step
         # times by query tokens alone do not know whether a step waited for drafts.
-        self._errors: dict[tuple[int, int, int], list[float]] = {}
+        self._errors: dict[tuple[int, int, int], tuple[float, int]] = {}
         # Draft tokens of a request that are accepted, by length; the last draft, of what length, and what it promised
         self._gain = expected_tokens(1 + self.lengths, CHAIN_TOKENS_PER_STEP) - 1.0
         self._newest: tuple[DraftBatch, int, NDArray[np.float64]] | None = None
-        self._began, self._step_seconds, self._idle_left, self._asked = 0.0, 1.0, 0, 0
-        self._probes = ProbeSchedule(_PROBE_FIRST, PROBE_EVERY, _PROBE_GROWTH)
-        self._random = np.random.default_rng(0)
+        self._began, self._step_seconds, self._asked = 0.0, 1.0, 0
         # By range of batch sizes: seconds of a step of each length that may be scheduled, and for how many more steps
         self._priced: dict[tuple[int, int], tuple[NDArray[np.float64], int]] = {}
         self._probed: tuple[int, int] | None = None
@@ -106,16 +100,14 @@ class BatchLengths(Fixed):
 
     def observe(self, step: Step) -> int:
         self.update(step)
-        self._idle_left -= 1
         self._began = self._clock()
-        waits = self._idle_left > 0 and not self.acceptance.rises
+        waits = self.explorer.rests() and not self.acceptance.rises
         self._asked = 0 if waits else self.max_draft_tokens
         return self._asked
 
     def look(self, draft: DraftBatch) -> None:
         """Learn from a draft, verified or not, what drafts bring now."""
-        idle = (self._clock() - self._began) / (_IDLE_SHARE * self._step_seconds)
-        self._idle_left = math.ceil(min(max(idle, 0.0), _MAX_IDLE))
+        self.explorer.rest(self._clock() - self._began, self._step_seconds)
         self.acceptance.follow(draft)
         self._newest = draft, self._asked, self._expected(draft, self._asked)
         rate = min(1.0, draft.batch_size / _REQUESTS)
@@ -138,13 +130,13 @@ class BatchLengths(Fixed):
 
     def record_step(self, batch: int, query_tokens: int, context: float, seconds: float) -> None:
         """A step that only decoded has taken so long, its drafts included. context: tokens per request, on average."""
-        self._step_seconds = max(seconds, 1e-6)
+        self._step_seconds = seconds
         if self.times.update(batch, query_tokens, context, seconds) and query_tokens % batch == 0:
-            error = self._errors.setdefault(self._cell(batch, query_tokens // batch - 1, context), [0.0, 0.0])
-            error[1] += 1.0
-            now = math.log(seconds / float(self.times.uncorrected(batch, query_tokens, context)))
-            error[0] += max(1.0 / error[1], _RATE) * (now - error[0])
-        self._file.save_if_due()
+            cell = self._cell(batch, query_tokens // batch - 1, context)
+            error, count = self._errors.get(cell, (0.0, 0))
+            newest = math.log(seconds / float(self.times.uncorrected(batch, query_tokens, context)))
+            self._errors[cell] = error + max(1.0 / (count + 1), _RATE) * (newest - error), count + 1
+        self.times.save_if_due()
 
     @staticmethod
     def _cell(batch: int, length: int, context: float) -> tuple[int, int, int]:
@@ -170,7 +162,7 @@ class BatchLengths(Fixed):
         seconds = self.times.seconds(batch, batch * (1 + lengths), context)
         uncorrected = self.times.uncorrected(batch, batch * (1 + lengths), context)
         for i, length in enumerate(lengths.tolist()):
-            error, count = self._errors.get(self._cell(batch, length, context), (0.0, 0.0))
+            error, count = self._errors.get(self._cell(batch, length, context), (0.0, 0))
             if count >= _ENOUGH:
                 seconds[i] = uncorrected[i] * math.exp(error)
         return seconds
@@ -184,10 +176,8 @@ class BatchLengths(Fixed):
         return int(self.lengths[best])
 
     def decide(self, batch: int, context: float) -> Rows:
-        """Lengths to schedule from now on, for this batch size and those that are told anew; the rest stay.
-
-        To be called once per step.
-        """
+        """Lengths to schedule from now on at this batch size, and at one that was probed; the others stay. To be called
+        once per step."""
         at = batch_range(batch)
         rows: Rows = []
         if self._probed is not None and self._probed != at:
@@ -198,7 +188,7 @@ class BatchLengths(Fixed):
             seconds, left = self.seconds(batch, context), _PRICE_EVERY
         self._priced[at] = seconds, left - 1
         length = self.best(seconds)
-        if self._probes.due(row_of(batch, context), eager=length > 0):
+        if self.explorer.due(row_of(batch, context), eager=length > 0):
             length, self._probed = self._probe(seconds, length), at
         return [*rows, (*at, length)]
 
@@ -207,9 +197,9 @@ class BatchLengths(Fixed):
         much longer than a step without drafts."""
         lengths = self.lengths[: len(seconds)]
         others = lengths != length
-        if self._random.random() < 0.5 and others.any():
+        if self.explorer.random.random() < 0.5 and others.any():
             return int(lengths[others][(self.tokens()[: len(seconds)] / seconds)[others].argmax()])
-        return int(self._random.choice(lengths[seconds <= _PROBE_COST * seconds[0]]))
+        return int(self.explorer.random.choice(lengths[self.explorer.affordable(seconds)]))
 
     def save(self) -> None:
-        self._file.save()
+        self.times.save()

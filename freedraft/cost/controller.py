@@ -20,15 +20,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from freedraft.config import ConfigError
 from freedraft.cost.acceptance import Acceptance
-from freedraft.cost.allocation import FREE, allocate_best, allocate_width
+from freedraft.cost.allocation import FREE, allocate, allocate_width
 from freedraft.cost.batch_lengths import BatchLengths
 from freedraft.cost.hardware import HardwareProfile, choose_profile
-from freedraft.cost.model_shape import ModelShape
-from freedraft.cost.overrun import Overrun
 from freedraft.cost.policies import Controller, Fixed, Knee, Policy
-from freedraft.cost.probes import ProbeSchedule
-from freedraft.cost.roofline import Roofline
-from freedraft.cost.step_times import CENTRES, MAX_QUERY_TOKENS, StepTimes, StepTimesFile, row_of
+from freedraft.cost.probes import Explorer
+from freedraft.cost.roofline import Roofline, knee_of, roofline_of
+from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, row_of
 from freedraft.draft import DraftBatch
 from freedraft.draft_pass import Recipe
 
@@ -37,11 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBE_EVERY = 100  # steps between probes: other numbers of tokens than the best known keep step times fresh
-_PROBE_FIRST, _PROBE_GROWTH = 8, 1.125  # at a batch size that is new, unless nothing seems to pay there
-_PROBE_COST = 1.5  # steps without drafts, at most, as far as is known
-_IDLE_SHARE = 0.005  # of time, for drafting while nothing is verified
-_MAX_IDLE = 256
 _GAIN_RATE = 0.1
 _ENOUGH = 3  # times of steps without drafts, from which on drafting can be compared with them
 
@@ -59,22 +52,17 @@ class Auto(Controller):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(roofline.profile, max_draft_tokens, widths)
-        self.times = StepTimes(roofline)
+        self.times = StepTimes(roofline, path, clock)
         self.acceptance = Acceptance()
+        self.explorer = Explorer()
         self.gain = 0.0
         self.drafting_seconds = 0.0
         self._clock = clock
-        self._file = StepTimesFile(self.times, path, clock)
         self._ended: float | None = None
         self._began = self._step_began = 0.0
-        self._overrun = Overrun()
-        self._passes = 0.0  # seconds that those of this step were to take
+        self._passes = 0.0  # predicted seconds of the draft passes of this step
         self._context = 1.0
-        self._probes = ProbeSchedule(_PROBE_FIRST, PROBE_EVERY, _PROBE_GROWTH)
-        self._idle_left = 0
         self._longest = float(max_draft_tokens)
-        self._random = np.random.default_rng(0)
-        self._p, self._order = np.zeros((0, 0)), np.zeros(0)
         self._drafts_pay = False
 
     @property
@@ -87,7 +75,7 @@ class Auto(Controller):
         now = self._began = self._clock()
         if step.previous is not None and self._ended is not None:
             predicted = self._passes + float(self.times.seconds(*step.previous, self._context))
-            self._overrun.update(self._passes > 0.0, predicted, now - self._step_began)
+            self.times.update_round(self._passes > 0.0, predicted, now - self._step_began)
             self.times.update(*step.previous, self._context, now - self._ended)
         self._step_began, self._passes = now, 0.0
         if step.batch_size:
@@ -99,8 +87,7 @@ class Auto(Controller):
         self.budget = 0
         if batch == 0:
             return 0
-        if self._idle_left > 0:
-            self._idle_left -= 1
+        if self.explorer.rests():
             self.speedup = 1.0
             return 0
         draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max()), int(2.0 * self._longest) + 2)
@@ -110,20 +97,11 @@ class Auto(Controller):
         """See `Controller`. The arrays of `draft` and `unverified` must stay as they are until the next `update`.
         unverified: drafts of the same requests that are not verified, and still say something of acceptance."""
         batch = draft.batch_size
-        if self._p.shape[0] < batch or self._p.shape[1] < draft.max_nodes:
-            self._p = np.empty((max(batch, 2 * self._p.shape[0]), draft.max_nodes))
-            self._order = np.empty(self._p.size)
-        p = self._p[:batch, : draft.max_nodes]
-        self.acceptance.calibrate(draft, p)
+        p, seconds = self.acceptance.probabilities(draft), self._seconds(draft)
         self.follow(draft, *unverified)
-        table = self.table(batch)
-        forced = self._probe(batch, draft.max_nodes - 1, table)
-        if self.widths is None:
-            chosen, gain, longest = allocate_best(p, draft.counts, table, self.drafting_seconds, forced, self._order)
-            self.budget = chosen
-        else:
-            chosen, gain, longest = allocate_width(p, draft.counts, table, self.drafting_seconds, self.widths, forced)
-            self.budget = batch * (max(chosen, 1) - 1)
+        forced = self._probe(batch, seconds)
+        chosen, gain, longest = self._allocate(p, draft.counts, seconds, forced)
+        self.budget = chosen if self.widths is None else batch * (max(chosen, 1) - 1)
         if forced == FREE:
             self.gain += _GAIN_RATE * (gain - self.gain)
         self._drafts_pay = self.budget > 0
@@ -142,10 +120,9 @@ class Auto(Controller):
                 rate = 0.5 if self.drafting_seconds == 0.0 else 0.05
                 self.drafting_seconds += rate * (min(spent, 4 * self.drafting_seconds or spent) - self.drafting_seconds)
             if self.gain < 0.0 and not self.acceptance.rises:
-                idle = self.drafting_seconds / (_IDLE_SHARE * max(float(self.step_seconds(batch, batch)), 1e-6))
-                self._idle_left = min(int(idle), _MAX_IDLE)
+                self.explorer.rest(self.drafting_seconds, float(self.step_seconds(batch, batch)))
         self._ended = now
-        self._file.save_if_due()
+        self.times.save_if_due()
 
     def interrupt(self) -> None:
         self._ended = None
@@ -156,7 +133,7 @@ class Auto(Controller):
         self._began += seconds
 
     def save(self) -> None:
-        self._file.save()
+        self.times.save()
 
     # -- what steps and draft passes take, at the context of the present step ------------------------------------------
 
@@ -164,10 +141,6 @@ class Auto(Controller):
         """Whether steps without drafts were timed often enough to compare anything with them."""
         tokens = batch if self.widths is None else batch * int(self.widths[0])
         return self.times.count(batch, tokens, self._context) >= _ENOUGH
-
-    def table(self, batch: int) -> NDArray[np.float64]:
-        """float64 [BUCKETS]: seconds of a step of `batch` requests at each number of query tokens in `CENTRES`."""
-        return self.times.table(batch, self._context)
 
     def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
         """Seconds of a step of the whole model, by query tokens over the batch."""
@@ -179,71 +152,57 @@ class Auto(Controller):
 
     @property
     def overrun(self) -> float:
-        """By how much a step with draft passes takes longer than its parts; see `Overrun`."""
-        return self._overrun.factor
+        """Factor by which a step with draft passes takes longer than its parts."""
+        return self.times.overrun
 
     def predicted_pass_seconds(self, recipe: Recipe, batch: int) -> float:
-        """What the roofline says of a draft pass at this machine's level, whatever such passes took."""
+        """Roofline estimate of a draft pass, scaled to this machine; ignores measured pass times."""
         return self.times.uncorrected_pass(recipe, batch, self._context)
 
     def record_pass(self, recipe: Recipe, batch: int, seconds: float, count: int = 1) -> None:
-        """So many draft passes over `batch` requests have taken so long each."""
+        """Record `count` draft passes over `batch` requests of `seconds` each."""
         self._passes += count * float(self.times.pass_seconds(recipe, batch, self._context))
         self.times.update_pass(recipe, batch, self._context, seconds)
 
     def estimate(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         """What `truncate` would make of a draft, which stays as it is. Returns float64 [B, N], the estimated
         probability of each draft node, 0 for everything else; int32 [B], nodes that would be kept, roots included."""
-        p = self.acceptance.probabilities(draft)
-        counts = draft.counts.copy()
-        table = self.table(draft.batch_size)
-        if self.widths is None:
-            allocate_best(p, counts, table, 0.0, FREE, np.empty(p.size))
-        else:
-            allocate_width(p, counts, table, 0.0, self.widths, FREE)
+        p, counts = self.acceptance.probabilities(draft), draft.counts.copy()
+        self._allocate(p, counts, self._seconds(draft))
         nodes = np.arange(draft.max_nodes)
         return np.where((nodes > 0) & (nodes < draft.counts[:, None]), p, 0.0), counts
 
-    def _probe(self, batch: int, longest: int, table: NDArray[np.float64]) -> int:
-        """Now and then, a number of tokens (an index of widths) at random: what is never tried is never known. None
-        that is known to take much longer than a step without drafts."""
-        if longest < 1 or not self._probes.due(row_of(batch, self._context), eager=self._drafts_pay):
+    def _seconds(self, draft: DraftBatch) -> NDArray[np.float64]:
+        """Seconds of a step by the number of draft nodes that it verifies; with widths, of a step without drafts and of
+        one of each width."""
+        batch = draft.batch_size
+        if self.widths is None:
+            return self.step_seconds(batch, batch + np.arange(int(np.maximum(draft.counts - 1, 0).sum()) + 1))
+        return self.step_seconds(batch, batch * np.concatenate([[1], self.widths]))
+
+    def _allocate(
+        self, p: NDArray[np.float64], counts: NDArray[np.int32], seconds: NDArray[np.float64], forced: int = FREE
+    ) -> tuple[int, float, int]:
+        """See `allocate` and `allocate_width`."""
+        if self.widths is None:
+            return allocate(p, counts, seconds, self.drafting_seconds, forced)
+        return allocate_width(p, counts, seconds, self.drafting_seconds, forced, self.widths)
+
+    def _probe(self, batch: int, seconds: NDArray[np.float64]) -> int:
+        """Now and then, a random number of draft tokens (an index of widths) instead of the best."""
+        if len(seconds) < 2 or not self.explorer.due(row_of(batch, self._context), eager=self._drafts_pay):
             return FREE
-        baseline = np.interp(batch, CENTRES, table)
-        affordable = int(CENTRES[table <= _PROBE_COST * baseline].max(initial=batch))
+        affordable = len(self.explorer.affordable(seconds))
         if self.widths is not None:
-            widths = int(np.searchsorted(self.widths, affordable // batch, side="right"))
-            return int(self._random.integers(max(1, widths)))
-        octaves = math.log2(max(1, min(affordable - batch, batch * longest)))
-        return int(2 ** (self._random.random() * (octaves + 1)) - 1)
+            return int(self.explorer.random.integers(max(1, affordable - 1)))
+        octaves = math.log2(max(1, affordable - 1))
+        return int(2 ** (self.explorer.random.random() * (octaves + 1)) - 1)
 
     def warm_up(self) -> None:
         self.acceptance.warm_up()
-        other = StepTimes(self.times.roofline)
-        other.update(1, 1, 1.0, 1.0)
-        p, counts = np.ones((1, 2)), np.full(1, 2, np.int32)
-        if self.widths is None:
-            allocate_best(p, counts, other.table(1, 1.0), 0.0, FREE, np.zeros(2))
-        else:
-            allocate_width(p, counts, other.table(1, 1.0), 0.0, self.widths, FREE)
-
-
-def roofline_of(context: EngineContext, profile: HardwareProfile) -> Roofline:
-    """The roofline of an engine's model. Raises ConfigError: its configuration cannot be read."""
-    if context.hf_config is None:
-        raise ConfigError("the model's configuration is not known")
-    shape = ModelShape.from_config(context.hf_config.to_dict(), dtype=context.dtype, kv_dtype=context.kv_dtype)
-    return Roofline(shape, profile, context.tensor_parallel, mask=context.widths is not None)
-
-
-def knee_of(context: EngineContext, profile: HardwareProfile) -> int | None:
-    """Query tokens per step at the ridge with the weights that the engine reads; None where its model is not known."""
-    if context.hf_config is None or profile.knee is not None:
-        return None
-    try:
-        return profile.ridge_of(roofline_of(context, profile).shape.weight_bytes)
-    except ConfigError:
-        return None
+        StepTimes(self.times.roofline).update(1, 1, 1.0, 1.0)
+        seconds = np.ones(2 if self.widths is None else 1 + len(self.widths))
+        self._allocate(np.ones((1, 2)), np.full(1, 2, np.int32), seconds)
 
 
 def make_controller(

@@ -64,7 +64,7 @@ def explain(
     for batch in BATCHES:
         seconds = np.asarray(roofline.seconds(batch, batch * lengths.astype(np.float64), context))
         best = int((tokens / seconds).argmax())
-        chosen = min(rule.speculation_length(batch), rule.max_tokens_per_request(batch) + 1)
+        chosen = rule.length(batch) + 1
         rows.append(
             Row(batch, float(seconds[0]), chosen, float(seconds[chosen - 1]), best + 1, float(seconds[best]),
                 float(tokens[best] / seconds[best] * seconds[0]))

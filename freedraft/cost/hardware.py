@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from freedraft.config import ConfigError, configs_dir, one_line, read_yaml, suggestion
 
@@ -14,7 +14,8 @@ logger = logging.getLogger(__name__)
 
 CPU = "cpu"  # What a device is called that is no GPU
 
-# Bytes per element of the number formats that a profile may give a rate for
+# Number formats that a profile may give a rate for, and their bytes per element
+Dtype = Literal["float32", "float16", "bfloat16", "float8", "int8"]
 DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "int8": 1.0}
 
 
@@ -38,31 +39,14 @@ class HardwareProfile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     name: str = Field(min_length=1)
-    peak_flops: float = Field(gt=0)
-    bandwidth: float = Field(gt=0)
+    peak_flops: PositiveFloat
+    bandwidth: PositiveFloat
     source: Literal["datasheet", "measured"]
-    peak_flops_by_dtype: dict[str, float] = Field(default_factory=dict)
-    knee: int | None = Field(default=None, ge=1, le=1_000_000)
+    peak_flops_by_dtype: dict[Dtype, PositiveFloat] = {}
+    knee: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     token_cost: float = Field(default=0.0, ge=0.0, le=1.0)
-    max_nodes_by_batch: dict[int, int] = Field(default_factory=dict)
+    max_nodes_by_batch: dict[PositiveInt, PositiveInt] = {}
     devices: tuple[str, ...] = ()
-
-    @field_validator("max_nodes_by_batch")
-    @classmethod
-    def _positive(cls, caps: dict[int, int]) -> dict[int, int]:
-        if any(batch < 1 or nodes < 1 for batch, nodes in caps.items()):
-            raise ValueError("needs batch sizes and node counts of at least 1")
-        return dict(sorted(caps.items()))
-
-    @field_validator("peak_flops_by_dtype")
-    @classmethod
-    def _known(cls, rates: dict[str, float]) -> dict[str, float]:
-        for dtype, rate in rates.items():
-            if dtype not in DTYPE_BYTES:
-                raise ValueError(f"knows no dtype '{dtype}': {suggestion(dtype, DTYPE_BYTES)}")
-            if rate <= 0:
-                raise ValueError(f"needs more than 0 FLOP/s for '{dtype}'")
-        return rates
 
     @property
     def ridge(self) -> int:
@@ -79,15 +63,12 @@ class HardwareProfile(BaseModel):
 
     def flops(self, dtype: str) -> float:
         """FLOP/s in `dtype`: the profile's figure for it, or bf16's; 8-bit formats count as bf16 unless given."""
-        return self.peak_flops_by_dtype.get(dtype, self.peak_flops)
+        return self.peak_flops_by_dtype.get(cast(Dtype, dtype), self.peak_flops)
 
     def max_nodes(self, batch_size: int) -> int | None:
         """Most nodes per request, root included, at this batch size; None where there is no cap."""
-        cap = None
-        for batch, nodes in self.max_nodes_by_batch.items():
-            if batch <= batch_size:
-                cap = nodes
-        return cap
+        entry = max((batch for batch in self.max_nodes_by_batch if batch <= batch_size), default=None)
+        return None if entry is None else self.max_nodes_by_batch[entry]
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Self:
@@ -131,10 +112,8 @@ class HardwareProfile(BaseModel):
         logger.warning(
             "freedraft: no hardware profile for '%s', using '%s' (%d query tokens per step are free); "
             "measure this GPU with 'freedraft profile', which is then found by its name",
-            device,
-            fallback.name,
-            fallback.ridge,
-        )
+            device, fallback.name, fallback.ridge,
+        )  # fmt: skip
         return fallback
 
 

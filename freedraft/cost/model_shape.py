@@ -19,7 +19,7 @@ _KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "n_head_kv", "num_k
 _MLP = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "d_ff")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "experts_per_token")
-# Families whose MLP has two matrices instead of SwiGLU's three.
+# Families with two matrices per MLP instead of SwiGLU's three.
 _UNGATED = {"gpt2", "gptj", "gpt_neox", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "starcoder2", "mpt", "nemotron"}
 
 
@@ -89,13 +89,6 @@ class ModelShape:
     window: int | None = None
     window_layers: float = 1.0
 
-    @property
-    def parameters(self) -> float:
-        """Weights of a dense model's layers and head, and its embedding once more."""
-        h, attention = self.hidden, (2 * self.heads + 2 * self.kv_heads) * self.head_dim
-        mlp = (3 if self.gated else 2) * self.intermediate
-        return float(self.layers * h * (attention + mlp) + 2 * self.vocab * h)
-
     def attended(self, context: float) -> float:
         """Tokens of the cache that a layer reads for each request, on average over the layers."""
         if self.window is None:
@@ -145,54 +138,54 @@ class ModelShape:
             ConfigError: a field is missing or makes no sense.
         """
         quantised = config.get("quantization_config")
-        text = config.get("text_config")
-        if isinstance(text, Mapping):
+        quantised = quantised if isinstance(quantised, Mapping) else {}
+        if isinstance(text := config.get("text_config"), Mapping):
             config = {**config, **text}
         try:
-            return cls._of(config, dtype, kv_dtype, quantised if isinstance(quantised, Mapping) else {})
+            hidden, heads, layers = (int(_first(config, names)) for names in (_HIDDEN, _HEADS, _LAYERS))
+            name = _dtype(config, dtype)
+            size = DTYPE_BYTES[name]
+            return cls(
+                hidden=hidden,
+                layers=layers,
+                heads=heads,
+                kv_heads=int(_first(config, _KV_HEADS, heads)),
+                head_dim=int(config.get("head_dim") or hidden // max(heads, 1)),
+                intermediate=int(_first(config, _MLP, 4 * hidden)),
+                vocab=int(config["vocab_size"]),
+                gated=str(config.get("model_type", "")) not in _UNGATED,
+                weight_bytes=_weight_bytes(quantised) or size,
+                activation_bytes=size,
+                kv_bytes=_kv_bytes(kv_dtype, quantised) or size,
+                dtype=name,
+                latent=_latent(config),
+                experts=_experts(config, layers),
+                window=_window(config),
+                window_layers=_window_layers(config, layers),
+            )
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             what = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{source} is no decoder that the cost model can read ({what})") from None
 
-    @classmethod
-    def _of(
-        cls, config: Mapping[str, Any], dtype: str | None, kv_dtype: str | None, quantised: Mapping[str, Any]
-    ) -> Self:
-        hidden = int(_first(config, _HIDDEN))
-        heads = int(_first(config, _HEADS))
-        layers = int(_first(config, _LAYERS))
-        name = str(dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-        name = {"half": "float16", "float": "float32"}.get(name, name)
-        size = DTYPE_BYTES.get(name)
-        if size is None:
-            raise ValueError(f"dtype '{name}' is none of {', '.join(DTYPE_BYTES)}")
-        latent = None
-        if config.get("kv_lora_rank"):
-            latent = LatentAttention(
-                kv_rank=int(config["kv_lora_rank"]),
-                rope_dim=int(config["qk_rope_head_dim"]),
-                q_rank=int(config.get("q_lora_rank") or 0),
-                nope_dim=int(config["qk_nope_head_dim"]),
-                v_dim=int(config["v_head_dim"]),
-            )
-        return cls(
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=int(_first(config, _KV_HEADS, heads)),
-            head_dim=int(config.get("head_dim") or hidden // max(heads, 1)),
-            intermediate=int(_first(config, _MLP, 4 * hidden)),
-            vocab=int(config["vocab_size"]),
-            gated=str(config.get("model_type", "")) not in _UNGATED,
-            weight_bytes=_weight_bytes(quantised) or size,
-            activation_bytes=size,
-            kv_bytes=_kv_bytes(kv_dtype, quantised) or size,
-            dtype=name,
-            latent=latent,
-            experts=_experts(config, layers),
-            window=_window(config),
-            window_layers=_window_layers(config, layers),
-        )
+
+def _dtype(config: Mapping[str, Any], dtype: str | None) -> str:
+    name = str(dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    name = {"half": "float16", "float": "float32"}.get(name, name)
+    if name not in DTYPE_BYTES:
+        raise ValueError(f"dtype '{name}' is none of {', '.join(DTYPE_BYTES)}")
+    return name
+
+
+def _latent(config: Mapping[str, Any]) -> LatentAttention | None:
+    if not config.get("kv_lora_rank"):
+        return None
+    return LatentAttention(
+        kv_rank=int(config["kv_lora_rank"]),
+        rope_dim=int(config["qk_rope_head_dim"]),
+        q_rank=int(config.get("q_lora_rank") or 0),
+        nope_dim=int(config["qk_nope_head_dim"]),
+        v_dim=int(config["v_head_dim"]),
+    )
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...], default: Any = None) -> Any:

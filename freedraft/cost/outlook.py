@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from freedraft.config import ConfigError
-from freedraft.cost.controller import roofline_of
 from freedraft.cost.explain import BATCHES, CHAIN_TOKENS_PER_STEP, TOKENS_PER_STEP, explain
 from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.roofline import roofline_of
 from freedraft.draft_pass import Recipe
 from freedraft.step import EngineContext
 

@@ -28,7 +28,7 @@ class Controller(ABC):
 
     Attributes:
         budget: draft tokens that the last step was allowed, over the whole batch.
-        speedup: tokens per second over plain decoding, as far as it is estimated; else NaN.
+        speedup: estimated tokens per second over plain decoding; NaN without an estimate.
     """
 
     speedup = math.nan
@@ -43,7 +43,7 @@ class Controller(ABC):
     @property
     def min_score(self) -> float:
         """Probability of acceptance below which a draft token is not worth verifying, where the user names none: what
-        a token costs by the profile, as far as lengths may differ by request."""
+        a token costs by the profile, where lengths may differ by request."""
         return self.profile.token_cost if self.widths is None else 0.0
 
     def max_tokens_per_request(self, batch_size: int) -> int:
@@ -96,40 +96,31 @@ class Controller(ABC):
 class Fixed(Controller):
     """Every request always drafts `max_draft_tokens`, or as many as it may."""
 
-    def max_tokens_per_request(self, batch_size: int) -> int:
-        return self.max_draft_tokens
-
     def max_draft_len(self, step: Step) -> int:
-        batch = step.batch_size
-        draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max(initial=0)))
-        draft_len = self._fitting(min(draft_len, self._max_len(batch)))
-        self.budget = max(0, min(self._free_tokens(batch), batch * draft_len))
+        return self._draft_len(step, self.max_draft_tokens, step.batch_size * self.max_draft_tokens)
+
+    def _draft_len(self, step: Step, most: int, free: int) -> int:
+        """most: draft tokens of any one request; free: of all together, where requests may differ."""
+        draft_len = self._fitting(min(most, int(step.capacities.max(initial=0))))
+        self.budget = max(0, min(free, step.batch_size * draft_len))
         return draft_len if self.budget else 0
 
     def truncate(self, draft: DraftBatch) -> int:
         if self.widths is not None:
             return int(draft.counts.max(initial=1))
         tokens = int(np.maximum(draft.counts - 1, 0).sum())
-        if tokens > self.budget:
-            tokens = self._allocate(draft, self.budget)
-        return tokens
+        return self._allocate(draft) if tokens > self.budget else tokens
 
     def warm_up(self) -> None:
         draft = DraftBatch.empty(1, 1)
         draft.counts[:] = 1
-        self._allocate(draft, 0)
+        self._allocate(draft)
 
-    @staticmethod
-    def _allocate(draft: DraftBatch, tokens: int) -> int:
+    def _allocate(self, draft: DraftBatch) -> int:
         from freedraft.cost.allocation import allocate
 
-        return allocate(draft.scores, draft.counts, tokens, np.empty(draft.scores.size))
-
-    def _max_len(self, batch_size: int) -> int:
-        return self.max_draft_tokens
-
-    def _free_tokens(self, batch_size: int) -> int:
-        return batch_size * self.max_draft_tokens
+        kept, _, _ = allocate(draft.scores, draft.counts, np.ones(draft.scores.size + 1), 0.0, self.budget)
+        return kept
 
 
 class Knee(Fixed):
@@ -148,17 +139,16 @@ class Knee(Fixed):
             raise ValueError(f"knee must be at least 1, not {knee}")
         self.knee = profile.ridge if knee is None else knee
 
-    def max_tokens_per_request(self, batch_size: int) -> int:
-        return Controller.max_tokens_per_request(self, batch_size)
-
     def speculation_length(self, batch_size: int) -> int:
         """s_q of the paper: nodes per request, root included, I_knee / b; at least 1."""
         return max(1, round(self.knee / max(1, batch_size)))
 
-    def _max_len(self, batch_size: int) -> int:
-        # Where requests may differ, the budget over the batch says it.
-        return self.max_draft_tokens if self.widths is None else self.speculation_length(batch_size) - 1
+    def length(self, batch_size: int) -> int:
+        """Draft tokens per request, where all have the same: s_q, capped."""
+        return min(self.max_tokens_per_request(batch_size), self.speculation_length(batch_size) - 1)
 
-    def _free_tokens(self, batch_size: int) -> int:
-        # One width for all is rounded to the knee, above it or below.
-        return self.knee - batch_size if self.widths is None else batch_size * self.max_draft_tokens
+    def max_draft_len(self, step: Step) -> int:
+        batch = step.batch_size
+        if self.widths is not None:  # one width for all is rounded to the knee, above it or below
+            return self._draft_len(step, self.length(batch), batch * self.max_draft_tokens)
+        return self._draft_len(step, self.max_tokens_per_request(batch), self.knee - batch)

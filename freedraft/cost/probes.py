@@ -1,8 +1,17 @@
-"""`ProbeSchedule`: when to try what the estimates advise against, since what is never tried is never known."""
+"""When to try what the estimates advise against: `ProbeSchedule`, and the `Explorer` of the controllers."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+
+import numpy as np
+from numpy.typing import NDArray
+
+PROBE_EVERY = 100  # steps between probes, at most
+_PROBE_FIRST, _PROBE_GROWTH = 8, 1.125  # steps before the first one of a kind of step
+_PROBE_COST = 1.5  # steps without drafts that a probe may take
+_IDLE_SHARE = 0.005  # of time, for drafting while nothing is verified
+_MAX_IDLE = 64  # steps
 
 
 class ProbeSchedule:
@@ -14,9 +23,9 @@ class ProbeSchedule:
         self._waited: dict[Hashable, int] = {}
 
     def due(self, key: Hashable = None, *, eager: bool = True, longest: float | None = None) -> bool:
-        """Whether the present step is to be a probe. To be asked once for each step that could be one. eager: whether
-        early probes are worth their time; otherwise only the longest interval counts; longest: steps between probes at
-        most, at present; None: as always."""
+        """Whether the present step is to be a probe. To be called once for each step that could be one. eager: whether
+        early probes are worth their time; otherwise only the longest interval counts; longest: replaces the longest
+        interval for this call."""
         longest = self.longest if longest is None else longest
         waited = self._waited.get(key, 0) + 1
         interval = min(self._intervals.get(key, float(self.first)), longest)
@@ -31,3 +40,27 @@ class ProbeSchedule:
         """Begin again with the first interval."""
         self._waited.pop(key, None)
         self._intervals.pop(key, None)
+
+
+class Explorer(ProbeSchedule):
+    """Probes of other draft lengths than the best known, which keep step times fresh; and while nothing is drafted,
+    the steps for which the drafter rests between two drafts that only show what drafting would bring."""
+
+    def __init__(self) -> None:
+        super().__init__(_PROBE_FIRST, PROBE_EVERY, _PROBE_GROWTH)
+        self.random = np.random.default_rng(0)
+        self._rest = 0
+
+    @staticmethod
+    def affordable(seconds: NDArray[np.float64]) -> NDArray[np.intp]:
+        """Indices of draft lengths that may be probed. seconds: of a step of each length, first without drafts."""
+        return np.flatnonzero(seconds <= _PROBE_COST * seconds[0])
+
+    def rest(self, drafting: float, step: float) -> None:
+        """Let the drafter rest in the next steps. drafting, step: seconds of each."""
+        self._rest = min(int(max(drafting, 0.0) / (_IDLE_SHARE * max(step, 1e-6))), _MAX_IDLE)
+
+    def rests(self) -> bool:
+        """Whether the drafter rests in this step. To be called once per step."""
+        self._rest -= 1
+        return self._rest >= 0

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 
 from freedraft.config import ConfigError, configs_dir
-from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.hardware import Dtype, HardwareProfile
 from freedraft.files import write_atomically
 
 _SECONDS = 1.5  # per measurement
-_DTYPES = ("bfloat16", "float16", "float32")
+_DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
 
 
 def measure(
@@ -31,7 +31,7 @@ def measure(
     Args:
         device: "cuda" or "cpu"; None takes the GPU where there is one.
         name: of the profile; None makes one of the device's name.
-        progress: told what is measured and the share done, 0 to 1.
+        progress: called with the name of each measurement and the share done, 0 to 1.
 
     Raises:
         ConfigError: torch is missing, or the device is.
@@ -46,7 +46,7 @@ def measure(
     title = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
     synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
     largest = 8192 if device == "cuda" else 2048
-    flops: dict[str, float] = {}
+    flops: dict[Dtype, float] = {}
     for i, dtype in enumerate(_DTYPES):
         progress(f"matrix products, {dtype}", i / (len(_DTYPES) + 1))
         try:

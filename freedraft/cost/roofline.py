@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.config import ConfigError
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.draft_pass import Recipe
+
+if TYPE_CHECKING:
+    from freedraft.step import EngineContext
 
 Number = float | NDArray[np.float64]
 
@@ -128,7 +133,8 @@ def _latent(
 
 
 def _mlp(name: str, shape: ModelShape, n: Number, width: float, count: Number) -> list[Operation]:
-    """H = SwiGLU(Y W1) and Z = H W2; W1 holds both input projections, of whose results only the product is written."""
+    """H = SwiGLU(Y W1) and Z = H W2; W1 holds both input projections; only the product of their
+    results is written."""
     h, a, w = shape.hidden, shape.activation_bytes, shape.weight_bytes
     inputs = 2 if shape.gated else 1
     up = Operation(f"{name}H", 2 * inputs * n * h * width, a * n * h + inputs * w * h * width, a * n * width, count)
@@ -157,24 +163,34 @@ class Roofline:
             query_tokens: over the whole batch, b * s_q; requests are taken to have equal shares.
             context: tokens in the cache per request, s_kv.
         """
-        return self._seconds(
-            operations(
-                self.shape, batch, query_tokens / batch, context, tensor_parallel=self.tensor_parallel, mask=self.mask
-            )
-        )
+        return self._seconds(batch, query_tokens / batch, context, mask=self.mask)
 
     def pass_seconds(self, recipe: Recipe, batch: Number, context: float) -> Number:
         """Time of one draft pass: one token per request through the sublayers that `recipe` keeps, and the head."""
         layers, window = recipe.n_layers, recipe.window
         context = context if window is None else min(context, window.tokens)
         attention, mlp = 1 - len(recipe.attention) / layers, 1 - len(recipe.mlp) / layers
-        return self._seconds(
-            operations(
-                self.shape, batch, 1, context, tensor_parallel=self.tensor_parallel, mask=False,
-                attention=attention, mlp=mlp,
-            )
-        )  # fmt: skip
+        return self._seconds(batch, 1, context, mask=False, attention=attention, mlp=mlp)
 
-    def _seconds(self, rows: list[Operation]) -> Number:
+    def _seconds(self, batch: Number, s_q: Number, s_kv: float, **rest: Any) -> Number:
         peak = self.profile.flops(self.shape.dtype)
+        rows = operations(self.shape, batch, s_q, s_kv, tensor_parallel=self.tensor_parallel, **rest)
         return sum((row.seconds(peak, self.profile.bandwidth) for row in rows), start=np.float64(0.0))
+
+
+def roofline_of(context: EngineContext, profile: HardwareProfile) -> Roofline:
+    """The roofline of an engine's model. Raises ConfigError: its configuration cannot be read."""
+    if context.hf_config is None:
+        raise ConfigError("the model's configuration is not known")
+    shape = ModelShape.from_config(context.hf_config.to_dict(), dtype=context.dtype, kv_dtype=context.kv_dtype)
+    return Roofline(shape, profile, context.tensor_parallel, mask=context.widths is not None)
+
+
+def knee_of(context: EngineContext, profile: HardwareProfile) -> int | None:
+    """Query tokens per step at the ridge with the weights that the engine reads; None where its model is not known."""
+    if context.hf_config is None or profile.knee is not None:
+        return None
+    try:
+        return profile.ridge_of(roofline_of(context, profile).shape.weight_bytes)
+    except ConfigError:
+        return None

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NamedTuple
 
 from freedraft.config import ConfigError
 from freedraft.cost.batch_lengths import BatchLengths, Rows, candidate_lengths
-from freedraft.cost.controller import knee_of, roofline_of
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Knee, Policy
+from freedraft.cost.roofline import knee_of, roofline_of
 from freedraft.step import EngineContext
 
 CONTEXT = 1024  # Tokens of context per request that steps are priced at
@@ -34,24 +35,20 @@ def draft_lengths(
     if policy == "fixed":
         return None
     profile, max_tokens = choose_profile(hardware, context.device), context.max_draft_tokens
-    rule, learnt = Knee(profile, max_tokens, None, knee or knee_of(context, profile)), None
+    length_of: Callable[[int], int] = Knee(profile, max_tokens, None, knee or knee_of(context, profile)).length
+    learnt: tuple[int, ...] = ()
     if policy == "auto":
         with suppress(ConfigError):  # as in `make_controller`: by the rule
-            learnt = BatchLengths(roofline_of(context, profile), candidate_lengths(max_tokens))
+            model = BatchLengths(roofline_of(context, profile), candidate_lengths(max_tokens))
+            length_of, learnt = (lambda batch: model.best(model.seconds(batch, CONTEXT))), tuple(model.lengths.tolist())
     rows: Rows = []
     first = 1
     while first <= LARGEST:
         last = 2 * first - 1
-        batch = (first + last + 1) // 2
-        if learnt is not None:
-            length = learnt.best(learnt.seconds(batch, CONTEXT))
-        else:
-            length = min(rule.max_tokens_per_request(batch), rule.speculation_length(batch) - 1)
+        length = length_of((first + last + 1) // 2)
         if rows and rows[-1][2] == length:
             rows[-1] = rows[-1][0], last, length
         else:
             rows.append((first, last, length))
         first = last + 1
-    if learnt is not None:
-        return Schedule(rows, tuple(learnt.lengths.tolist()))
-    return Schedule(rows) if len(rows) > 1 or rows[0][2] < max_tokens else None
+    return Schedule(rows, learnt) if learnt or len(rows) > 1 or rows[0][2] < max_tokens else None

@@ -1,4 +1,4 @@
-"""A small and a large model on a machine whose roofline is known."""
+"""A small and a large model on a machine with a known roofline."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 
@@ -9,9 +10,11 @@ import numpy as np
 import pytest
 from known import LLAMA3_8B, ROOFLINE
 
-from freedraft.cost.batch_lengths import PROBE_EVERY, BatchLengths, candidate_lengths
+from freedraft.cost.batch_lengths import BatchLengths, candidate_lengths
+from freedraft.cost.probes import PROBE_EVERY
 from freedraft.draft import DraftBatch
 from freedraft.step import EngineContext
+from sssd_plugin.drafter import Drafter
 from tests.support.steps import make_step
 
 LENGTHS = candidate_lengths(8)
@@ -41,7 +44,7 @@ class Engine:
 
     def run(self, lengths: BatchLengths, batches: list[int], accept: float, noise: float = 0.03) -> list[int]:
         """Steps of these batch sizes; the length that each verified."""
-        coming, told, verified = deque([0] * LAG), deque([[]] * LAG), []
+        coming, sent, verified = deque([0] * LAG), deque([[]] * LAG), []
         gained, ids = [[1]] * batches[0], [str(i) for i in range(batches[0])]
         for batch in batches:
             if batch != len(ids):
@@ -54,12 +57,12 @@ class Engine:
             elif asked := lengths.observe(step):
                 lengths.look(chains(batch, asked))
             right = np.cumprod(self.random.random((batch, 8)) < accept, axis=1).sum(axis=1)
-            # The text goes on as drafted as far as that is right, and what a step does not verify comes as one token.
+            # The text goes on as drafted while that is right, and what a step does not verify comes as one token.
             gained = [[*range(1, n + 1), n + 1 if n < r else 99] for n, r in zip(np.minimum(right, length), right)]  # noqa: B905
             seconds = self.seconds(batch, batch * (1 + length)) * self.random.lognormal(0, noise)
             lengths.record_step(batch, batch * (1 + length), 300.0, seconds)
-            told.append(lengths.decide(batch, 300.0))
-            for first, last, chosen in told.popleft():
+            sent.append(lengths.decide(batch, 300.0))
+            for first, last, chosen in sent.popleft():
                 self.table[first : last + 1] = [chosen] * len(self.table[first : last + 1])
             coming.append(self.table[batch])
             verified.append(length)
@@ -125,6 +128,28 @@ def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made() -> None:
         tokens = dict(zip(lengths.lengths.tolist(), lengths.tokens().tolist(), strict=True))
         assert tokens[4] == pytest.approx(1 + 4 * accept, abs=0.3) and tokens[8] >= tokens[4]
         assert tokens[8] == pytest.approx(1 + 8 * accept, abs=1.5)
+
+
+def test_one_tree_says_what_all_shorter_lengths_bring() -> None:
+    """The drafter's tree of fewer nodes is the first part of the larger one, and is expected to bring as much alone."""
+    drafter, names = Drafter(vocab_size=8, max_nodes=9), ["a", "b"]
+    for name, seed in zip(names, (1, 2), strict=True):
+        drafter.replace(name, np.random.default_rng(seed).integers(0, 8, 300).astype(np.int32))
+
+    def looked_at(length: int) -> tuple[dict[int, float], DraftBatch]:
+        lengths = learner()
+        lengths.max_draft_len(make_step(names, [[1], [1]], capacities=length))
+        draft = drafter.draft(names, max_nodes=length + 1, shape="tree")
+        lengths.look(draft)
+        return dict(zip(LENGTHS, lengths.tokens().tolist(), strict=True)), copy.deepcopy(draft)
+
+    by_length, whole = looked_at(8)
+    assert (whole.counts == 9).all() and (whole.parents[:, 1:] != np.arange(8)).any(), "trees, and no chains"
+    for length in LENGTHS[1:]:
+        alone, part = looked_at(length)
+        for field in ("tokens", "parents", "depths", "scores", "kinds"):
+            assert np.array_equal(getattr(part, field)[:, : length + 1], getattr(whole, field)[:, : length + 1]), field
+        assert alone[length] == pytest.approx(by_length[length])
 
 
 def test_large_batches_have_lengths_that_can_be_priced() -> None:

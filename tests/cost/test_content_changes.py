@@ -78,7 +78,7 @@ class Machine:
 def gained_step(
     ids: list[str], gained: np.ndarray, right: np.ndarray, most: int, previous: tuple[int, int] | None = None
 ) -> Step:
-    """The tokens of a step: those of the draft as far as they were right, then another one."""
+    """The tokens of a step: those of the draft while they were right, then another one."""
     rows = [[*range(1, n + 1)] if n <= r else [*range(1, n), 999] for n, r in zip(gained, right, strict=True)]
     return make_step(ids, rows, capacities=most, previous=previous)
 
@@ -111,7 +111,7 @@ class RunnerV2:
         self.machine = Machine()
         self.lengths = BatchLengths(ROOFLINE, candidate_lengths(MOST), clock=self.machine.clock)
         self.method = Drafter(self.lengths, self.machine)
-        self.table, self.told = [8] * 65, deque([[]] * LAG)
+        self.table, self.sent = [8] * 65, deque([[]] * LAG)
 
     def run(self, batch: int, text: Text, steps: int) -> np.ndarray:
         """float64 [steps, 3]: tokens, seconds and draft tokens of each."""
@@ -129,8 +129,8 @@ class RunnerV2:
             now = machine.now
             gained, right = machine.step(batch, np.full(batch, length))
             self.lengths.record_step(batch, batch * (1 + length), 300.0, machine.now - now)
-            self.told.append(self.lengths.decide(batch, 300.0))
-            for first, last, chosen in self.told.popleft():
+            self.sent.append(self.lengths.decide(batch, 300.0))
+            for first, last, chosen in self.sent.popleft():
                 self.table[first : last + 1] = [chosen] * len(self.table[first : last + 1])
             rows.append((gained.sum(), machine.now - began, batch * length))
         return np.array(rows, float)

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from known import ROOFLINE
 
 from freedraft.cost.acceptance import SIZE, Acceptance
-from freedraft.cost.allocation import allocate_best, allocate_width
-from freedraft.cost.controller import PROBE_EVERY, Auto, make_controller
+from freedraft.cost.allocation import allocate, allocate_width
+from freedraft.cost.controller import Auto, make_controller
 from freedraft.cost.policies import Fixed, Knee
-from freedraft.cost.step_times import BUCKET_OF, BUCKETS, CENTRES
+from freedraft.cost.probes import PROBE_EVERY
 from freedraft.draft import DraftBatch
 from freedraft.step import EngineContext
 from layerskip_plugin.skip_set import SkipSet
+from tests.support.continuations import observe
 from tests.support.steps import make_step
 
 
@@ -27,7 +28,7 @@ def controller(longest: int = 8, **options: object) -> Auto:
 
 
 def chains(p: list[list[float]], kinds: int = 0) -> DraftBatch:
-    """Chains whose nodes have these probabilities given their parents; token i at depth i."""
+    """Chains of nodes with these probabilities given their parents; token i at depth i."""
     draft = DraftBatch.empty(len(p), 1 + max(map(len, p), default=0))
     for b, row in enumerate(p):
         n = len(row)
@@ -40,14 +41,15 @@ def chains(p: list[list[float]], kinds: int = 0) -> DraftBatch:
     return draft
 
 
+growth = st.lists(st.floats(0.0, 0.4), min_size=16, max_size=16)
 probabilities = st.lists(st.lists(st.floats(0.01, 0.99), max_size=4), min_size=1, max_size=3)
 
 
 @settings(max_examples=200, deadline=None)
-@given(probabilities, st.lists(st.floats(0.0, 0.4), min_size=BUCKETS, max_size=BUCKETS), st.integers(-1, 12))
+@given(probabilities, growth, st.integers(-1, 12))
 def test_shares_are_the_best_of_all(p: list[list[float]], growth: list[float], forced: int) -> None:
     draft = chains(p)
-    table = np.cumprod(1 + np.array(growth)) * 0.02
+    seconds = np.cumprod(1 + np.array(growth)) * 0.02  # by query tokens
     path = np.cumprod(np.pad([[*row, *[1] * (4 - len(row))] for row in p], ((0, 0), (1, 0)), constant_values=1), axis=1)
     batch = len(p)
 
@@ -55,12 +57,11 @@ def test_shares_are_the_best_of_all(p: list[list[float]], growth: list[float], f
         return batch + sum(path[b, 1 : n + 1].sum() for b, n in enumerate(cut))
 
     def rate(cut: tuple[int, ...]) -> float:
-        return tokens(cut) / table[BUCKET_OF[batch + sum(cut)]]
+        return tokens(cut) / seconds[batch + sum(cut)]
 
     cuts = list(itertools.product(*(range(len(row) + 1) for row in p)))
     counts = draft.counts.copy()
-    order = np.empty(draft.tokens.size)
-    chosen, gain, longest = allocate_best(path, counts, table, 0.0, forced, order)
+    chosen, gain, longest = allocate(path, counts, seconds[batch:], 0.0, forced)
     cut = tuple(int(n) - 1 for n in counts)
     assert sum(cut) == chosen and longest == max(cut) + 1
     if forced >= 0:
@@ -73,17 +74,17 @@ def test_shares_are_the_best_of_all(p: list[list[float]], growth: list[float], f
 
 
 @settings(max_examples=100, deadline=None)
-@given(probabilities, st.lists(st.floats(0.0, 0.4), min_size=BUCKETS, max_size=BUCKETS))
+@given(probabilities, growth)
 def test_the_width_is_the_best_of_all(p: list[list[float]], growth: list[float]) -> None:
     draft, batch = chains(p), len(p)
-    table = np.cumprod(1 + np.array(growth)) * 0.02
+    seconds = np.cumprod(1 + np.array(growth)) * 0.02  # by query tokens
     path = np.cumprod(np.pad([[*row, *[0] * (4 - len(row))] for row in p], ((0, 0), (1, 0)), constant_values=1), axis=1)
     widths = np.array([1, 2, 4, 5], np.int32)
     most = max(map(len, p)) + 1
     candidates = [w for i, w in enumerate(widths) if i == 0 or widths[i - 1] < most]
-    rates = {w: path[:, :w].sum() / np.interp(batch * w, CENTRES, table) for w in candidates}
+    rates = {w: path[:, :w].sum() / seconds[batch * w] for w in candidates}
     counts = draft.counts.copy()
-    width, gain, longest = allocate_width(path, counts, table, 0.0, widths, -1)
+    width, gain, longest = allocate_width(path, counts, seconds[batch * np.array([1, *widths])], 0.0, -1, widths)
     assert rates[width] == pytest.approx(max(rates.values()))
     assert gain == pytest.approx(rates[width] / rates[1] - 1)
     assert np.array_equal(counts, np.minimum(draft.counts, width)) and longest == counts.max()
@@ -96,7 +97,7 @@ def test_acceptance_learns_what_scores_are_worth() -> None:
     assert before == pytest.approx([1, 0.6, 0.36])
     for _ in range(1500):
         hits = list(itertools.takewhile(lambda p: rng.random() < p, (0.2, 0.9)))
-        acceptance.observe(draft, [np.array([*range(1, len(hits) + 1), 99], np.int32)])
+        observe(acceptance, draft, [[*range(1, len(hits) + 1), 99]])
     after = acceptance.probabilities(draft)[0]
     assert after[1] == pytest.approx(0.2, abs=0.1)
     assert after[2] / after[1] == pytest.approx(0.9, abs=0.12)
@@ -108,9 +109,7 @@ def test_an_outcome_counts_once_per_child_of_the_true_path() -> None:
     tree.parents[0], tree.depths[0], tree.counts[0] = [-1, 0, 0, 2, 2, 1], [0, 1, 1, 2, 2, 2], 6
     tree.tokens[0], tree.scores[0] = [9, 10, 11, 12, 13, 14], [1, 0.5, 0.3, 0.1, 0.1, 0.2]
     acceptance = Acceptance()
-    assert acceptance.observe(tree, [np.array([11, 13, 5], np.int32)]) == 4
-    assert acceptance.observe(tree, [np.array([8], np.int32)]) == 2
-    assert acceptance.observe(tree, [np.zeros(0, np.int32)]) == 0
+    assert [observe(acceptance, tree, [tokens]) for tokens in ([11, 13, 5], [8], [])] == [4, 2, 0]
     assert np.isfinite(acceptance.bias).all() and acceptance.bias.shape == (SIZE,)
 
 
@@ -207,13 +206,13 @@ def test_a_clock_that_jumps_does_no_harm() -> None:
     machine = Machine(flat)
     control = controller(clock=machine.clock)
     machine.run(control, 200, accept=0.7)
-    known = control.times.table(1, 300.0).copy()
+    known = control.times.seconds(1, np.arange(1, 10), 300.0).copy()
     for jump in (-1e6, 1e9, math.nan, -5.0):
         machine.now = (100.0 if math.isnan(machine.now) else machine.now) + jump
         machine.run(control, 1, accept=0.7)
     machine.now = 100.0
     machine.run(control, 3, accept=0.7)
-    assert np.allclose(control.times.table(1, 300.0), known, rtol=0.1)
+    assert np.allclose(control.times.seconds(1, np.arange(1, 10), 300.0), known, rtol=0.1)
 
 
 def test_step_times_survive_a_restart(tmp_path) -> None:

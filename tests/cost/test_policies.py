@@ -26,7 +26,7 @@ def test_ridge_is_flops_per_byte_unless_a_knee_is_given() -> None:
 
 
 def budget(controller: Controller, batch: int) -> int:
-    """Draft tokens over the whole batch that a step of so many requests gets."""
+    """Draft tokens over the whole batch that a step of `batch` requests gets."""
     controller.max_draft_len(make_step([f"r{i}" for i in range(batch)], [[1]] * batch))
     return controller.budget
 

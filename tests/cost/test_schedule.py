@@ -50,6 +50,6 @@ def test_ranges_have_no_gaps_and_lengths_fall() -> None:
         assert first == last + 1 and shorter < length <= 8
 
 
-def test_a_model_whose_shape_is_unknown_is_decided_for_by_the_rule() -> None:
+def test_the_rule_decides_for_a_model_of_unknown_shape() -> None:
     unknown = draft_lengths(context(8, {}), "auto", hardware="h100")
     assert unknown == draft_lengths(context(8), "knee", hardware="h100") is not None

@@ -12,6 +12,7 @@ from freedraft.draft import DraftBatch
 from layerskip_plugin.lookahead import Cost, Lookahead
 from layerskip_plugin.rounds import Candidate, Outcome
 from layerskip_plugin.skip_set import SkipSet
+from tests.support.continuations import observe
 
 Feature = Callable[[int, NDArray[np.int32]], NDArray[np.float32]]
 RECIPE = SkipSet(2, frozenset({1}), frozenset())
@@ -105,8 +106,8 @@ class Driver:
             draft.parents[:] = np.arange(-1, draft.max_nodes - 1)
             draft.scores[:, 0], draft.scores[:, 1:] = 1.0, np.cumprod(self.confidences, 1)
             draft.kinds[:] = self.policy.kind
-            followed = [np.array([*range(1, n + 1), 10**6], np.int32) for n in accepted.tolist()]
-            self.policy.costs.acceptance.observe(draft, followed)
+            followed = [[*range(1, n + 1), 10**6] for n in accepted.tolist()]
+            observe(self.policy.costs.acceptance, draft, followed)
 
     def luck(self, drafted: NDArray[np.int32], chance: ArrayLike, longest: int) -> NDArray[np.int32]:
         """Accepted tokens, where each is accepted with this chance."""
