@@ -37,8 +37,10 @@ Rows = list[tuple[int, int, int]]  # (first batch size, last batch size, draft t
 
 
 def candidate_lengths(max_draft_tokens: int) -> tuple[int, ...]:
-    """Draft lengths to choose from, ascending: few, because an engine captures graphs for each."""
-    return tuple(sorted({max_draft_tokens >> i for i in range(3)} | {0, 1}))
+    """Draft lengths to choose from, ascending: few, because an engine captures graphs for each. Large batches need the
+    short ones, whatever the longest is."""
+    short = [length for length in (8, 4, 2, 1) if length < max_draft_tokens]
+    return (0, *sorted(short[:3]), max_draft_tokens)
 
 
 def batch_range(batch: int) -> tuple[int, int]:

@@ -173,3 +173,11 @@ def test_the_controller_of_an_engine() -> None:
         (EngineContext(**known, lengths=LENGTHS), "fixed"),
     ):
         assert type(make_controller(context, policy)) is Fixed
+
+
+@pytest.mark.parametrize(
+    ("longest", "lengths"),
+    [(1, (0, 1)), (2, (0, 1, 2)), (5, (0, 1, 2, 4, 5)), (8, (0, 1, 2, 4, 8)), (32, (0, 2, 4, 8, 32))],
+)
+def test_a_large_bound_keeps_the_short_lengths(longest: int, lengths: tuple[int, ...]) -> None:
+    assert candidate_lengths(longest) == lengths
