@@ -100,25 +100,26 @@ def test_all_draft_lengths_have_graphs_however_few_requests_there_are() -> None:
     assert lengths([(1, 2, 8), (3, 9, 4), (10, 20, 0)]) == {8}
 
 
-def test_steps_of_every_length_find_a_full_graph() -> None:
+def test_steps_of_every_length_find_a_full_graph(tiny_model: Path) -> None:
     """By vLLM's own lists and dispatch, where a graph of the step's length and LoRAs holds it."""
     pytest.importorskip("triton")
-    from types import SimpleNamespace
-
-    from vllm.config.compilation import CUDAGraphMode
+    from vllm.config import CUDAGraphMode
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     from freedraft.engines.vllm.v2.graph_lengths import GraphLengths, put_nearest_first
 
     lengths, loras, most = (0, 4, 8), (0, 2), 256
-    manager = CudaGraphManager.__new__(CudaGraphManager)
-    speculative = SimpleNamespace(
-        uses_dynamic_speculative_decoding=lambda: True, num_speculative_tokens_per_batch_size=GraphLengths(lengths)
-    )
-    cache = SimpleNamespace(use_kda_recoverssm=False)
-    manager.vllm_config = SimpleNamespace(speculative_config=speculative, num_speculative_tokens=8, cache_config=cache)
+    speculative = {"method": "ngram_gpu", "prompt_lookup_min": 1, "prompt_lookup_max": 1, "num_speculative_tokens": 8}
+    config = EngineArgs(
+        str(tiny_model), skip_tokenizer_init=True, max_num_seqs=most, speculative_config=speculative
+    ).create_engine_config()
+    config.speculative_config.num_speculative_tokens_per_batch_size = GraphLengths(lengths)
     sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-    manager.compilation_config = SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1])
+    config.compilation_config.cudagraph_capture_sizes = sizes
+    config.compilation_config.max_cudagraph_capture_size = sizes[-1]
+    manager = CudaGraphManager.__new__(CudaGraphManager)  # whose constructor wants a device
+    manager.vllm_config, manager.compilation_config = config, config.compilation_config
     manager.cudagraph_mode, manager.lora_capture_cases = CUDAGraphMode.FULL_AND_PIECEWISE, list(loras)
     manager.max_num_reqs, manager.decode_query_len, manager.varlen_decode = most, 9, False
     manager.ubatch_runner, manager._candidates, manager._capture_descs = None, {}, {}
