@@ -39,7 +39,7 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
         page_size=vllm_config.cache_config.block_size,
         tensor_parallel=parallel.tensor_parallel_size,
         rank=replica,
-        gives_logits=v2_lengths is not None and _gives_logits(vllm_config.speculative_config),
+        gives_logits=v2_lengths is not None and not check(V2_LOGITS_HOOKS),
         lengths=v2_lengths or _lengths_of_experts(vllm_config),
     )
 
@@ -62,12 +62,6 @@ def _lengths_of_experts(vllm_config: Any) -> tuple[int, ...] | None:
     if vllm_config.parallel_config.data_parallel_size > 1 and getattr(vllm_config.model_config, "is_moe", False):
         return (vllm_config.speculative_config.num_speculative_tokens,)
     return None
-
-
-def _gives_logits(speculative_config: Any) -> bool:
-    if getattr(speculative_config, "enable_adaptive_verification", False):
-        return False  # which rows of logits belong to which draft token is known on the device only
-    return not check(V2_LOGITS_HOOKS)
 
 
 def _hardware() -> str | None:

@@ -24,8 +24,6 @@ def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
         learnt = ", learnt while serving; at first" if configured(vllm_config).lengths else ":"
         by_size = ", ".join(f"{n} from {first} on" for first, _, n in schedule)
         lengths = f"draft tokens by batch size{learnt} {by_size}"
-    if v2 and vllm_config.speculative_config.enable_adaptive_verification:
-        lengths += ", as many of them verified as vLLM's adaptive verification says"
     asked = configured(vllm_config).options.get("shape") == "tree"
     ranks = {
         "tensor": parallel.tensor_parallel_size,
