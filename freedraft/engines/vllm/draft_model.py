@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,17 @@ from numpy.typing import NDArray
 
 from freedraft.draft_model import DraftModel
 from freedraft.draft_pass import Recipe
+from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import DraftPass, PagedDraftRound
 from freedraft.engines.vllm.forward import Forward
-from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, compiled
+from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
 from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.set_scores import SetScores
+from freedraft.guarded_method import GuardedMethod
 from freedraft.step import Step
+
+logger = logging.getLogger(__name__)
 
 
 class PagedDraftModel(Forward, DraftModel):
@@ -80,3 +85,30 @@ class PagedDraftModel(Forward, DraftModel):
 
     def scorer(self, window: int) -> SetScores:
         return SetScores(self, window)
+
+
+def prepare_passes(runner: Any, vllm_config: Any, guarded: GuardedMethod | None) -> PagedDraftModel | None:
+    """Build the draft model of a runner that has its KV cache, and its passes: all ranks do, or none. Returns None
+    where it cannot be built. Raises UnsupportedModel, which stops the start.
+
+    Args:
+        guarded: the method that builds passes; None in ranks that follow.
+    """
+    from vllm.distributed import get_tp_group
+
+    try:
+        # The method gets its draft model only after all ranks have built theirs.
+        model = DraftRanks(get_tp_group()).ready(
+            lambda: PagedDraftModel(runner, Backbone.of(runner.get_model()), vllm_config)
+        )
+    except UnsupportedModel:
+        raise
+    except Exception:  # a vLLM that is built otherwise
+        logger.exception("freedraft: draft passes could not be built, so none are run; please report this")
+        return None
+    if guarded is None:
+        model.follow()
+        return model
+    with model.ranks.leading():
+        guarded.prepare(model)
+    return model

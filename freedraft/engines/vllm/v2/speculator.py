@@ -24,9 +24,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import SCHEDULE, configured
-from freedraft.engines.vllm.draft_model import PagedDraftModel
+from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.hooks import V2_SAMPLING_HOOKS
-from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.v2.drafting import Drafting
@@ -110,23 +109,8 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         usual = type(runner.model_state).prepare_inputs is DefaultModelState.prepare_inputs
         readers = self.trees, METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
         self.joins_last = usual and not any(readers)
-        if not METHODS[name].runs_model:
-            return
-        # Told of no pass until all ranks can follow.
-        try:
-            self.draft_model = model = DraftRanks(self._ranks).ready(
-                lambda: PagedDraftModel(runner, Backbone.of(runner.model), self._vllm_config)
-            )
-        except UnsupportedModel:
-            raise
-        except Exception:  # a vLLM that is built otherwise; all ranks go without
-            logger.exception("freedraft: draft passes could not be built, so none are run; please report this")
-            return
-        if (guarded := self.guarded) is None:
-            model.follow()
-            return
-        with model.ranks.leading():
-            guarded.prepare(model)
+        if METHODS[name].runs_model:
+            self.draft_model = prepare_passes(runner, self._vllm_config, self.guarded)
 
     @torch.inference_mode()
     def propose(
