@@ -16,11 +16,11 @@ from torch.nn.functional import pad
 from freedraft.draft_model import Drafted, DraftModel, DraftRound
 from freedraft.draft_pass import Recipe, Window
 from freedraft.engines.draft_ranks import DraftRanks
+from freedraft.engines.many_sets import SetScores
 from freedraft.engines.on_device import on_device
 from freedraft.engines.sglang.graphs import Captured, capture, free_bytes
 from freedraft.engines.sglang.layers import Stages, run_stages, stages_of
 from freedraft.engines.sglang.passes import HiddenOf, Passes, Tokens, WindowedRead
-from freedraft.engines.sglang.set_scores import SetScores
 from freedraft.engines.sglang.window_rows import WindowRows
 from freedraft.guarded_method import is_device_fault
 from freedraft.step import Step
@@ -116,7 +116,9 @@ class PagedDraftModel(Passes, DraftModel):
         self.ranks.follow(self.build, partial(PagedRound, self, batch))
 
     def scorer(self, window: int) -> SetScores:
-        return SetScores(self, window)
+        # SGLang keeps memory for one row per request: so a pass has at most that many recipes, and tokens of each.
+        rows = int(self.runner.max_running_requests)
+        return SetScores(self, window, max(1, rows // window), min(window, rows))
 
     def has_graphs(self, stages: Stages) -> bool:
         """Whether these are captured, so that their passes are to be verifications of one node."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from freedraft.engines.hooks import check
-from freedraft.engines.vllm.forward import Forward
+from freedraft.engines.vllm.forward import NO_SLOT, Forward
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS
 from freedraft.engines.vllm.kept_layers import KeptLayers
 from freedraft.engines.vllm.pages import BlockTables
@@ -24,7 +24,6 @@ from freedraft.guarded_method import is_device_fault
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
-_NO_SLOT = -1  # of padding, whose KV is written nowhere
 
 
 def graph_sizes(captured: Sequence[int] | None, max_requests: int) -> list[int]:
@@ -44,7 +43,7 @@ class DraftGraphs:
         self._sizes = graph_sizes(captured, model.runner.max_num_reqs)
         most, device = self._sizes[-1], model.device
         self._inputs = torch.zeros(3, most, dtype=torch.int64, device=device)  # tokens, positions, slots
-        self._inputs[2] = _NO_SLOT
+        self._inputs[2] = NO_SLOT
         self._lengths = torch.ones(most, dtype=torch.int32, device=device)
         self._pages = torch.zeros(most, table_width, dtype=torch.int32, device=device)
         self._tables: BlockTables | None = None  # what stands in `_pages`
@@ -135,7 +134,7 @@ class DraftGraphs:
         size = self._sizes[bisect_left(self._sizes, n)]
         self._inputs[:2, :n].copy_(inputs)
         self._inputs[2, :n].copy_(slots)
-        self._inputs[2, n:size] = _NO_SLOT
+        self._inputs[2, n:size] = NO_SLOT
         self._lengths[:n].copy_(lengths)
         self._lengths[n:size] = 0
         if self._tables is not tables:

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from freedraft.draft_model import DraftModel
 from freedraft.draft_pass import Recipe
 from freedraft.engines.draft_ranks import DraftRanks
+from freedraft.engines.many_sets import SetScores
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import DraftPass, PagedDraftRound
 from freedraft.engines.vllm.forward import Forward
 from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
 from freedraft.engines.vllm.pages import Pages
-from freedraft.engines.vllm.set_scores import SetScores
 from freedraft.guarded_method import GuardedMethod
 from freedraft.step import Step
 
@@ -84,7 +84,8 @@ class PagedDraftModel(Forward, DraftModel):
         self.ranks.follow(self.build, start)
 
     def scorer(self, window: int) -> SetScores:
-        return SetScores(self, window)
+        most = min(self.runner.max_num_reqs, self.runner.max_num_tokens // window)
+        return SetScores(self, window, max(1, most), window)
 
 
 def prepare_passes(runner: Any, vllm_config: Any, guarded: GuardedMethod | None) -> PagedDraftModel | None:
