@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from freedraft.draft_model import DraftModel
 from freedraft.draft_pass import Recipe
 from freedraft.engines.draft_ranks import DraftRanks
+from freedraft.engines.draft_round import DraftPass
 from freedraft.engines.many_sets import SetScores
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
-from freedraft.engines.vllm.draft_passes import DraftPass, PagedDraftRound
+from freedraft.engines.vllm.draft_passes import PagedDraftRound
 from freedraft.engines.vllm.forward import Forward
 from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
 from freedraft.engines.vllm.pages import Pages
@@ -44,7 +45,8 @@ class PagedDraftModel(Forward, DraftModel):
 
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:
         number = self.ranks.tell("build", recipe, {"top_k": top_k, "entropy": entropy, "optimize": optimize})
-        return DraftPass(self._layers(recipe.bits, top_k, entropy, optimize), recipe.window, number)
+        layers = self._layers(recipe.bits, top_k, entropy, optimize)
+        return DraftPass(layers, recipe.window, top_k, entropy, number)
 
     def _layers(self, skipped: tuple[bool, ...], top_k: int, entropy: bool, optimize: bool) -> KeptLayers:
         if not optimize:
