@@ -34,8 +34,8 @@ from freedraft.engines.vllm.hooks import (
     V2_HOOKS,
     vllm_version,
 )
-from freedraft.engines.vllm.lookahead_slots import reserve_slots
 from freedraft.engines.vllm.patching import share_logging, wrap_once
+from freedraft.engines.vllm.scheduler import reserve_slots
 from freedraft.engines.vllm.v2.lengths import receive_lengths
 from freedraft.method import METHODS, MethodSpec
 from freedraft.step import EngineContext

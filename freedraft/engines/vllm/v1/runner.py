@@ -26,8 +26,8 @@ from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS, PROCESS
 from freedraft.engines.vllm.outputs import longest_answer, output_of
 from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.patching import after, before, share_logging, with_kv_cache, wrap_once
+from freedraft.engines.vllm.scheduler import SALT
 from freedraft.engines.vllm.start_line import start_line
-from freedraft.engines.vllm.tenants import SALT
 from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
 from freedraft.engines.vllm.v1.matching import Matching
 from freedraft.guarded_method import GuardedMethod
@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 
 
 class V1StepState(NamedTuple):
-    """See `StepState`. arguments: what vLLM passed to `propose_draft_token_ids`, by name (common_attn_metadata, ...);
-    rows: intp [B], rows of vLLM's batch that the step's requests have."""
+    """What draft passes need to know of a step. arguments: what vLLM passed to `propose_draft_token_ids`, by name
+    (common_attn_metadata, ...); rows: intp [B], rows of vLLM's batch that the step's requests have."""
 
     runner: Any
     arguments: dict[str, Any]

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,10 +19,10 @@ from freedraft.engines.session import DraftSession
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
-from freedraft.engines.vllm.tenants import SALT
+from freedraft.engines.vllm.pages import Pages
+from freedraft.engines.vllm.scheduler import SALT
 from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
 from freedraft.engines.vllm.v2.requests import Requests
-from freedraft.engines.vllm.v2.step_state import V2StepState
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
@@ -32,6 +32,24 @@ if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.trees import Trees
 
 logger = logging.getLogger(__name__)
+
+
+class V2StepState(NamedTuple):
+    """What draft passes need to know of a step. block_tables: vLLM's BlockTables; states: its RequestState; slots: intp
+    [B], of the step's requests."""
+
+    block_tables: Any
+    states: Any
+    slots: NDArray[np.intp]
+
+    def pages(self) -> Pages:
+        tables = self.block_tables
+        blocks = tables.num_blocks.np[0, self.slots].astype(np.int64)
+        return Pages(tables.block_tables[0].gpu, self.slots, blocks, tables.block_sizes[0])
+
+    def prompt_lengths(self) -> NDArray[Any]:
+        lengths: NDArray[Any] = self.states.prompt_len.np[self.slots]
+        return lengths
 
 
 def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees | None:

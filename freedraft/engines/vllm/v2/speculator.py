@@ -28,9 +28,8 @@ from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.hooks import V2_SAMPLING_HOOKS
 from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.start_line import start_line
-from freedraft.engines.vllm.v2.drafting import Drafting
+from freedraft.engines.vllm.v2.drafting import Drafting, V2StepState
 from freedraft.engines.vllm.v2.lengths import GraphLengths
-from freedraft.engines.vllm.v2.step_state import V2StepState
 from freedraft.method import METHODS
 from freedraft.step import TOP_TOKENS
 
