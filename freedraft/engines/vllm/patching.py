@@ -47,6 +47,15 @@ def after(action: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable
     return make
 
 
+def unless(condition: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For `wrap_once`: call a function unless `condition` is true of its arguments."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: None if condition(*args, **kwargs) else original(*args, **kwargs)
+
+    return make
+
+
 def with_kv_cache(prepare: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For `wrap_once` of a model runner's `initialize_kv_cache`: call `prepare(runner)` when its KV cache is there, not
     in profiling runs."""
