@@ -444,7 +444,7 @@ def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_mode
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from freedraft.engines.vllm.graph_memory import with_draft_graphs
+    from freedraft.engines.vllm.draft_graphs import with_draft_graphs
 
     own, vocab, mib = [1, 2, 4, *range(8, 257, 8)], 100_000, 2**20
 

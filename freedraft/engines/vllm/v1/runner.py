@@ -20,8 +20,8 @@ from freedraft.engines.hooks import check
 from freedraft.engines.session import DraftSession, room
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
+from freedraft.engines.vllm.draft_graphs import passes_on_all_ranks, with_draft_graphs
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
-from freedraft.engines.vllm.graph_memory import passes_on_all_ranks, with_draft_graphs
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS, PROCESSOR_HOOKS
 from freedraft.engines.vllm.outputs import longest_answer, output_of
 from freedraft.engines.vllm.pages import Pages

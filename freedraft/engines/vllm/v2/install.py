@@ -13,7 +13,7 @@ import torch
 
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import configured
-from freedraft.engines.vllm.graph_memory import passes_on_all_ranks, with_draft_graphs
+from freedraft.engines.vllm.draft_graphs import passes_on_all_ranks, with_draft_graphs
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, V2_GRAPH_HOOKS, V2_LOGITS_HOOKS, V2_SAMPLING_HOOKS
 from freedraft.engines.vllm.patching import after, before, with_kv_cache, wrap_once
 from freedraft.engines.vllm.v2.lengths import find_nearest, send_lengths, whole_table
