@@ -1,11 +1,12 @@
-"""What the plugins hook in an engine, as data: one table per engine, checked before anything is registered."""
+"""What the plugins hook in an engine, as data: one table per engine, checked before anything is registered; and the log
+line at an engine's start."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -129,3 +130,18 @@ def installed_version(distributions: Iterable[str]) -> str:
         except PackageNotFoundError:
             continue
     return "?"
+
+
+def start_line(
+    method: str, engine: str, version: str, tested: Sequence[str], parts: Sequence[str], ranks: Mapping[str, int],
+    lengths: Sequence[str],
+) -> str:  # fmt: skip
+    """Return the line.
+
+    Args:
+        tested: versions that our tests run; parts: what runs, and how; ranks: numbers by kind of parallelism.
+        lengths: how many draft tokens there may be.
+    """
+    untested = "" if is_tested(version, tested) else ", which we do not test"
+    several = [f"{size} {kind}-parallel ranks" for kind, size in ranks.items() if size > 1]
+    return f"freedraft: method '{method}': " + "; ".join([f"{engine} {version}{untested}", *parts, *several, *lengths])

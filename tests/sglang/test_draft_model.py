@@ -54,7 +54,6 @@ def test_a_round_sends_to_the_device_once(draft_model, group, monkeypatch, windo
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
     from freedraft.engines import on_device
-    from freedraft.engines.sglang import window_rows
     from freedraft.engines.sglang.accepted import AcceptedTokens
 
     def unpinned(values, device):  # there is no device to pin memory for
@@ -63,7 +62,7 @@ def test_a_round_sends_to_the_device_once(draft_model, group, monkeypatch, windo
     def no_slots(**_):  # SGLang's kernel, which there is no device for
         return torch.zeros(3 * 4, dtype=torch.int64, device=META)
 
-    for module in (on_device, draft_model, window_rows):
+    for module in (on_device, draft_model):
         monkeypatch.setattr(module, "on_device", unpinned, raising=False)
     monkeypatch.setattr(draft_model, "assign_extend_cache_locs_func", no_slots)
     monkeypatch.setattr(draft_model.ForwardBatch, "init_new", lambda part, *_, **__: part)
@@ -77,7 +76,7 @@ def test_a_round_sends_to_the_device_once(draft_model, group, monkeypatch, windo
         def __init__(self):
             self.ranks, self.runner, self.attended, self._graphs = DraftRanks(group), None, None, {}
             pool = ReqToTokenPool(size=4, max_context_len=64, device=META, enable_memory_saver=False)
-            self.window_rows = window_rows.WindowRows(pool, 1)
+            self.window_rows = draft_model.WindowRows(pool, 1)
 
         def run(self, stages, part):
             lengths.append(part.seq_lens_cpu.tolist())

@@ -16,7 +16,7 @@ REQUESTS, LENGTH = 5, 300
 def test_rows_hold_the_slots_that_a_window_leaves(page_size, attended):
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    from freedraft.engines.sglang.window_rows import WindowRows
+    from freedraft.engines.sglang.draft_model import WindowRows
 
     pool = ReqToTokenPool(REQUESTS, LENGTH, "cpu", False)
     pool.req_to_token[1:] = torch.randperm(REQUESTS * LENGTH).view(REQUESTS, LENGTH)

@@ -16,8 +16,8 @@ import pytest
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm import methods
+from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
-from freedraft.engines.vllm.start_line import start_line
 
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
 SKIPPING = {"method": "layerskip", "num_speculative_tokens": 3}

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from freedraft.engines.hooks import installed_version
+from freedraft.engines import hooks
 from freedraft.engines.sglang.guards import verify_backend, widths_for
 from freedraft.engines.sglang.hooks import DISTRIBUTIONS, TESTED_VERSIONS
-from freedraft.engines.start_line import start_line as put_together
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.step import EngineContext
 
@@ -67,7 +66,7 @@ def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *,
         widths: numbers of nodes per request, root included, that a step may have.
         chains: whether drafts are chains.
     """
-    args, version = runner.server_args, installed_version(DISTRIBUTIONS)
+    args, version = runner.server_args, hooks.installed_version(DISTRIBUTIONS)
     parts = [
         f"overlap scheduling {'off' if args.disable_overlap_schedule else 'on'}",
         f"CUDA graphs {'off' if runner.decode_cuda_graph_runner is None else 'on'}",
@@ -75,4 +74,4 @@ def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *,
     ]
     ranks = {"tensor": args.tp_size, "pipeline": args.pp_size, "data": args.dp_size}
     lengths = f"{'chains' if chains else 'trees'} of up to {widths[-1] - 1} draft tokens, {len(widths)} sizes"
-    return put_together(method, "SGLang", version, TESTED_VERSIONS, parts, ranks, [lengths])
+    return hooks.start_line(method, "SGLang", version, TESTED_VERSIONS, parts, ranks, [lengths])

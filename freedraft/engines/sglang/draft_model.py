@@ -13,7 +13,7 @@ from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_f
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from freedraft.draft_model import DraftModel
-from freedraft.draft_pass import Recipe
+from freedraft.draft_pass import Recipe, Window
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.draft_round import DraftPass, RankedRound, most_likely, run_kept
 from freedraft.engines.many_sets import SetScores
@@ -21,11 +21,12 @@ from freedraft.engines.on_device import on_device
 from freedraft.engines.sglang.graphs import Captured, capture, free_bytes
 from freedraft.engines.sglang.layers import Stages, stages_of
 from freedraft.engines.sglang.passes import HiddenOf, Passes, Tokens, WindowedRead
-from freedraft.engines.sglang.window_rows import WindowRows
 from freedraft.guarded_method import is_device_fault
 from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
+
+MAX_WINDOW_ROWS = 256
 
 
 class PagedDraftModel(Passes, DraftModel):
@@ -204,3 +205,49 @@ class PagedRound(RankedRound):
         if sampling.logit_bias is not None:
             logits = logits + sampling.logit_bias[rows]
         return logits if sampling.is_all_greedy else logits / sampling.temperatures.view(-1, 1)[rows]
+
+
+class WindowRows:
+    """Rows behind those of the pool, which it never gives to a request.
+
+    Attention backends keep the tensor, some of them in CUDA graphs, so it has to be there before they are made.
+
+    Args:
+        pool: SGLang's ReqToTokenPool; page_size: tokens of a page of its KV cache.
+
+    Attributes:
+        rows: int64 [R], indices in `req_to_token`.
+    """
+
+    def __init__(self, pool: Any, page_size: int) -> None:
+        self._pool, self._page_size = pool, page_size
+        known = self._pool.req_to_token
+        more = known.new_zeros(min(self._pool.size, MAX_WINDOW_ROWS), known.shape[1])
+        self.rows = torch.arange(len(known), len(known) + len(more), device=known.device)
+        self._pool.req_to_token = torch.cat((known, more))
+
+    def write(
+        self,
+        requests: torch.Tensor,
+        roots: NDArray[np.int64],
+        window: Window,
+        max_draft_len: int,
+        attended: int | None,
+    ) -> NDArray[np.int64]:
+        """Make rows, from the first on, of what a window leaves of requests.
+
+        Args:
+            requests: int64 [B], rows of the requests, B <= R.
+            roots: int64 [B], positions of their roots; max_draft_len: positions that are drafted from there on.
+
+        Returns:
+            int64 [B], tokens of each that are left out.
+        """
+        size, table = self._page_size, self._pool.req_to_token
+        sinks, dropped = window.pages(roots, size, attended=attended, max_draft_len=max_draft_len)
+        sinks, dropped = sinks * size, dropped * size
+        places = np.arange((roots + max_draft_len - dropped).max())
+        places = np.where(places < sinks[:, None], places, places + dropped[:, None])
+        there = on_device(np.minimum(places, table.shape[1] - 1), table.device)
+        table[self.rows[: len(requests)], : places.shape[1]] = table[requests[:, None], there]
+        return dropped

@@ -85,7 +85,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
     def alloc_memory_pool(self, **kwargs: Any) -> None:
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
         if self._spec.runs_model and getattr(self._spec.option_type.read(), "window", None):
-            from freedraft.engines.sglang.window_rows import WindowRows
+            from freedraft.engines.sglang.draft_model import WindowRows
 
             self._window_rows = WindowRows(self.req_to_token_pool, self.model_runner.page_size or 1)
             self.model_runner.init_kv_index_translator()  # it keeps the tensor of all rows

@@ -47,7 +47,7 @@ from freedraft.engines.vllm.draft_passes import PagedDraftRound
 from freedraft.engines.vllm.v2 import trees as v2_trees
 from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
-from freedraft.engines.vllm.v2.tree_support import why_chains
+from freedraft.engines.vllm.v2.trees import why_chains
 from tests.support.recycled import recorded
 from tests.support.triton_launches import record_launches
 

@@ -19,7 +19,7 @@ from freedraft.draft import DraftBatch
 from freedraft.engines.hooks import check
 from freedraft.engines.session import DraftSession, room
 from freedraft.engines.vllm.configured import configured
-from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
+from freedraft.engines.vllm.context import context_of_engine, start_line, tokenizer_of
 from freedraft.engines.vllm.draft_graphs import passes_on_all_ranks, with_draft_graphs
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS, PROCESSOR_HOOKS
@@ -27,7 +27,6 @@ from freedraft.engines.vllm.outputs import longest_answer, output_of
 from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.patching import after, before, share_logging, with_kv_cache, wrap_once
 from freedraft.engines.vllm.scheduler import SALT
-from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
 from freedraft.engines.vllm.v1.matching import Matching
 from freedraft.guarded_method import GuardedMethod

@@ -24,10 +24,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import SCHEDULE, configured
+from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.hooks import V2_SAMPLING_HOOKS
 from freedraft.engines.vllm.patching import share_logging
-from freedraft.engines.vllm.start_line import start_line
 from freedraft.engines.vllm.v2.drafting import Drafting, V2StepState
 from freedraft.engines.vllm.v2.lengths import GraphLengths
 from freedraft.method import METHODS
