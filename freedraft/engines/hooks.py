@@ -65,12 +65,8 @@ def table(text: str) -> tuple[Hook, ...]:
 
 
 def resolve(path: str) -> Any:
-    """The module, or the attribute chain inside a module, that a dotted path names.
-
-    Raises:
-        ImportError: a module on the way is there but fails to import, or the first one is missing.
-        AttributeError: the module has no such attribute.
-    """
+    """The module, or the attribute chain inside a module, that a dotted path names. Raises ImportError: a module on the
+    way fails to import, or the first one is missing; AttributeError: the module has no such attribute."""
     parts = path.split(".")
     found = importlib.import_module(parts[0])
     for depth, part in enumerate(parts[1:], start=2):
@@ -136,12 +132,8 @@ def start_line(
     method: str, engine: str, version: str, tested: Sequence[str], parts: Sequence[str], ranks: Mapping[str, int],
     lengths: Sequence[str],
 ) -> str:  # fmt: skip
-    """Return the line.
-
-    Args:
-        tested: versions that our tests run; parts: what runs, and how; ranks: numbers by kind of parallelism.
-        lengths: how many draft tokens there may be.
-    """
+    """Return the line. tested: versions that our tests run; parts: what runs, and how; ranks: numbers by kind of
+    parallelism; lengths: how many draft tokens there may be."""
     untested = "" if is_tested(version, tested) else ", which we do not test"
     several = [f"{size} {kind}-parallel ranks" for kind, size in ranks.items() if size > 1]
     return f"freedraft: method '{method}': " + "; ".join([f"{engine} {version}{untested}", *parts, *several, *lengths])

@@ -59,13 +59,8 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...], *, chains: bo
 
 
 def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *, chains: bool) -> str:
-    """Say it of a server whose CUDA graphs are captured, where it has any.
-
-    Args:
-        runner: SGLang's ModelRunner; backend: of attention, in steps that verify.
-        widths: numbers of nodes per request, root included, that a step may have.
-        chains: whether drafts are chains.
-    """
+    """Return the line of a server whose CUDA graphs are captured. runner: SGLang's ModelRunner; backend: of attention,
+    in steps that verify; widths: numbers of nodes per request, root included, that a step may have."""
     args, version = runner.server_args, hooks.installed_version(DISTRIBUTIONS)
     parts = [
         f"overlap scheduling {'off' if args.disable_overlap_schedule else 'on'}",

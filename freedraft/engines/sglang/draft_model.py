@@ -30,13 +30,8 @@ MAX_WINDOW_ROWS = 256
 
 
 class PagedDraftModel(Passes, DraftModel):
-    """The target in SGLang, with plain pre-norm layers.
-
-    Kept attention reads the KV that the target wrote for the past, and writes where it is told.
-
-    Raises:
-        ConfigError: this model is not built of plain pre-norm layers.
-    """
+    """The target in SGLang. Kept attention reads the KV that the target wrote for the past. Raises ConfigError: this
+    model is not built of plain pre-norm layers."""
 
     def __init__(self, runner: Any, ranks: DraftRanks, window_rows: WindowRows | None = None) -> None:
         super().__init__(runner)
@@ -65,10 +60,8 @@ class PagedDraftModel(Passes, DraftModel):
         """Capture CUDA graphs of the passes built to be optimized; does nothing where SGLang captures none.
 
         A graph is of a step of one node per request, as SGLang captures them under speculation. Where capturing fails,
-        passes run eagerly, which costs time only.
-
-        Raises:
-            EngineMustEnd: it failed on one of several ranks, which capture together.
+        passes run eagerly, which costs time only. Raises EngineMustEnd: it failed on one of several ranks, which
+        capture together.
         """
         if self.runner.decode_cuda_graph_runner is None:
             return
@@ -208,16 +201,9 @@ class PagedRound(RankedRound):
 
 
 class WindowRows:
-    """Rows behind those of the pool, which it never gives to a request.
-
-    Attention backends keep the tensor, some of them in CUDA graphs, so it has to be there before they are made.
-
-    Args:
-        pool: SGLang's ReqToTokenPool; page_size: tokens of a page of its KV cache.
-
-    Attributes:
-        rows: int64 [R], indices in `req_to_token`.
-    """
+    """Rows of SGLang's `req_to_token` with the part of a request's KV that windowed draft passes read: after those of
+    the pool (SGLang's ReqToTokenPool), which it never gives to a request. Attention backends keep the tensor, some of
+    them in CUDA graphs, so it has to be there before they are made. rows: int64 [R], their indices."""
 
     def __init__(self, pool: Any, page_size: int) -> None:
         self._pool, self._page_size = pool, page_size
@@ -234,15 +220,9 @@ class WindowRows:
         max_draft_len: int,
         attended: int | None,
     ) -> NDArray[np.int64]:
-        """Make rows, from the first on, of what a window leaves of requests.
-
-        Args:
-            requests: int64 [B], rows of the requests, B <= R.
-            roots: int64 [B], positions of their roots; max_draft_len: positions that are drafted from there on.
-
-        Returns:
-            int64 [B], tokens of each that are left out.
-        """
+        """Write rows, from the first on, that keep only the sink and window tokens of B <= R requests. Returns int64
+        [B], tokens of each that are left out. requests: int64 [B], their rows; roots: int64 [B], positions of their
+        roots."""
         size, table = self._page_size, self._pool.req_to_token
         sinks, dropped = window.pages(roots, size, attended=attended, max_draft_len=max_draft_len)
         sinks, dropped = sinks * size, dropped * size
