@@ -47,7 +47,7 @@ class TreeAlgorithm(CustomSpecAlgo):
         needs_cpu_seq_lens: bool = True,
         needs_confidence_relay: bool = False,
     ) -> Any:
-        from freedraft.engines.sglang.accepted import EarlyFutureMap
+        from freedraft.engines.sglang.future_map import EarlyFutureMap
 
         future_map = EarlyFutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
         future_map.prepare = self._prepare
