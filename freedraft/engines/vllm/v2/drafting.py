@@ -115,6 +115,7 @@ class Drafting:
         if request_id in self.requests.slots:  # an id that starts anew: streamed input
             self.requests.finish(request_id)
         if request_id in self.requests.ended:
+            self.logits.forget(request_id)
             self._tell_end(request_id)
         if getattr(request, "prompt_embeds", None) is None:  # whose tokens are not known
             slot, tokens = self._states.req_id_to_index[request_id], request.prefill_token_ids
@@ -198,9 +199,9 @@ class Drafting:
         tokens of ours each verified."""
         gained, self._pending = self._gained[0], False
         rows = self.requests.append(gained.slots, gained.generations, gained.wait())
-        self._tell_ends()
         if (logits := self.logits.take()) is not None:
             self.session.guarded.recycle(logits)
+        self._tell_ends()
         slots = gained.slots[rows]
         drafted = np.minimum(self.requests.drafted[slots], gained.scheduled[rows]).astype(np.int32)
         self.requests.drafted[slots] = 0
