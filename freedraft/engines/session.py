@@ -60,6 +60,8 @@ def room(
         most: draft tokens of a request.
         trees: bool [B], which requests may have trees; widest: the most tokens of each tree, None for `most`.
     """
-    chains = np.minimum(most, limits - 1 - contexts).clip(0)
-    widths = most if widest is None else np.minimum(most, widest)
-    return np.where((chains > 0) & trees, widths, chains).astype(np.int32)
+    chains: NDArray[np.int64] = np.maximum(np.minimum(most, limits - 1 - contexts), 0)
+    if trees is not False:
+        widths = most if widest is None else np.minimum(most, widest)
+        chains = np.where((chains > 0) & trees, widths, chains)
+    return chains.astype(np.int32)

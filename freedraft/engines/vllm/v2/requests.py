@@ -79,8 +79,8 @@ class Requests:
             gained: int32 [B, K + 3], how many tokens each gained, how many it has, and the newest of these.
         """
         counts, lengths, newest = gained[:, 0], gained[:, 1], gained[:, 2:]
-        known = (self.generations[slots] == generations) & (self.lengths[slots] == lengths - counts)
-        rows = np.flatnonzero(known & (counts > 0))
+        known = (counts > 0) & (self.lengths[slots] == lengths - counts) & (self.generations[slots] == generations)
+        rows = np.flatnonzero(known)
         at = np.arange(newest.shape[1]) - newest.shape[1]
         new = at >= -counts[rows, None]
         of, column = np.nonzero(new)
@@ -97,8 +97,9 @@ class Requests:
     ) -> NDArray[np.int32]:
         """int32 [R], the draft tokens that each of R requests may have, at most `most`. contexts: int32 [R], tokens of
         each; branching: bool [R], which may have trees, None for none."""
-        trees, widest = False if branching is None else branching, self.tokens.shape[1] - 1 - contexts
-        return room(self.limits[slots], contexts, most, trees=trees, widest=widest)
+        if branching is None:
+            return room(self.limits[slots], contexts, most)
+        return room(self.limits[slots], contexts, most, trees=branching, widest=self.tokens.shape[1] - 1 - contexts)
 
     def preempt(self, request_id: str) -> None:
         """A request has lost its slot; it gets another one, or finishes."""
