@@ -153,9 +153,10 @@ class Passes:
         (whole, row), results = place, list[T]()
         past = np.tile(np.arange(first, first + len(tokens)), sets)
         rows = np.full(len(past), row)
-        there = on_device(np.stack((rows, np.tile(tokens, sets), past)), whole.seq_lens.device)
+        rows_there, ids, positions = on_device(np.stack((rows, np.tile(tokens, sets), past)), whole.seq_lens.device)
         slots = torch.full((len(past),), SPARE_SLOT, device=whole.seq_lens.device)
-        batch = self.one_token_each(whole, Tokens(torch.from_numpy(rows), torch.from_numpy(past), *there, slots))
+        here = torch.from_numpy(rows), torch.from_numpy(past)
+        batch = self.one_token_each(whole, Tokens(*here, rows_there, ids, positions, slots))
 
         def forward(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
             results.append(work(input_ids, positions, forward_batch=forward_batch))
