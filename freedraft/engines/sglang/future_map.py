@@ -1,0 +1,29 @@
+"""`EarlyFutureMap`: SGLang's relay between steps; drafting begins before the scheduler waits, and it waits once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.managers.overlap_utils import FutureMap
+
+
+class EarlyFutureMap(FutureMap):
+    """With overlap, SGLang decides on a step while the last one runs, and then waits here for the lengths of that. On
+    the rank that drafts they come with the tokens, by one copy and one wait; on others, by SGLang's own."""
+
+    prepare: Callable[[Any], torch.Tensor | None]
+    needs_cpu_seq_lens: bool
+
+    def resolve_seq_lens_cpu(self, batch: Any, *args: Any, **kwargs: Any) -> None:
+        lengths = self.prepare(batch) if batch.forward_mode.is_decode() and batch.reqs else None
+        relayed = batch.spec_info is not None and batch.spec_info.future_indices is not None
+        if lengths is None or not relayed or not self.needs_cpu_seq_lens:
+            return super().resolve_seq_lens_cpu(batch, *args, **kwargs)
+        self.needs_cpu_seq_lens = False
+        try:
+            super().resolve_seq_lens_cpu(batch, *args, **kwargs)
+        finally:
+            self.needs_cpu_seq_lens = True
+        batch.seq_lens_cpu, batch.seq_lens_sum = lengths, int(lengths.sum())
