@@ -26,7 +26,7 @@ def test_any_traffic(random: Any) -> None:
     requests, parameters = Requests(SLOTS, LENGTH, NEWEST), SamplingParams(ignore_eos=True, max_tokens=LENGTH)
     running: dict[str, tuple[int, int, list[int]]] = {}  # slot, prompt's length, tokens
     preempted: dict[str, tuple[int, list[int]]] = {}
-    ended: dict[str, list[int]] = {}
+    ended: dict[str, tuple[int, list[int]]] = {}  # generation of its slot, output
     launched: list[tuple[str, int, int, int, bool, list[int]]] = []  # a step that runs: id, slot, generation, length
 
     def arrive() -> None:
@@ -37,15 +37,15 @@ def test_any_traffic(random: Any) -> None:
             gained[i, 2 + NEWEST - len(new) :] = new
             if lost or not new:
                 continue
-            if name in ended:
-                ended[name] += new
+            if name in ended and ended[name][0] == generation:
+                ended[name][1].extend(new)
             elif name in running and requests.generations[slot] == generation:
                 running[name][2].extend(new)
                 expected.append(i)
         slots = np.array([slot for _, slot, *_ in launched], np.int32)
         generations = np.array([generation for _, _, generation, *_ in launched], np.int64)
         assert requests.append(slots, generations, gained).tolist() == expected
-        for name, output in ended.items():
+        for name, (_, output) in ended.items():
             assert requests.take_ended(name).tolist() == output
         ended.clear()
         launched.clear()
@@ -80,11 +80,12 @@ def test_any_traffic(random: Any) -> None:
             name = random.choice(sorted(running | preempted))
             if name in preempted:
                 launched[:] = [row for row in launched if row[0] != name]
+            generation = int(requests.generations[running[name][0]]) if name in running else -1
             size, tokens = running.pop(name)[1:] if name in running else preempted.pop(name)
             requests.finish(name)
-            ended[name] = tokens[size:]
+            ended[name] = generation, tokens[size:]
             if not launched:
-                assert requests.take_ended(name).tolist() == ended.pop(name)
+                assert requests.take_ended(name).tolist() == ended.pop(name)[1]
         for slot, _, tokens in running.values():
             assert requests.tokens[slot, : requests.lengths[slot]].tolist() == tokens
         assert requests.slots.keys() == running.keys() and requests.ended.keys() == ended.keys()
