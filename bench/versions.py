@@ -74,7 +74,7 @@ class Source:
         absent = sorted(set(hook.parameters) - self._parameters(found)) if hook.parameters else []
         if absent:
             return f"{hook.name} takes no parameter {', '.join(absent)}"
-        absent = sorted({*hook.fields, *hook.assigned} - self._names(found))
+        absent = sorted(set(hook.members) - self._names(found))
         return f"{hook.name} has no {', '.join(absent)}" if absent else None
 
     def resolve(self, path: str) -> Found | None:

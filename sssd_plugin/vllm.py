@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from freedraft.engines.vllm.methods import register as register_method
-from freedraft.engines.vllm.tenants import carry_salt
+from freedraft.engines.vllm.scheduler import carry_salt
 from freedraft.step import EngineContext
 from sssd_plugin import method
 from sssd_plugin.options import SssdOptions

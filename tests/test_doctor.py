@@ -41,7 +41,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path) -> types.ModuleType:
     table.HOOKS = (
         Hook("toy_engine.Runner", "propose", parameters=("scheduler_output",)),
         Hook("toy_engine.Runner", "lookahead"),
-        Hook("toy_engine.Special", fields=("finished", "new")),
+        Hook("toy_engine.Special", members=("finished", "new")),
     )
     imports = doctor.importlib.import_module
     monkeypatch.setattr(
@@ -85,7 +85,7 @@ def test_what_not_all_drafting_needs_is_told_and_no_failure(engine: types.Module
     ("hook", "problem"),
     [
         (Hook("toy_engine.Runner", "propose", parameters=("metadata",)), "takes no parameter metadata"),
-        (Hook("toy_engine.Output", fields=("finished", "new")), "has no field new"),
+        (Hook("toy_engine.Output", members=("finished", "new")), "has no new"),
         (Hook("toy_engine.Gone", "x"), "toy_engine.Gone is missing"),
         (Hook("toy_engine.gone.Thing", "x"), "toy_engine.gone.Thing is missing"),
         (Hook("toy_engine.broken.Thing", "x"), "cannot be imported"),

@@ -1,9 +1,8 @@
 """`DraftRanks`: draft passes on tensor-parallel ranks. The first decides, and all do the same passes at the same time.
 
-Every rank has its shard of the weights and of the KV cache, and the same requests in the same slots. What the first
-rank builds and runs it tells the others, who wait for it between two steps, until it says that it has ended. Before the
-layers run, who wait for one another, all ranks agree that they can. Who fails behind that leaves the others waiting in
-the midst of a pass, so it ends the engine.
+Every rank has its shard of the weights and of the KV cache, and the same requests in the same slots. The first rank
+broadcasts what it builds and runs, until it has ended. Before the layers run, in which ranks wait for one another, all
+ranks agree that they can. A rank that fails after that leaves the others waiting in a pass, so it ends the engine.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ T = TypeVar("T")
 
 
 class DraftRanks:
-    """Of one model.
-
-    Args:
-        group: the engine's GroupCoordinator of the tensor-parallel ranks (vLLM's and SGLang's are alike).
-    """
+    """Of one model. group: the engine's GroupCoordinator of tensor-parallel ranks (vLLM's and SGLang's are alike)."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -52,25 +47,16 @@ class DraftRanks:
             self._group.broadcast_object(None, src=0)
 
     def tell(self, name: str, *arguments: Any) -> int:
-        """In the first rank: let the others "build" a draft pass, "start" a round, or "run" a pass in it.
-
-        Returns:
-            a number, by which "start" names what "build" has made.
-        """
+        """In the first rank: let the others "build" a draft pass, "start" a round, or "run" a pass in it. Returns a
+        number, by which "start" names what "build" has made."""
         self._calls += 1
         if self.several and self.first:
             self._group.broadcast_object((self._calls, name, arguments), src=0)
         return self._calls
 
     def follow(self, build: Callable[..., Any], start: Callable[..., DraftRound]) -> None:
-        """In the others: do what the first rank tells. A failure ends drafting in this step on all of them.
-
-        Args:
-            build, start: called with what the first rank tells.
-
-        Raises:
-            EngineMustEnd: see `together`.
-        """
+        """In the others: do what the first rank broadcasts, whose arguments `build` and `start` are called with. A
+        failure ends drafting in this step on all of them. Raises EngineMustEnd: see `together`."""
         round_: DraftRound | None = None
         while (told := self._group.broadcast_object(None, src=0)) is not None:
             call, name, arguments = told

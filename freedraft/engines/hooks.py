@@ -1,11 +1,12 @@
-"""What the plugins hook in an engine, as data: one table per engine, checked before anything is registered."""
+"""What the plugins hook in an engine, as data: one table per engine, checked before anything is registered; and the log
+line at an engine's start."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,9 +19,8 @@ class Hook:
     path: str  # dotted path of a module, or of a class in a module
     attribute: str = ""  # name looked up there; "" when the module or class itself is all that is needed
     parameters: tuple[str, ...] = ()  # names of parameters that the function must take
-    fields: tuple[str, ...] = ()  # names that the annotations of the attribute (a dataclass, say) must have
-    # Names of attributes that the class has, or that its methods, or those of its bases, give to `self`.
-    assigned: tuple[str, ...] = ()
+    # Names that the class has, or annotates, or that its methods, or those of its bases, give to `self`.
+    members: tuple[str, ...] = ()
     purpose: str = ""  # what goes without it; shown to the user
 
     @property
@@ -39,20 +39,18 @@ class Hook:
             found = _static(found, self.attribute)
             if found is None:
                 return f"{self.name} is missing"
-        kinds = (
-            ("takes no parameter", sorted(set(self.parameters) - _parameters(found)) if self.parameters else ()),
-            ("has no field", sorted(set(self.fields) - _fields(found)) if self.fields else ()),
-            ("has no attribute", [name for name in self.assigned if not _is_assigned(found, name)]),
-        )
-        return next((f"{self.name} {lacks} {', '.join(absent)}" for lacks, absent in kinds if absent), None)
+        if absent := sorted(set(self.parameters) - _parameters(found)) if self.parameters else []:
+            return f"{self.name} takes no parameter {', '.join(absent)}"
+        absent = [name for name in self.members if not _has(found, name)]
+        return f"{self.name} has no {', '.join(absent)}" if absent else None
 
 
-_LINE = re.compile(r"([\w.]+)(?::(\w+))?(?:\((.*)\))?(?: fields (.*?))?(?: assigned (.*))?")
+_LINE = re.compile(r"([\w.]+)(?::(\w+))?(?:\((.*)\))?(?: has (.*))?")
 
 
 def table(text: str) -> tuple[Hook, ...]:
     """Hooks, one in a line, below the purpose that they share: `# purpose`, then `path:attribute`, perhaps with
-    `(parameter, ...)`, ` fields name, ...` and ` assigned name, ...`. An indented line goes on with the one before."""
+    `(parameter, ...)` and ` has name, ...`. An indented line goes on with the one before."""
     purpose, found = "", []
     for line in re.sub(r"\n\s+(?=\S)", " ", inspect.cleandoc(text)).splitlines():
         if line.startswith("# "):
@@ -60,22 +58,15 @@ def table(text: str) -> tuple[Hook, ...]:
             continue
         match = _LINE.fullmatch(line)
         assert match is not None, line
-        path, attribute, parameters, fields, assigned = match.groups("")
-        found.append(Hook(path, attribute, _names(parameters), _names(fields), _names(assigned), purpose))
+        path, attribute, *names = match.groups("")
+        parameters, members = (tuple(text.split(", ")) if text else () for text in names)
+        found.append(Hook(path, attribute, parameters, members, purpose))
     return tuple(found)
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(", ")) if text else ()
-
-
 def resolve(path: str) -> Any:
-    """The module, or the attribute chain inside a module, that a dotted path names.
-
-    Raises:
-        ImportError: a module on the way is there but fails to import, or the first one is missing.
-        AttributeError: the module has no such attribute.
-    """
+    """The module, or the attribute chain inside a module, that a dotted path names. Raises ImportError: a module on the
+    way fails to import, or the first one is missing; AttributeError: the module has no such attribute."""
     parts = path.split(".")
     found = importlib.import_module(parts[0])
     for depth, part in enumerate(parts[1:], start=2):
@@ -113,14 +104,11 @@ def _parameters(function: Any) -> set[str]:
         return set()
 
 
-def _fields(owner: Any) -> set[str]:
-    return {name for base in getattr(owner, "__mro__", (owner,)) for name in getattr(base, "__annotations__", {})}
-
-
-def _is_assigned(owner: type, name: str) -> bool:
-    if hasattr(owner, name) or name in _fields(owner):
+def _has(owner: Any, name: str) -> bool:
+    bases = getattr(owner, "__mro__", (owner,))
+    if hasattr(owner, name) or any(name in getattr(base, "__annotations__", {}) for base in bases):
         return True
-    members = (member for base in owner.__mro__ for member in vars(base).values())
+    members = (member for base in bases for member in vars(base).values())
     codes = (getattr(inspect.unwrap(member), "__code__", None) for member in members if callable(member))
     return any(name in code.co_names for code in codes if code is not None)
 
@@ -138,3 +126,14 @@ def installed_version(distributions: Iterable[str]) -> str:
         except PackageNotFoundError:
             continue
     return "?"
+
+
+def start_line(
+    method: str, engine: str, version: str, tested: Sequence[str], parts: Sequence[str], ranks: Mapping[str, int],
+    lengths: Sequence[str],
+) -> str:  # fmt: skip
+    """Return the line. tested: versions that our tests run; parts: what runs, and how; ranks: numbers by kind of
+    parallelism; lengths: how many draft tokens there may be."""
+    untested = "" if is_tested(version, tested) else ", which we do not test"
+    several = [f"{size} {kind}-parallel ranks" for kind, size in ranks.items() if size > 1]
+    return f"freedraft: method '{method}': " + "; ".join([f"{engine} {version}{untested}", *parts, *several, *lengths])

@@ -64,6 +64,12 @@ class LogitsCopy:
         node = np.arange(len(tree)) - np.repeat(np.cumsum(lengths + 1) - lengths - 1, lengths + 1)
         self.put(request_ids, trees, logits, (first[tree] + node, tree * width + node))
 
+    def forget(self, request_id: str) -> None:
+        """Another request has got this id: what was put is not its own."""
+        if self._taken is not None:
+            request_ids, *rest = self._taken
+            self._taken = ["" if each == request_id else each for each in request_ids], *rest
+
     def take(self) -> NodeLogits | None:
         """Return what was put, once; None where nothing was."""
         if self._taken is None:

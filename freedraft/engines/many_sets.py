@@ -1,15 +1,20 @@
-"""A pre-norm decoder under several sets of skipped sublayers at once: in one pass, or sublayer by sublayer."""
+"""A pre-norm decoder under several sets of skipped sublayers at once, in one pass or sublayer by sublayer; and
+`SetScores`: how well recipes would have drafted the newest tokens of a request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad
+
+from freedraft.draft_model import MatchnessScorer, T, Visit
+from freedraft.draft_pass import Recipe
+from freedraft.step import Step
 
 
 class Sublayer(NamedTuple):
@@ -79,3 +84,89 @@ def forward(hidden: torch.Tensor, sublayers: Sequence[Sublayer], skipped: NDArra
         else:
             stream = stream.index_add(0, kept, added[kept] if is_attention else added)
     return stream
+
+
+class Target(Protocol):
+    """An engine's target, which reads text again that it has in its KV cache."""
+
+    def parts(self) -> tuple[Any, Any, Any, Any]:
+        """Its embedding, decoder layers, last norm, and head, which takes the keyword arguments of attention too."""
+
+    def prompt_lengths(self, step: Step) -> NDArray[Any]:
+        """int [B]: tokens of each request's prompt."""
+
+    def locate(self, step: Step, row: int) -> tuple[Any, int]:
+        """Where the KV of the request at `row` of the step lies, and how many tokens are in there."""
+
+    def read_again(self, place: Any, tokens: NDArray[np.int64], first: int, sets: int, work: Callable[..., T]) -> T:
+        """Return what `work` returns of (token ids, positions) and the keyword arguments of attention, in a pass over
+        int64 [n] tokens from position `first` on, `sets` times; attention writes no KV of requests."""
+
+
+class SetScores(MatchnessScorer):
+    """Matchness of recipes on the newest `window` tokens that a request has generated, through the target's own modules
+    and without compilation: attention reads the target's KV, that of the window included. In a real draft the newest
+    token's own KV would be the draft's; all else is as there.
+
+    Args:
+        max_recipes: most recipes of one pass; part: most tokens of the window that one pass reads under each.
+
+    Attributes:
+        tokens: int64 [window + 1], those that are read, and the one that follows the last; first: position of the
+            first.
+    """
+
+    def __init__(self, model: Target, window: int, max_recipes: int, part: int) -> None:
+        self.model, self.window, self.max_recipes, self.part = model, window, max_recipes, part
+        self.tokens: NDArray[np.int64] = np.zeros(0, np.int64)
+        self.first = self._turn = 0
+        self._place: Any = None
+
+    def observe(self, step: Step) -> bool:
+        if step.engine is None:  # the step is over, and its pages may be others'
+            return False
+        # `window` tokens, each followed by one that was generated.
+        eligible = np.flatnonzero(step.contexts - self.model.prompt_lengths(step) > self.window)
+        if not len(eligible):
+            return False
+        row = int(eligible[self._turn % len(eligible)])
+        self._turn += 1
+        self.tokens = step.history(row)[-self.window - 1 :].astype(np.int64)
+        self._place, computed = self.model.locate(step, row)
+        self.first = computed - self.window
+        return True
+
+    def __call__(self, recipes: Sequence[Recipe]) -> NDArray[np.float64]:
+        bits = np.array([recipe.bits for recipe in recipes], np.bool_)
+        parts = range(0, self.window, self.part)
+        right = [
+            np.concatenate([self._right(bits[i : i + self.max_recipes], j, j + self.part) for j in parts], 1)
+            for i in range(0, len(bits), self.max_recipes)
+        ]
+        return np.concatenate(right).mean(1)
+
+    def run_sublayers(self, visit: Visit[T]) -> T:
+        """Over as many of the newest tokens as one pass reads."""
+        sets, (embedding, layers, *_) = min(self.max_recipes, SETS), self.model.parts()
+
+        def work(ids: torch.Tensor, positions: torch.Tensor, **given: Any) -> T:
+            sublayers = sublayers_of(layers, positions=positions, **given)
+            return visit(embedding(ids[: self.part]), partial(run_sublayer, sublayers, sets))
+
+        return self._read(work, sets, self.window - self.part, self.window)
+
+    def _right(self, skipped: NDArray[np.bool_], start: int, end: int) -> NDArray[np.bool_]:
+        """bool [J, n]: after which tokens of the window from `start` on each of J recipes drafts what came."""
+        sets, (embedding, layers, norm, head) = len(skipped), self.model.parts()
+
+        def best(ids: torch.Tensor, positions: torch.Tensor, **given: Any) -> torch.Tensor:
+            hidden = embedding(ids).view(sets, len(ids) // sets, -1)
+            stream = forward(hidden, sublayers_of(layers, positions=positions, **given), skipped)
+            logits: torch.Tensor = head(norm(stream.view(len(ids), -1)), **given)
+            return logits.argmax(-1)
+
+        drafted = self._read(best, sets, start, end)
+        return drafted.view(sets, -1).cpu().numpy() == self.tokens[1:][start:end]
+
+    def _read(self, work: Callable[..., T], sets: int, start: int, end: int) -> T:
+        return self.model.read_again(self._place, self.tokens[:-1][start:end], self.first + start, sets, work)

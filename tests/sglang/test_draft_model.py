@@ -1,4 +1,5 @@
-"""What draft passes ask of a device, and what their CUDA graphs take of it, without one."""
+"""What draft passes ask of a device, what their CUDA graphs take of it, and rows of `req_to_token` for windowed ones:
+without a device."""
 
 from __future__ import annotations
 
@@ -54,7 +55,6 @@ def test_a_round_sends_to_the_device_once(draft_model, group, monkeypatch, windo
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
     from freedraft.engines import on_device
-    from freedraft.engines.sglang import window_rows
     from freedraft.engines.sglang.accepted import AcceptedTokens
 
     def unpinned(values, device):  # there is no device to pin memory for
@@ -63,7 +63,7 @@ def test_a_round_sends_to_the_device_once(draft_model, group, monkeypatch, windo
     def no_slots(**_):  # SGLang's kernel, which there is no device for
         return torch.zeros(3 * 4, dtype=torch.int64, device=META)
 
-    for module in (on_device, draft_model, window_rows):
+    for module in (on_device, draft_model):
         monkeypatch.setattr(module, "on_device", unpinned, raising=False)
     monkeypatch.setattr(draft_model, "assign_extend_cache_locs_func", no_slots)
     monkeypatch.setattr(draft_model.ForwardBatch, "init_new", lambda part, *_, **__: part)
@@ -77,7 +77,7 @@ def test_a_round_sends_to_the_device_once(draft_model, group, monkeypatch, windo
         def __init__(self):
             self.ranks, self.runner, self.attended, self._graphs = DraftRanks(group), None, None, {}
             pool = ReqToTokenPool(size=4, max_context_len=64, device=META, enable_memory_saver=False)
-            self.window_rows = window_rows.WindowRows(pool, 1)
+            self.window_rows = draft_model.WindowRows(pool, 1)
 
         def run(self, stages, part):
             lengths.append(part.seq_lens_cpu.tolist())
@@ -133,3 +133,31 @@ def test_a_rank_that_cannot_capture_leaves_no_other_waiting(draft_model, group, 
     model.ranks, model._to_capture = DraftRanks(group), {("one",): None}
     with pytest.raises(EngineMustEnd):
         model.capture()
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("attended", [None, 150])
+def test_rows_hold_the_slots_that_a_window_leaves(page_size, attended):
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    from freedraft.engines.sglang.draft_model import WindowRows
+
+    pool = ReqToTokenPool(5, 300, "cpu", False)
+    pool.req_to_token[1:] = torch.randperm(5 * 300).view(5, 300)
+    before, window, drafts = pool.req_to_token.clone(), Window(20, 50), 6
+    extra = WindowRows(pool, page_size)
+    assert set(pool.free_slots).isdisjoint(extra.rows.tolist()) and len(extra.rows) == 5
+    requests, roots = torch.tensor([3, 1, 5]), np.array([290, 45, 140])
+    left_out = extra.write(requests, roots, window, drafts, attended)
+    assert torch.equal(pool.req_to_token[: 5 + 1], before), "rows of requests stay as they are"
+    for row, taken, root, out in zip(extra.rows, requests.tolist(), roots.tolist(), left_out.tolist(), strict=False):
+        sinks = 0 if attended is not None and root + drafts > attended else window.sinks
+        sink_end = -(-sinks // page_size) * page_size
+        start = max(sink_end, (root + 1 - window.newest) // page_size * page_size)
+        places = (
+            [*range(min(sink_end, root + drafts)), *range(start, root + drafts)]
+            if start > sink_end
+            else [*range(root + drafts)]
+        )
+        assert len(places) == root + drafts - out
+        assert pool.req_to_token[row, : len(places)].tolist() == before[taken, places].tolist()

@@ -178,7 +178,7 @@ def test_candidates_of_a_pass():
     """The best tokens, their probabilities and the entropy, against numpy."""
     import torch
 
-    from freedraft.engines.sglang.draft_model import most_likely, on_host
+    from freedraft.engines.draft_round import most_likely, on_host
 
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(1)) * 3
     p = torch.softmax(logits.double(), -1).numpy()

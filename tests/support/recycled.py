@@ -12,6 +12,8 @@ def recorded(guarded: Any, said: dict[tuple[int, ...], set[int]]) -> None:
     def recycle(logits: Any) -> None:
         request_ids, draft, top_tokens, _ = logits
         for b, request_id in enumerate(request_ids):
+            if not request_id:  # it has ended, and another one has its id
+                continue
             text = drafter.tokens(request_id).tolist()
             assert text[-1] == draft.tokens[b, 0]
             for i in range(draft.counts[b]):

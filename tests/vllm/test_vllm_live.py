@@ -164,7 +164,7 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
         # A step may accept tokens beyond the end of an answer.
         assert texts and all(any(whole[: len(text)] == text[: len(whole)] for whole in known) for text in texts)
         assert set(map(tuple, learnt_by(proposer.guarded.method, 0))) == set(known)
-        assert not failures(proposer) and not proposer.guarded.running and not proposer.without_text
+        assert not failures(proposer) and not proposer.guarded.running and not proposer.limits
         proposer.guarded.close()
 
 

@@ -125,7 +125,7 @@ class Reading(HostModel):
 def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prompts: list, plain: list) -> None:
     """Scores are what the model says by itself, one for the whole model, and the KV cache stays as it is."""
     proposer = runner_of(swift_engine).drafter
-    scores, backbone = proposer.guarded.method._scorer, proposer.backbone
+    scores, backbone = proposer.guarded.method._scorer, proposer.draft_model.backbone
     rng = np.random.default_rng(0)
     bits = np.zeros((6, 60), bool)
     for row in bits[1:5]:
@@ -167,7 +167,7 @@ def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: lis
     scorer = paged.scorer(WINDOW)
     text: list[int] = []
     found: list[tuple[list[int], list[SkipSet]]] = []
-    attention = [layer.self_attn.attn for layer in proposer.backbone.layers]
+    attention = [layer.self_attn.attn for layer in proposer.draft_model.backbone.layers]
 
     def propose(weights: tuple[int, int], most: int, base: SkipSet) -> list[SkipSet]:
         before = [layer.kv_cache.clone() for layer in attention]

@@ -15,9 +15,9 @@ import pytest
 
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
-from freedraft.engines.vllm import methods
+from freedraft.engines.vllm import fixes, methods
+from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
-from freedraft.engines.vllm.start_line import start_line
 
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
 SKIPPING = {"method": "layerskip", "num_speculative_tokens": 3}
@@ -231,10 +231,21 @@ def test_a_window_below_the_page_that_vllm_chooses(tiny_model: Path, method: str
     assert config_of(tiny_model, given | {"window": 128}).cache_config.block_size == 128
 
 
-def test_ranks_that_nobody_drafts_on(tiny_model: Path) -> None:
-    for method in ("sssd", "layerskip"):
-        message = refusal(tiny_model, SKIPPING | {"method": method}, pipeline_parallel_size=2)
-        assert f"'{method}'" in message and "--pipeline-parallel-size 1" in message
+@pytest.mark.parametrize(
+    ("method", "arguments", "words"),
+    [
+        ("sssd", {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
+        ("layerskip", {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
+        # Each rank has a scheduler of its own.
+        ("sssd", {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, "external_launcher"),
+        # Draft passes call the layers' parts, behind what fetches their weights layer by layer.
+        ("layerskip", {"offload_group_size": 4, "offload_num_in_group": 1}, "--offload-group-size"),
+        ("layerskip", {"offload_backend": "prefetch"}, "--offload-group-size"),
+    ],
+)
+def test_engines_that_are_refused(tiny_model: Path, method: str, arguments: dict[str, Any], words: str) -> None:
+    message = refusal(tiny_model, SKIPPING | {"method": method}, **arguments)
+    assert f"'{method}'" in message and words in message
 
 
 def test_recurrent_layers_are_served_by_the_second_runner_only(
@@ -253,15 +264,7 @@ def test_recurrent_layers_are_served_by_the_second_runner_only(
     assert config_of(tiny_model, GOOD).speculative_config.method == "custom_class"
 
 
-def test_ranks_with_a_scheduler_each_are_refused(tiny_model: Path) -> None:
-    launched = {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}
-    assert "external_launcher" in refusal(tiny_model, GOOD, **launched)
-
-
-def test_weights_that_are_fetched_layer_by_layer_are_refused(tiny_model: Path) -> None:
-    """Draft passes call the layers' parts, behind what fetches them."""
-    for given in ({"offload_group_size": 4, "offload_num_in_group": 1}, {"offload_backend": "prefetch"}):
-        assert "--offload-group-size" in refusal(tiny_model, SKIPPING, **given)
+def test_weights_that_are_read_in_place_are_taken(tiny_model: Path) -> None:
     config_of(tiny_model, SKIPPING | {"window": 64}, block_size=64, offload_backend="uva", offload_group_size=4)
 
 
@@ -356,6 +359,7 @@ def test_other_methods_are_left_alone(tiny_model: Path) -> None:
         ({"policy": "greedy"}, ["'policy'", "greedy"]),
         ({"rejection_sample_method": "fly"}, ["'fly'", "other tokens than the model's", "leave it out"]),
         ({"rejection_sample_method": "synthetic"}, ["'synthetic'", "other tokens than the model's"]),
+        ({"enable_adaptive_verification": True}, ["'enable_adaptive_verification'", "set policy 'auto'"]),
         ({"datastore": "/no/such/store"}, ["/no/such/store"]),
     ],
 )
@@ -431,3 +435,25 @@ def test_the_front_end_does_not_initialise_cuda(tiny_model: Path, monkeypatch: p
     monkeypatch.setattr(context, "_device", lambda: "NVIDIA H100 80GB HBM3")
     made = config_of(tiny_model, {"method": "sssd", "num_speculative_tokens": 8})
     assert methods.configured(made).name == "sssd"
+
+
+def test_nothing_is_mended_on_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    applied: list[bool] = []
+    monkeypatch.setattr(fixes, "start_with_numba_loaded", lambda: applied.append(True))
+    fixes.apply_fixes()
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    fixes.apply_fixes()
+    assert applied == [True]
+
+
+def test_without_the_fix_vllm_cannot_replace_kernels_once_numba_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    import llvmlite.binding  # noqa: F401
+    from vllm.triton_utils import dispatcher
+
+    monkeypatch.delattr(dispatcher, "vars", raising=False)
+    with pytest.raises(AttributeError, match="get"):
+        dispatcher._rebind_kernels([])
+    fixes.start_with_numba_loaded()
+    dispatcher._rebind_kernels([])

@@ -32,7 +32,7 @@ def step_of(
     lengths: list[int],
     drafts: dict[str, list[int]],
     query_tokens: int,
-    longest_answers: dict[str, int] | None = None,
+    limits: dict[str, int] | None = None,
     **output: Any,
 ) -> Step:
     """Requests "a", "b", ... whose tokens are 0, 1, ... in row 0, 100, 101, ... in row 1 and so on."""
@@ -52,9 +52,7 @@ def step_of(
         setattr(scheduled, name, value)
     arguments = {"scheduler_output": scheduled, "sampled_token_ids": sampled}
     state = V1StepState(None, arguments, np.flatnonzero([len(tokens) for tokens in sampled]))
-    return make_step(
-        batch, arguments, state, max_draft_tokens=4, max_model_len=MAX_MODEL_LEN, longest_answers=longest_answers or {}
-    )
+    return make_step(batch, state, max_draft_tokens=4, max_model_len=MAX_MODEL_LEN, limits=limits or {})
 
 
 def test_a_step_of_decoding() -> None:
@@ -71,8 +69,8 @@ def test_a_step_of_decoding() -> None:
 
 def test_nothing_is_drafted_beyond_the_last_token() -> None:
     """Requests with one token of 1, 2, 4 and as many as there is room for: the last one follows the drafts."""
-    answers = {"a": 1, "b": 2, "c": 4}
-    step = step_of([[1], [1], [1], [1]], [5, 6, 7, 8], {}, 4, longest_answers=answers)
+    limits = {"a": 4 + 1, "b": 5 + 2, "c": 6 + 4}
+    step = step_of([[1], [1], [1], [1]], [5, 6, 7, 8], {}, 4, limits=limits)
     assert step.capacities.tolist() == [0, 0, 2, 4]
 
 

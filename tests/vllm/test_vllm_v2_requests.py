@@ -1,4 +1,5 @@
-"""Tokens of requests by slot, against lists that are kept one token at a time."""
+"""What model runner V2 has on the host: tokens of requests, against lists that are kept one token at a time, and drafts
+of any trees on their way to the device, against plain Python."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freedraft.draft import DraftBatch
+from freedraft.engines.session import room
 from freedraft.engines.vllm.v2.requests import Requests
+from freedraft.engines.vllm.v2.write_drafts import write_drafts
 
 SLOTS, LENGTH, NEWEST = 4, 60, 4
 
@@ -16,52 +20,78 @@ SLOTS, LENGTH, NEWEST = 4, 60, 4
 @settings(max_examples=150, deadline=None)
 @given(st.randoms(use_true_random=False))
 def test_any_traffic(random: Any) -> None:
+    """Requests also lose their slots while a step runs that they take part in."""
     from vllm import SamplingParams
 
-    requests, parameters = Requests(SLOTS, LENGTH, NEWEST), SamplingParams(ignore_eos=True)
+    requests, parameters = Requests(SLOTS, LENGTH, NEWEST), SamplingParams(ignore_eos=True, max_tokens=LENGTH)
     running: dict[str, tuple[int, int, list[int]]] = {}  # slot, prompt's length, tokens
     preempted: dict[str, tuple[int, list[int]]] = {}
-    for number in range(40):
+    ended: dict[str, tuple[int, list[int]]] = {}  # generation of its slot, output
+    launched: list[tuple[str, int, int, int, bool, list[int]]] = []  # a step that runs: id, slot, generation, length
+
+    def arrive() -> None:
+        gained = np.full((len(launched), NEWEST + 2), 7, np.int32)
+        expected = []
+        for i, (name, slot, generation, length, lost, new) in enumerate(launched):
+            gained[i, :2] = len(new), length + len(new) + lost
+            gained[i, 2 + NEWEST - len(new) :] = new
+            if lost or not new:
+                continue
+            if name in ended and ended[name][0] == generation:
+                ended[name][1].extend(new)
+            elif name in running and requests.generations[slot] == generation:
+                running[name][2].extend(new)
+                expected.append(i)
+        slots = np.array([slot for _, slot, *_ in launched], np.int32)
+        generations = np.array([generation for _, _, generation, *_ in launched], np.int64)
+        assert requests.append(slots, generations, gained).tolist() == expected
+        for name, (_, output) in ended.items():
+            assert requests.take_ended(name).tolist() == output
+        ended.clear()
+        launched.clear()
+
+    for number in range(60):
         free = sorted(set(range(SLOTS)) - {slot for slot, _, _ in running.values()})
-        action = random.choice(["begin", "step", "step", "preempt", "finish"])
+        action = random.choice(["begin", "begin", "launch", "launch", "arrive", "preempt", "finish"])
         if action == "begin" and free:
             name, slot = f"r{number}", random.choice(free)
             prompt = [random.randrange(99) for _ in range(random.randint(1, 9))]
             tokens, size = list(prompt), len(prompt)
             if preempted and random.random() < 0.5:
                 name, (size, tokens) = preempted.popitem()
-            parameters = SamplingParams(ignore_eos=True, max_tokens=LENGTH)
             assert requests.add(name, slot, tokens, size, parameters).tolist() == tokens
             running[name] = slot, size, list(tokens)
-        elif action == "step" and running:
-            names = random.sample(sorted(running), random.randint(1, len(running)))
-            rows = np.full((len(names), NEWEST + 2), 7, np.int32)
-            expected = []
-            for i, name in enumerate(names):
+        elif action == "launch" and running and not launched:
+            for name in random.sample(sorted(running), random.randint(1, len(running))):
                 slot, _, tokens = running[name]
+                count = random.randint(0, min(NEWEST, LENGTH - 2 - len(tokens)))
                 lost = random.random() < 0.1  # of a step that nobody told us of
-                gained = [random.randrange(99) for _ in range(random.randint(0, min(NEWEST, LENGTH - 2 - len(tokens))))]
-                rows[i, :2] = len(gained), len(tokens) + len(gained) + lost
-                rows[i, 2 + NEWEST - len(gained) :] = gained
-                if gained and not lost:
-                    tokens += gained
-                    expected.append(i)
-            slots = np.array([running[name][0] for name in names], np.int32)
-            assert requests.append(slots, rows[:, 0], rows[:, 1], rows[:, 2:]).tolist() == expected
+                new = [random.randrange(99) for _ in range(count)]
+                launched.append((name, slot, int(requests.generations[slot]), len(tokens), lost, new))
+        elif action == "arrive" and launched:
+            arrive()
         elif action == "preempt" and running:
             name = random.choice(sorted(running))
             _, size, tokens = running.pop(name)
             requests.preempt(name)
             preempted[name] = size, tokens
+            launched[:] = [row for row in launched if row[0] != name] if random.random() < 0.5 else launched
         elif action == "finish" and running | preempted:
             name = random.choice(sorted(running | preempted))
+            if name in preempted:
+                launched[:] = [row for row in launched if row[0] != name]
+            generation = int(requests.generations[running[name][0]]) if name in running else -1
             size, tokens = running.pop(name)[1:] if name in running else preempted.pop(name)
-            output = requests.finish(name)
-            assert output is not None and output.tolist() == tokens[size:]
+            requests.finish(name)
+            ended[name] = generation, tokens[size:]
+            if not launched:
+                assert requests.take_ended(name).tolist() == ended.pop(name)[1]
         for slot, _, tokens in running.values():
             assert requests.tokens[slot, : requests.lengths[slot]].tolist() == tokens
-        assert set(requests.slots) == running.keys() | preempted.keys()
-    assert requests.finish("unknown") is None
+        assert requests.slots.keys() == running.keys() and requests.ended.keys() == ended.keys()
+        assert len(requests) == len(running) + len(preempted) + len(ended)
+    requests.finish("unknown")
+    assert "unknown" not in requests.ended
 
 
 def test_a_request_ends_where_its_parameters_or_the_model_say() -> None:
@@ -70,21 +100,83 @@ def test_a_request_ends_where_its_parameters_or_the_model_say() -> None:
     requests = Requests(SLOTS, LENGTH, NEWEST)
     for slot, (max_tokens, most) in enumerate(((3, 5), (LENGTH, LENGTH))):
         requests.add(str(slot), slot, [1, 2, 3], 2, SamplingParams(max_tokens=max_tokens))  # one of them written before
-        assert requests.most[slot] == most
+        assert requests.limits[slot] == most
 
 
 def test_a_trees_width_is_not_cut_before_the_last_token() -> None:
     """Chains end before the last token, trees are as wide as they may be until then, and no node has a position that
     the model lacks."""
-    from vllm import SamplingParams
+    for limit in (1, 2, 3, LENGTH):
+        for known in range(1, min(limit, LENGTH - 1) + 1):
+            limits, contexts = np.array([limit]), np.array([known], np.int32)
+            to_come, places = limit - known, LENGTH - known
+            assert room(limits, contexts, NEWEST).tolist() == [min(NEWEST, max(to_come - 1, 0))]
+            tree = room(limits, contexts, NEWEST, trees=np.ones(1, np.bool_), widest=places - 1)
+            assert tree.tolist() == [min(NEWEST, places - 1) if to_come > 1 else 0]
 
-    requests, tree = Requests(SLOTS, LENGTH, NEWEST), np.ones(1, np.bool_)
-    for max_tokens in (1, 2, 3, LENGTH):
-        for known in range(1, min(max_tokens, LENGTH - 1) + 1):
-            requests.add("a", 0, list(range(known)), 0, SamplingParams(max_tokens=max_tokens))
-            at = np.zeros(1, np.int32), np.array([known], np.int32), NEWEST
-            to_come, places = min(max_tokens, LENGTH) - known, LENGTH - known
-            for chain in (None, ~tree):
-                assert requests.room(*at, chain).tolist() == [min(NEWEST, max(to_come - 1, 0))]
-            assert requests.room(*at, tree).tolist() == [min(NEWEST, places - 1) if to_come > 1 else 0]
-            requests.finish("a")
+
+WIDEST, PLACES, ROWS = 64, 9, 7
+
+
+def random_drafts(rng: np.random.Generator, requests: int, nodes: int) -> DraftBatch:
+    draft = DraftBatch.empty(requests, nodes)
+    draft.tokens[:] = rng.permutation(requests * nodes).reshape(requests, nodes)
+    draft.parents[:] = rng.integers(-9, 99, draft.parents.shape)  # beyond the counts: anything
+    draft.counts[:] = rng.integers(0, nodes + 1, requests)
+    for b in range(requests):
+        draft.parents[b, 0] = -1
+        for node in range(1, int(draft.counts[b])):
+            draft.parents[b, node] = rng.integers(max(0, node - rng.integers(1, 9)), node)
+    return draft
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_trees_and_chains_of_one_batch(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    requests = int(rng.integers(1, ROWS))
+    draft = random_drafts(rng, requests, int(rng.integers(1, WIDEST + 2)))
+    rows, slots = (rng.permutation(n)[:requests] for n in (ROWS, PLACES))
+    capacities = rng.integers(0, WIDEST + 1, requests).astype(np.int32)
+    branches = rng.random(requests) < 0.6
+    proposed = np.zeros((2, ROWS, WIDEST), np.int64)
+    proposed[0] = -5
+    parents = np.full((PLACES, WIDEST + 1), 7, np.int32)
+    counts = write_drafts(draft, capacities, rows, branches, proposed, parents, slots.astype(np.int32))
+    for b in range(requests):
+        nodes = list(range(1, min(int(draft.counts[b]), int(capacities[b]) + 1)))
+        if not branches[b]:
+            chain = [0]
+            for node in nodes:
+                if draft.parents[b, node] == chain[-1]:
+                    chain.append(node)
+            nodes = chain[1:]
+        count = len(nodes)
+        assert counts[b] == count
+        tokens, masks = proposed[:, rows[b]]
+        assert tokens.tolist() == [*draft.tokens[b, nodes], *[-5] * (WIDEST - count)]
+        place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
+        followed = [place[int(draft.parents[b, node])] for node in nodes]
+        assert parents[slots[b], : count + 1].tolist() == ([-1, *followed] if len(rows) else [])
+        if not branches[b]:
+            assert not masks.any()
+            continue
+        for i, node in enumerate(nodes):
+            path = [node]
+            while draft.parents[b, path[-1]] > 0:
+                path.append(int(draft.parents[b, path[-1]]))
+            assert masks[i].astype(np.uint64) == sum(1 << (place[above] - 1) for above in path)
+        assert not masks[count:].any()
+    others = np.setdiff1d(np.arange(ROWS), rows)
+    assert (proposed[0, others] == -5).all() and not proposed[1, others].any()
+
+
+def test_chains_need_no_masks() -> None:
+    draft = random_drafts(np.random.default_rng(1), 2, 5)
+    draft.counts[:] = 5
+    proposed, parents = np.zeros((1, 2, 4), np.int64), np.zeros((2, 5), np.int32)
+    rows, capacities = np.arange(2), np.full(2, 9, np.int32)
+    counts = write_drafts(draft, capacities, rows, None, proposed, parents, rows.astype(np.int32))
+    for b in range(2):
+        assert parents[b, : counts[b] + 1].tolist() == [*range(-1, counts[b])]
+    assert not write_drafts(None, capacities, rows, None, proposed, parents, rows.astype(np.int32)).any()

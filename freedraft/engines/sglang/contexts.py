@@ -1,11 +1,14 @@
-"""What methods are built for: `EngineContext` of an SGLang server, before it starts and in its scheduler."""
+"""`EngineContext` of an SGLang server, before it starts and in its scheduler; and the log line at start."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from freedraft.engines import hooks
 from freedraft.engines.sglang.guards import verify_backend, widths_for
+from freedraft.engines.sglang.hooks import DISTRIBUTIONS, TESTED_VERSIONS
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.step import EngineContext
 
@@ -53,3 +56,17 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...], *, chains: bo
         hardware=hardware_name(str(runner.device)),
         tokenizer_fingerprint=partial(tokenizer_fingerprint, tokenizer) if tokenizer else lambda: None,
     )
+
+
+def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *, chains: bool) -> str:
+    """Return the line of a server whose CUDA graphs are captured. runner: SGLang's ModelRunner; backend: of attention,
+    in steps that verify; widths: numbers of nodes per request, root included, that a step may have."""
+    args, version = runner.server_args, hooks.installed_version(DISTRIBUTIONS)
+    parts = [
+        f"overlap scheduling {'off' if args.disable_overlap_schedule else 'on'}",
+        f"CUDA graphs {'off' if runner.decode_cuda_graph_runner is None else 'on'}",
+        f"attention {backend}",
+    ]
+    ranks = {"tensor": args.tp_size, "pipeline": args.pp_size, "data": args.dp_size}
+    lengths = f"{'chains' if chains else 'trees'} of up to {widths[-1] - 1} draft tokens, {len(widths)} sizes"
+    return hooks.start_line(method, "SGLang", version, TESTED_VERSIONS, parts, ranks, [lengths])

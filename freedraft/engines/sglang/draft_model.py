@@ -11,42 +11,27 @@ import torch
 from numpy.typing import NDArray
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-from torch.nn.functional import pad
 
-from freedraft.draft_model import Drafted, DraftModel, DraftRound
+from freedraft.draft_model import DraftModel
 from freedraft.draft_pass import Recipe, Window
 from freedraft.engines.draft_ranks import DraftRanks
+from freedraft.engines.draft_round import DraftPass, RankedRound, most_likely, run_kept
+from freedraft.engines.many_sets import SetScores
 from freedraft.engines.on_device import on_device
 from freedraft.engines.sglang.graphs import Captured, capture, free_bytes
-from freedraft.engines.sglang.layers import Stages, run_stages, stages_of
+from freedraft.engines.sglang.layers import Stages, stages_of
 from freedraft.engines.sglang.passes import HiddenOf, Passes, Tokens, WindowedRead
-from freedraft.engines.sglang.set_scores import SetScores
-from freedraft.engines.sglang.window_rows import WindowRows
 from freedraft.guarded_method import is_device_fault
 from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
 
-
-class DraftPass(NamedTuple):
-    """One token per request through `stages`, and what is wanted of the next one; see `DraftModel.build`. The number
-    names it to other ranks."""
-
-    stages: Stages
-    window: Window | None
-    top_k: int
-    entropy: bool
-    number: int
+MAX_WINDOW_ROWS = 256
 
 
 class PagedDraftModel(Passes, DraftModel):
-    """The target in SGLang, with plain pre-norm layers.
-
-    Kept attention reads the KV that the target wrote for the past, and writes where it is told.
-
-    Raises:
-        ConfigError: this model is not built of plain pre-norm layers.
-    """
+    """The target in SGLang. Kept attention reads the KV that the target wrote for the past. Raises ConfigError: this
+    model is not built of plain pre-norm layers."""
 
     def __init__(self, runner: Any, ranks: DraftRanks, window_rows: WindowRows | None = None) -> None:
         super().__init__(runner)
@@ -75,10 +60,8 @@ class PagedDraftModel(Passes, DraftModel):
         """Capture CUDA graphs of the passes built to be optimized; does nothing where SGLang captures none.
 
         A graph is of a step of one node per request, as SGLang captures them under speculation. Where capturing fails,
-        passes run eagerly, which costs time only.
-
-        Raises:
-            EngineMustEnd: it failed on one of several ranks, which capture together.
+        passes run eagerly, which costs time only. Raises EngineMustEnd: it failed on one of several ranks, which
+        capture together.
         """
         if self.runner.decode_cuda_graph_runner is None:
             return
@@ -116,7 +99,9 @@ class PagedDraftModel(Passes, DraftModel):
         self.ranks.follow(self.build, partial(PagedRound, self, batch))
 
     def scorer(self, window: int) -> SetScores:
-        return SetScores(self, window)
+        # SGLang keeps memory for one row per request: so a pass has at most that many recipes, and tokens of each.
+        rows = int(self.runner.max_running_requests)
+        return SetScores(self, window, max(1, rows // window), min(window, rows))
 
     def has_graphs(self, stages: Stages) -> bool:
         """Whether these are captured, so that their passes are to be verifications of one node."""
@@ -127,10 +112,21 @@ class PagedDraftModel(Passes, DraftModel):
         return self.logits(self._runs(stages), batch, self._graphs.get(stages))
 
     def _runs(self, stages: Stages) -> HiddenOf:
-        return partial(run_stages, self.decoder, stages)
+        decoder = self.decoder
+        return lambda ids, positions, batch: run_kept(
+            decoder.embed_tokens(ids), stages, decoder.norm, positions=positions, forward_batch=batch
+        )
 
 
-class PagedRound(DraftRound):
+class _Ready(NamedTuple):
+    """The tokens of a pass, what they read through a window, and their batch."""
+
+    tokens: Tokens
+    read: WindowedRead | None
+    batch: ForwardBatch
+
+
+class PagedRound(RankedRound):
     """One step's draft passes over a batch of B requests.
 
     Position `seq_lens[b] + j` of request b is slot `slots[b, j]`: reserved by SGLang for this step's verification,
@@ -143,8 +139,8 @@ class PagedRound(DraftRound):
     """
 
     def __init__(self, model: PagedDraftModel, batch: Any, draft_pass: DraftPass, max_draft_len: int) -> None:
+        super().__init__(model.ranks, draft_pass, max_draft_len)
         self._model, self._batch = model, batch
-        self._draft_pass, self._max_draft_len = draft_pass, max_draft_len
         self._read: WindowedRead | None = None
         self.slots: torch.Tensor = assign_extend_cache_locs_func(
             req_pool_indices=batch.req_pool_indices,
@@ -156,59 +152,42 @@ class PagedRound(DraftRound):
             device=batch.seq_lens.device,
         ).view(-1, max_draft_len)
 
-    def launch(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1) -> torch.Tensor:
-        """float64 [N, R, 2K (+ 1)], see `most_likely`."""
-        model, draft_pass = self._model, self._draft_pass
-        model.ranks.tell("run", rows, tokens, position, count)
-        there, read, part = model.ranks.ready(lambda: self._ready(rows, tokens, position))
-        outputs: list[torch.Tensor] = []
-        with model.ranks.together():
-            for _ in range(count):
-                if outputs:
-                    there = self._next(there, outputs[-1][:, 0].long())
-                    part = self._pass(there, read)
-                logits = self._as_sampled(model.run(draft_pass.stages, part), there.rows_there)
-                outputs.append(most_likely(logits, draft_pass.top_k, draft_pass.entropy))
-            return torch.stack(outputs)
-
-    def read(self, launched: torch.Tensor) -> Drafted:
-        with self._model.ranks.together():
-            return on_host(launched, self._draft_pass.top_k, self._draft_pass.entropy)
-
-    def _ready(
-        self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int
-    ) -> tuple[Tokens, WindowedRead | None, ForwardBatch]:
+    def _ready(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> _Ready:
         past = self._batch.seq_lens_cpu.numpy()[rows].astype(np.int64) + position
         rows_there, ids, positions = on_device(np.stack((rows, tokens, past)), self.slots.device)
         here = torch.from_numpy(np.ascontiguousarray(rows, np.int64))
         slots = self._slots(rows_there, positions)
         there = Tokens(here, torch.from_numpy(past), rows_there, ids, positions, slots)
         read = self._windowed(rows, rows_there)
-        return there, read, self._pass(there, read)
+        return _Ready(there, read, self._pass(there, read))
 
-    def _next(self, tokens: Tokens, ids: torch.Tensor) -> Tokens:
-        """Those behind them, with these ids of the device."""
-        positions = tokens.positions + 1
+    def _next(self, ready: _Ready, ids: torch.Tensor) -> _Ready:
+        tokens, positions = ready.tokens, ready.tokens.positions + 1
         slots = self._slots(tokens.rows_there, positions)
-        return tokens._replace(past=tokens.past + 1, ids=ids, positions=positions, slots=slots)
+        tokens = tokens._replace(past=tokens.past + 1, ids=ids, positions=positions, slots=slots)
+        return ready._replace(tokens=tokens, batch=self._pass(tokens, ready.read))
+
+    def _output(self, ready: _Ready) -> torch.Tensor:
+        logits = self._as_sampled(self._model.run(self.draft_pass.layers, ready.batch), ready.tokens.rows_there)
+        return most_likely(logits, self.draft_pass.top_k, self.draft_pass.entropy)
 
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.slots[rows, positions - self._batch.seq_lens[rows]]
 
     def _pass(self, tokens: Tokens, read: WindowedRead | None) -> ForwardBatch:
-        as_nodes = self._model.has_graphs(self._draft_pass.stages)
+        as_nodes = self._model.has_graphs(self.draft_pass.layers)
         return self._model.one_token_each(self._batch, tokens, left_out=read, as_nodes=as_nodes)
 
     def _windowed(self, rows: NDArray[np.intp], there: torch.Tensor) -> WindowedRead | None:
         """What these requests read; made again only when they change. None for the whole cache."""
-        window, window_rows, n = self._draft_pass.window, self._model.window_rows, len(rows)
+        window, window_rows, n = self.draft_pass.window, self._model.window_rows, len(rows)
         if window is None or window_rows is None or n > len(window_rows.rows):
             return None
         key = rows.tobytes()
         if self._read is None or self._read.key != key:
             roots = self._batch.seq_lens_cpu.numpy()[rows].astype(np.int64)
             requests = self._batch.req_pool_indices[there].long()
-            dropped = window_rows.write(requests, roots, window, self._max_draft_len, self._model.attended)
+            dropped = window_rows.write(requests, roots, window, self.max_draft_len, self._model.attended)
             dropped_there = on_device(dropped, there.device)
             self._read = WindowedRead(key, window_rows.rows[:n], torch.from_numpy(dropped), dropped_there)
         return self._read
@@ -221,22 +200,34 @@ class PagedRound(DraftRound):
         return logits if sampling.is_all_greedy else logits / sampling.temperatures.view(-1, 1)[rows]
 
 
-def most_likely(logits: torch.Tensor, top_k: int, entropy: bool = False) -> torch.Tensor:
-    """float64 [R, 2K (+ 1)]: the most likely tokens of each row of float [R, V], best first, their probabilities (0
-    beyond the vocabulary's size), and the entropy in nats if asked for: in one tensor, for one transfer."""
-    logits = logits.float()
-    total = torch.logsumexp(logits, -1, keepdim=True)
-    known = min(top_k, logits.shape[1])
-    values, tokens = logits.topk(known, -1) if known > 1 else logits.max(-1, keepdim=True)
-    parts = [pad(part.double(), (0, top_k - known)) for part in (tokens, torch.exp(values - total))]
-    if entropy:
-        probabilities = torch.exp(logits - total)
-        parts.append((total - (probabilities * logits).nan_to_num(0.0).sum(-1, keepdim=True)).double())
-    return torch.cat(parts, 1)
+class WindowRows:
+    """Rows of SGLang's `req_to_token` with the part of a request's KV that windowed draft passes read: after those of
+    the pool (SGLang's ReqToTokenPool), which it never gives to a request. Attention backends keep the tensor, some of
+    them in CUDA graphs, so it has to be there before they are made. rows: int64 [R], their indices."""
 
+    def __init__(self, pool: Any, page_size: int) -> None:
+        self._pool, self._page_size = pool, page_size
+        known = self._pool.req_to_token
+        more = known.new_zeros(min(self._pool.size, MAX_WINDOW_ROWS), known.shape[1])
+        self.rows = torch.arange(len(known), len(known) + len(more), device=known.device)
+        self._pool.req_to_token = torch.cat((known, more))
 
-def on_host(values: torch.Tensor, top_k: int, entropy: bool) -> Drafted:
-    """What `most_likely` says of N passes, [N, R, 2K (+ 1)]."""
-    host = values.cpu().numpy()
-    tokens, probabilities = host[..., :top_k].astype(np.int32), host[..., top_k : 2 * top_k].astype(np.float32)
-    return Drafted(tokens, probabilities, host[..., -1].astype(np.float32) if entropy else None)
+    def write(
+        self,
+        requests: torch.Tensor,
+        roots: NDArray[np.int64],
+        window: Window,
+        max_draft_len: int,
+        attended: int | None,
+    ) -> NDArray[np.int64]:
+        """Write rows, from the first on, that keep only the sink and window tokens of B <= R requests. Returns int64
+        [B], tokens of each that are left out. requests: int64 [B], their rows; roots: int64 [B], positions of their
+        roots."""
+        size, table = self._page_size, self._pool.req_to_token
+        sinks, dropped = window.pages(roots, size, attended=attended, max_draft_len=max_draft_len)
+        sinks, dropped = sinks * size, dropped * size
+        places = np.arange((roots + max_draft_len - dropped).max())
+        places = np.where(places < sinks[:, None], places, places + dropped[:, None])
+        there = on_device(np.minimum(places, table.shape[1] - 1), table.device)
+        table[self.rows[: len(requests)], : places.shape[1]] = table[requests[:, None], there]
+        return dropped

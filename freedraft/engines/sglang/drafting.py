@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,57 +13,20 @@ from numpy.typing import NDArray
 from freedraft.draft import DraftBatch
 from freedraft.draft_thread import DraftThread
 from freedraft.engines.logits_copy import LogitsCopy
-from freedraft.engines.sglang.accepted import AcceptedTokens, Gained, OneCopy
+from freedraft.engines.session import DraftSession, room
+from freedraft.engines.sglang.accepted import AcceptedTokens, Gained
 from freedraft.engines.sglang.requests import (
-    drafted_from,
+    UNTRACKED,
+    Tracked,
     extra_of,
-    longest_answer,
     output_of,
-    padding_of,
     tenant_of,
     tokens_of,
     was_aborted,
 )
-from freedraft.guarded_method import GuardedMethod
 from freedraft.step import Step
 
 NOTHING = np.zeros(0, np.int32)
-
-
-class Known(NamedTuple):
-    """A request as it began: SGLang's, its number of tokens, the tokens more that its image padding takes in the KV
-    cache, from which number of generated tokens on it may have drafts, and how many it may generate."""
-
-    request: Any
-    length: int
-    padding: int
-    drafted_from: int
-    longest: int
-
-
-UNKNOWN = Known(None, 0, 0, 0, 0)
-
-
-class NextStep(NamedTuple):
-    """A step whose requests are known, and not yet what the last one accepted.
-
-    Attributes:
-        batch: SGLang's ScheduleBatch; requests, ids: B; rows: int64 [B], of the requests' pool.
-        known: int64 [B, 4], the numbers of each `Known`.
-        states: prompt states that have not been told, by id; drafted, previous: see `Step`.
-    """
-
-    batch: Any
-    requests: list[Any]
-    ids: list[str]
-    rows: NDArray[np.int64]
-    accepted: OneCopy
-    known: NDArray[np.int64]
-    new: list[int]
-    logits: LogitsCopy
-    states: dict[str, torch.Tensor]
-    drafted: NDArray[np.int32]
-    previous: tuple[int, int] | None
 
 
 class Drafting:
@@ -78,30 +41,24 @@ class Drafting:
     """
 
     def __init__(
-        self,
-        guarded: GuardedMethod,
-        widths: Sequence[int],
-        max_batch: int,
-        accepted: AcceptedTokens,
-        *,
+        self, session: DraftSession, widths: Sequence[int], max_batch: int, accepted: AcceptedTokens, *,
         chains: bool = False,
-    ) -> None:
-        self.guarded = guarded
-        self.accepted = accepted
+    ) -> None:  # fmt: skip
+        self.session, self.guarded, self.accepted = session, session.guarded, accepted
         self._chains = chains
         self._widths = np.array(widths, np.int32)
         self._max_running = 4 * max_batch + 64
-        self._requests: dict[str, Known] = {}
+        self._requests: dict[str, Tracked] = {}
         self._states: dict[str, torch.Tensor] = {}  # float [H] on the device, behind prompts
         self._drafted: dict[str, int] = {}  # draft tokens that the newest step verifies, by request
         self._previous: tuple[int, int] | None = None
         self._logits = LogitsCopy()
-        timeout = guarded.method.draft_timeout
+        timeout = self.guarded.method.draft_timeout
         # Prompt states are computed on the stream of the engine's thread.
-        threaded = timeout > 0.0 and not guarded.needs_prompt_states
-        self._thread = DraftThread(timeout, guarded.metrics.late.inc) if threaded else None
-        self._next: NextStep | None = None
-        self._drafts: Any = None  # of the next step, in the thread
+        threaded = timeout > 0.0 and not self.guarded.needs_prompt_states
+        self._thread = DraftThread(timeout, self.guarded.metrics.late.inc) if threaded else None
+        self._prepared: Callable[..., DraftBatch | None] | None = None  # drafts for the next step
+        self._drafts: Any = None  # what the thread makes of it
 
     def keep_widths(self, widths: Sequence[int]) -> None:
         """Restrict verification to these widths, which could be prepared."""
@@ -116,28 +73,26 @@ class Drafting:
 
         def begin_each() -> None:
             # SGLang does not tell of those that have ended with their prefill.
-            for request_id in [i for i, known in self._requests.items() if known.request.finished()]:
+            for request_id in [i for i, tracked in self._requests.items() if tracked.request.finished()]:
                 self.finish(request_id)
             for request in requests:
-                known = self._requests.get(request.rid, UNKNOWN)
+                tracked = self._requests.get(request.rid, UNTRACKED)
                 length = len(request.origin_input_ids) + len(request.output_ids)
-                if known.request is not request or known.length != length:
-                    self._know(request)
+                if tracked.request is not request or tracked.length != length:
+                    self._track(request)
                     self._tell(self._begin(request, tokens_of(request)))
 
         self.guarded.call(begin_each)
 
-    def _know(self, request: Any) -> None:
-        length = len(request.origin_input_ids) + len(request.output_ids)
-        numbers = length, padding_of(request), drafted_from(request), longest_answer(request)
-        self._requests[request.rid] = Known(request, *numbers)
+    def _track(self, request: Any) -> None:
+        self._requests[request.rid] = Tracked.of(request)
         self._drafted.pop(request.rid, None)
 
     def _begin(self, request: Any, tokens: NDArray[np.int32]) -> Callable[[], None]:
         """The call that tells the method; the request is read now."""
-        return partial(self.guarded.begin, request.rid, tokens, tenant_of(request), extra_of(request))
+        return partial(self.session.add, request.rid, tokens, tenant_of(request), extra_of(request))
 
-    def _tell(self, work: Callable[[], None]) -> None:
+    def _tell(self, work: Callable[[], Any]) -> None:
         if self._thread is None:
             work()
         else:
@@ -151,14 +106,14 @@ class Drafting:
 
     def finish(self, request_id: str) -> None:
         """SGLang is done with a request."""
-        request = self._requests.get(request_id, UNKNOWN).request
+        request = self._requests.get(request_id, UNTRACKED).request
         ended = None if request is None else self.guarded.call(lambda: (output_of(request), was_aborted(request)))
         self._forget(request_id, *(ended or (None, False)))
 
     def _forget(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         for held in (self._requests, self._states, self._drafted):
             held.pop(request_id, None)
-        self._tell(partial(self.guarded.finish, request_id, output, aborted))
+        self._tell(partial(self.session.finish, request_id, output, aborted))
 
     def _sweep(self, ids: Sequence[str]) -> None:
         """Finish what is not in this step if far more requests are known than can run: SGLang does not tell of those
@@ -182,29 +137,27 @@ class Drafting:
     def prepare(self, batch: Any) -> torch.Tensor:
         """A decoding step of SGLang's ScheduleBatch is next; the last one may still be running, and is waited for.
         Returns its requests' tokens in the KV cache, int64 [B]."""
-        self._next = step = self.guarded.call(partial(self._next_step, batch))
-        if self._thread is not None and step is not None:
-            self._drafts = self._thread.start(partial(self._draft, step))
+        self._prepared = drafts_of = self.guarded.call(self._prepare, batch)
+        if self._thread is not None and drafts_of is not None:
+            self._drafts = self._thread.start(drafts_of)
             if self._drafts is None:  # late ones are still being made: what this step brings is not lost
-                for row in step.new:
-                    self._tell(self._begin(step.requests[row], tokens_of(step.requests[row])))
-                self._tell(partial(self.guarded.call, partial(self._take_in, step)))
+                self._thread.call(partial(drafts_of, late=True))
         return torch.from_numpy(self.accepted.newest.read(batch.req_pool_indices_cpu.numpy()).seq_lens)
 
     def draft(self, batch: Any) -> DraftBatch:
         """Trees [B, n] for SGLang's ScheduleBatch, where n is the smallest prepared width that holds them all. Whatever
         fails in making them, or takes too long, leaves the roots."""
-        if self._next is None:
+        if self._prepared is None:
             self.prepare(batch)
-        step, drafts = self._next, self._drafts
-        self._next = self._drafts = None
+        drafts_of, drafts = self._prepared, self._drafts
+        self._prepared = self._drafts = None
         draft = None
-        if step is not None:
-            draft = self._draft(step) if self._thread is None else self._thread.result(drafts)
+        if drafts_of is not None:
+            draft = drafts_of() if self._thread is None else self._thread.result(drafts)
         if draft is None:
             gained = self.accepted.newest.read(batch.req_pool_indices_cpu.numpy())
             roots = gained.tokens[gained.ends - 1]
-            draft = self._widened(DraftBatch.roots(roots), np.ones(len(roots), np.int32), roots)
+            draft = self._cut(DraftBatch.roots(roots), np.zeros(len(roots), np.int32), roots)
         for request in batch.reqs:
             if request.finished():  # with a grammar, SGLang runs a request once more after its end
                 self._forget(request.rid, NOTHING, was_aborted(request))
@@ -212,96 +165,79 @@ class Drafting:
         self._previous = draft.tokens.shape[0], draft.tokens.size
         return draft
 
-    def _next_step(self, batch: Any) -> NextStep:
-        ids = [request.rid for request in batch.reqs]
-        new = [row for row, r in enumerate(batch.reqs) if r.rid not in self._requests and not r.finished()]
+    def _prepare(self, batch: Any) -> Callable[..., DraftBatch | None]:
+        """A function that drafts for the step, in any thread: it waits for what the last step accepts, and has all else
+        that it needs of the scheduler. With `late`, the method only takes what the last step brings."""
+        requests, rows, accepted = list(batch.reqs), batch.req_pool_indices_cpu.numpy(), self.accepted.newest
+        ids = [request.rid for request in requests]
+        new = [row for row, r in enumerate(requests) if r.rid not in self._requests and not r.finished()]
         for row in new:
-            self._know(batch.reqs[row])
+            self._track(requests[row])
         self._sweep(ids)
         logits, self._logits = self._logits, LogitsCopy()
-        known = [self._requests.get(request_id, UNKNOWN)[1:] for request_id in ids]
-        return NextStep(
-            batch=batch,
-            requests=list(batch.reqs),
-            ids=ids,
-            rows=batch.req_pool_indices_cpu.numpy(),
-            accepted=self.accepted.newest,
-            known=np.array(known, np.int64),
-            new=new,
-            logits=logits,
-            states={i: self._states.pop(i) for i in ids if i in self._states} if self._states else {},
-            drafted=np.fromiter((self._drafted.get(i, 0) for i in ids), np.int32, len(ids)),
-            previous=self._previous,
-        )
+        states = {i: self._states.pop(i) for i in ids if i in self._states} if self._states else {}
+        tracked = np.array([self._requests.get(i, UNTRACKED)[1:] for i in ids], np.int64)
+        drafted = np.fromiter((self._drafted.get(i, 0) for i in ids), np.int32, len(ids))
+        previous = self._previous
 
-    # -- where the method runs -----------------------------------------------------------------------------------------
+        def draft(late: bool) -> DraftBatch | None:
+            gained = accepted.read(rows)
+            step = self._step(batch, requests, gained, tracked, drafted, previous)
+            for row in new:
+                self._begin(requests[row], step.history(row)[: -int(step.gained[row])])()
+            if (node_logits := logits.take()) is not None:
+                self.guarded.recycle(node_logits)
+            if states:
+                self.session.set_prompt_states(states, torch.stack(list(states.values())))
+            proposed = None if late else self.guarded.draft(step)
+            return None if proposed is None else self._cut(proposed, step.capacities, step.roots)
 
-    def _draft(self, step: NextStep) -> DraftBatch | None:
-        return self.guarded.call(partial(self._draft_unguarded, step))
+        return lambda late=False: self.guarded.call(draft, late)
 
-    def _draft_unguarded(self, upcoming: NextStep) -> DraftBatch | None:
-        step = self._step(upcoming, upcoming.accepted.read(upcoming.rows))
-        for row in upcoming.new:
-            self._begin(upcoming.requests[row], step.history(row)[: -int(step.gained[row])])()
-        self._take_in(upcoming)
-        proposed = self.guarded.draft(step)
-        return None if proposed is None else self._cut(step, proposed)
-
-    def _take_in(self, upcoming: NextStep) -> None:
-        """Tell the method what the last step's logits and the prompts before this one say."""
-        if (logits := upcoming.logits.take()) is not None:
-            self.guarded.recycle(logits)
-        if upcoming.states:
-            states = torch.stack(list(upcoming.states.values())).float().cpu().numpy()
-            for request_id, state in zip(upcoming.states, states, strict=True):
-                self.guarded.set_prompt_state(request_id, state)
-
-    def _step(self, upcoming: NextStep, gained: Gained) -> Step:
+    def _step(
+        self, batch: Any, requests: Sequence[Any], gained: Gained, tracked: NDArray[np.int64],
+        drafted: NDArray[np.int32], previous: tuple[int, int] | None,
+    ) -> Step:  # fmt: skip
+        """The `Step` of these requests, in the order of the batch. tracked: int64 [B, 4], the numbers of each
+        `Tracked`."""
         tokens, starts, ends, seq_lens = gained
-        began, padding, least, longest = upcoming.known.T
+        _, padding, least, limits = tracked.T
         lengths = seq_lens + 1  # the root is not in the KV cache
-        generated = lengths - began
-        most = self._widths[-1] - 1
-        # The last token of a request comes after all drafts; a tree may be as wide as ever before it.
-        room = np.where(generated < least, 0, longest - generated - 1).clip(0, most)
-        if not self._chains:
-            room[room > 0] = most
         contexts = (lengths - padding).astype(np.int32)
 
         def history(b: int) -> NDArray[np.int32]:
             # Under overlap scheduling `output_ids` lacks what the last step accepted.
-            before = tokens_of(upcoming.requests[b])[: contexts[b] - (ends[b] - starts[b])]
+            before = tokens_of(requests[b])[: contexts[b] - (ends[b] - starts[b])]
             return np.concatenate((before, tokens[starts[b] : ends[b]]))
 
         return Step(
-            request_ids=upcoming.ids,
+            request_ids=[request.rid for request in requests],
             tokens=tokens,
             starts=starts,
             ends=ends,
             contexts=contexts,
-            capacities=room.astype(np.int32),
-            drafted=upcoming.drafted,
+            capacities=room(
+                np.where(lengths < least, 0, limits), lengths, int(self._widths[-1]) - 1, trees=not self._chains
+            ),
+            drafted=drafted,
             widths=self._widths,
-            previous=upcoming.previous,
+            previous=previous,
             history=history,
-            engine=upcoming.batch,
+            engine=batch,
         )
 
-    def _cut(self, step: Step, draft: DraftBatch) -> DraftBatch:
-        counts = np.clip(draft.counts, 1, step.capacities + 1)
+    def _cut(self, draft: DraftBatch, capacities: NDArray[np.int32], roots: NDArray[np.int32]) -> DraftBatch:
+        """Trees of as many nodes as requests and attention allow, at the smallest prepared width. capacities, roots:
+        int32 [B]; roots come from the engine, whatever the method holds."""
+        counts = np.clip(draft.counts, 1, capacities + 1)
         if self._chains:
             follows = draft.parents[:, 1:] == np.arange(draft.max_nodes - 1)
             np.minimum(counts, 1 + np.logical_and.accumulate(follows, 1).sum(1), out=counts)
-        return self._widened(draft, counts, step.roots)
-
-    def _widened(self, draft: DraftBatch, counts: NDArray[np.int32], roots: NDArray[np.int32]) -> DraftBatch:
-        """Trees of as many nodes as `counts` says, at the smallest prepared width. counts, roots: int32 [B]."""
         width = int(self._widths[np.searchsorted(self._widths, counts.max())])
         out = DraftBatch.empty(len(counts), width)
         kept = min(width, draft.max_nodes)
         for name in ("tokens", "parents", "depths"):
             getattr(out, name)[:, :kept] = getattr(draft, name)[:, :kept]
         np.minimum(counts, kept, out=out.counts)
-        # The root comes from the engine, whatever the method holds.
         out.tokens[:, 0], out.parents[:, 0], out.depths[:, 0] = roots, -1, 0
         return out

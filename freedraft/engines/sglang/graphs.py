@@ -41,14 +41,12 @@ class WidthGraphs:
         self._of_width.clear()
 
     def capture(self, widths: Sequence[int], *, fixed_width: bool, alone: bool = True) -> tuple[int, ...]:
-        """Prepare all of `widths` but the last, which SGLang has prepared; call it after SGLang's own capture.
+        """Prepare all of `widths` but the last, which SGLang has prepared; call it after SGLang's own capture. Returns
+        the widths that may be verified: without those of which the capture failed, e.g. for lack of memory.
 
         Args:
             fixed_width: whether the attention backend is built for one width.
             alone: whether there are no other ranks, which would go on with a capture that fails on this one.
-
-        Returns:
-            The widths that may be verified: a width is left out where its capture failed, e.g. for lack of memory.
         """
         if not fixed_width and self._runner.decode_cuda_graph_runner is None:
             return tuple(widths)

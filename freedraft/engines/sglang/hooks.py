@@ -18,30 +18,30 @@ HOOKS = table("""
     sglang.srt.speculative.spec_info.SpeculativeAlgorithm:register(name, supports_overlap, spec_class)
     sglang.srt.speculative.spec_registry:get_spec(name)
     sglang.srt.speculative.spec_registry.CustomSpecAlgo:handle_server_args(server_args)
-    sglang.srt.server_args:ServerArgs assigned attention_backend, prefill_attention_backend, decode_attention_backend,
+    sglang.srt.server_args:ServerArgs has attention_backend, prefill_attention_backend, decode_attention_backend,
         speculative_attention_mode, page_size, device, tp_size, model_path, trust_remote_code, revision,
         speculative_num_draft_tokens, speculative_num_steps, speculative_eagle_topk,
         speculative_accept_threshold_single, speculative_accept_threshold_acc, enable_mixed_chunk, max_running_requests
-    sglang.srt.configs.model_config:ModelConfig assigned hf_config, vocab_size, dtype, attention_chunk_size,
+    sglang.srt.configs.model_config:ModelConfig has hf_config, vocab_size, dtype, attention_chunk_size,
         attention_arch, is_encoder_decoder
-    sglang.srt.configs.model_config:AttentionArch assigned MLA
+    sglang.srt.configs.model_config:AttentionArch has MLA
     sglang.srt.configs.hybrid_arch:mambaish_config
     sglang.srt.runtime_context:get_spec
     sglang.srt.runtime_context:get_device
     sglang.srt.runtime_context:get_parallel
-    sglang.srt.distributed.parallel_state:GroupCoordinator assigned ranks, rank_in_group, world_size, cpu_group,
+    sglang.srt.distributed.parallel_state:GroupCoordinator has ranks, rank_in_group, world_size, cpu_group,
         broadcast
     sglang.srt.plugins.hook_registry.HookRegistry:register(target, hook)
     sglang.srt.utils.hf_transformers_utils:get_config(model, trust_remote_code, revision)
     # the KV of drafts
     sglang.srt.speculative.base_spec_worker.BaseSpecWorker:alloc_memory_pool(req_to_token_pool,
         token_to_kv_pool_allocator)
-    sglang.srt.managers.tp_worker:TpModelWorker assigned get_memory_pool, model_runner, tokenizer
+    sglang.srt.managers.tp_worker:TpModelWorker has get_memory_pool, model_runner, tokenizer
     sglang.kernels.ops.speculative.cache_locs:assign_extend_cache_locs_func(req_pool_indices, req_to_token,
         start_offset, end_offset, batch_size, draft_token_num, device)
     sglang.srt.speculative.spec_utils:move_accept_tokens_to_target_kvcache(batch, accept_index, num_correct_drafts,
         token_to_kv_pool_allocator)
-    sglang.srt.mem_cache.memory_pool:MHATokenToKVPool assigned k_buffer, v_buffer, kv_cache_layout,
+    sglang.srt.mem_cache.memory_pool:MHATokenToKVPool has k_buffer, v_buffer, kv_cache_layout,
         is_quantized_kv_cache
     sglang.srt.mem_cache.allocation_sizing:get_req_to_token_extra_context_len
     sglang.srt.mem_cache.allocation_sizing:get_alloc_reserve_per_decode
@@ -51,21 +51,21 @@ HOOKS = table("""
     sglang.srt.managers.overlap_utils.FutureMap:__init__(device, spec_algo, req_to_token_pool, needs_cpu_seq_lens,
         needs_confidence_relay)
     sglang.srt.managers.overlap_utils.FutureMap:resolve_seq_lens_cpu(batch)
-    sglang.srt.managers.utils.GenerationBatchResult fields accept_lens, new_seq_lens, next_draft_input,
+    sglang.srt.managers.utils.GenerationBatchResult has accept_lens, new_seq_lens, next_draft_input,
         speculative_num_draft_tokens
-    sglang.srt.managers.schedule_batch:ScheduleBatch fields reqs, forward_mode, input_ids, out_cache_loc, seq_lens,
+    sglang.srt.managers.schedule_batch:ScheduleBatch has reqs, forward_mode, input_ids, out_cache_loc, seq_lens,
         seq_lens_cpu, req_pool_indices, req_pool_indices_cpu, req_to_token_pool, spec_info, sampling_info, has_grammar,
         return_logprob, return_hidden_states
-    sglang.srt.managers.schedule_batch:Req assigned rid, origin_input_ids, origin_input_ids_unpadded, output_ids,
+    sglang.srt.managers.schedule_batch:Req has rid, origin_input_ids, origin_input_ids_unpadded, output_ids,
         sampling_params, custom_logit_processor, extra_key, cache_salt, finished, finished_reason, finished_len
-    sglang.srt.sampling.sampling_params:SamplingParams assigned custom_params, frequency_penalty, presence_penalty,
+    sglang.srt.sampling.sampling_params:SamplingParams has custom_params, frequency_penalty, presence_penalty,
         repetition_penalty, min_new_tokens, max_new_tokens
     sglang.srt.speculative.spec_utils:record_stream_for_v2_verify(batch, verify_input, fwd_stream)
     sglang.srt.managers.schedule_batch.Req:__init__(extra_key, cache_salt, lora_id)
     # a CUDA graph per width
     sglang.srt.speculative.base_spec_worker.BaseSpecWorker:init_cuda_graphs
     sglang.srt.model_executor.model_runner.ModelRunner:_get_attention_backend(init_new_workspace)
-    sglang.srt.model_executor.model_runner:ModelRunner assigned attn_backend, decode_cuda_graph_runner,
+    sglang.srt.model_executor.model_runner:ModelRunner has attn_backend, decode_cuda_graph_runner,
         init_new_workspace, prefill_attention_backend_str, decode_attention_backend_str, sliding_window_size,
         max_running_requests, model_config, sampler, server_args
     sglang.srt.model_executor.model_runner.ModelRunner:init_decode_cuda_graph
@@ -77,12 +77,12 @@ HOOKS = table("""
     sglang.srt.speculative.ngram_info.NgramVerifyInput:__init__(draft_token, custom_mask, positions, retrieve_index,
         retrieve_next_token, retrieve_next_sibling, draft_token_num, new_seq_lens, accept_tokens, accept_lens)
     sglang.srt.managers.tp_worker.TpModelWorker:forward_batch_generation(is_verify)
-    sglang.srt.model_executor.forward_batch_info:ForwardMode assigned TARGET_VERIFY, DECODE, is_decode, is_extend
+    sglang.srt.model_executor.forward_batch_info:ForwardMode has TARGET_VERIFY, DECODE, is_decode, is_extend
     sglang.srt.speculative.spec_utils:build_grammar_vocab_mask(reqs, tree, sampling_info, device, barrier)
     sglang.srt.speculative.spec_utils.GrammarTree:from_host
     sglang.srt.layers.logprob_processor:compute_spec_logprobs(batch, logits_output, predict, accept_index)
-    sglang.srt.layers.logits_processor:LogitsProcessorOutput fields next_token_logits, hidden_states
-    sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo fields temperatures, top_ks, top_ps, min_ps,
+    sglang.srt.layers.logits_processor:LogitsProcessorOutput has next_token_logits, hidden_states
+    sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo has temperatures, top_ks, top_ps, min_ps,
         is_all_greedy, sampling_seed, logit_bias, grammars, grammar_mask, has_custom_logit_processor
     sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo:apply_logits_bias(logits)
     sglang.srt.layers.sampler:apply_custom_logit_processor(num_tokens_in_batch)
@@ -105,10 +105,10 @@ MODEL_HOOKS = table("""
         return_hidden_states_before_norm)
     sglang.srt.model_executor.model_runner.ModelRunner:forward(forward_batch)
     sglang.srt.model_executor.forward_batch_info:get_server_return_hidden_states_mode
-    sglang.srt.model_executor.forward_batch_info:CaptureHiddenMode assigned LAST, is_full
+    sglang.srt.model_executor.forward_batch_info:CaptureHiddenMode has LAST, is_full
     sglang.srt.distributed.parallel_state.GroupCoordinator:broadcast_object(obj, src)
     sglang.srt.distributed.communication_op:tensor_model_parallel_all_reduce(input_)
-    sglang.srt.layers.linear:RowParallelLinear assigned reduce_results
+    sglang.srt.layers.linear:RowParallelLinear has reduce_results
     sglang.srt.models.llama.LlamaDecoderLayer:forward
     sglang.srt.models.llama.LlamaMLP:forward
     sglang.srt.models.qwen2.Qwen2DecoderLayer:forward

@@ -11,18 +11,7 @@ from sglang.srt.distributed import tensor_model_parallel_all_reduce
 from freedraft.config import ConfigError
 from freedraft.draft_pass import Recipe
 
-
-class Stage(NamedTuple):
-    """A sublayer that runs. norm: before it; sublayer: attention or MLP; is_attention: which of the two; reduce:
-    whether what it returns is this tensor-parallel rank's part of a sum, which SGLang's layers leave to the boundary
-    behind it."""
-
-    norm: Any
-    sublayer: Any
-    is_attention: bool
-    reduce: bool
-
-
+Stage = tuple[Any, Any, bool]  # A sublayer that runs; see `run_kept`
 Stages = tuple[Stage, ...]
 
 # Modules of SGLang whose layers compute h + attention(norm(h)), then h + mlp(norm(h)), and nothing else.
@@ -31,39 +20,29 @@ PLAIN = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 def stages_of(decoder: Any, recipe: Recipe) -> Stages:
     """What remains of a decoder without the sublayers that `recipe` skips."""
-    kept = []
+    kept: list[Stage] = []
     for i, layer in enumerate(decoder.layers):
         if i not in recipe.attention:
             attention = layer.self_attn
-            kept.append(Stage(layer.input_layernorm, attention, True, not attention.o_proj.reduce_results))
+            kept.append((layer.input_layernorm, _whole(attention, attention.o_proj), True))
         if i not in recipe.mlp:
-            mlp = layer.mlp
-            kept.append(Stage(layer.post_attention_layernorm, mlp, False, not mlp.down_proj.reduce_results))
+            kept.append((layer.post_attention_layernorm, _whole(layer.mlp, layer.mlp.down_proj), False))
     return tuple(kept)
 
 
-def run_stages(
-    decoder: Any, stages: Stages, input_ids: torch.Tensor, positions: torch.Tensor, batch: Any
-) -> torch.Tensor:
-    """Hidden states [R, H] of token ids [R] at positions [R] after the kept sublayers and the final norm.
+def _whole(sublayer: Any, projection: Any) -> Any:
+    """A sublayer of which each tensor-parallel rank returns the whole: some of SGLang's leave the sum over the ranks to
+    the boundary after them."""
+    if projection.reduce_results:
+        return sublayer
+    return _Summed(sublayer)
 
-    In the residual stream of a pre-norm model a skipped sublayer is no operation at all. `residual` holds what all
-    sublayers before the last one have added up; each norm adds the last one's output to it.
-    """
-    hidden = decoder.embed_tokens(input_ids)
-    residual: torch.Tensor | None = None
-    for norm, sublayer, is_attention, reduce in stages:
-        if residual is None:
-            residual, hidden = hidden, norm(hidden)
-        else:
-            hidden, residual = norm(hidden, residual)
-        if is_attention:
-            hidden = sublayer(positions=positions, hidden_states=hidden, forward_batch=batch)
-        else:
-            hidden = sublayer(hidden)
-        if reduce:
-            hidden = tensor_model_parallel_all_reduce(hidden)
-    return decoder.norm(hidden) if residual is None else decoder.norm(hidden, residual)[0]
+
+class _Summed(NamedTuple):
+    sublayer: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return tensor_model_parallel_all_reduce(self.sublayer(*args, **kwargs))
 
 
 def check_structure(model: Any) -> None:

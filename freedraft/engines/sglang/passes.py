@@ -7,15 +7,20 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from freedraft.draft_model import T
+from freedraft.engines.on_device import on_device
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.graphs import Captured, swapped_in
 from freedraft.engines.sglang.layers import check_structure
+from freedraft.engines.sglang.verify import SPARE_SLOT
+from freedraft.step import Step
 
 # (token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed
 HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
@@ -66,19 +71,6 @@ class Passes:
         graphs = swapped_in(self.runner, captured or Captured(self.runner.attn_backend, None))
         with self._in_place(self._with_head(hidden_of)), graphs, torch.no_grad():
             return self.runner.forward(batch).logits_output.next_token_logits
-
-    def compute(self, work: Callable[[torch.Tensor, torch.Tensor, Any], T], batch: ForwardBatch) -> T:
-        """What `work` computes of (token ids, positions, ForwardBatch) in place of the model and its LM head."""
-        found: list[T] = []
-
-        def forward(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
-            found.append(work(input_ids, positions, forward_batch))
-            return LogitsProcessorOutput(next_token_logits=None)
-
-        eagerly = swapped_in(self.runner, Captured(self.runner.attn_backend, None))
-        with self._in_place(forward), eagerly, torch.no_grad():
-            self.runner.forward(batch)
-        return found[0]
 
     def _with_head(self, hidden_of: HiddenOf) -> Forward:
         model = self._model
@@ -137,3 +129,40 @@ class Passes:
         if left_out is not None:  # with which keys were rotated when they were written
             batch.positions = tokens.positions
         return batch
+
+    # See `Target`.
+
+    def parts(self) -> tuple[Any, Any, Any, Any]:
+        model, decoder = self._model, self.decoder
+
+        def head(hidden: torch.Tensor, forward_batch: Any) -> Any:
+            ids = forward_batch.input_ids
+            return model.logits_processor(ids, hidden, model.lm_head, forward_batch).next_token_logits
+
+        return decoder.embed_tokens, decoder.layers, decoder.norm, head
+
+    def prompt_lengths(self, step: Step) -> NDArray[Any]:
+        return np.array([len(request.origin_input_ids_unpadded) for request in step.engine.reqs])
+
+    def locate(self, step: Step, row: int) -> tuple[Any, int]:
+        return (step.engine, row), int(step.engine.seq_lens_cpu[row])
+
+    def read_again(self, place: Any, tokens: NDArray[np.int64], first: int, sets: int, work: Callable[..., T]) -> T:
+        """In an eager decoding pass, of which each token is a row; they write into SGLang's spare slot. Where the
+        attention backend reads the token's own KV from the pool (the CPU platform's does) it is the target's."""
+        (whole, row), results = place, list[T]()
+        past = np.tile(np.arange(first, first + len(tokens)), sets)
+        rows = np.full(len(past), row)
+        rows_there, ids, positions = on_device(np.stack((rows, np.tile(tokens, sets), past)), whole.seq_lens.device)
+        slots = torch.full((len(past),), SPARE_SLOT, device=whole.seq_lens.device)
+        here = torch.from_numpy(rows), torch.from_numpy(past)
+        batch = self.one_token_each(whole, Tokens(*here, rows_there, ids, positions, slots))
+
+        def forward(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
+            results.append(work(input_ids, positions, forward_batch=forward_batch))
+            return LogitsProcessorOutput(next_token_logits=None)
+
+        eagerly = swapped_in(self.runner, Captured(self.runner.attn_backend, None))
+        with self._in_place(forward), eagerly, torch.no_grad():
+            self.runner.forward(batch)
+        return results[0]

@@ -21,14 +21,8 @@ def assign_slots(
     out_cache_loc: torch.Tensor,
     batch_size: int,
 ) -> None:
-    """`req_to_token[row, start:end] = slots` for each request; SGLang has it in Triton and for AMX only.
-
-    Args:
-        req_pool_indices: [B], row of each request.
-        req_to_token: int32 [rows, max context], written.
-        start_offset, end_offset: [B], positions that get slots.
-        out_cache_loc: [sum of (end - start)], the slots, request after request.
-    """
+    """`req_to_token[row, start:end] = slots` for each of B requests; SGLang has it in Triton and for AMX only.
+    out_cache_loc: [sum of (end - start)], the slots, request after request."""
     taken = 0
     for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)

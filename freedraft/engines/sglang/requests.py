@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,35 @@ from freedraft.tenants import tenant_key
 NEVER = 1 << 30
 
 
+class Tracked(NamedTuple):
+    """A request as it began.
+
+    Attributes:
+        request: SGLang's Req.
+        length: positions in the KV cache that its tokens take.
+        padding: how many of these are more than `tokens_of` has tokens.
+        least: positions from which on it may have drafts.
+        limit: positions that it may take at its end.
+    """
+
+    request: Any
+    length: int
+    padding: int
+    least: int
+    limit: int
+
+    @classmethod
+    def of(cls, request: Any) -> Tracked:
+        length = len(request.origin_input_ids) + len(request.output_ids)
+        padding = len(request.origin_input_ids) - len(request.origin_input_ids_unpadded)
+        # SGLang has cut `max_new_tokens` to the longest context.
+        limit = len(request.origin_input_ids) + int(request.sampling_params.max_new_tokens)
+        return cls(request, length, padding, length + drafted_from(request), limit)
+
+
+UNTRACKED = Tracked(None, 0, 0, 0, 0)
+
+
 def tokens_of(request: Any) -> NDArray[np.int32]:
     """Prompt and output so far. Image padding holds hashes in place of token ids, so the unpadded prompt is taken."""
     prompt = np.asarray(request.origin_input_ids_unpadded, np.int64)
@@ -19,14 +48,9 @@ def tokens_of(request: Any) -> NDArray[np.int32]:
     return np.concatenate((prompt, np.asarray(request.output_ids[:], np.int64))).astype(np.int32)
 
 
-def padding_of(request: Any) -> int:
-    """How many more positions the prompt has in the KV cache than `tokens_of` has tokens of it."""
-    return len(request.origin_input_ids) - len(request.origin_input_ids_unpadded)
-
-
 def tenant_of(request: Any) -> str | None:
-    """The key of whose a request is, by its cache_salt and extra_key, without the id that SGLang appends to the latter
-    for an adapter."""
+    """Tenant key of a request, by its cache_salt and extra_key, without the id that SGLang appends to the latter for an
+    adapter."""
     extra_key = (request.extra_key or "").removesuffix(request.lora_id or "")
     return tenant_key(request.cache_salt, extra_key)
 
@@ -64,8 +88,3 @@ def drafted_from(request: Any) -> int:
         or request.custom_logit_processor is not None
     )
     return NEVER if looks_back else sampling.min_new_tokens
-
-
-def longest_answer(request: Any) -> int:
-    """How many tokens more a request may generate, now that SGLang has cut that to the longest context."""
-    return int(request.sampling_params.max_new_tokens) - len(request.output_ids)

@@ -22,18 +22,17 @@ from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 
 from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
+from freedraft.engines.session import DraftSession
 from freedraft.engines.sglang.accepted import AcceptedTokens
 from freedraft.engines.sglang.algorithm import TreeAlgorithm
-from freedraft.engines.sglang.contexts import context_of_worker
+from freedraft.engines.sglang.contexts import context_of_worker, start_line
 from freedraft.engines.sglang.corpora import CorpusCalls
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.drafting import Drafting
 from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
 from freedraft.engines.sglang.ranks import Ranks
-from freedraft.engines.sglang.start_line import start_line
 from freedraft.engines.sglang.verify import BYTES_OF_EACH, TreeVerifier, alters_logits, rows_at_once
-from freedraft.guarded_method import GuardedMethod
 from freedraft.method import MethodSpec
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
     def alloc_memory_pool(self, **kwargs: Any) -> None:
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
         if self._spec.runs_model and getattr(self._spec.option_type.read(), "window", None):
-            from freedraft.engines.sglang.window_rows import WindowRows
+            from freedraft.engines.sglang.draft_model import WindowRows
 
             self._window_rows = WindowRows(self.req_to_token_pool, self.model_runner.page_size or 1)
             self.model_runner.init_kv_index_translator()  # it keeps the tensor of all rows
@@ -114,12 +113,12 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
                 self._draft_model.follow()
             return
         context = context_of_worker(self._target_worker, self.widths, chains=chains)
-        guarded = GuardedMethod(self._spec, self._spec.option_type.read(), context)
-        self._reads_states = self._ranks.agree(guarded.needs_prompt_states)
+        session = DraftSession(self._spec, self._spec.option_type.read(), context)
+        self._reads_states = self._ranks.agree(session.guarded.needs_prompt_states)
         if self._draft_model is not None:
             with self._ranks.leading():
-                guarded.prepare(self._draft_model)
-        self._drafting = Drafting(guarded, self.widths, runner.max_running_requests, self._accepted, chains=chains)
+                session.guarded.prepare(self._draft_model)
+        self._drafting = Drafting(session, self.widths, runner.max_running_requests, self._accepted, chains=chains)
         algorithm = algorithm_of(self._spec.name)
         assert isinstance(algorithm, TreeAlgorithm)
         algorithm.prepare = self._drafting.prepare
@@ -172,22 +171,34 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         tokens = torch.zeros(len(batch.reqs), self.max_nodes, dtype=torch.int32, device=self.device)
         tokens[:, 0] = result.next_token_ids
         lengths = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
-        new_seq_lens = batch.seq_lens.clone()
-        self._publish(batch, tokens, lengths, new_seq_lens, on_publish)
-        return self._result(result, result.next_token_ids, tokens, lengths, new_seq_lens)
+        published = self._publish(batch, result, tokens, lengths, batch.seq_lens.clone(), on_publish)
+        published.next_token_ids = result.next_token_ids
+        return published
 
     def _publish(
-        self,
-        batch: Any,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        new_seq_lens: torch.Tensor,
+        self, batch: Any, target: Any, tokens: torch.Tensor, lengths: torch.Tensor, new_seq_lens: torch.Tensor,
         on_publish: Callable[[torch.Tensor], None] | None,
-    ) -> None:
+    ) -> GenerationBatchResult:  # fmt: skip
+        """Pass what the step accepts to the next one; return what the scheduler gets. tokens: int32 [B, N], new tokens
+        padded with 0; lengths: int32 [B], how many."""
         if self._drafting is not None and len(batch.reqs):
             self._accepted.put(batch.req_pool_indices, tokens, lengths, new_seq_lens)
         if on_publish is not None:
             on_publish(new_seq_lens)
+        return GenerationBatchResult(
+            logits_output=target.logits_output,
+            next_token_ids=tokens.flatten(),
+            can_run_cuda_graph=target.can_run_cuda_graph,
+            accept_lens=lengths,
+            new_seq_lens=new_seq_lens,
+            next_draft_input=NgramVerifyInput(
+                draft_token_num=self.max_nodes,
+                new_seq_lens=new_seq_lens,
+                accept_tokens=tokens.flatten(),
+                accept_lens=lengths,
+            ),
+            speculative_num_draft_tokens=self.max_nodes,
+        )
 
     def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
         drafting, extends = self._drafting, batch.forward_mode.is_extend()
@@ -195,14 +206,22 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             drafting.interrupt()
             if extends:
                 drafting.begin(batch.reqs)
-        if extends and self._reads_states:
-            from freedraft.engines.sglang.prompt_states import with_states
+        forward = partial(self._target_worker.forward_batch_generation, batch, pp_proxy_tensors=pp_proxy_tensors)
+        if not (extends and self._reads_states):
+            return forward()
+        from sglang.srt.model_executor import forward_batch_info as info
 
-            result, states = with_states(self._target_worker, batch, pp_proxy_tensors=pp_proxy_tensors)
-            if drafting is not None:
-                drafting.take_states(batch.reqs, states)
-            return result
-        return self._target_worker.forward_batch_generation(batch, pp_proxy_tensors=pp_proxy_tensors)
+        # SGLang computes the states behind prompts anyway. What requests themselves want of them stays as it is.
+        mode = max(
+            info.CaptureHiddenMode.LAST, batch.return_hidden_states_mode, info.get_server_return_hidden_states_mode()
+        )
+        result = forward(capture_hidden_mode=mode)
+        if drafting is not None:
+            states = result.logits_output.hidden_states
+            if mode.is_full():
+                states = states[(torch.tensor(batch.extend_lens).cumsum(0) - 1).to(states.device)]
+            drafting.take_states(batch.reqs, states)
+        return result
 
     def _draft(self, batch: Any) -> DraftBatch:
         model, drafted = self._draft_model, None
@@ -254,36 +273,12 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         verified = self._verifier.verify(batch, host_tree, tree, result.logits_output)
         new_seq_lens = batch.seq_lens + verified.lengths
         tokens = F.pad(verified.tokens.clamp(min=0), (0, self.max_nodes - width))
-        self._publish(batch, tokens, verified.lengths, new_seq_lens, on_publish)
+        published = self._publish(batch, result, tokens, verified.lengths, new_seq_lens, on_publish)
         if self._drafting is not None and not altered:  # behind what the next step waits for
             self._drafting.take_logits(batch, host_tree, logits)
         self._verifier.keep(batch, verified, result.logits_output)
         batch.forward_mode = ForwardMode.DECODE
-        return self._result(result, tokens.flatten(), tokens, verified.lengths, new_seq_lens)
-
-    def _result(
-        self,
-        target: Any,
-        next_token_ids: torch.Tensor,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-        new_seq_lens: torch.Tensor,
-    ) -> GenerationBatchResult:
-        """What the scheduler gets. tokens: int32 [B, N], new tokens padded with 0; lengths: int32 [B], how many."""
-        return GenerationBatchResult(
-            logits_output=target.logits_output,
-            next_token_ids=next_token_ids,
-            can_run_cuda_graph=target.can_run_cuda_graph,
-            accept_lens=lengths,
-            new_seq_lens=new_seq_lens,
-            next_draft_input=NgramVerifyInput(
-                draft_token_num=self.max_nodes,
-                new_seq_lens=new_seq_lens,
-                accept_tokens=tokens.flatten(),
-                accept_lens=lengths,
-            ),
-            speculative_num_draft_tokens=self.max_nodes,
-        )
+        return published
 
     # -- calls from the scheduler --------------------------------------------------------------------------------------
 

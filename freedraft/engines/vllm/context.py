@@ -1,4 +1,4 @@
-"""`EngineContext` of a vLLM engine, in its front end and in its workers."""
+"""`EngineContext` of a vLLM engine, in its front end and in its workers; and the log line at start."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any
 
 from freedraft.cost.hardware import CPU
-from freedraft.engines.hooks import check
-from freedraft.engines.vllm.hooks import V2_LOGITS_HOOKS
+from freedraft.engines import hooks
+from freedraft.engines.vllm.configured import configured
+from freedraft.engines.vllm.hooks import TESTED_VERSIONS, V2_LOGITS_HOOKS, vllm_version
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.step import EngineContext
 
@@ -39,7 +40,7 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
         page_size=vllm_config.cache_config.block_size,
         tensor_parallel=parallel.tensor_parallel_size,
         rank=replica,
-        gives_logits=v2_lengths is not None and _gives_logits(vllm_config.speculative_config),
+        gives_logits=v2_lengths is not None and not hooks.check(V2_LOGITS_HOOKS),
         lengths=v2_lengths or _lengths_of_experts(vllm_config),
     )
 
@@ -62,12 +63,6 @@ def _lengths_of_experts(vllm_config: Any) -> tuple[int, ...] | None:
     if vllm_config.parallel_config.data_parallel_size > 1 and getattr(vllm_config.model_config, "is_moe", False):
         return (vllm_config.speculative_config.num_speculative_tokens,)
     return None
-
-
-def _gives_logits(speculative_config: Any) -> bool:
-    if getattr(speculative_config, "enable_adaptive_verification", False):
-        return False  # which rows of logits belong to which draft token is known on the device only
-    return not check(V2_LOGITS_HOOKS)
 
 
 def _hardware() -> str | None:
@@ -99,3 +94,34 @@ def tokenizer_of(model_config: Any) -> Any:
 def _tokenizer_fingerprint(model_config: Any) -> str | None:
     tokenizer = tokenizer_of(model_config)
     return None if tokenizer is None else tokenizer_fingerprint(tokenizer)
+
+
+def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
+    """Say it of an engine whose model is loaded. v2: whether model runner V2 serves it."""
+    parallel, version = vllm_config.parallel_config, vllm_version()
+    graphs = vllm_config.compilation_config.cudagraph_mode
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}
+    schedule = vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+    most = vllm_config.speculative_config.num_speculative_tokens
+    lengths = f"up to {most} draft tokens, chosen at each step"
+    if v2:
+        lengths = f"{most} draft tokens at every batch size"
+    if schedule:
+        learnt = ", learnt while serving; at first" if configured(vllm_config).lengths else ":"
+        by_size = ", ".join(f"{n} from {first} on" for first, _, n in schedule)
+        lengths = f"draft tokens by batch size{learnt} {by_size}"
+    asked = configured(vllm_config).options.get("shape") == "tree"
+    ranks = {
+        "tensor": parallel.tensor_parallel_size,
+        "pipeline": parallel.pipeline_parallel_size,
+        "data": parallel.data_parallel_size,
+    }
+    parts = [
+        f"model runner {'V2' if v2 else 'V1'}",
+        f"async scheduling {'on' if vllm_config.scheduler_config.async_scheduling else 'off'}",
+        f"CUDA graphs {'NONE' if graphs is None else graphs.name}",
+        f"attention {' and '.join(sorted(backends)) or 'unknown'}",
+    ]
+    chains = ["drafts are chains: trees need model runner V2"] if asked and not v2 else []
+    return hooks.start_line(method, "vLLM", version, TESTED_VERSIONS, parts, ranks, [lengths, *chains])

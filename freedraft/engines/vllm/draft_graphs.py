@@ -1,4 +1,5 @@
-"""`DraftGraphs`: CUDA graphs of draft passes, for each set of layers and some batch sizes.
+"""`DraftGraphs`: CUDA graphs of draft passes, for each set of layers and some batch sizes; and the memory that vLLM
+leaves out of its KV cache for them.
 
 A graph reads buffers that are filled before each replay; a batch between two sizes is padded. Attention's metadata is
 that of the capture: the backends in `BACKENDS` keep nothing of a batch in it but what stands in these buffers.
@@ -15,16 +16,19 @@ import numpy as np
 import torch
 
 from freedraft.engines.hooks import check
-from freedraft.engines.vllm.forward import Forward
+from freedraft.engines.vllm.forward import NO_SLOT, Forward
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS
 from freedraft.engines.vllm.kept_layers import KeptLayers
 from freedraft.engines.vllm.pages import BlockTables
 from freedraft.guarded_method import is_device_fault
+from freedraft.method import Method
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
-_NO_SLOT = -1  # of padding, whose KV is written nowhere
+MIN_GRAPH_BYTES = 1 << 20  # Of a graph, as vLLM counts its own
+# Of a logit: as the model gives it, in fp32, and what its sum of exponentials takes besides, in fp32 too
+LOGIT_BYTES = 12
 
 
 def graph_sizes(captured: Sequence[int] | None, max_requests: int) -> list[int]:
@@ -44,7 +48,7 @@ class DraftGraphs:
         self._sizes = graph_sizes(captured, model.runner.max_num_reqs)
         most, device = self._sizes[-1], model.device
         self._inputs = torch.zeros(3, most, dtype=torch.int64, device=device)  # tokens, positions, slots
-        self._inputs[2] = _NO_SLOT
+        self._inputs[2] = NO_SLOT
         self._lengths = torch.ones(most, dtype=torch.int32, device=device)
         self._pages = torch.zeros(most, table_width, dtype=torch.int32, device=device)
         self._tables: BlockTables | None = None  # what stands in `_pages`
@@ -135,7 +139,7 @@ class DraftGraphs:
         size = self._sizes[bisect_left(self._sizes, n)]
         self._inputs[:2, :n].copy_(inputs)
         self._inputs[2, :n].copy_(slots)
-        self._inputs[2, n:size] = _NO_SLOT
+        self._inputs[2, n:size] = NO_SLOT
         self._lengths[:n].copy_(lengths)
         self._lengths[n:size] = 0
         if self._tables is not tables:
@@ -143,3 +147,45 @@ class DraftGraphs:
             self._tables = tables
         output: torch.Tensor = self._model.replay(graph, self._inputs[0, :size], self._inputs[1, :size])
         return output[:n].clone()
+
+
+def graph_bytes(own: int, captured: Sequence[int], max_requests: int, passes: int, vocab_size: int) -> int:
+    """Device memory for the graphs of `passes` draft passes: each as large as one of vLLM's own for the whole model, on
+    average, and once, since all replay in one pool, the logits of the largest, which vLLM's own leave to their caller.
+    own: vLLM's estimate for its own graphs, 0 where it captures none."""
+    if own <= 0 or not captured or not passes:
+        return 0
+    sizes = graph_sizes(captured, max_requests)
+    return passes * len(sizes) * max(own // len(captured), MIN_GRAPH_BYTES) + sizes[-1] * vocab_size * LOGIT_BYTES
+
+
+def with_draft_graphs(passes_of: Callable[[Any], int | None]) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """For `wrap_once` of a model runner's `profile_cudagraph_memory`, which says how much vLLM leaves out of its KV
+    cache: let it count the graphs of draft passes too. passes_of: how many draft passes a runner will capture, asked on
+    each rank and taken from the first one, which alone knows; None where it has no drafter of ours."""
+
+    def make(original: Callable[..., int]) -> Callable[..., int]:
+        def profile_cudagraph_memory(self: Any, *args: Any, **kwargs: Any) -> int:
+            own = original(self, *args, **kwargs)
+            config = self.vllm_config.compilation_config
+            passes, layers = passes_of(self), config.static_forward_context.values()
+            backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+            if passes is None or not backends.issubset(BACKENDS):
+                return own
+            vocab_size = self.vllm_config.model_config.get_vocab_size()
+            ours = graph_bytes(own, config.cudagraph_capture_sizes or (), self.max_num_reqs, passes, vocab_size)
+            if ours:
+                logger.info("freedraft: CUDA graphs of draft passes, by estimate: %.0f MiB", ours / 2**20)
+            return own + ours
+
+        return profile_cudagraph_memory
+
+    return make
+
+
+def passes_on_all_ranks(method: Method | None) -> int:
+    """What the first rank's method will capture, on every rank."""
+    from vllm.distributed import get_tp_group
+
+    passes, group = 0 if method is None else method.optimized_passes, get_tp_group()
+    return int(group.broadcast_object(passes, src=0)) if group.world_size > 1 else passes

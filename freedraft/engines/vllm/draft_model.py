@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,18 @@ from numpy.typing import NDArray
 
 from freedraft.draft_model import DraftModel
 from freedraft.draft_pass import Recipe
+from freedraft.engines.draft_ranks import DraftRanks
+from freedraft.engines.draft_round import DraftPass
+from freedraft.engines.many_sets import SetScores
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
-from freedraft.engines.vllm.draft_passes import DraftPass, PagedDraftRound
+from freedraft.engines.vllm.draft_passes import PagedDraftRound
 from freedraft.engines.vllm.forward import Forward
-from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, compiled
+from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
 from freedraft.engines.vllm.pages import Pages
-from freedraft.engines.vllm.set_scores import SetScores
+from freedraft.guarded_method import GuardedMethod
 from freedraft.step import Step
+
+logger = logging.getLogger(__name__)
 
 
 class PagedDraftModel(Forward, DraftModel):
@@ -39,7 +45,8 @@ class PagedDraftModel(Forward, DraftModel):
 
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:
         number = self.ranks.tell("build", recipe, {"top_k": top_k, "entropy": entropy, "optimize": optimize})
-        return DraftPass(self._layers(recipe.bits, top_k, entropy, optimize), recipe.window, number)
+        layers = self._layers(recipe.bits, top_k, entropy, optimize)
+        return DraftPass(layers, recipe.window, top_k, entropy, number)
 
     def _layers(self, skipped: tuple[bool, ...], top_k: int, entropy: bool, optimize: bool) -> KeptLayers:
         if not optimize:
@@ -79,4 +86,32 @@ class PagedDraftModel(Forward, DraftModel):
         self.ranks.follow(self.build, start)
 
     def scorer(self, window: int) -> SetScores:
-        return SetScores(self, window)
+        most = min(self.runner.max_num_reqs, self.runner.max_num_tokens // window)
+        return SetScores(self, window, max(1, most), window)
+
+
+def prepare_passes(runner: Any, vllm_config: Any, guarded: GuardedMethod | None) -> PagedDraftModel | None:
+    """Build the draft model of a runner that has its KV cache, and its passes: all ranks do, or none. Returns None
+    where it cannot be built. Raises UnsupportedModel, which stops the start.
+
+    Args:
+        guarded: the method that builds passes; None in ranks that follow.
+    """
+    from vllm.distributed import get_tp_group
+
+    try:
+        # The method gets its draft model only after all ranks have built theirs.
+        model = DraftRanks(get_tp_group()).ready(
+            lambda: PagedDraftModel(runner, Backbone.of(runner.get_model()), vllm_config)
+        )
+    except UnsupportedModel:
+        raise
+    except Exception:  # a vLLM that is built otherwise
+        logger.exception("freedraft: draft passes could not be built, so none are run; please report this")
+        return None
+    if guarded is None:
+        model.follow()
+        return model
+    with model.ranks.leading():
+        guarded.prepare(model)
+    return model

@@ -2,43 +2,34 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft.draft_model import Drafted, DraftRound
 from freedraft.draft_pass import Window
+from freedraft.engines.draft_round import DraftPass, RankedRound
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.forward import Forward
-from freedraft.engines.vllm.kept_layers import KeptLayers
 from freedraft.engines.vllm.pages import BlockTables, Pages
-
-
-class DraftPass(NamedTuple):
-    """Layers, and the part of the KV cache that they read; None for the whole cache. The number names it to other
-    ranks."""
-
-    layers: KeptLayers
-    window: Window | None
-    number: int
 
 
 class _Ready(NamedTuple):
     """What a pass of R requests reads and writes. inputs: int64 [2, R], tokens and positions; slots: int64 [R];
-    lengths: int32 [R], as attention reads them, on the host and on the device."""
+    lengths: int32 [R], as attention reads them, on the host and on the device; position: of the tokens in their
+    drafts."""
 
     tables: BlockTables
     inputs: torch.Tensor
     slots: torch.Tensor
     lengths: NDArray[np.int32]
     lengths_on_device: torch.Tensor
+    position: int
 
 
-class PagedDraftRound(DraftRound):
-    """See `DraftModel.start`. What passes give is float32 [N, R, 2K (+ 1)], see `KeptLayers.forward`, and comes to the
-    host in one transfer.
+class PagedDraftRound(RankedRound):
+    """See `DraftModel.start`.
 
     A window shortens what attention reads: the block tables, and the sequence lengths by what is left out. Positions
     stay, with which keys were rotated when they were written, and so do the slots that are written.
@@ -48,60 +39,38 @@ class PagedDraftRound(DraftRound):
     """
 
     def __init__(
-        self,
-        model: Forward,
-        graphs: DraftGraphs | None,
-        draft_pass: DraftPass,
-        pages: Pages,
-        first: NDArray[np.int64],
+        self, model: Forward, graphs: DraftGraphs | None, draft_pass: DraftPass, pages: Pages, first: NDArray[np.int64],
         max_draft_len: int,
-    ) -> None:
-        self.model, self.graphs, self.draft_pass, self.pages = model, graphs, draft_pass, pages
-        self.first, self.max_draft_len = first, max_draft_len
+    ) -> None:  # fmt: skip
+        super().__init__(model.ranks, draft_pass, max_draft_len)
+        self.model, self.graphs, self.pages, self.first = model, graphs, pages, first
         self.tables: BlockTables | None = None
 
     @torch.inference_mode()
-    def launch(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1) -> torch.Tensor:
-        ranks = self.model.ranks
-        ranks.tell("run", rows, tokens, position, count)
-        ready = ranks.ready(lambda: self._ready(rows, tokens, position))
-        with ranks.together():
-            outputs = [self._output(ready, position)]
-            for i in range(1, count):
-                ready = self._next(ready, outputs[-1][:, 0])
-                outputs.append(self._output(ready, position + i))
-            return torch.stack(outputs)
-
-    def read(self, launched: torch.Tensor) -> Drafted:
-        k, entropy = self.draft_pass.layers.top_k, self.draft_pass.layers.entropy
-        with self.model.ranks.together():
-            values = launched.cpu().numpy()
-        return Drafted(
-            values[..., :k].astype(np.int32), values[..., k : 2 * k], values[..., 2 * k] if entropy else None
-        )
+    def launch(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().launch(*args, **kwargs)
 
     def _ready(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> _Ready:
         positions, tables = self.first[rows] + position, self._tables(rows)
         lengths = (positions + 1 - tables.dropped).astype(np.int32)
         inputs = self.model.tensor(np.stack((tokens, positions)))
-        return _Ready(tables, inputs, self._slots(tables, inputs[1]), lengths, self.model.tensor(lengths))
+        return _Ready(tables, inputs, self._slots(tables, inputs[1]), lengths, self.model.tensor(lengths), position)
 
     def _next(self, ready: _Ready, tokens: torch.Tensor) -> _Ready:
-        """What the pass behind it reads and writes, with these tokens of the device."""
         positions = ready.inputs[1] + 1
         return ready._replace(
-            inputs=torch.stack((tokens.long(), positions)),
+            inputs=torch.stack((tokens, positions)),
             slots=self._slots(ready.tables, positions),
             lengths=ready.lengths + 1,
             lengths_on_device=ready.lengths_on_device + 1,
+            position=ready.position + 1,
         )
 
     def _slots(self, tables: BlockTables, positions: torch.Tensor) -> torch.Tensor:
         size = self.pages.block_size
         return tables.whole.gather(1, (positions // size)[:, None])[:, 0].long() * size + positions % size
 
-    def _output(self, ready: _Ready, position: int) -> torch.Tensor:
-        """float32 [R, 2K (+ 1)], see `KeptLayers.forward`."""
+    def _output(self, ready: _Ready) -> torch.Tensor:
         model, layers, n = self.model, self.draft_pass.layers, len(ready.lengths)
         if self.graphs is not None:
             output = self.graphs.run(layers, ready.tables, ready.inputs, ready.slots, ready.lengths_on_device)
@@ -116,7 +85,7 @@ class PagedDraftRound(DraftRound):
             lengths_on_device=ready.lengths_on_device,
             starts=(model.starts[: n + 1], model.starts_cpu[: n + 1]),
             pages=ready.tables.read,
-            draft_index=position,
+            draft_index=ready.position,
         )
         return eager
 

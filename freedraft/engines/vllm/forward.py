@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from freedraft.draft_model import T
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.on_device import on_device
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
+from freedraft.step import Step
+
+NO_SLOT = -1  # What the KV kernels take for "write nothing"
 
 
 class Forward:
@@ -99,3 +104,33 @@ class Forward:
         context.batch_descriptor = None if size is None else BatchDescriptor(size, num_reqs=size, uniform=True)
         with override_forward_context(context):
             return module(inputs, positions)
+
+    # See `Target`.
+
+    def parts(self) -> tuple[Any, Any, Any, Any]:
+        backbone = self.backbone
+        return backbone.embedding, backbone.layers, backbone.norm, backbone.logits
+
+    def prompt_lengths(self, step: Step) -> NDArray[Any]:
+        lengths: NDArray[Any] = step.engine.prompt_lengths()
+        return lengths
+
+    def locate(self, step: Step, row: int) -> tuple[Any, int]:
+        pages = step.engine.pages()
+        return pages.table[int(pages.rows[row])], int(step.contexts[row]) - 1
+
+    @torch.inference_mode()
+    def read_again(self, place: Any, tokens: NDArray[np.int64], first: int, sets: int, work: Callable[..., T]) -> T:
+        """In one prompt-like pass, of which each set is a request."""
+        n = len(tokens)
+        starts = torch.arange(0, sets * n + 1, n, dtype=torch.int32)
+        result: T = self.run(
+            work,
+            self.tensor(np.tile(tokens, sets)),
+            positions=self.tensor(np.tile(np.arange(first, first + n), sets)),
+            slots=torch.full((sets * n,), NO_SLOT, dtype=torch.int64, device=self.device),
+            lengths=np.full(sets, first + n, np.int32),
+            starts=(starts.to(self.device), starts),
+            pages=place.expand(sets, -1).contiguous(),
+        )
+        return result

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from types import TracebackType
+from typing import Any, NoReturn
+
+from freedraft.config import ConfigError
 
 
 def check_ranks(engine_args: Any) -> None:
@@ -68,3 +72,19 @@ def check_model(model_config: Any) -> None:
         )
     if model_config.uses_mrope:
         raise ValueError("layers of a model with multimodal rotary positions cannot be skipped (use method 'sssd')")
+
+
+def stop_start(error: ConfigError) -> NoReturn:
+    """Stop the start of the engine; if nobody catches the error, the user sees its one line and no stack."""
+    if not hasattr(sys.excepthook, "_freedraft"):
+        previous = sys.excepthook
+
+        def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
+            if isinstance(value, ConfigError):
+                print(f"freedraft: {value}", file=sys.stderr)
+            else:
+                previous(kind, value, trace)
+
+        excepthook._freedraft = True  # type: ignore[attr-defined]
+        sys.excepthook = excepthook
+    raise error

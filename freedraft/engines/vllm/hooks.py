@@ -13,38 +13,33 @@ TESTED_VERSIONS = ("0.32",)
 CONFIG_HOOKS = table("""
     # method names
     vllm.engine.arg_utils.EngineArgs:create_speculative_config
-    vllm.engine.arg_utils.EngineArgs fields speculative_config
+    vllm.engine.arg_utils.EngineArgs has speculative_config
     # what vLLM decides last
     vllm.engine.arg_utils.EngineArgs:create_engine_config
 """)
 
 # Needed to draft.
 RUNNER_HOOKS = table("""
-    # method names
-    vllm.config.SpeculativeConfig fields method, model, num_speculative_tokens
-    # options
-    vllm.config.VllmConfig fields speculative_config
-    # custom proposers
-    vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer(vllm_config)
+    # method names and options
+    vllm.config:SpeculativeConfig has method, model, num_speculative_tokens
+    vllm.config:VllmConfig has speculative_config
     # drafting
+    vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer(vllm_config)
     vllm.v1.worker.gpu_model_runner.GPUModelRunner:propose_draft_token_ids(scheduler_output, sampled_token_ids)
+    vllm.v1.worker.gpu_model_runner.GPUModelRunner:_update_states(scheduler_output)
+    vllm.v1.core.sched.output:SchedulerOutput has finished_req_ids, scheduled_new_reqs, scheduled_spec_decode_tokens
+    vllm.v1.core.sched.output:NewRequestData has req_id
+    vllm.v1.worker.gpu_input_batch:InputBatch has req_ids
     # verification
-    vllm.v1.worker.gpu_model_runner.GPUModelRunner:initialize_kv_cache
-    vllm.v1.worker.gpu_model_runner:GPUModelRunner assigned rejection_sampler, sampler
+    vllm.v1.worker.gpu_model_runner:GPUModelRunner has initialize_kv_cache, rejection_sampler, sampler
     vllm.v1.sample.rejection_sampler.RejectionSampler:forward(metadata, draft_probs, logits, sampling_metadata)
     vllm.v1.sample.sampler.Sampler:forward(logits, sampling_metadata, predict_bonus_token)
-    vllm.v1.sample.metadata.SamplingMetadata fields generators, output_token_ids, spec_token_ids, logitsprocs
-    vllm.v1.spec_decode.metadata.SpecDecodeMetadata fields draft_token_ids, num_draft_tokens
-    vllm.v1.outputs.SamplerOutput fields sampled_token_ids, logprobs_tensors
-    vllm.v1.outputs.LogprobsTensors fields logprob_token_ids, logprobs, selected_token_ranks
-    vllm.v1.sample.logits_processor:LogitsProcessors assigned all
-    vllm.v1.sample.logits_processor:MinTokensLogitsProcessor assigned min_toks, update_state
-    # start and end of requests
-    vllm.v1.worker.gpu_model_runner.GPUModelRunner:_update_states(scheduler_output)
-    vllm.v1.core.sched.output.SchedulerOutput fields finished_req_ids, scheduled_new_reqs, scheduled_spec_decode_tokens
-    vllm.v1.core.sched.output.NewRequestData fields req_id
-    # tokens of each request
-    vllm.v1.worker.gpu_input_batch.InputBatch:req_ids
+    vllm.v1.sample.metadata:SamplingMetadata has generators, output_token_ids, spec_token_ids, logitsprocs
+    vllm.v1.spec_decode.metadata:SpecDecodeMetadata has draft_token_ids, num_draft_tokens
+    vllm.v1.outputs:SamplerOutput has sampled_token_ids, logprobs_tensors
+    vllm.v1.outputs:LogprobsTensors has logprob_token_ids, logprobs, selected_token_ranks
+    vllm.v1.sample.logits_processor:LogitsProcessors has all
+    vllm.v1.sample.logits_processor:MinTokensLogitsProcessor has min_toks, update_state
 """)
 
 # Needed besides to run the target itself as the drafter.
@@ -54,8 +49,9 @@ MODEL_HOOKS = table("""
     vllm.v1.worker.block_table.BlockTable:__init__(block_size, max_num_blocks_per_req)
     # draft passes on tensor-parallel ranks
     vllm.distributed.parallel_state.GroupCoordinator:broadcast_object(obj, src)
-    # attention of draft passes
-    vllm.v1.attention.backend.CommonAttentionMetadata fields query_start_loc, query_start_loc_cpu, seq_lens, num_reqs,
+    # draft passes
+    vllm.v1.worker.gpu_model_runner:GPUModelRunner has get_model
+    vllm.v1.attention.backend.CommonAttentionMetadata has query_start_loc, query_start_loc_cpu, seq_lens, num_reqs,
         num_actual_tokens, max_query_len, max_seq_len, block_table_tensor, slot_mapping, causal, positions,
         is_prefilling, seq_lens_cpu_upper_bound
     vllm.v1.worker.utils.AttentionGroup:build_metadata_for_drafting(common_attn_metadata, draft_index)
@@ -94,14 +90,14 @@ GRAPH_HOOKS = table("""
 # Needed besides for CUDA graphs of draft passes.
 DRAFT_GRAPH_HOOKS = table("""
     # CUDA graphs of draft passes
-    vllm.config.CompilationConfig fields cudagraph_capture_sizes
+    vllm.config.CompilationConfig has cudagraph_capture_sizes
     vllm.v1.worker.gpu_model_runner.GPUModelRunner:capture_model
     vllm.compilation.cuda_graph.CUDAGraphWrapper:__init__(runnable, vllm_config, runtime_mode)
     vllm.compilation.monitor:set_cudagraph_capturing_enabled(enabled)
     vllm.distributed.parallel_state:graph_capture(device)
-    vllm.forward_context.BatchDescriptor fields num_tokens, num_reqs, uniform
-    vllm.forward_context.ForwardContext fields cudagraph_runtime_mode, batch_descriptor
-    vllm.v1.worker.utils.AttentionGroup fields kernel_block_size
+    vllm.forward_context.BatchDescriptor has num_tokens, num_reqs, uniform
+    vllm.forward_context.ForwardContext has cudagraph_runtime_mode, batch_descriptor
+    vllm.v1.worker.utils.AttentionGroup has kernel_block_size
 """)
 
 # Needed besides for their memory to be left out of the KV cache.
@@ -116,51 +112,40 @@ GRAPH_MEMORY_HOOKS = table("""
 SCHEDULER_HOOKS = table("""
     # draft lengths in model runner V2
     vllm.v1.core.sched.scheduler.Scheduler:update_from_output(scheduler_output, model_runner_output)
-    vllm.v1.core.sched.scheduler:Scheduler assigned dynamic_sd_lookup
+    vllm.v1.core.sched.scheduler:Scheduler has dynamic_sd_lookup
     # draft lengths of replicas
     vllm.config.VllmConfig:_maybe_disable_dynamic_sd_for_data_parallel
 """)
 
 # Needed to draft in model runner V2.
 V2_HOOKS = SCHEDULER_HOOKS + table("""
-    # draft lengths in model runner V2
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner:sample_tokens
-    vllm.v1.worker.gpu.async_utils:AsyncOutput assigned model_runner_output
-    # draft passes in model runner V2
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner:initialize_kv_cache(is_profiling)
-    vllm.v1.worker.gpu.block_table:BlockTables assigned block_tables, num_blocks, block_sizes
-    # telling made-up requests apart in model runner V2
-    vllm.v1.worker.gpu_worker.Worker:compile_or_warm_up_model
-    # an end in model runner V2
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner:shutdown
-    # CUDA graphs of all draft lengths in model runner V2
-    vllm.v1.worker.gpu.cudagraph_utils:build_dynamic_sd_schedule_lookup(vllm_max_batch_size)
     # drafting in model runner V2
-    vllm.v1.worker.gpu.model_runner:GPUModelRunner assigned speculator, rejection_sampler, block_tables, attn_groups,
-        kv_cache_config, max_num_reqs, max_model_len, device, model_state, input_buffers, uses_inputs_embeds,
-        pp_handler, pcp_manager, ubatch_runner
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner:prepare_attn(input_batch)
-    vllm.v1.worker.gpu.model_states.default.DefaultModelState:prepare_inputs(input_batch)
-    vllm.v1.worker.gpu.input_batch:combine_sampled_and_draft_tokens(input_ids, idx_mapping, last_sampled_tokens,
-        query_start_loc, seq_lens, prefill_len, draft_tokens, cu_num_logits, num_logits)
     vllm.v1.worker.worker_base.WorkerBase:__init__(vllm_config)
+    vllm.v1.worker.gpu_worker:Worker has compile_or_warm_up_model
+    vllm.v1.worker.gpu.model_runner:GPUModelRunner has sample_tokens, shutdown, get_model, speculator,
+        rejection_sampler, block_tables, attn_groups, kv_cache_config, max_num_reqs, max_model_len, device, model_state,
+        input_buffers, uses_inputs_embeds, pp_handler, pcp_manager, ubatch_runner
+    vllm.v1.worker.gpu.model_runner.GPUModelRunner:initialize_kv_cache(is_profiling)
+    vllm.v1.worker.gpu.model_runner.GPUModelRunner:prepare_attn(input_batch)
+    vllm.v1.worker.gpu.model_runner.GPUModelRunner:finish_requests(scheduler_output)
+    vllm.v1.worker.gpu.model_runner.GPUModelRunner:add_requests(scheduler_output)
+    vllm.v1.worker.gpu.model_states.default.DefaultModelState:prepare_inputs(input_batch)
     vllm.v1.worker.gpu.spec_decode.ngram.speculator:NgramGPUSpeculator(vllm_config, device, req_states)
     vllm.v1.worker.gpu.spec_decode.speculator.BaseSpeculator:propose(input_batch, num_sampled, last_sampled, dummy_run,
         is_profile, num_speculative_tokens)
-    # tokens of each request in model runner V2
-    vllm.v1.worker.gpu.states:RequestState assigned max_num_reqs, req_id_to_index, all_token_ids, total_len,
-        prefill_len, prompt_len, last_sampled_tokens, draft_tokens
-    # tokens in the host's memory
-    vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor(size, dtype, device, uva_instead_of_gpu) assigned gpu
-    vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor assigned np, gpu
-    # end of requests in model runner V2
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner:finish_requests(scheduler_output)
-    vllm.v1.core.sched.output.SchedulerOutput fields preempted_req_ids, total_num_scheduled_tokens
-    # start of requests in model runner V2
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner:add_requests(scheduler_output)
-    vllm.v1.core.sched.output.NewRequestData fields prefill_token_ids, sampling_params
-    # steps in model runner V2
-    vllm.v1.worker.gpu.input_batch.InputBatch fields req_ids, num_reqs, idx_mapping, idx_mapping_np,
+    vllm.v1.worker.gpu.cudagraph_utils:build_dynamic_sd_schedule_lookup(vllm_max_batch_size)
+    # requests and steps in model runner V2
+    vllm.v1.core.sched.output:SchedulerOutput has preempted_req_ids, total_num_scheduled_tokens
+    vllm.v1.core.sched.output:NewRequestData has prefill_token_ids, sampling_params
+    vllm.v1.worker.gpu.states:RequestState has max_num_reqs, req_id_to_index, all_token_ids, total_len, prefill_len,
+        prompt_len, last_sampled_tokens, draft_tokens
+    vllm.v1.worker.gpu.block_table:BlockTables has block_tables, num_blocks, block_sizes
+    vllm.v1.worker.gpu.async_utils:AsyncOutput has model_runner_output
+    vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor(size, dtype, device, uva_instead_of_gpu) has gpu
+    vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor has np, gpu
+    vllm.v1.worker.gpu.input_batch:combine_sampled_and_draft_tokens(input_ids, idx_mapping, last_sampled_tokens,
+        query_start_loc, seq_lens, prefill_len, draft_tokens, cu_num_logits, num_logits)
+    vllm.v1.worker.gpu.input_batch:InputBatch has req_ids, num_reqs, idx_mapping, idx_mapping_np,
         num_draft_tokens_per_req, num_tokens, has_prefill, seq_lens_cpu_upper_bound, query_start_loc_np,
         query_start_loc, seq_lens, cu_num_logits, logits_indices, has_structured_output_reqs
 """)
@@ -168,9 +153,9 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
 # Needed besides for graphs of every draft length to be found.
 V2_GRAPH_HOOKS = table("""
     # full CUDA graphs of all draft lengths in model runner V2
-    vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager assigned vllm_config, _candidates, _capture_descs
+    vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager has vllm_config, _candidates, _capture_descs
     vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager:_init_candidates
-    vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor fields num_tokens, uniform_token_count,
+    vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor has num_tokens, uniform_token_count,
         num_active_loras, num_ubatches
 """)
 
@@ -178,17 +163,17 @@ V2_GRAPH_HOOKS = table("""
 V2_LOGITS_HOOKS = table("""
     # recycled logits in model runner V2
     vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler:__call__(logits, input_batch)
-    vllm.v1.worker.gpu.input_batch.InputBatch fields cu_num_logits_np, num_draft_tokens_per_req
+    vllm.v1.worker.gpu.input_batch.InputBatch has cu_num_logits_np, num_draft_tokens_per_req
 """)
 
 # Needed besides for sampled tokens that are those without drafts.
 V2_SAMPLING_HOOKS = V2_LOGITS_HOOKS + table("""
     # the tokens of a seed, whatever is drafted, in model runner V2
-    vllm.config.SpeculativeConfig fields rejection_sample_method
+    vllm.config.SpeculativeConfig has rejection_sample_method
     vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler:_verify(logits, draft_sampled, pos, cu_num_logits,
         idx_mapping, idx_mapping_np, expanded_idx_mapping, expanded_local_pos, seq_lens_upper_bound_np,
         verify_draft_sampled)
-    vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler assigned sampler, num_speculative_steps
+    vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler has sampler, num_speculative_steps
     vllm.v1.worker.gpu.sample.sampler.Sampler:sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos,
         input_ids, expanded_local_pos, seq_lens_upper_bound_np, return_logprobs)
 """)
@@ -196,10 +181,10 @@ V2_SAMPLING_HOOKS = V2_LOGITS_HOOKS + table("""
 # Needed besides to verify trees there.
 V2_TREE_HOOKS = V2_SAMPLING_HOOKS + table("""
     # draft trees in model runner V2
-    vllm.v1.worker.gpu.model_runner:GPUModelRunner assigned kv_caches, cudagraph_manager, sampler, dcp_size,
+    vllm.v1.worker.gpu.model_runner:GPUModelRunner has kv_caches, cudagraph_manager, sampler, dcp_size,
         batch_sharder, is_encoder_decoder, fast_prefill
-    vllm.v1.worker.gpu.sample.sampler:Sampler assigned logits_processors, trace_replay_state, return_sampling_mask
-    vllm.v1.worker.gpu.input_batch.InputBatch fields positions
+    vllm.v1.worker.gpu.sample.sampler:Sampler has logits_processors, trace_replay_state, return_sampling_mask
+    vllm.v1.worker.gpu.input_batch.InputBatch has positions
     vllm.v1.attention.backends.triton_attn.TritonAttentionImpl:forward(query, kv_cache, attn_metadata, output)
     vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder:build(common_prefix_len, common_attn_metadata)
     vllm.v1.attention.backends.flash_attn.FlashAttentionImpl:forward(query, kv_cache, attn_metadata, output)

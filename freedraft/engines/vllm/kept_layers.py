@@ -1,9 +1,5 @@
-"""A forward pass through some sublayers of the target, with the target's own modules: no second copy of anything.
-
-It knows decoders of pre-norm blocks whose sublayers are added to a residual stream:
-    h, r = norm(h, r); h = attention(h)    h, r = norm(h, r); h = mlp(h)
-A skipped sublayer of such a block needs no operation: the stream passes it by, with its norm.
-"""
+"""`KeptLayers`: a forward pass through some sublayers of the target, with the target's own modules; `Backbone`: the
+modules of decoders that consist of plain pre-norm blocks (see `run_kept`)."""
 
 from __future__ import annotations
 
@@ -15,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 
+from freedraft.engines.draft_round import most_likely, run_kept
 from freedraft.engines.vllm.hooks import AOT_SWITCH
 
 # Families whose decoder layers are known to be such blocks. Others may look the same and scale a residual, say.
@@ -93,7 +89,8 @@ def _problem(layer: Any, norm_type: type[nn.Module]) -> str | None:
 
 
 class KeptLayers(nn.Module):
-    """A draft pass: embedding, the kept sublayers in order, last norm, head, the most likely tokens.
+    """A draft pass: embedding, the kept sublayers in order, last norm, head, the most likely tokens, without a second
+    copy of anything.
 
     It only references the target's modules (they are not registered again), and so sees whatever happens to them.
     Must be called in vLLM's forward context, with attention metadata of one query token per request.
@@ -117,46 +114,13 @@ class KeptLayers(nn.Module):
         hide = object.__setattr__  # past nn.Module, which would register them as children
         hide(self, "backbone", backbone)
         hide(self, "sublayers", sublayers)
-        self.top_k, self.missing = top_k, max(0, top_k - backbone.vocab_size)
-        self.entropy = entropy
+        self.top_k, self.entropy = top_k, entropy
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Run the pass.
-
-        Args:
-            input_ids, positions: int64 [n], the newest token of each request.
-
-        Returns:
-            float32 [n, 2K (+ 1)], in one tensor for one transfer: K tokens, which float32 holds exactly, best first,
-            their probabilities (0 beyond the vocabulary's size), and the entropy in nats where it is asked for.
-        """
+        """Run the pass over int64 [n], the newest token of each request and its position; see `most_likely`."""
         backbone = self.backbone
-        hidden = backbone.embedding(input_ids)
-        residual = None
-        for norm, sublayer, is_attention in self.sublayers:
-            if residual is None:
-                residual = hidden
-                hidden = norm(hidden)
-            else:
-                hidden, residual = norm(hidden, residual)
-            hidden = sublayer(positions=positions, hidden_states=hidden) if is_attention else sublayer(hidden)
-        hidden = backbone.norm(hidden) if residual is None else backbone.norm(hidden, residual)[0]
-        logits = backbone.logits(hidden)
-        best = logits.argmax(-1, keepdim=True)
-        logits = logits.float() if backbone.scale == 1.0 else logits.float() * backbone.scale
-        total = logits.logsumexp(-1, keepdim=True)
-        if self.top_k == 1:
-            tokens, values = best, logits.amax(-1, keepdim=True)
-        else:
-            values, tokens = logits.topk(self.top_k - self.missing)
-            # Of equal ones the first, as the target's own argmax takes.
-            tokens = torch.where(tokens == best, tokens[:, :1], tokens)
-            tokens = torch.cat((best, tokens[:, 1:]), 1)
-        parts = [pad(part, (0, self.missing)) for part in (tokens.float(), (values - total).exp())]
-        if self.entropy:
-            log_probs = logits - total
-            parts.append(-(log_probs.exp() * log_probs).sum(-1, keepdim=True))
-        return torch.cat(parts, 1)
+        hidden = run_kept(backbone.embedding(input_ids), self.sublayers, backbone.norm, positions=positions)
+        return most_likely(backbone.logits(hidden), self.top_k, self.entropy, backbone.scale)
 
 
 def compiled(vllm_config: Any, backbone: Backbone, skipped: tuple[bool, ...], top_k: int, entropy: bool) -> KeptLayers:

@@ -11,11 +11,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.cost.batch_lengths import candidate_lengths
@@ -23,7 +21,7 @@ from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm.configured import ADAPTIVE, ATTRIBUTE, SCHEDULE, Configured, configured
 from freedraft.engines.vllm.context import context_of_arguments, context_of_engine
 from freedraft.engines.vllm.fixes import apply_fixes
-from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks, check_states
+from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks, check_states, stop_start
 from freedraft.engines.vllm.hooks import (
     AOT_SWITCH,
     CONFIG_HOOKS,
@@ -34,8 +32,8 @@ from freedraft.engines.vllm.hooks import (
     V2_HOOKS,
     vllm_version,
 )
-from freedraft.engines.vllm.lookahead_slots import reserve_slots
-from freedraft.engines.vllm.patching import share_logging, wrap_once
+from freedraft.engines.vllm.patching import after, before, share_logging, unless, wrap_once
+from freedraft.engines.vllm.scheduler import reserve_slots
 from freedraft.engines.vllm.v2.lengths import receive_lengths
 from freedraft.method import METHODS, MethodSpec
 from freedraft.step import EngineContext
@@ -53,7 +51,7 @@ MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
 # Keys of vLLM's SpeculativeConfig that mean something to a method of ours.
 VERIFICATION = "rejection_sample_method"
-ENGINE_KEYS = ("method", K, SCHEDULE, ADAPTIVE, VERIFICATION)
+ENGINE_KEYS = ("method", K, SCHEDULE, VERIFICATION)
 LOSSY = ("fly", "synthetic")  # of vLLM's verifications
 
 
@@ -74,49 +72,51 @@ def register(spec: MethodSpec) -> bool:
     if spec.runs_model and not check(MODEL_HOOKS):
         reserve_slots(_runs_model)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
-    wrap_once(EngineArgs, "create_engine_config", _with_the_rest)
+    wrap_once(EngineArgs, "create_engine_config", after(_check_windows))
     if not check(PROCESSOR_HOOKS):
-        wrap_once(SamplingParams, "_validate_spec_decode", _accept_all_parameters)
+        # vLLM refuses `min_p` and `logit_bias` with drafts, as its rejection samplers leave them out. Ours on V1 does
+        # not.
+        wrap_once(SamplingParams, "_validate_spec_decode", unless(_is_v1))
     if not check(SCHEDULER_HOOKS):
         wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", _keep_lengths_of_replicas)
     if hasattr(VllmConfig, "_maybe_disable_dynamic_sd_for_v1"):
-        wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_v1", _keep_lengths_on_v1)
+        # vLLM 0.33 takes them away from proposers on V1 that it does not know. Ours draft no more than is scheduled.
+        wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_v1", unless(_is_ours))
     if HAS_TRITON:
         from vllm.v1.worker.worker_base import WorkerBase
 
-        wrap_once(WorkerBase, "__init__", _in_worker)
+        wrap_once(WorkerBase, "__init__", before(_install_v2))
         if not check(SCHEDULER_HOOKS):
             receive_lengths()
     return True
 
 
-def _in_worker(original: Callable[..., Any]) -> Callable[..., Any]:
+def _install_v2(_: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Hook model runner V2 in the workers that draft there: importing it takes seconds."""
+    if _is_ours(vllm_config) and vllm_config.speculative_config.method == V2_METHOD:
+        from freedraft.engines.vllm.v2.install import install
 
-    def __init__(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-        if configured(vllm_config).name in METHODS and vllm_config.speculative_config.method == V2_METHOD:
-            from freedraft.engines.vllm.v2.install import install
+        install()
 
-            install()
-        original(self, vllm_config, *args, **kwargs)
 
-    return __init__
+def _is_ours(vllm_config: Any) -> bool:
+    return configured(vllm_config).name in METHODS
+
+
+def _is_v1(_: Any, speculative_config: Any) -> bool:
+    return getattr(speculative_config, "model", None) == PROPOSER
 
 
 def _runs_model(vllm_config: Any) -> bool:
-    spec = METHODS.get(configured(vllm_config).name)
-    return spec is not None and spec.runs_model
+    return _is_ours(vllm_config) and METHODS[configured(vllm_config).name].runs_model
 
 
 def _warn(spec: MethodSpec, missing: list[str], consequence: str) -> None:
     logger.warning(
         "freedraft: vLLM %s lacks what speculative method '%s' needs (%s): %s; "
         "see 'freedraft doctor' for what this version of freedraft supports",
-        vllm_version(),
-        spec.name,
-        "; ".join(missing),
-        consequence,
-    )
+        vllm_version(), spec.name, "; ".join(missing), consequence,
+    )  # fmt: skip
 
 
 def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,7 +129,7 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
             config, options = _split(self, spec, given)
             v2 = runs_v2(self, spec, options)
         except ConfigError as error:
-            _stop(error)
+            stop_start(error)
         config = ENGINE_METHOD[v2] | config
         hooks: tuple[Hook, ...] = V2_HOOKS if v2 else RUNNER_HOOKS
         hooks += MODEL_HOOKS if spec.runs_model else ()
@@ -142,13 +142,13 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
             context = context_of_arguments(self, model_config, config[K], candidate_lengths(config[K]) if v2 else None)
             _check(self, spec, options, model_config, context, v2)
             learnt = tuple[int, ...]()
-            if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
+            if v2 and spec.schedule is not None and SCHEDULE not in config:
                 # vLLM decides by the batch's size how much a step verifies, before it is drafted.
                 schedule = spec.schedule(options, context)
                 if schedule is not None:
                     config[SCHEDULE], learnt = schedule
         except ConfigError as error:
-            _stop(error)
+            stop_start(error)
         if spec.runs_model and AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
             os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
         with _rewritten(self, config):
@@ -161,34 +161,18 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_speculative_config
 
 
-def _with_the_rest(original: Callable[..., Any]) -> Callable[..., Any]:
-    """See to what vLLM decides after `create_speculative_config`: the size of pages."""
-
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        made = original(self, *args, **kwargs)
-        ours = configured(made)
-        if (spec := METHODS.get(ours.name)) is None:
-            return made
-        windows = getattr(spec.option_type.parse(ours.options), "windows", None)
-        if windows is not None:
-            try:
-                windows(context_of_engine(made))
-            except ValueError as error:
-                _stop(ConfigError(f"{_source(spec)}: {error}"))
-        return made
-
-    return create_engine_config
-
-
-def _accept_all_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM refuses `min_p` and `logit_bias` with drafts, as its rejection samplers leave them out. Ours on V1 does
-    not."""
-
-    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
-        if getattr(speculative_config, "model", None) != PROPOSER:
-            original(self, speculative_config)
-
-    return _validate_spec_decode
+def _check_windows(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Check what vLLM decides after `create_speculative_config`: the size of pages."""
+    if not _is_ours(vllm_config):
+        return
+    ours = configured(vllm_config)
+    spec = METHODS[ours.name]
+    windows = getattr(spec.option_type.parse(ours.options), "windows", None)
+    if windows is not None:
+        try:
+            windows(context_of_engine(vllm_config))
+        except ValueError as error:
+            stop_start(_error(spec, str(error)))
 
 
 def _keep_lengths_of_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,21 +183,11 @@ def _keep_lengths_of_replicas(original: Callable[..., Any]) -> Callable[..., Any
         from vllm import envs
 
         ours, experts = configured(self), getattr(self.model_config, "is_moe", False)
-        if ours.name in METHODS and not experts and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+        if _is_ours(self) and not experts and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
             return
         original(self)
         if ours.lengths and getattr(self.speculative_config, SCHEDULE) is None:
             setattr(self.speculative_config, ATTRIBUTE, dataclasses.replace(ours, lengths=()))
-
-    return disable
-
-
-def _keep_lengths_on_v1(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM 0.33 takes them away from proposers on V1 that it does not know. Ours draft no more than is scheduled."""
-
-    def disable(self: Any) -> None:
-        if configured(self).name not in METHODS:
-            original(self)
 
     return disable
 
@@ -242,15 +216,11 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
     missing = check(V2_HOOKS) if HAS_TRITON or asked else ["Triton"]
     v1_only = spec.runs_model and spec.schedule is None
     if asked and v1_only:
-        raise ConfigError(
-            f"{_source(spec)}: it drafts in model runner V1 only: unset VLLM_USE_V2_MODEL_RUNNER, or use "
-            "method 'sssd' or 'layerskip'"
-        )
+        remedy = "unset VLLM_USE_V2_MODEL_RUNNER, or use method 'sssd' or 'layerskip'"
+        raise _error(spec, f"it drafts in model runner V1 only: {remedy}")
     if asked and missing:
-        raise ConfigError(
-            f"{_source(spec)}: model runner V2 of vLLM {vllm_version()} lacks what it needs ({'; '.join(missing)}): "
-            "unset VLLM_USE_V2_MODEL_RUNNER"
-        )
+        lacks = f"lacks what it needs ({'; '.join(missing)})"
+        raise _error(spec, f"model runner V2 of vLLM {vllm_version()} {lacks}: unset VLLM_USE_V2_MODEL_RUNNER")
     stock = HAS_TRITON and not (
         getattr(engine_args, "enable_dbo", False)
         or getattr(engine_args, "ubatch_size", 0)
@@ -261,24 +231,18 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
     # Options may say why they do not go with V2, and the remedy; where the user insists on V2, the method's check does.
     needs_v1 = needs_v1 or getattr(options, "needs_own_lengths", "")
     if needs_v1 and stock and not missing and asked is None:
-        logger.warning(
-            "freedraft: method '%s' is served by model runner V1, without async scheduling; %s",
-            spec.name,
-            needs_v1,
-        )
+        line = "freedraft: method '%s' is served by model runner V1, without async scheduling; %s"
+        logger.warning(line, spec.name, needs_v1)
     v2 = not missing and (stock and not needs_v1 if asked is None else asked)
     if not v2 and getattr(engine_args, "async_scheduling", None):
-        raise ConfigError(
-            f"{_source(spec)}: model runner V1, which serves it here, has no async scheduling for it: leave "
-            "--async-scheduling out"
-        )
+        reason = "model runner V1, which serves it here, has no async scheduling for it"
+        raise _error(spec, f"{reason}: leave --async-scheduling out")
     return bool(v2)
 
 
 def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[dict[str, Any], PluginOptions]:
     from vllm.config import SpeculativeConfig
 
-    source = _source(spec)
     option_type = spec.option_type
     config: dict[str, Any] = {}
     flags = {}
@@ -289,27 +253,24 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[d
         elif key in engine_keys:
             config[key] = value
         elif key != "method":
-            raise ConfigError(
-                f"{source}: unknown option '{key}': {suggestion(key, [*ENGINE_KEYS, *option_type.model_fields])}"
-            )
+            nearest = suggestion(key, [*ENGINE_KEYS, *option_type.model_fields])
+            raise _error(spec, f"unknown option '{key}': {nearest}")
     if getattr(engine_args, "spec_model", None) is not None:
-        raise ConfigError(f"{source}: option '--spec-model' has no meaning here: remove it")
+        raise _error(spec, "option '--spec-model' has no meaning here: remove it")
     spec_tokens = getattr(engine_args, "spec_tokens", None)
     if spec_tokens is not None:
         if K in config:
-            raise ConfigError(f"{source}: {K} is given twice: remove --spec-tokens or the key in --speculative-config")
+            raise _error(spec, f"{K} is given twice: remove --spec-tokens or the key in --speculative-config")
         config[K] = spec_tokens
     tokens = config.setdefault(K, spec.default_length)
     if tokens is None:
-        raise ConfigError(f"{source}: option '{K}' is missing: add \"{K}\": 8")
+        raise _error(spec, f"option '{K}' is missing: add \"{K}\": 8")
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_DRAFT_TOKENS:
-        raise ConfigError(
-            f"{source}: option '{K}' must be a whole number from 1 to {MAX_DRAFT_TOKENS}, not {tokens!r}: try 8"
-        )
-    if config.get(VERIFICATION) in LOSSY:
-        raise ConfigError(
-            f"{source}: '{VERIFICATION}' '{config[VERIFICATION]}' accepts other tokens than the model's: leave it out"
-        )
+        raise _error(spec, f"option '{K}' must be a whole number from 1 to {MAX_DRAFT_TOKENS}, not {tokens!r}: try 8")
+    if (way := config.get(VERIFICATION)) in LOSSY:
+        raise _error(spec, f"'{VERIFICATION}' '{way}' accepts other tokens than the model's: leave it out")
+    if config.get(ADAPTIVE):
+        raise _error(spec, f"option '{ADAPTIVE}' is not supported: set policy 'auto' instead")
     return config, option_type.read(flags)
 
 
@@ -328,24 +289,8 @@ def _check(
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{_source(spec)}: {error}") from None
+        raise _error(spec, str(error)) from None
 
 
-def _source(spec: MethodSpec) -> str:
-    return f"speculative config of method '{spec.name}'"
-
-
-def _stop(error: ConfigError) -> NoReturn:
-    """Stop the start of the engine; if nobody catches the error, the user sees its one line and no stack."""
-    if not hasattr(sys.excepthook, "_freedraft"):
-        previous = sys.excepthook
-
-        def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-            if isinstance(value, ConfigError):
-                print(f"freedraft: {value}", file=sys.stderr)
-            else:
-                previous(kind, value, trace)
-
-        excepthook._freedraft = True  # type: ignore[attr-defined]
-        sys.excepthook = excepthook
-    raise error
+def _error(spec: MethodSpec, message: str) -> ConfigError:
+    return ConfigError(f"speculative config of method '{spec.name}': {message}")

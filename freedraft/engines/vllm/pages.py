@@ -1,8 +1,8 @@
-"""`Pages`: block tables of a step's requests, and `StepState`: what draft passes need to know of a step."""
+"""`Pages`: block tables of a step's requests. `Step.engine` returns them for draft passes."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,13 +32,3 @@ class BlockTables(NamedTuple):
     whole: torch.Tensor
     read: torch.Tensor
     dropped: NDArray[np.int64]
-
-
-class StepState(Protocol):
-    """`Step.engine` of vLLM's model runners."""
-
-    def pages(self) -> Pages:
-        """Of the step's requests."""
-
-    def prompt_lengths(self) -> NDArray[Any]:
-        """int [B]: tokens of each request's prompt."""

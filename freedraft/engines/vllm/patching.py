@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -21,29 +20,53 @@ def wrap_once(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callab
     setattr(owner, name, replacement)
 
 
-def with_kv_cache(prepare: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For `wrap_once` of a model runner's `initialize_kv_cache`: call `prepare(runner)` when its KV cache is there, not
-    in profiling runs."""
+def before(action: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For `wrap_once`: call `action` with a function's arguments before the function."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            action(*args, **kwargs)
+            return original(*args, **kwargs)
 
-        def initialize_kv_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(self, *args, **kwargs)
-            if not signature.bind(self, *args, **kwargs).arguments.get("is_profiling", False):
-                prepare(self)
-            return result
-
-        return initialize_kv_cache
+        return wrapper
 
     return make
 
 
-def unwrap(owner: Any, name: str) -> None:
-    """Put the original of `wrap_once` back, if there is one."""
-    original = getattr(getattr(owner, name), MARK, None)
-    if original is not None:
-        setattr(owner, name, original)
+def after(action: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For `wrap_once`: call `action` with a function's result and arguments after the function."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            action(result, *args, **kwargs)
+            return result
+
+        return wrapper
+
+    return make
+
+
+def unless(condition: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For `wrap_once`: call a function unless `condition` is true of its arguments."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: None if condition(*args, **kwargs) else original(*args, **kwargs)
+
+    return make
+
+
+def with_kv_cache(prepare: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For `wrap_once` of a model runner's `initialize_kv_cache`: call `prepare(runner)` when its KV cache is there, not
+    in profiling runs."""
+
+    def prepare_once(
+        _: None, runner: Any, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
+    ) -> None:
+        if not is_profiling:
+            prepare(runner)
+
+    return after(prepare_once)
 
 
 def share_logging() -> None:

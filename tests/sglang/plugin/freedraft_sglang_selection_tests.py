@@ -75,7 +75,7 @@ def make_selecting(options, context, controller):
 
             skipped, best = scorer.run_sublayers(visit)
             start = scorer.window - best.shape[1]
-            right = best == scorer._next[start:]
+            right = best == scorer.tokens[1:][start:]
             one_by_one = [scorer._right(bits[None], start, scorer.window)[0] for bits in skipped]
             log["as in one pass"].append(bool((right == one_by_one).all()))
             return [SkipSet.of_sublayers(bits.nonzero()[0], self.paged.n_layers) for bits in skipped]

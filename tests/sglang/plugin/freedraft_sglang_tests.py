@@ -105,8 +105,8 @@ def count_work(path):
         totals["most rows sampled"] = max(totals["most rows sampled"], len(output.next_token_logits))
         return sample(self, output, *arguments, **options)
 
-    def stepping(self, upcoming, gained):
-        step, batch = step_of(self, upcoming, gained), upcoming.batch
+    def stepping(self, batch, *given):
+        step = step_of(self, batch, *given)
         drafter = getattr(self.guarded.method, "drafter", None)
         running = [row for row, request in enumerate(batch.reqs) if not request.finished()]
         for row in running:
@@ -123,7 +123,7 @@ def count_work(path):
         return dataclasses.replace(step, history=history)
 
     def drafting(self, batch):
-        totals["prepared"] += self._next is not None
+        totals["prepared"] += self._prepared is not None
         tree = draft(self, batch)
         metrics = self.guarded.metrics
         for name in ("drafted", "accepted", "failures"):

@@ -4,11 +4,11 @@
 
 Cases come one after the other: all prompts of one at once. "each" has parameters of each request besides those of all;
 "abort" is a number of steps after which each request is given up, and asked anew under the same id; "chains" are the
-requests with parameters that allow no trees; "salt" stands in front of the prompts' own. "adaptive" asks the speculator
-for confidences, "kv" notes the KV of all steps, "drafts" those of chains, "graphs" runs draft passes as CUDA graphs do,
-"graph_sizes" are those of vLLM's own, "warm_up" compiles kernels as vLLM does on devices, and notes which of ours are
-launched that were not then, "rows" is how many rows of logits are verified at once. The rest of the JSON are arguments
-of the engine; without a "speculative_config" there are answers alone.
+requests with parameters that allow no trees; "salt" stands in front of the prompts' own. "kv" notes the KV of all
+steps, "drafts" those of chains, "graphs" runs draft passes as CUDA graphs do, "graph_sizes" are those of vLLM's own,
+"warm_up" compiles kernels as vLLM does on devices, and notes which of ours are launched that were not then, "rows" is
+how many rows of logits are verified at once. The rest of the JSON are arguments of the engine; without a
+"speculative_config" there are answers alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from freedraft.engines.vllm.draft_passes import PagedDraftRound
 from freedraft.engines.vllm.v2 import trees as v2_trees
 from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
-from freedraft.engines.vllm.v2.tree_support import why_chains
+from freedraft.engines.vllm.v2.trees import why_chains
 from tests.support.recycled import recorded
 from tests.support.triton_launches import record_launches
 
@@ -138,28 +138,30 @@ def note_waits() -> list[int]:
     return counts
 
 
-def note_gone(runner: Any) -> list[int]:
-    """How many of the requests that are drafted for have lost their slots meanwhile, of those that are not, and how
-    many are drafted for at all."""
-    guarded, states, counts = runner.speculator.guarded, runner.req_states, [0, 0, 0]
-    draft, observe = guarded.draft, guarded.observe
+def note_gone(runner: Any) -> tuple[list[int], list[int]]:
+    """How many of the requests that the method is passed have lost their slots meanwhile, and how many it is passed at
+    all; how many rows of steps are of requests that have."""
+    guarded, states, counts, left = runner.speculator.guarded, runner.req_states, [0, 0], [0]
+    requests, append = runner.speculator.requests, runner.speculator.requests.append
 
-    def gone(step: Any) -> int:
-        slots = (step.starts // runner.max_model_len).tolist()
-        kept = [states.req_id_to_index.get(name) == slot for name, slot in zip(step.request_ids, slots, strict=True)]
-        return kept.count(False)
+    def noting(work: Any) -> Any:
+        def wrapper(step: Any) -> Any:
+            slots = (step.starts // runner.max_model_len).tolist()
+            pairs = zip(step.request_ids, slots, strict=True)
+            counts[0] += sum(states.req_id_to_index.get(name) != slot for name, slot in pairs)
+            counts[1] += len(slots)
+            return work(step)
 
-    def draft_for(step: Any) -> Any:
-        counts[0] += gone(step)
-        counts[2] += len(step.request_ids)
-        return draft(step)
+        return wrapper
 
-    def observe_those(step: Any) -> None:
-        counts[1] += gone(step)
-        observe(step)
+    def appending(slots: Any, generations: Any, gained: Any) -> Any:
+        left[0] += int((requests.generations[slots] != generations).sum())
+        return append(slots, generations, gained)
 
-    guarded.draft, guarded.observe = draft_for, observe_those
-    return counts
+    requests.append = appending
+    for name in ("draft", "observe", "take"):
+        setattr(guarded, name, noting(getattr(guarded, name)))
+    return counts, left
 
 
 def answers(
@@ -218,25 +220,6 @@ def take_any_mask() -> None:
 def filter_as_on_cpus() -> None:
     """Top-k and top-p by PyTorch, vLLM's own way on CPUs: the interpreter does not run its kernel."""
     topk_topp_sampler.HAS_TRITON = False
-
-
-def note_confidences(speculator: Any) -> list[Any]:
-    """Of each step's requests: the confidences, which draft tokens are their own, and how many the step accepted.
-
-    vLLM's configuration takes adaptive verification only with CUDA graphs, so the speculator alone is told of it.
-    """
-    speculator.verify_adaptively(speculator._drafts.device)
-    original, noted = speculator.propose, []
-
-    def propose(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = original(input_batch, *args, **kwargs)
-        n = input_batch.num_reqs
-        drafted = speculator.requests.drafted[input_batch.idx_mapping_np[:n]].tolist()
-        noted.append([speculator.draft_token_confidence_probs[:n].tolist(), drafted])
-        return drafts
-
-    speculator.propose = propose
-    return noted
 
 
 def warm_up_as_on_devices() -> list[int]:
@@ -423,7 +406,7 @@ def main() -> None:
     filter_as_on_cpus()
     schedule_asynchronously()
     given = json.loads(sys.argv[2])
-    cases, adaptive = given.pop("cases"), given.pop("adaptive", False)
+    cases = given.pop("cases")
     with_kv, with_graphs, with_drafts = (given.pop(name, False) for name in ("kv", "graphs", "drafts"))
     graph_sizes, with_warm_up = given.pop("graph_sizes", None), given.pop("warm_up", False)
     if rows := given.pop("rows", 0):
@@ -441,7 +424,6 @@ def main() -> None:
     result: dict[str, Any] = {"warm up": warm_up(worker, guarded) | {"steps": steps}} if with_warm_up else {}
     compiled = set(launched)
     drafter, controller = getattr(guarded.method, "drafter", ()), guarded.method.controller
-    confidences = note_confidences(runner.speculator) if adaptive else []
     trees = runner.speculator.trees
     of_graphs = trees_of_graphs(runner) if trees is not None and trees.enabled else {}
     branches = note_branches()
@@ -449,7 +431,7 @@ def main() -> None:
     graphs, reads = record_graphs(runner, graph_sizes) if with_graphs else [], note_reads()
     drafts = note_drafts(guarded) if with_drafts else []
     said: dict[tuple[int, ...], set[int]] = {}
-    waits, gone = note_waits(), note_gone(runner)
+    waits, (gone, left) = note_waits(), note_gone(runner)
     if drafter != ():
         recorded(guarded, said)
     drafted, accepted = guarded.metrics.drafted._value, guarded.metrics.accepted._value
@@ -470,8 +452,9 @@ def main() -> None:
     figures = {name: figures[f"vllm:{metric}"] for name, metric in METRICS.items()}
     engine = figures | {"v2": isinstance(runner, GPUModelRunner), "async": config.scheduler_config.async_scheduling}
     engine |= {"failures": guarded.metrics.failures._value.get(), "ours": [drafted.get(), accepted.get()]}
-    engine |= {"counts": counts, "branches": branches, "reads": reads, "waits": waits, "gone": gone, "drafts": drafts}
-    engine |= {"confidences": confidences, "schedule": schedule, "lookup": core.scheduler.dynamic_sd_lookup}
+    engine |= {"counts": counts, "branches": branches, "reads": reads, "waits": waits, "gone": gone, "left": left[0]}
+    engine |= {"schedule": schedule, "lookup": core.scheduler.dynamic_sd_lookup}
+    engine["drafts"] = drafts
     engine |= {"trees": trees is not None and trees.enabled, "trees of graphs": of_graphs, "learnt": tokens}
     engine["reasons for chains"] = reasons_for_chains(runner) if trees is not None else []
     engine["built otherwise"] = prepared_without("fast_prefill", runner, trees) if trees is not None else []
@@ -483,7 +466,7 @@ def main() -> None:
     engine["verified"] = sorted({length for _, length, _ in getattr(controller, "_errors", {})})
     engine |= {"compiled": len(compiled), "compiled late": [str(kind) for kind in launched - compiled]}
     engine["said"] = [[*text, *likeliest] for text, likeliest in said.items() if len(likeliest) == 1]
-    engine["held"] = [len(drafter), len(guarded.running), len(runner.speculator.requests.slots)]
+    engine["held"] = [len(drafter), len(guarded.running), len(runner.speculator.requests)]
     result["engine"] = engine
     print("\n" + json.dumps(result))
 

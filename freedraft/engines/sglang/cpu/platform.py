@@ -20,16 +20,8 @@ def verify_cache_locs(
     draft_token_num: int,
     device: Any,
 ) -> torch.Tensor:
-    """KV slots of the verify window.
-
-    Args:
-        req_pool_indices: [B], row of each request in `req_to_token`.
-        req_to_token: int32 [rows, max context], KV slot of each position.
-        start_offset: [B], first position of each request's window; it spans `draft_token_num` positions.
-
-    Returns:
-        int64 [B * draft_token_num].
-    """
+    """int64 [B * draft_token_num], KV slots of the verify window. req_pool_indices: [B], rows in `req_to_token`, int32
+    [rows, max context]; start_offset: [B], first position of each request's window."""
     positions = start_offset.to(torch.int64)[:, None] + torch.arange(draft_token_num, device=start_offset.device)
     return req_to_token[req_pool_indices.to(torch.int64)[:, None], positions].reshape(-1).to(torch.int64)
 

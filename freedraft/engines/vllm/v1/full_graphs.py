@@ -7,28 +7,23 @@ full graphs for them too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from freedraft.engines.vllm.patching import wrap_once
+from freedraft.engines.vllm.patching import before, wrap_once
 
 _PREFERRED = "_freedraft_full_graphs"
 
 
 def prefer_full_graphs(compilation_config: Any) -> None:
     """Let vLLM's CompilationConfig have mode FULL, once the attention backends are known and if they allow it."""
-    wrap_once(type(compilation_config), "resolve_cudagraph_mode_and_sizes", _resolve)
+    wrap_once(type(compilation_config), "resolve_cudagraph_mode_and_sizes", before(_prefer))
     setattr(compilation_config, _PREFERRED, True)
 
 
-def _resolve(original: Callable[..., Any]) -> Callable[..., Any]:
+def _prefer(config: Any, min_cg_support: Any, *args: Any, **kwargs: Any) -> None:
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backend import AttentionCGSupport
 
-    def resolve_cudagraph_mode_and_sizes(self: Any, min_cg_support: Any, *args: Any, **kwargs: Any) -> Any:
-        preferred = getattr(self, _PREFERRED, False) and min_cg_support == AttentionCGSupport.ALWAYS
-        if preferred and self.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
-            self.cudagraph_mode = CUDAGraphMode.FULL
-        return original(self, min_cg_support, *args, **kwargs)
-
-    return resolve_cudagraph_mode_and_sizes
+    preferred = getattr(config, _PREFERRED, False) and min_cg_support == AttentionCGSupport.ALWAYS
+    if preferred and config.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
+        config.cudagraph_mode = CUDAGraphMode.FULL

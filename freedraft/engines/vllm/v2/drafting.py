@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,14 +15,14 @@ from numpy.typing import NDArray
 from freedraft.cost.batch_lengths import BatchLengths, Rows
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
+from freedraft.engines.session import DraftSession
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
-from freedraft.engines.vllm.v2.confidences import Confidences
-from freedraft.engines.vllm.v2.events import RequestEvents
+from freedraft.engines.vllm.pages import Pages
+from freedraft.engines.vllm.scheduler import SALT
 from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
 from freedraft.engines.vllm.v2.requests import Requests
-from freedraft.engines.vllm.v2.step_state import V2StepState
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
@@ -30,6 +32,24 @@ if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.trees import Trees
 
 logger = logging.getLogger(__name__)
+
+
+class V2StepState(NamedTuple):
+    """What draft passes need to know of a step. block_tables: vLLM's BlockTables; states: its RequestState; slots: intp
+    [B], of the step's requests."""
+
+    block_tables: Any
+    states: Any
+    slots: NDArray[np.intp]
+
+    def pages(self) -> Pages:
+        tables = self.block_tables
+        blocks = tables.num_blocks.np[0, self.slots].astype(np.int64)
+        return Pages(tables.block_tables[0].gpu, self.slots, blocks, tables.block_sizes[0])
+
+    def prompt_lengths(self) -> NDArray[Any]:
+        lengths: NDArray[Any] = self.states.prompt_len.np[self.slots]
+        return lengths
 
 
 def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees | None:
@@ -54,22 +74,22 @@ class Drafting:
         self.length: int = vllm_config.speculative_config.num_speculative_tokens
         self.max_model_len: int = vllm_config.model_config.max_model_len
         slots: int = req_states.max_num_reqs
-        self.guarded: GuardedMethod | None = None  # in rank 0
+        self.session: Any = None  # `DraftSession`, in rank 0
+        self.guarded: GuardedMethod | None = None  # its method
         self.lengths: BatchLengths | None = None  # learnt while serving
         self.rows: Rows = []  # of them, what the scheduler is to know
+        tokenizer = None
         if drafts:
             spec = METHODS[ours.name]
             context = context_of_engine(vllm_config, v2_lengths=ours.lengths or (self.length,))
-            self.guarded = GuardedMethod(spec, spec.option_type.parse(ours.options), context)
-            controller = self.guarded.method.controller
+            self.session = DraftSession(spec, spec.option_type.parse(ours.options), context)
+            self.guarded = self.session.guarded
+            controller, learns = self.guarded.method.controller, self.guarded.method.learns
             self.lengths = controller if isinstance(controller, BatchLengths) else None
-        learns = self.guarded is not None and self.guarded.method.learns
-        tokenizer = tokenizer_of(vllm_config.model_config) if learns else None
+            tokenizer = tokenizer_of(vllm_config.model_config) if learns else None
         self.requests = Requests(slots, self.max_model_len, self.length, tokenizer)
-        self.events = None if self.guarded is None else RequestEvents(self.guarded, self.requests, req_states)
         self.runner: Any = None  # once it has its KV cache
         self.trees = trees_of(vllm_config, device, req_states)
-        self.confidences: Confidences | None = None
         self.logits = LogitsCopy()
         self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]  # by the newest step, the last one
         self._pending = False  # whether the newest step's tokens are still to be taken
@@ -83,10 +103,48 @@ class Drafting:
         """int64 [1 or 2, B, K], contiguous: draft tokens, and masks where there are trees."""
         return buffer[: self._parts * batch * self.length].view(self._parts, batch, self.length)
 
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def add(self, requests: Iterable[Any]) -> None:
+        """vLLM's NewRequestData have got slots: new ones, or such as were preempted. One that fails keeps no other."""
+        for request in requests:
+            self.session.guarded.call(partial(self._add, request))
+
+    def _add(self, request: Any) -> None:
+        request_id, parameters = request.req_id, request.sampling_params
+        if request_id in self.requests.slots:  # an id that starts anew: streamed input
+            self.requests.finish(request_id)
+        if request_id in self.requests.ended:
+            self.logits.forget(request_id)
+            self._tell_end(request_id)
+        if getattr(request, "prompt_embeds", None) is None:  # whose tokens are not known
+            slot, tokens = self._states.req_id_to_index[request_id], request.prefill_token_ids
+            known = self.requests.add(request_id, slot, tokens, request.prompt_len, parameters)
+            extra = getattr(parameters, "extra_args", None)
+            self.session.add(request_id, known, getattr(request, SALT, None) or None, extra)
+
+    def end(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
+        """These requests have ended, and those have lost their slots."""
+        for request_id in preempted:
+            self.requests.preempt(request_id)
+        for request_id in finished:
+            self.requests.finish(request_id)
+        if not self._pending:
+            self._tell_ends()
+
+    def _tell_ends(self) -> None:
+        for request_id in [*self.requests.ended]:
+            self._tell_end(request_id)
+
+    def _tell_end(self, request_id: str) -> None:
+        output = self.session.guarded.call(partial(self.requests.take_ended, request_id))
+        self.session.finish(request_id, output)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
     def catch_up(self) -> None:
-        """Look at the newest step, and at what has happened to requests since, now."""
-        if self.guarded is not None:
-            self.guarded.call(self._catch_up)
+        """Take the newest step's tokens now."""
+        self.session.guarded.call(self._catch_up)
 
     def _launch(
         self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor, hidden_states: torch.Tensor,
@@ -96,18 +154,22 @@ class Drafting:
         token. over: bool [B], whose prompts are over."""
         self._catch_up()
         self._gained.reverse()
-        self._gained[0].copy(input_batch, num_sampled, self._states, self._steps, drafts)
+        self._copy_gained(input_batch, num_sampled, drafts)
         self._pending = True
         self._set_prompt_states(input_batch, hidden_states, over)
         return True
 
+    def _copy_gained(self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor) -> None:
+        generations = self.requests.generations
+        self._gained[0].copy(input_batch, num_sampled, self._states, generations, self._steps, drafts)
+
     def _draft(self, most: int, batch: Any) -> bool:
         """Draft behind the newest step, at most `most` tokens for each request, and where there is an InputBatch no
         more than it verifies; whether there may be drafts, of which `_proposed` is full then."""
-        assert self.guarded is not None
         gained, requests = self._gained[0], self.requests
         least = (requests.lengths[gained.slots] + 1).astype(np.int32)  # who gain nothing have no drafts, either
         room = requests.room(gained.slots, least, most, self._branching(gained.slots))
+        room[requests.generations[gained.slots] != gained.generations] = 0
         if batch is not None:
             verified = np.zeros(len(requests.lengths), np.int32)
             if (counts := batch.num_draft_tokens_per_req) is not None:
@@ -116,21 +178,19 @@ class Drafting:
         if not self._pending or not room.any():  # nobody has to wait
             return False
         rows, drafted = self._take()
-        if not (drafting := room[rows] > 0).all():  # vLLM may have given their slots and pages to others since
-            self.guarded.take(replace(self._step(rows[~drafting], drafted[~drafting], 0), engine=None))
+        if not (drafting := room[rows] > 0).all():
+            self.session.guarded.take(replace(self._step(rows[~drafting], drafted[~drafting], 0), engine=None))
             rows, drafted = rows[drafting], drafted[drafting]
         proposed = self._of_batch(self._proposed, len(gained.slots)).numpy()
         proposed[0], proposed[1:] = gained.wait()[:, -1:], 0
         if len(rows):
             self._drafted_at = self._steps
             step, slots = self._step(rows, drafted, most), gained.slots[rows]
-            draft = self.guarded.draft(step)
+            draft = self.session.guarded.draft(step)
             branching = self._branching(slots)
             counts = write_drafts(draft, step.capacities, rows, branching, proposed, requests.parents, slots)
             requests.drafted[slots], requests.drafted_behind[slots] = counts, self._steps
             requests.nodes[slots, 0], requests.nodes[slots, 1:] = step.roots, proposed[0, rows]
-            if self.confidences is not None:
-                self.confidences.estimate(step, draft, rows, counts, len(gained.slots))
         proposed[0, :, most:] = -1  # as vLLM has it
         return True
 
@@ -138,9 +198,10 @@ class Drafting:
         """Take the newest step's tokens. Returns intp [R], the rows of those who gained some; int32 [R], how many draft
         tokens of ours each verified."""
         gained, self._pending = self._gained[0], False
-        rows = gained.append_to(self.requests)
-        if self.guarded is not None and (logits := self.logits.take()) is not None:
-            self.guarded.recycle(logits)
+        rows = self.requests.append(gained.slots, gained.generations, gained.wait())
+        if (logits := self.logits.take()) is not None:
+            self.session.guarded.recycle(logits)
+        self._tell_ends()
         slots = gained.slots[rows]
         drafted = np.minimum(self.requests.drafted[slots], gained.scheduled[rows]).astype(np.int32)
         self.requests.drafted[slots] = 0
@@ -161,38 +222,29 @@ class Drafting:
         behind each draft token of ours that a step verifies."""
         slots, scheduled = input_batch.idx_mapping_np[: input_batch.num_reqs], input_batch.num_draft_tokens_per_req
         lengths = np.minimum(self.requests.drafted[slots], scheduled[: len(slots)]).astype(np.int64)
-        known = self.requests.drafted_behind[slots] == self._steps
-        if self.events:
-            known &= ~self.events.of_others(slots)
-        rows, first = np.flatnonzero(known), input_batch.cu_num_logits_np
+        rows, first = np.flatnonzero(self.requests.drafted_behind[slots] == self._steps), input_batch.cu_num_logits_np
         if len(rows) and len(logits) == first[len(slots)]:
             request_ids = [input_batch.req_ids[row] for row in rows.tolist()]
             nodes, parents = self.requests.nodes[slots[rows]], self.requests.parents[slots[rows]]
             self.logits.put_nodes(request_ids, nodes, lengths[rows], first[rows].astype(np.int64), logits, parents)
 
     def _catch_up(self) -> None:
-        """Take the tokens of a step that was not drafted for, then what has happened to requests since."""
-        assert self.guarded is not None and self.events is not None
+        """Take the tokens of a step that was not drafted for."""
         if self._pending and len((taken := self._take())[0]):
-            step = self._step(*taken, 0)
-            # vLLM may have given their slots and pages to others since.
-            self.guarded.observe(replace(step, engine=None) if self.events else step)
+            self.session.guarded.observe(self._step(*taken, 0))
         if self._unrecorded and self.lengths is not None:
             self._record()
         self._unrecorded = False
-        self.events.look()
 
     def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor, over: NDArray[np.bool_]) -> None:
         """Hand on the hidden states behind the prompts that this step has ended; over: bool [B], prompts that are."""
-        assert self.guarded is not None and self.events is not None
-        for row in np.flatnonzero(over).tolist() if self.events.in_prompt else ():
-            if (request_id := input_batch.req_ids[row]) in self.events.in_prompt:
-                self.events.in_prompt.remove(request_id)
-                # Behind the prompt's last token there may be placeholders for draft tokens.
-                drafts = input_batch.num_draft_tokens_per_req
-                after = 0 if drafts is None else int(drafts[row])
-                state = hidden_states[int(input_batch.query_start_loc_np[row + 1]) - 1 - after]
-                self.guarded.set_prompt_state(request_id, state.float().cpu().numpy())
+        ids = input_batch.req_ids
+        rows = [row for row in np.flatnonzero(over).tolist() if ids[row] in self.session.in_prompt]
+        if rows:
+            ends = input_batch.query_start_loc_np[1:][rows] - 1
+            if (drafts := input_batch.num_draft_tokens_per_req) is not None:
+                ends = ends - drafts[rows]  # behind the prompt's last token there may be placeholders for draft tokens
+            self.session.set_prompt_states([ids[row] for row in rows], hidden_states[ends.tolist()])
 
     def _decide(self, batch: int) -> Rows:
         assert self.lengths is not None

@@ -10,13 +10,11 @@ import torch
 from freedraft_kernels import newest_tokens
 from numpy.typing import NDArray
 
-from freedraft.engines.vllm.v2.requests import Requests
-
 
 class GainedTokens:
     """What a step has accepted, on its way to the host. B requests, K = most draft tokens of a request. request_ids: B
-    ids; slots: int32 [B]; scheduled: int32 [B], draft tokens that each was to verify; query_tokens: of the step; 0 if
-    it did more than decode."""
+    ids; slots, generations: int [B], see `Requests`; scheduled: int32 [B], draft tokens that each was to verify;
+    query_tokens: of the step; 0 if it did more than decode."""
 
     def __init__(self, slots: int, length: int, device: torch.device) -> None:
         self._device = torch.zeros(slots, length + 3, dtype=torch.int32, device=device)
@@ -29,16 +27,21 @@ class GainedTokens:
             self._event = torch.Event(device, enable_timing=True)
         self._ended = 0.0
         self.request_ids: list[str] = []
-        self.slots: NDArray[np.int32] = np.zeros(0, np.int32)
-        self.scheduled: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.slots = self.scheduled = np.zeros(0, np.int32)
+        self.generations = np.zeros(0, np.int64)
         self.query_tokens, self.number = 0, -1
         self._arrived = False
 
-    def copy(self, input_batch: Any, num_sampled: torch.Tensor, states: Any, number: int, drafts: torch.Tensor) -> None:
+    def copy(
+        self, input_batch: Any, num_sampled: torch.Tensor, states: Any, generations: NDArray[np.int64], number: int,
+        drafts: torch.Tensor,
+    ) -> None:  # fmt: skip
         """Start the copy, behind the step's own work. num_sampled: int32 [B], tokens that each request gained; states:
-        vLLM's RequestState; drafts: int64 [B, K], filled with each request's newest token."""
+        vLLM's RequestState; generations: int64 [slots]; drafts: int64 [B, K], filled with each request's newest
+        token."""
         batch = input_batch.num_reqs
         self.slots, self.number = input_batch.idx_mapping_np[:batch].copy(), number
+        self.generations = generations[self.slots]
         self.request_ids = list(input_batch.req_ids)
         scheduled = input_batch.num_draft_tokens_per_req
         self.scheduled = np.zeros(batch, np.int32) if scheduled is None else scheduled[:batch].astype(np.int32)
@@ -65,8 +68,3 @@ class GainedTokens:
         if self._event is None or other._event is None:
             return self._ended - other._ended
         return 1e-3 * float(other._event.elapsed_time(self._event))
-
-    def append_to(self, requests: Requests) -> NDArray[np.intp]:
-        """Append the tokens to their requests; intp [R], the rows of those that gained some."""
-        gained = self.wait()
-        return requests.append(self.slots, gained[:, 0], gained[:, 1], gained[:, 2:])

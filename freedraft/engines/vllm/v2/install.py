@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import configured
-from freedraft.engines.vllm.graph_memory import passes_on_all_ranks, with_draft_graphs
+from freedraft.engines.vllm.draft_graphs import passes_on_all_ranks, with_draft_graphs
 from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, V2_GRAPH_HOOKS, V2_LOGITS_HOOKS, V2_SAMPLING_HOOKS
-from freedraft.engines.vllm.patching import with_kv_cache, wrap_once
-from freedraft.engines.vllm.v2.graph_lengths import find_nearest, whole_table
-from freedraft.engines.vllm.v2.lengths import send_lengths
+from freedraft.engines.vllm.patching import after, before, with_kv_cache, wrap_once
+from freedraft.engines.vllm.v2.lengths import find_nearest, send_lengths, whole_table
 from freedraft.engines.vllm.v2.matching import match
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.method import METHODS
-
-if TYPE_CHECKING:
-    from freedraft.engines.vllm.v2.trees import Trees
 
 SPECULATOR = "_freedraft_speculator"  # Attribute of vLLM's RejectionSampler and DefaultModelState
 
@@ -31,29 +27,30 @@ SPECULATOR = "_freedraft_speculator"  # Attribute of vLLM's RejectionSampler and
 def install() -> None:
     """Hook vLLM's model runner V2, once per process. Speculators of others see no difference."""
     from vllm.v1.worker import gpu_worker
-    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+    from vllm.v1.worker.gpu import cudagraph_utils
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-    from vllm.v1.worker.gpu.spec_decode import rejection_sampler
     from vllm.v1.worker.gpu.spec_decode.ngram import speculator
+    from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     wrap_once(gpu_worker.Worker, "compile_or_warm_up_model", _warm_up)
     wrap_once(speculator, "NgramGPUSpeculator", _or_ours)
     wrap_once(cudagraph_utils, "build_dynamic_sd_schedule_lookup", whole_table)
-    wrap_once(model_runner.GPUModelRunner, "shutdown", _shutdown)
-    wrap_once(model_runner.GPUModelRunner, "finish_requests", _finish)
-    wrap_once(model_runner.GPUModelRunner, "add_requests", _add)
-    wrap_once(model_runner.GPUModelRunner, "sample_tokens", _sample)
-    wrap_once(model_runner.GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
-    if hasattr(model_runner.GPUModelRunner, "profile_cudagraph_memory") and not check(DRAFT_GRAPH_HOOKS):
-        wrap_once(model_runner.GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(_passes))
+    wrap_once(GPUModelRunner, "shutdown", before(_close))
+    wrap_once(GPUModelRunner, "finish_requests", before(_end))
+    wrap_once(GPUModelRunner, "add_requests", after(_add))
+    wrap_once(GPUModelRunner, "sample_tokens", after(_send_lengths))
+    wrap_once(GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
+    if hasattr(GPUModelRunner, "profile_cudagraph_memory") and not check(DRAFT_GRAPH_HOOKS):
+        wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(_passes))
     if not check(V2_LOGITS_HOOKS):
-        wrap_once(rejection_sampler.RejectionSampler, "__call__", _take_logits)
+        wrap_once(RejectionSampler, "__call__", before(_take_logits))
     if not check(V2_SAMPLING_HOOKS):
-        wrap_once(rejection_sampler.RejectionSampler, "_verify", _verify)
+        wrap_once(RejectionSampler, "_verify", _verify)
     if not check(V2_GRAPH_HOOKS):
         wrap_once(cudagraph_utils.CudaGraphManager, "_init_candidates", find_nearest)
-    wrap_once(model_runner.GPUModelRunner, "prepare_attn", _prepare_step)
-    wrap_once(DefaultModelState, "prepare_inputs", _prepare_inputs)
+    wrap_once(GPUModelRunner, "prepare_attn", _prepare_step)
+    wrap_once(DefaultModelState, "prepare_inputs", before(_join))
 
 
 def _or_ours(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,16 +88,12 @@ def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
     return compile_or_warm_up_model
 
 
-def _shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
-    def shutdown(self: Any) -> None:
-        if (ours := _ours(self)) is not None:
-            ours.close()
-            for holder in (self.rejection_sampler, self.model_state):
-                if getattr(holder, SPECULATOR, None) is not None:
-                    delattr(holder, SPECULATOR)
-        original(self)
-
-    return shutdown
+def _close(runner: Any) -> None:
+    if (ours := _ours(runner)) is not None:
+        ours.close()
+        for holder in (runner.rejection_sampler, runner.model_state):
+            if getattr(holder, SPECULATOR, None) is not None:
+                delattr(holder, SPECULATOR)
 
 
 def _passes(runner: Any) -> int | None:
@@ -109,34 +102,19 @@ def _passes(runner: Any) -> int | None:
     return passes_on_all_ranks(None if ours.guarded is None else ours.guarded.method)
 
 
-def _finish(original: Callable[..., Any]) -> Callable[..., Any]:
-    def finish_requests(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if (ours := _drafting(self)) is not None and ours.events is not None:
-            ours.events.end(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
-            if ours.events and not scheduler_output.total_num_scheduled_tokens:  # no step follows
-                ours.catch_up()
-        return original(self, scheduler_output, *args, **kwargs)
-
-    return finish_requests
+def _end(runner: Any, scheduler_output: Any) -> None:
+    if (ours := _drafting(runner)) is not None:
+        if scheduler_output.finished_req_ids and not scheduler_output.total_num_scheduled_tokens:
+            ours.catch_up()  # no step follows, and the newest is over
+        ours.end(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
 
 
-def _add(original: Callable[..., Any]) -> Callable[..., Any]:
-    def add_requests(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, scheduler_output, *args, **kwargs)
-        new = scheduler_output.scheduled_new_reqs
-        if (trees := _trees(self)) is not None:
-            trees.add(new)
-        if new and (ours := _drafting(self)) is not None and ours.events is not None:
-            ours.events.begin(new)
-        return result
-
-    return add_requests
-
-
-def _trees(runner: Any) -> Trees | None:
-    """Ours, in every rank."""
-    ours = _ours(runner)
-    return None if ours is None else ours.trees
+def _add(_: Any, runner: Any, scheduler_output: Any) -> None:
+    new = scheduler_output.scheduled_new_reqs
+    if (ours := _ours(runner)) is not None and ours.trees is not None:
+        ours.trees.add(new)
+    if (ours := _drafting(runner)) is not None:
+        ours.add(new)
 
 
 def _prepare(runner: Any) -> None:
@@ -148,40 +126,31 @@ def _prepare(runner: Any) -> None:
             setattr(runner.model_state, SPECULATOR, ours)
 
 
-def _take_logits(original: Callable[..., Any]) -> Callable[..., Any]:
-    def __call__(self: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        ours: MethodSpeculator | None = getattr(self, SPECULATOR, None)
-        if ours is not None:
-            ours.take_logits(logits, input_batch)
-        return original(self, logits, input_batch, *args, **kwargs)
-
-    return __call__
+def _take_logits(sampler: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
+    if (ours := getattr(sampler, SPECULATOR, None)) is not None:
+        ours.take_logits(logits, input_batch)
 
 
 def _prepare_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_attn(self: Any, input_batch: Any) -> Any:
-        if (ours := _ours(self)) is not None:
-            ours.verifying = input_batch
-            if not ours.joins_last:
-                ours.join(input_batch)
+        if (ours := _ours(self)) is None:
+            return original(self, input_batch)
+        ours.verifying = input_batch
+        if not ours.joins_last:
+            ours.join(input_batch)
         block_tables, slot_mappings = original(self, input_batch)
-        if (trees := _trees(self)) is not None:
-            trees.prepare_step(input_batch, slot_mappings)
+        if ours.trees is not None:
+            ours.trees.prepare_step(input_batch, slot_mappings)
         return block_tables, slot_mappings
 
     return prepare_attn
 
 
-def _prepare_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+def _join(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
     """The last that happens before the model runs, in a step of requests and in one that vLLM makes up."""
-
-    def prepare_inputs(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        ours: MethodSpeculator | None = getattr(self, SPECULATOR, None)
-        if ours is not None and ours.verifying is input_batch:
-            ours.join(input_batch)
-        return original(self, input_batch, *args, **kwargs)
-
-    return prepare_inputs
+    ours = getattr(model_state, SPECULATOR, None)
+    if ours is not None and ours.verifying is input_batch:
+        ours.join(input_batch)
 
 
 def _verify(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,12 +166,7 @@ def _verify(original: Callable[..., Any]) -> Callable[..., Any]:
     return verify
 
 
-def _sample(original: Callable[..., Any]) -> Callable[..., Any]:
-    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if (ours := _drafting(self)) is not None and ours.rows:
-            send_lengths(result, ours.rows)
-            ours.rows = []
-        return result
-
-    return sample_tokens
+def _send_lengths(output: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    if (ours := _drafting(runner)) is not None and ours.rows:
+        send_lengths(output, ours.rows)
+        ours.rows = []

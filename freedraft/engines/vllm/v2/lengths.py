@@ -1,12 +1,15 @@
-"""Draft lengths on their way from the worker that learns them to vLLM's scheduler, with the output of a step."""
+"""Draft lengths in model runner V2: sent from the worker that learns them to vLLM's scheduler, with the output of a
+step; and CUDA graphs of steps that verify drafts of several lengths."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from freedraft.cost.batch_lengths import Rows
-from freedraft.engines.vllm.patching import wrap_once
+from freedraft.engines.vllm.configured import configured
+from freedraft.engines.vllm.patching import before, wrap_once
+from freedraft.method import METHODS
 
 LENGTHS = "_freedraft_lengths"  # Attribute of vLLM's ModelRunnerOutput
 
@@ -21,15 +24,54 @@ def receive_lengths() -> None:
     """Make the scheduler use what comes: its table of draft lengths by batch size."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    wrap_once(Scheduler, "update_from_output", _update)
+    wrap_once(Scheduler, "update_from_output", before(_update_table))
 
 
-def _update(original: Callable[..., Any]) -> Callable[..., Any]:
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kw: Any) -> Any:
-        table = self.dynamic_sd_lookup
-        for first, last, length in getattr(model_runner_output, LENGTHS, ()) if table else ():
-            last = min(last, len(table) - 1)
-            table[first : last + 1] = [length] * (last + 1 - first)
-        return original(self, scheduler_output, model_runner_output, *args, **kw)
+def _update_table(scheduler: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> None:
+    table = scheduler.dynamic_sd_lookup
+    for first, last, length in getattr(model_runner_output, LENGTHS, ()) if table else ():
+        last = min(last, len(table) - 1)
+        table[first : last + 1] = [length] * (last + 1 - first)
 
-    return update_from_output
+
+class GraphLengths(list[tuple[int, int, int]]):
+    """A table of draft lengths by batch size, as vLLM's, that has each of these lengths once. Longest first: it says
+    what a batch size is, and not what vLLM reads in it. lengths: ascending."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__((i, i, length) for i, length in enumerate(reversed(lengths), 1))
+
+
+def whole_table(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Batch sizes that stand for draft lengths are not cut off where no batch is as large."""
+
+    def build_dynamic_sd_schedule_lookup(table: Any, vllm_max_batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        largest = max(vllm_max_batch_size, len(table)) if isinstance(table, GraphLengths) else vllm_max_batch_size
+        return original(table, largest, *args, **kwargs)
+
+    return build_dynamic_sd_schedule_lookup
+
+
+def find_nearest(original: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM looks for a graph among those of the nearest size alone, which may all be of other lengths (as of 0.33)."""
+
+    def _init_candidates(self: Any) -> None:
+        original(self)
+        if configured(self.vllm_config).name in METHODS:
+            put_nearest_first(self._candidates, [graph for graphs in self._capture_descs.values() for graph in graphs])
+
+    return _init_candidates
+
+
+def put_nearest_first(candidates: dict[tuple[int, int], list[Any]], graphs: list[Any]) -> None:
+    """By tokens and LoRAs of a step: of every query length the smallest graph that holds it, then what vLLM has there.
+    graphs: its BatchExecutionDescriptors."""
+    nearest: dict[tuple[int, int], dict[tuple[int, int], Any]] = {}
+    for graph in sorted(graphs, key=lambda graph: -graph.num_tokens):
+        if graph.uniform_token_count is not None:
+            for tokens in range(graph.num_tokens + 1):
+                alike = graph.uniform_token_count, graph.num_ubatches
+                nearest.setdefault((tokens, graph.num_active_loras), {})[alike] = graph
+    for at, found in nearest.items():
+        others = [graph for graph in candidates.get(at, ()) if graph not in found.values()]
+        candidates[at] = [*found.values(), *others]

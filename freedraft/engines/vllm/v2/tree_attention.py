@@ -13,17 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from freedraft_kernels import TreeQueries, scratch_size, tree_attention
-from vllm.v1.attention.backends.flash_attn import (
-    FlashAttentionBackend,
-    FlashAttentionImpl,
-    FlashAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.backends.triton_attn import (
-    TritonAttentionBackend,
-    TritonAttentionImpl,
-    TritonAttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
 ATTRIBUTE = "_freedraft_trees"  # Attribute of vLLM's VllmConfig: `TreeBuffers`, from where the backend gets them
 
@@ -132,17 +125,9 @@ class TreeAttention:
         return next((name for name, has in extras.items() if has), None)
 
     def forward(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        attn_metadata: Any, output: torch.Tensor, *args: Any, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
         trees: TreeStep | None = getattr(attn_metadata, "trees", None)
         if trees is None:
             self._stock(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
@@ -152,18 +137,10 @@ class TreeAttention:
 
         def attend(queries: TreeQueries, max_seq_len: int, trees_only: bool) -> None:
             tree_attention(
-                query[:tokens],
-                cache[..., :size],
-                cache[..., size:],
-                queries,
-                attn_metadata.block_table,
-                output[:tokens],
-                scale=self.scale,
-                max_queries=trees.max_queries,
-                max_seq_len=max_seq_len,
-                trees_only=trees_only,
-                scratch=trees.scratch,
-            )
+                query[:tokens], cache[..., :size], cache[..., size:], queries, attn_metadata.block_table,
+                output[:tokens], scale=self.scale, max_queries=trees.max_queries, max_seq_len=max_seq_len,
+                trees_only=trees_only, scratch=trees.scratch,
+            )  # fmt: skip
 
         for context in trees.compiled_for:  # by one request, whose keys are read in the most parts
             attend(trees.queries.first(), context, False)
@@ -178,51 +155,22 @@ class TreeAttention:
         stock.forward(*args, **kwargs)
 
 
-class _TritonImpl(TreeAttention, TritonAttentionImpl):
-    pass
+def _with_trees(stock: Any) -> type[AttentionBackend]:
+    """A backend under the stock one's name, whose implementation and metadata know trees."""
+    impl = type(f"Tree{stock.get_impl_cls().__name__}", (TreeAttention, stock.get_impl_cls()), {})
+    builder = type(f"Tree{stock.get_builder_cls().__name__}", (TreeMetadata, stock.get_builder_cls()), {})
+    members = {"get_impl_cls": staticmethod(lambda: impl), "get_builder_cls": staticmethod(lambda: builder)}
+    return type(f"Tree{stock.__name__}", (stock,), members)
 
 
-class _TritonMetadataBuilder(TreeMetadata, TritonAttentionMetadataBuilder):
-    pass
-
-
-class TritonTreeBackend(TritonAttentionBackend):
-    """The backend, under the stock one's name."""
-
-    @staticmethod
-    def get_impl_cls() -> type[TritonAttentionImpl]:
-        return _TritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[TritonAttentionMetadataBuilder]:
-        return _TritonMetadataBuilder
-
-
-class _FlashImpl(TreeAttention, FlashAttentionImpl):
-    pass
-
-
-class _FlashMetadataBuilder(TreeMetadata, FlashAttentionMetadataBuilder):
-    pass
-
-
-class FlashTreeBackend(FlashAttentionBackend):
-    """The backend, under the stock one's name."""
-
-    @staticmethod
-    def get_impl_cls() -> type[FlashAttentionImpl]:
-        return _FlashImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        return _FlashMetadataBuilder
+TritonTreeBackend, FlashTreeBackend = _with_trees(TritonAttentionBackend), _with_trees(FlashAttentionBackend)
 
 
 def register(flash: bool) -> None:
     """Register them in the stock ones' places, unless somebody else's stand there."""
-    places: dict[AttentionBackendEnum, type] = {AttentionBackendEnum.TRITON_ATTN: TritonTreeBackend}
+    places = {AttentionBackendEnum.TRITON_ATTN: "TritonTreeBackend"}
     if flash:
-        places[AttentionBackendEnum.FLASH_ATTN] = FlashTreeBackend
-    for place, backend in places.items():
+        places[AttentionBackendEnum.FLASH_ATTN] = "FlashTreeBackend"
+    for place, name in places.items():
         if not place.is_overridden():
-            register_backend(place, f"{backend.__module__}.{backend.__qualname__}")
+            register_backend(place, f"{__name__}.{name}")

@@ -1,0 +1,111 @@
+"""Rounds of draft passes, for every engine: what a pass runs and returns, and how ranks run it together."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import pad
+
+from freedraft.draft_model import Drafted, DraftRound
+from freedraft.draft_pass import Window
+from freedraft.engines.draft_ranks import DraftRanks
+
+
+class DraftPass(NamedTuple):
+    """One token per request through `layers`, as the engine keeps them; see `DraftModel.build`. The number names the
+    pass to other ranks."""
+
+    layers: Any
+    window: Window | None  # the part of the KV cache that it reads; None for the whole cache
+    top_k: int
+    entropy: bool
+    number: int
+
+
+class RankedRound(DraftRound):
+    """Draft passes that all tensor-parallel ranks run at the same time. What passes return comes to the host in one
+    transfer."""
+
+    def __init__(self, ranks: DraftRanks, draft_pass: DraftPass, max_draft_len: int) -> None:
+        self._ranks, self.draft_pass, self.max_draft_len = ranks, draft_pass, max_draft_len
+
+    @abstractmethod
+    def _ready(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> Any:
+        """What a pass reads and writes; arguments as of `launch`."""
+
+    @abstractmethod
+    def _next(self, ready: Any, tokens: torch.Tensor) -> Any:
+        """What the pass after it reads and writes, with these tokens of the device (int64 [R])."""
+
+    @abstractmethod
+    def _output(self, ready: Any) -> torch.Tensor:
+        """Run the pass; see `most_likely`."""
+
+    def launch(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1) -> torch.Tensor:
+        """float32 [N, R, 2K (+ 1)], see `most_likely`."""
+        self._ranks.tell("run", rows, tokens, position, count)
+        ready = self._ranks.ready(lambda: self._ready(rows, tokens, position))
+        with self._ranks.together():
+            outputs = [self._output(ready)]
+            for _ in range(1, count):
+                ready = self._next(ready, outputs[-1][:, 0].long())
+                outputs.append(self._output(ready))
+            return torch.stack(outputs)
+
+    def read(self, launched: torch.Tensor) -> Drafted:
+        with self._ranks.together():
+            return on_host(launched, self.draft_pass.top_k, self.draft_pass.entropy)
+
+
+def run_kept(
+    hidden: torch.Tensor, sublayers: Iterable[tuple[Any, Any, bool]], last_norm: Any, **attention: Any
+) -> torch.Tensor:
+    """Hidden states of embedded tokens after the kept sublayers of a pre-norm decoder, and its last norm.
+
+    A skipped sublayer is no operation at all. `residual` holds what all sublayers before the last one have added up;
+    each norm adds the last one's output to it.
+
+    Args:
+        sublayers: norm, attention or MLP, and which of the two; attention is called with the keyword arguments.
+    """
+    residual: torch.Tensor | None = None
+    for norm, sublayer, is_attention in sublayers:
+        if residual is None:
+            residual, hidden = hidden, norm(hidden)
+        else:
+            hidden, residual = norm(hidden, residual)
+        hidden = sublayer(hidden_states=hidden, **attention) if is_attention else sublayer(hidden)
+    return last_norm(hidden) if residual is None else last_norm(hidden, residual)[0]
+
+
+def most_likely(logits: torch.Tensor, top_k: int, entropy: bool = False, scale: float = 1.0) -> torch.Tensor:
+    """float32 [R, 2K (+ 1)], in one tensor for one transfer: the most likely tokens of each row of float [R, V], best
+    first (float32 holds them exactly), their probabilities (0 beyond the vocabulary's size), and the entropy in nats if
+    requested. scale: factor of the logits."""
+    best = logits.argmax(-1, keepdim=True)
+    logits = logits.float() if scale == 1.0 else logits.float() * scale
+    total = logits.logsumexp(-1, keepdim=True)
+    known = min(top_k, logits.shape[1])
+    if known == 1:
+        tokens, values = best, logits.amax(-1, keepdim=True)
+    else:
+        values, tokens = logits.topk(known)
+        # Of equal ones the first, as the target's own argmax takes.
+        tokens = torch.where(tokens == best, tokens[:, :1], tokens)
+        tokens = torch.cat((best, tokens[:, 1:]), 1)
+    parts = [pad(part, (0, top_k - known)) for part in (tokens.float(), (values - total).exp())]
+    if entropy:
+        log_probs = logits - total
+        parts.append(-(log_probs.exp() * log_probs).nan_to_num(0.0).sum(-1, keepdim=True))
+    return torch.cat(parts, 1)
+
+
+def on_host(values: torch.Tensor, top_k: int, entropy: bool) -> Drafted:
+    """What `most_likely` returned of N passes, [N, R, 2K (+ 1)]."""
+    host = values.cpu().numpy()
+    return Drafted(host[..., :top_k].astype(np.int32), host[..., top_k : 2 * top_k], host[..., -1] if entropy else None)
