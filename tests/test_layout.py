@@ -170,15 +170,11 @@ def test_no_circle_of_imports() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names one
 
 
-PRODUCT_LINES = 24_925
+PRODUCT_LINES = 23_642
 FILE_LINES, FUNCTION_LINES, ARGUMENTS = 300, 60, 7
 # What is larger than these, and how large it may be at most. An entry goes with its cause; none is added.
 KNOWN = {
-    "files": {
-        "freedraft/engines/sglang/drafting.py": 307,
-        "freedraft/engines/vllm/methods.py": 351,
-        "freedraft/engines/vllm/v1/runner.py": 354,
-    },
+    "files": {},
     "functions": {},
     "arguments": {
         "freedraft/engines/vllm/v2/speculator.py::propose": 8,  # vLLM's own signature
