@@ -359,7 +359,6 @@ def test_other_methods_are_left_alone(tiny_model: Path) -> None:
         ({"policy": "greedy"}, ["'policy'", "greedy"]),
         ({"rejection_sample_method": "fly"}, ["'fly'", "other tokens than the model's", "leave it out"]),
         ({"rejection_sample_method": "synthetic"}, ["'synthetic'", "other tokens than the model's"]),
-        ({"enable_adaptive_verification": True}, ["'enable_adaptive_verification'", "set policy 'auto'"]),
         ({"datastore": "/no/such/store"}, ["/no/such/store"]),
     ],
 )

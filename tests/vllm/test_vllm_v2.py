@@ -239,13 +239,13 @@ def split(tokens: list[int]) -> list[list[int]]:
 
 @pytest.mark.extended
 def test_draft_lengths_are_learnt_while_serving(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
-    """vLLM's scheduler drafts what our worker has learnt. Requests that vLLM makes up to compile kernels teach
-    nothing."""
+    """vLLM's scheduler drafts what our worker has learnt; confidences go along, for adaptive verification. Requests
+    that vLLM makes up to compile kernels teach nothing."""
     ids = [prompt["prompt_token_ids"] for prompt in live_prompts]
     greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
     cases = {f"{i} at once": {"prompts": ids[:i], "parameters": greedy} for i in (1, 2, 1, len(ids))}
     options = SSSD | {"policy": "auto", "hardware": "h100", "num_speculative_tokens": 4, "isolation": "shared"}
-    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 32, "warm_up": True}
+    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 32, "adaptive": True, "warm_up": True}
     found = serve(tiny_model, cases=cases, speculative_config=options, **engine)
     assert found["warm up"]["before"] and found["warm up"]["before"] == found["warm up"]["after"]
     assert max(found["warm up"]["steps"]) > 32
@@ -261,6 +261,11 @@ def test_draft_lengths_are_learnt_while_serving(tiny_model: Path, plain_tiny: Pl
     assert {length for first, _, length in engine["schedule"] if first <= len(ids)} == {4}
     assert len(engine["verified"]) >= 3 and len(engine["decided"]) >= 3
     assert set(engine["verified"]) | set(engine["lookup"]) <= {0, 1, 2, 4}
+    own = [(c, n) for confidences, drafted in engine["confidences"] for c, n in zip(confidences, drafted, strict=True)]
+    assert sum(n for _, n in own) > 20
+    for confidences, drafted in own:
+        assert all(0 < c <= 1 for c in confidences[:drafted]) or not any(confidences)
+        assert not any(confidences[drafted:])
 
 
 def two_skip_sets(model: Path, folder: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from freedraft.cost.hardware import CPU
 from freedraft.engines import hooks
-from freedraft.engines.vllm.configured import configured
+from freedraft.engines.vllm.configured import ADAPTIVE, configured
 from freedraft.engines.vllm.hooks import TESTED_VERSIONS, V2_LOGITS_HOOKS, vllm_version
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.step import EngineContext
@@ -40,7 +40,7 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
         page_size=vllm_config.cache_config.block_size,
         tensor_parallel=parallel.tensor_parallel_size,
         rank=replica,
-        gives_logits=v2_lengths is not None and not hooks.check(V2_LOGITS_HOOKS),
+        gives_logits=v2_lengths is not None and _gives_logits(vllm_config.speculative_config),
         lengths=v2_lengths or _lengths_of_experts(vllm_config),
     )
 
@@ -63,6 +63,12 @@ def _lengths_of_experts(vllm_config: Any) -> tuple[int, ...] | None:
     if vllm_config.parallel_config.data_parallel_size > 1 and getattr(vllm_config.model_config, "is_moe", False):
         return (vllm_config.speculative_config.num_speculative_tokens,)
     return None
+
+
+def _gives_logits(speculative_config: Any) -> bool:
+    if getattr(speculative_config, ADAPTIVE, False):
+        return False  # which rows of logits belong to which draft token is known on the device only
+    return not hooks.check(V2_LOGITS_HOOKS)
 
 
 def _hardware() -> str | None:
@@ -111,6 +117,8 @@ def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
         learnt = ", learnt while serving; at first" if configured(vllm_config).lengths else ":"
         by_size = ", ".join(f"{n} from {first} on" for first, _, n in schedule)
         lengths = f"draft tokens by batch size{learnt} {by_size}"
+    if v2 and getattr(vllm_config.speculative_config, ADAPTIVE, False):
+        lengths += ", as many of them verified as vLLM's adaptive verification says"
     asked = configured(vllm_config).options.get("shape") == "tree"
     ranks = {
         "tensor": parallel.tensor_parallel_size,

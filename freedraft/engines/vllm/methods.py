@@ -51,7 +51,7 @@ MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
 # Keys of vLLM's SpeculativeConfig that mean something to a method of ours.
 VERIFICATION = "rejection_sample_method"
-ENGINE_KEYS = ("method", K, SCHEDULE, VERIFICATION)
+ENGINE_KEYS = ("method", K, SCHEDULE, ADAPTIVE, VERIFICATION)
 LOSSY = ("fly", "synthetic")  # of vLLM's verifications
 
 
@@ -142,7 +142,7 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
             context = context_of_arguments(self, model_config, config[K], candidate_lengths(config[K]) if v2 else None)
             _check(self, spec, options, model_config, context, v2)
             learnt = tuple[int, ...]()
-            if v2 and spec.schedule is not None and SCHEDULE not in config:
+            if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
                 # vLLM decides by the batch's size how much a step verifies, before it is drafted.
                 schedule = spec.schedule(options, context)
                 if schedule is not None:
@@ -269,8 +269,6 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[d
         raise _error(spec, f"option '{K}' must be a whole number from 1 to {MAX_DRAFT_TOKENS}, not {tokens!r}: try 8")
     if (way := config.get(VERIFICATION)) in LOSSY:
         raise _error(spec, f"'{VERIFICATION}' '{way}' accepts other tokens than the model's: leave it out")
-    if config.get(ADAPTIVE):
-        raise _error(spec, f"option '{ADAPTIVE}' is not supported: set policy 'auto' instead")
     return config, option_type.read(flags)
 
 

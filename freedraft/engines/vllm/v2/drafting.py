@@ -21,6 +21,7 @@ from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
 from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.scheduler import SALT
+from freedraft.engines.vllm.v2.confidences import Confidences
 from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
 from freedraft.engines.vllm.v2.requests import Requests
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
@@ -78,6 +79,7 @@ class Drafting:
         self.guarded: GuardedMethod | None = None  # its method
         self.lengths: BatchLengths | None = None  # learnt while serving
         self.rows: Rows = []  # of them, what the scheduler is to know
+        self.confidences: Confidences | None = None
         tokenizer = None
         if drafts:
             spec = METHODS[ours.name]
@@ -191,6 +193,8 @@ class Drafting:
             counts = write_drafts(draft, step.capacities, rows, branching, proposed, requests.parents, slots)
             requests.drafted[slots], requests.drafted_behind[slots] = counts, self._steps
             requests.nodes[slots, 0], requests.nodes[slots, 1:] = step.roots, proposed[0, rows]
+            if self.confidences is not None:
+                self.confidences.estimate(step, draft, rows, counts, len(gained.slots))
         proposed[0, :, most:] = -1  # as vLLM has it
         return True
 

@@ -23,11 +23,12 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.hooks import check
-from freedraft.engines.vllm.configured import SCHEDULE, configured
+from freedraft.engines.vllm.configured import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.hooks import V2_SAMPLING_HOOKS
 from freedraft.engines.vllm.patching import share_logging
+from freedraft.engines.vllm.v2.confidences import Confidences
 from freedraft.engines.vllm.v2.drafting import Drafting, V2StepState
 from freedraft.engines.vllm.v2.lengths import GraphLengths
 from freedraft.method import METHODS
@@ -63,6 +64,8 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         self.joins_at_once, self.joins_last = True, False  # until there is a runner
         self.verifying: Any = None  # vLLM's InputBatch, once its inputs are there
         self.warming_up = False  # see `warm_up`
+        if getattr(config, ADAPTIVE, False):
+            self.verify_adaptively(device)
 
     @property
     def matches(self) -> bool:
@@ -80,6 +83,13 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         self.warming_up = now
         if self.trees is not None:
             self.trees.warm_up(now)
+
+    def verify_adaptively(self, device: torch.device) -> None:
+        """Give vLLM's adaptive verification the confidences that it reads, by these names."""
+        self.confidences = Confidences(self.requests.lengths.size, self.length, device)
+        self.joins_at_once = True
+        self.enable_adaptive_verification = True
+        self.draft_token_confidence_probs = self.confidences.device
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """The model is loaded, and vLLM knows what graphs to capture; we have none."""
@@ -102,8 +112,8 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         if self.trees is not None and not DraftRanks(self._ranks).agree(self.trees.prepare(runner)):
             self.trees, self._parts = None, 1
         self.runner = runner
-        # Where vLLM sends drafts on, or cuts its inputs in parts.
-        self.joins_at_once = bool(runner.pp_handler or runner.pcp_manager)
+        # Where vLLM sends drafts on, cuts its inputs in parts, or reads confidences before there are inputs.
+        self.joins_at_once = bool(runner.pp_handler or runner.pcp_manager or self.confidences)
         # Where nothing but the model itself reads drafts.
         usual = type(runner.model_state).prepare_inputs is DefaultModelState.prepare_inputs
         readers = self.trees, METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
@@ -122,7 +132,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         vLLM asks for them at once, the drafts. input_batch: vLLM's InputBatch of the step that has just been launched;
         num_sampled: int32 [B], tokens that each request gained; last_sampled: int64 [slots, 1]."""
         self._steps += 1
-        batch, guarded = input_batch.num_reqs, self.guarded
+        batch, guarded, confidences = input_batch.num_reqs, self.guarded, self.confidences
         packed = self._of_batch(self._drafts, batch)
         drafts = packed[0]
         if dummy_run or is_profile:
@@ -131,6 +141,8 @@ class MethodSpeculator(Drafting, BaseSpeculator):
             if guarded is not None:  # its kernel is compiled, too
                 self._copy_gained(input_batch, num_sampled, drafts)
             packed.zero_()
+            if confidences is not None:
+                confidences.device[:batch].zero_()
             return drafts
         prompts = self._states.prefill_len.np[input_batch.idx_mapping_np[:batch]]
         over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= prompts  # in which the bound is exact
@@ -142,6 +154,8 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         most = self.length if num_speculative_tokens is None else num_speculative_tokens
         # What was gained, if anything, is looked at later, when nobody has to wait for it.
         self._awaited = (input_batch.idx_mapping[:batch], most) if most > 0 and over.any() else None
+        if confidences is not None and self._awaited is None:
+            confidences.device[:batch].zero_()
         if self.joins_at_once or input_batch.has_structured_output_reqs:
             self.join()
         return drafts
@@ -153,7 +167,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         if self._awaited is None:
             return
         (slots, most), self._awaited = self._awaited, None
-        packed, guarded = self._of_batch(self._drafts, len(slots)), self.guarded
+        packed, confidences, guarded = self._of_batch(self._drafts, len(slots)), self.confidences, self.guarded
         if guarded is not None:
             with nullcontext() if self.draft_model is None else self.draft_model.ranks.leading():
                 drafted = guarded.call(self._draft, most, batch)
@@ -161,10 +175,14 @@ class MethodSpeculator(Drafting, BaseSpeculator):
                 packed.copy_(self._of_batch(self._proposed, len(slots)), non_blocking=True)
             else:
                 packed[1:].zero_()
+            if confidences is not None:
+                confidences.send(len(slots)) if drafted else confidences.device[: len(slots)].zero_()
         elif self.draft_model is not None:
             self.draft_model.follow(V2StepState(self.runner.block_tables, self._states, np.zeros(0, np.intp)).pages)
         if self._ranks.world_size > 1:
             self._ranks.broadcast(packed, src=0)
+            if confidences is not None:
+                self._ranks.broadcast(confidences.device[: len(slots)], src=0)
         if self.trees is not None:
             self.trees.put(slots, packed[1])
         if batch is not None:  # where others have got slots meanwhile, these have no drafts yet, and read none

@@ -152,6 +152,7 @@ def why_chains(runner: Any, vllm_config: Any) -> str | None:
     model, parallel, ours = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
     sampler = runner.sampler
     engine = {
+        "adaptive verification": ours.enable_adaptive_verification,
         f"rejection sampling method '{ours.rejection_sample_method}'": ours.rejection_sample_method != "standard",
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": runner.dcp_size > 1 or runner.pcp_manager is not None,
