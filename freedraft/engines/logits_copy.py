@@ -65,7 +65,7 @@ class LogitsCopy:
         self.put(request_ids, trees, logits, (first[tree] + node, tree * width + node))
 
     def forget(self, request_id: str) -> None:
-        """Another request has got this id: what was put is not its own."""
+        """Leave out a request that begins anew: the logits that were put belong to another text."""
         if self._taken is not None:
             request_ids, *rest = self._taken
             self._taken = ["" if each == request_id else each for each in request_ids], *rest

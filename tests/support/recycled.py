@@ -12,13 +12,15 @@ def recorded(guarded: Any, said: dict[tuple[int, ...], set[int]]) -> None:
     def recycle(logits: Any) -> None:
         request_ids, draft, top_tokens, _ = logits
         for b, request_id in enumerate(request_ids):
-            if not request_id:  # it has ended, and another one has its id
+            if not request_id:  # it has begun anew: see `LogitsCopy.forget`
                 continue
             text = drafter.tokens(request_id).tolist()
             assert text[-1] == draft.tokens[b, 0]
+            paths = [text]
             for i in range(draft.counts[b]):
-                path = text + draft.tokens[b, 1 : i + 1].tolist()
-                said.setdefault(tuple(path), set()).add(int(top_tokens[b, i, 0]))
+                if i:
+                    paths.append([*paths[draft.parents[b, i]], int(draft.tokens[b, i])])
+                said.setdefault(tuple(paths[i]), set()).add(int(top_tokens[b, i, 0]))
         original(logits)
 
     guarded.recycle = recycle

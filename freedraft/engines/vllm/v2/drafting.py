@@ -116,8 +116,8 @@ class Drafting:
         request_id, parameters = request.req_id, request.sampling_params
         if request_id in self.requests.slots:  # an id that starts anew: streamed input
             self.requests.finish(request_id)
+        self.logits.forget(request_id)  # they belong to its text before it ended or was preempted
         if request_id in self.requests.ended:
-            self.logits.forget(request_id)
             self._tell_end(request_id)
         if getattr(request, "prompt_embeds", None) is None:  # whose tokens are not known
             slot, tokens = self._states.req_id_to_index[request_id], request.prefill_token_ids
