@@ -104,7 +104,7 @@ def test_swift_searches_while_it_serves(swift_engine: Any, prompts: list, plain:
     assert isinstance(swift, Swift)
     start = swift.incumbent
     with spied(proposer, lambda step, drafts: modules.update(map(id, method.draft_passes.values()))):
-        for turn in range(12):  # it searches for a share of the time, however long that is here
+        for turn in range(40):  # it searches for a share of the time, however long that is here
             assert generate(swift_engine, prompts) == plain
             if turn >= 2 and len(swift.space.values) > 20 and len(modules) > 1 and swift.incumbent != start:
                 break
