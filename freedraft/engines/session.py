@@ -1,4 +1,4 @@
-"""`DraftSession`: an engine's requests as its method is told of them, and how much may be drafted for each."""
+"""`DraftSession`: the requests that a method drafts for. `room`: the number of draft tokens that each may have."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class Exchange:
         listing, now = self._list(), now_ms()
         changes.erasures.extend(erasure for erasure in listing.erasures if erasure not in self._applied)
         if changes.erasures:
-            self._open = []  # whoever erases writes it anew
+            self._open = []  # the server that erases rewrites this batch
         self._applied = {e for e in listing.erasures if e.until < now}  # the others cover what comes
         self._handled &= {batch.name for batch in listing.batches}
         fresh, room = [], 4 * self._max_tokens
