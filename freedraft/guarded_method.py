@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 from freedraft.method import Method, MethodSpec
+from freedraft.report import Report
 from freedraft.step import EngineContext, NodeLogits, Step
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class GuardedMethod:
 
     def __init__(self, spec: MethodSpec, options: Any, context: EngineContext) -> None:
         self.method: Method = spec.make(options, context)
-        self.metrics = self.method.metrics
+        self.metrics, self._report = self.method.metrics, Report(spec.name)
         self.running: set[str] = set()
         self._paused = 0
         self._next_pause = FIRST_PAUSE
@@ -120,6 +121,7 @@ class GuardedMethod:
         self.method.record_acceptance(step)
         result = action(step)
         self.metrics.speedup.set(self.method.controller.speedup)
+        self._report.add(step, self.method.controller.speedup)
         return result
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None = None, aborted: bool = False) -> None:

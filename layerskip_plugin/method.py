@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from freedraft.config import ConfigError
 from freedraft.cost.controller import Auto, make_controller
-from freedraft.cost.outlook import outlook_of_passes
 from freedraft.cost.policies import Controller
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.schedule import Schedule, draft_lengths
@@ -94,10 +93,8 @@ class LayerSkipMethod(ModelMethod):
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
         port = serve(options.metrics_port, context.rank, options.metrics_host)
         if alone:
-            first = next(iter(self.selection.sets.values()))
-            pays = outlook_of_passes(context, controller.profile, self.recipes.of(first))
-            measured = "which is measured" if options.lookahead == "cost" else "it drafts whether that is so or not"
-            logger.info("freedraft: layerskip: %s (%s); %s", pays, measured, where_to_look(port))
+            pays = "where draft passes pay" if options.lookahead == "cost" else "whether draft passes pay or not"
+            logger.info("freedraft: layerskip drafts %s; %s", pays, where_to_look(port))
 
     def prepare(self, model: DraftModel) -> None:
         """Build the draft passes of every skip set, before the first request."""

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.hardware import choose_profile
-from freedraft.cost.outlook import outlook
 from freedraft.cost.policies import Controller
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
@@ -121,8 +120,8 @@ class SssdMethod(Method):
         )  # fmt: skip
         self.source_metrics = SourceMetrics(self._snapshot())
         port = serve(options.metrics_port, context.rank, options.metrics_host)
-        notes = outlook(context, self.controller.profile), where_to_look(port)
-        logger.info("freedraft: sssd drafts up to %d tokens per request; %s; %s", context.max_draft_tokens, *notes)
+        most = context.max_draft_tokens
+        logger.info("freedraft: sssd drafts up to %d tokens per request; %s", most, where_to_look(port))
 
     def _open_live(self) -> LiveStore:
         options, context = self.options, self.context

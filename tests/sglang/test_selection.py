@@ -47,7 +47,7 @@ def ask(engine, word):
 
 
 def test_swift_searches_while_it_serves(selecting):
-    for _ in range(12):
+    for _ in range(40):  # it searches for a share of the time, which is longer on a slow machine
         log, _ = ask(selecting, "swift")
         if len(log["swift sets"]) > 1:
             break
@@ -57,7 +57,7 @@ def test_swift_searches_while_it_serves(selecting):
 
 
 def test_knapspec_searches_while_it_serves(selecting):
-    for _ in range(12):
+    for _ in range(40):
         log, _ = ask(selecting, "knapspec")
         if any(log["knapspec sets"]):
             break

@@ -1,0 +1,35 @@
+"""The log says once what drafting brings, and again when it ends or begins to bring something."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+
+from freedraft.report import FEWEST_STEPS, SECONDS, Report
+from tests.support.steps import make_step
+
+
+def test_it_says_what_drafting_brings_when_that_changes(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    report = Report("sssd", clock=lambda: now[0])
+
+    def serve(drafted: list[int], gained: int, speedup: float, seconds: float = SECONDS + 1) -> list[str]:
+        caplog.clear()
+        step = make_step(["a", "b"], [[1] * gained, [1] * gained], drafted=drafted)
+        for _ in range(FEWEST_STEPS):
+            now[0] += seconds / FEWEST_STEPS
+            report.add(step, speedup)
+        return caplog.messages
+
+    with caplog.at_level(logging.INFO, logger="freedraft.report"):
+        assert serve([4, 0], 2, 1.5, seconds=1.0) == [], "too early"
+        (line,) = serve([4, 0], 2, 1.5)
+        assert "sssd, last 3 minutes: 2.00 tokens per step and request, an estimated 1.50 times plain" in line
+        assert serve([4, 4], 3, 1.9) == [], "it is still on"
+        (line,) = serve([0, 0], 1, 1.0)
+        assert "drafting is off: in 100% of steps" in line
+        assert serve([0, 0], 1, 1.0) == []
+        (line,) = serve([0, 4], 2, math.nan)  # another policy
+        assert line.endswith("2.00 tokens per step and request")
