@@ -1,8 +1,8 @@
 """The `freedraft` command.
 
 Plugins add sub-commands through entry points in the group `freedraft.commands`: one named `a` is the command or group
-`a`, one named `a.b` is the command `b` in the group `a`; the object is a `typer.Typer` or a function with typer
-annotations. They are imported when they are called or listed; one that cannot be imported says so.
+`a`, one named `a.b` the command `b` of group `a`; the object is a `typer.Typer` or a function with typer annotations.
+Entry points are imported when called or listed; one that cannot be imported prints why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def installed_commands() -> dict[str, EntryPoint]:
 
 
 class PluginGroup(TyperGroup):
-    """A group whose commands are its own, listed first, and those that plugins registered under `prefix`."""
+    """A group of its own commands, listed first, and of the commands that plugins registered under `prefix`."""
 
     prefix = ""
 
@@ -38,7 +38,7 @@ class PluginGroup(TyperGroup):
         return [*self.commands, *sorted(names.difference(self.commands))]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command, imported now; one that says why it cannot be imported; None when there is none."""
+        """The imported command; a stand-in that prints why the import failed; None for an unknown name."""
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         registered, name = self._registered(), self.prefix + cmd_name
@@ -47,15 +47,15 @@ class PluginGroup(TyperGroup):
         return _group(cmd_name, f"{name}.") if any(other.startswith(f"{name}.") for other in registered) else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that `args` begins with; refuses what is no longer there by name."""
+        """The command at the start of `args`; refuses removed commands by name."""
         for word in (arg.partition("=")[0] for i, arg in enumerate(args[1:]) if i == 0 or arg.startswith("--")):
             if sentence := RETIRED.get(f"{args[0]} {word}"):
                 raise ValueError(f"{args[0]}: '{word}' is no longer supported: {sentence}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; an error that a user can put right ends in one line and exit code 2, with FREEDRAFT_DEBUG=1
-        in its traceback."""
+        """Run the command; an error that a user can fix ends in one line and exit code 2, with FREEDRAFT_DEBUG=1 in its
+        traceback."""
         try:
             return super().invoke(ctx)
         except (ValueError, OSError) as error:
@@ -68,7 +68,7 @@ class PluginGroup(TyperGroup):
         return {name: point for name, point in installed_commands().items() if name.startswith(self.prefix)}
 
 
-# What replaces commands and options of earlier versions.
+# Replacements for removed commands and options.
 RETIRED = {
     "explain --windows": "windowed drafts are judged by measured times while serving: option 'window' of layerskip",
     "explain --memory": "it was for --windows",
@@ -79,7 +79,7 @@ RETIRED = {
     "calibrate --plot": "freedraft calibrate inspect FILE prints the layers of each set",
 }
 
-# What plugins' commands of two words are for, by the first.
+# Help of the groups of plugins' two-word commands.
 GROUPS = {"calibrate": "Search skip sets; train DISCO's classifier."}
 
 
@@ -110,7 +110,7 @@ def _broken(point: EntryPoint, name: str, error: Exception) -> TyperCommand:
     def fail(**_: object) -> None:
         raise ValueError(f"command '{name}' ({point.value}) cannot be loaded: {reason}; reinstall {package}") from error
 
-    # All arguments are taken, so that the reason is seen and not a complaint about them.
+    # Accept any arguments, so that the user sees the reason instead of an error about them.
     settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     return TyperCommand(name, callback=fail, help=f"cannot be loaded: {reason}", context_settings=settings)
 

@@ -1,7 +1,7 @@
 """Prometheus metrics of drafting.
 
-Nothing here loads the client library before a drafter is made: engines choose its multi-process mode by an environment
-variable that it reads when it is loaded, which SGLang sets after its plugins.
+The client library is imported only when a drafter is built: it reads its multi-process mode from an environment
+variable at import, which SGLang sets after loading plugins.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Metrics(NamedTuple):
 
     @classmethod
     def of(cls, method: str) -> Metrics:
-        """Those of the method of this name."""
+        """The metrics of the method of this name."""
         return cls._make(family.labels(method) for family in _families())
 
 
 @functools.cache
 def _families() -> Metrics:
-    """Registered by the first drafter of a process: what serves the engine's own metrics page has none, and shows none.
-    With several API servers vLLM sets Prometheus's multi-process mode: gauges then need to know how to add up."""
+    """Registered by the first drafter of a process, so that the engine's own metrics server does not show them. With
+    several API servers vLLM sets Prometheus's multi-process mode, in which gauges need an aggregation."""
     from prometheus_client import Counter, Gauge, Summary
 
     label = ["method"]
@@ -86,14 +86,14 @@ def check_address(port: int | None, host: str) -> None:
 
 
 def where_to_look(port: int | None) -> str:
-    """For the log: how to see what drafting brings."""
+    """Log text: how to watch drafting."""
     return f"'freedraft top {port}' shows what it brings" if port else "set metrics_port to see what it brings"
 
 
 def serve(port: int | None, rank: int = 0, host: str = LOCAL) -> int | None:
-    """Serve this process's metrics, which the API server's own page does not show, at http://host:port/metrics, once
-    per address and process; return the port. Raises ConfigError: the port is taken, or the host is none of this
-    machine's.
+    """Serve this process's metrics at http://host:port/metrics, once per address and process; return the port. The API
+    server's own page does not show them. Raises ConfigError: the port is taken, or the host is no address of this
+    machine.
 
     Args:
         port: 0 picks a free one, None serves nothing.
