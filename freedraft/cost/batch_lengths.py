@@ -28,7 +28,7 @@ from freedraft.draft import DraftBatch
 if TYPE_CHECKING:
     from freedraft.step import Step
 
-_ENOUGH, _RATE = 2, 0.02  # own times of a cell from which they count alone; minimum weight of a new one
+_ENOUGH, _RATE = 2, 0.02  # times of a cell that are enough to use them alone; minimum weight of a new one
 _PRICE_EVERY = 4  # steps per range of batch sizes
 _MARGIN = 0.995  # share of the best ratio at which a shorter length is preferred
 _REQUESTS = 2.0  # memory of expected acceptance, in requests

@@ -56,7 +56,7 @@ class Explorer(ProbeSchedule):
         return np.flatnonzero(seconds <= _PROBE_COST * seconds[0])
 
     def rest(self, drafting: float, step: float) -> None:
-        """Pause the drafter for the next steps. drafting, step: their seconds."""
+        """Pause the drafter for some steps, by the seconds of drafting and of a step."""
         self._rest = min(int(max(drafting, 0.0) / (_IDLE_SHARE * max(step, 1e-6))), _MAX_IDLE)
 
     def rests(self) -> bool:

@@ -23,7 +23,7 @@ app = typer.Typer(name="datastore", help=ABOUT, no_args_is_help=True, pretty_exc
 
 
 def _place(text: str) -> Path:
-    """Return the path that `text` is; of a URL, the path of a local copy."""
+    """Return `text` as a path; for a URL the path of its local copy."""
     try:
         return local_copy(text) if "://" in text else Path(text)
     except DatastoreError as error:
@@ -83,7 +83,7 @@ def verify(
         elif erased:
             raise DatastoreError(f"{store} has learnt nothing: correct the path")
         if learnt is not None and not (store / MANIFEST).exists():
-            return  # nothing was built
+            return  # no built store
         with Datastore.open(store, vocab_size=vocab_size, fingerprint=fingerprint) as opened:
             audit(opened, full=full)
             manifest = opened.manifest
@@ -173,8 +173,8 @@ def isolation(
 
 
 def _tenants(source: str | None) -> list[str]:
-    """Read keys of tenants. A salt is a secret, so it is never an argument, which every user of the machine can see.
-    Raises DatastoreError: the file cannot be read, or names nobody."""
+    """Read keys of tenants from a file: salts are secrets, and arguments are visible to every user of the machine.
+    Raises DatastoreError: the file cannot be read, or is empty."""
     if source is None:
         return []
     with reporting("read", Path(source)):

@@ -1,4 +1,4 @@
-"""`BuildOptions`: `freedraft datastore build`, and what it shares with other commands."""
+"""`BuildOptions`: `freedraft datastore build`, and helpers shared with other commands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace the datastor
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """End the command with one line and an exit code instead of a traceback."""
+    """Context: errors end the command with one line and an exit code instead of a traceback."""
     try:
         yield
     except (DatastoreError, MemoryError) as error:
@@ -179,4 +179,4 @@ def build(**options: Any) -> None:
 
 
 build.__doc__, build.__annotations__ = BuildOptions.__doc__, get_type_hints(BuildOptions, include_extras=True)
-vars(build)["__signature__"] = inspect.signature(BuildOptions, eval_str=True)  # of which the command's options are made
+vars(build)["__signature__"] = inspect.signature(BuildOptions, eval_str=True)  # the command's options

@@ -11,7 +11,7 @@ from prometheus_client import Counter, Gauge
 if TYPE_CHECKING:
     from sssd_plugin.datastore.live.store import LiveStore
 
-# By attribute of `LiveStats`.
+# Metrics by attribute of `LiveStats`.
 _GAUGES = {
     "tokens": Gauge("freedraft_live_tokens", "Tokens in the live datastore", multiprocess_mode="livesum"),
     "max_sub_indices": Gauge(
@@ -40,7 +40,7 @@ class LiveMetrics:
         self._shown: defaultdict[Counter, float] = defaultdict(float)
 
     def show(self, live: LiveStore) -> None:
-        """Bring the metrics up to date, for at most a hundredth of the time: with many tenants that takes a while."""
+        """Update the metrics, at most 1 % of the time, since many tenants take long."""
         now = time.monotonic()
         if now < self._next:
             return
