@@ -1,4 +1,4 @@
-"""Prometheus metrics of the n-gram sources: how often each knows the context, and its accepted tokens."""
+"""Prometheus metrics of the n-gram sources: hits, and accepted tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STATIC_SUB_INDICES = Gauge(
 
 
 class SourceMetrics:
-    """Counts how often each source of one drafter pays."""
+    """Counts look-ups, hits and accepted tokens by source of one drafter."""
 
     def __init__(self, static: Snapshot) -> None:
         self._steps = 0
@@ -43,7 +43,7 @@ class SourceMetrics:
         _STATIC_SUB_INDICES.set(len(static.sub_indices))
 
     def update(self, drafter: Drafter, step: Step) -> None:
-        """Count a step, after its tokens have entered the drafter."""
+        """Count a step, after the drafter's update with its tokens."""
         self._steps += 1
         if self._steps % EVERY:
             return

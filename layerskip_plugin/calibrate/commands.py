@@ -1,4 +1,4 @@
-"""`freedraft calibrate`: the offline searches of skip sets and of DISCO's classifier, and a look at their results."""
+"""`freedraft calibrate`: offline searches of skip sets, training of DISCO's classifier, and `inspect`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Survivors = Annotated[int, typer.Option(help="Partial sets kept per weight; 1 is
 
 
 def command(*modules: str, **defaults: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a search, `search(run, **own)`: with the options of `Common`, and with its own ones.
+    """Decorator: make a command of `search(run, **own)`, with the options of `Common` and its own ones.
 
     Args:
-        modules: of the extra "calibrate", that it needs.
-        defaults: of common options, where they differ from those of `Common`.
+        modules: required modules of the extra "calibrate".
+        defaults: of common options, if they differ from those of `Common`.
     """
 
     def decorate(search: Callable[..., None]) -> Callable[..., None]:

@@ -14,7 +14,7 @@ Seed = Annotated[int, typer.Option(help="Of all randomness.")]
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    """What every search is given."""
+    """Common options of all searches."""
 
     data: Annotated[
         list[Path], typer.Argument(help='JSONL files with "prompt", "question", "turns" or "text" in each line.')
