@@ -149,7 +149,7 @@ def doctor() -> None:
 
 @app.command()
 def profile(
-    name: Annotated[str | None, typer.Option(help="Name of the profile (default: the device's).")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the profile (default: the device's name).")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write (default: where the device's name finds it).")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu (default: the GPU if there is one).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
@@ -176,7 +176,7 @@ def explain(
     hardware: Annotated[str, typer.Option(help="Name or file of a hardware profile, or auto.")] = "auto",
     context: Annotated[int, typer.Option(min=1, help="Tokens per request in the KV cache.")] = 1024,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks.")] = 1,
-    dtype: Annotated[str | None, typer.Option(help="What the engine computes in (default: the model's).")] = None,
+    dtype: Annotated[str | None, typer.Option(help="The engine's dtype (default: the model's).")] = None,
     tokens_per_step: Annotated[str | None, typer.Option(
         metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it too (.png, .svg, .pdf).")] = None,
@@ -214,10 +214,10 @@ def explain(
 
 @app.command()
 def top(
-    port: Annotated[int, typer.Argument(min=1, max=65535, help="What option 'metrics_port' says.")],
-    host: Annotated[str, typer.Option(help="Where the server runs, or what forwards its metrics.")] = "127.0.0.1",
+    port: Annotated[int, typer.Argument(min=1, max=65535, help="Value of option 'metrics_port'.")],
+    host: Annotated[str, typer.Option(help="Host of the server, or of a proxy of its metrics.")] = "127.0.0.1",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print what there was since the server's start, and end.")]
+    once: Annotated[bool, typer.Option("--once", help="Print totals since the server's start, and exit.")]
     = False,
 ) -> None:  # fmt: skip
     """Show what a running server drafts, and what that brings, from its metrics."""

@@ -118,7 +118,7 @@ class LayerSkipOptions(PluginOptions):
     @classmethod
     def _folder_exists(cls, path: Path | None) -> Path | None:
         if path is not None and not path.parent.is_dir():
-            raise ValueError(f"is in a folder that does not exist: make {path.parent} first")
+            raise ValueError(f"is in a folder that does not exist: create {path.parent} first")
         return path
 
     def skip_sets(self, config: Any) -> dict[str, SkipSet]:

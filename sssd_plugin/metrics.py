@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 EVERY = 8  # sampling interval, in steps
 
-_LOOKUPS = Counter("freedraft_lookups", f"Contexts that were drafted for, of one step in {EVERY}")
-_HITS = Counter("freedraft_hits", "Of these, those whose last 2 tokens the source knows", ["source"])
+_LOOKUPS = Counter("freedraft_lookups", f"Contexts drafted for, sampled in one step of {EVERY}")
+_HITS = Counter("freedraft_hits", "Of these, contexts with their last 2 tokens in the source", ["source"])
 _SOURCED = Counter(
     "freedraft_sourced_tokens",
-    f"Accepted draft tokens, of one step in {EVERY}, by the source that knows the longest context for them",
+    f"Accepted draft tokens, sampled in one step of {EVERY}, by the source with the longest context",
     ["source"],
 )
-_STATIC_TOKENS = Gauge("freedraft_static_tokens", "Tokens in the datastore that was built", multiprocess_mode="livemax")
+_STATIC_TOKENS = Gauge("freedraft_static_tokens", "Tokens in the built datastore", multiprocess_mode="livemax")
 _STATIC_SUB_INDICES = Gauge(
-    "freedraft_static_sub_indices", "Sub-indices of the datastore that was built", multiprocess_mode="livemax"
+    "freedraft_static_sub_indices", "Sub-indices of the built datastore", multiprocess_mode="livemax"
 )
 
 

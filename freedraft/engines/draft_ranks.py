@@ -76,7 +76,7 @@ class DraftRanks:
             except Exception as error:
                 if is_device_fault(error):
                     raise
-                logger.exception("freedraft: this rank cannot do a draft pass that the first one wants")
+                logger.exception("freedraft: this rank cannot run a draft pass of rank 0")
 
     def ready(self, prepare: Callable[[], T]) -> T:
         """The result of `prepare`, once it has succeeded on all ranks. Raises RuntimeError: it failed on another rank;
@@ -101,7 +101,7 @@ class DraftRanks:
         except Exception as error:
             if not self.several or is_device_fault(error):
                 raise
-            logger.exception("freedraft: this rank failed in the midst of a draft pass: the engine has to end")
+            logger.exception("freedraft: this rank failed during a draft pass: the engine must end")
             raise EngineMustEnd("a draft pass failed that other tensor-parallel ranks wait for") from error
 
     def agree(self, able: bool) -> bool:

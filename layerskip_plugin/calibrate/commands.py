@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Share = Annotated[
     float | None,
-    typer.Option(help="Share of the 2L sublayers to skip; without it, what brings most tokens per time here."),
+    typer.Option(help="Share of the 2L sublayers to skip (default: the one of most tokens per time here)."),
 ]
 Survivors = Annotated[int, typer.Option(help="Partial sets kept per weight; 1 is the paper's.")]
 
@@ -131,9 +131,7 @@ def knapsack(
 def knn(
     run: Run,
     share: Share = None,
-    clusters: Annotated[
-        int | None, typer.Option(help="Find this many domains in files that are a log without labels.")
-    ] = None,
+    clusters: Annotated[int | None, typer.Option(help="Number of domains to find in a log without labels.")] = None,
     answered: Annotated[int, typer.Option(help="Prompts of each domain that the model answers for its set.")] = 8,
     survivors: Survivors = 2,
 ) -> None:
@@ -155,7 +153,7 @@ def disco(
         float | None, typer.Option(min=0.0, help="Time of a draft pass in plain steps; default: as recorded.")
     ] = None,
     query_token: Annotated[
-        float | None, typer.Option(min=0.0, help="Of a further token in verification; default: as recorded.")
+        float | None, typer.Option(min=0.0, help="Time of a further verified token; default: as recorded.")
     ] = None,
     seed: Seed = 0,
 ) -> None:
@@ -191,7 +189,7 @@ def disco(
     )
 
 
-def inspect(file: Annotated[Path, typer.Argument(help="What another calibrate command wrote.")]) -> None:
+def inspect(file: Annotated[Path, typer.Argument(help="Output of another calibrate command.")]) -> None:
     """Show the skip sets in a file: retained, skipped attention and skipped MLP, layer by layer."""
     from layerskip_plugin.selection import knapsack, knn
     from layerskip_plugin.skip_set import FORMAT, SkipSet

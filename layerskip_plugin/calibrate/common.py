@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 Out = Annotated[Path, typer.Option(help="The file to write (JSON).")]
-Seed = Annotated[int, typer.Option(help="Of all randomness.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,5 +23,5 @@ class Common:
     out: Out
     tokens: Annotated[int, typer.Option(help="Calibration tokens, at least 24.")] = 64
     prompts: Annotated[int, typer.Option(help="Prompts of each file; the model answers them.")] = 8
-    device: Annotated[str, typer.Option(help="cpu or cuda; auto takes the GPUs where there are some.")] = "auto"
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto: the GPUs, if there are any.")] = "auto"
     seed: Seed = 0

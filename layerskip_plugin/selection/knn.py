@@ -36,7 +36,7 @@ class Domains:
         if self.domain.shape != (a,) or self.center.shape != (width,) or not np.isfinite(self.anchors).all():
             raise ValueError("anchors, domains and center do not fit together")
         if a and not 0 <= self.domain.min() <= self.domain.max() < len(self.names):
-            raise ValueError("an anchor names a domain that there is not")
+            raise ValueError("an anchor names an unknown domain")
 
     def route(self, hidden: NDArray[np.float32]) -> NDArray[np.intp]:
         """intp[B]: index in `sets` of each prompt's set, by float32[B, hidden] states: that of the anchor of the

@@ -67,7 +67,7 @@ def verify(
     full: Annotated[bool, typer.Option(
         "--full", help="Prove the order of every suffix (slow; a byte of memory per token).")] = False,
     erased: Annotated[str | None, typer.Option(
-        "--erased", metavar="FILE", help="Tenants, as for `forget`, of whom nothing may be left.")] = None,
+        "--erased", metavar="FILE", help="File of tenants, as for `forget`, that must have no text left.")] = None,
 ) -> None:  # fmt: skip
     """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model; of what was learnt, with
     --erased, that no byte of its files names these tenants. Exit code 1 if not."""
@@ -121,7 +121,7 @@ def forget(
     store: PlaceArgument,
     tenants: TenantsOption = None,
     before: Annotated[str | None, typer.Option(
-        metavar="TIME", help="What was learnt before, as 2026-01-31 or 2026-01-31T12:00.")] = None,
+        metavar="TIME", help="Text learnt before this time, e.g. 2026-01-31 or 2026-01-31T12:00.")] = None,
 ) -> None:  # fmt: skip
     """Erase what was learnt while serving, on disk and in servers of this host that learn there, or at a URL and in all
     servers that learn there. With --tenants and --before, only what both apply to."""
@@ -145,7 +145,7 @@ def export(
     store: PlaceArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT.npy", help="Token ids, for `freedraft datastore build`.")],
     tenants: TenantsOption = None,
-    accept: Annotated[bool, typer.Option("--accept", help="Though tenants were kept apart, put all into one file.")]
+    accept: Annotated[bool, typer.Option("--accept", help="Put tenants that were kept apart into one file.")]
     = False,
 ) -> None:  # fmt: skip
     """Write what was learnt as token ids, -1 after each document. A store that is built of it drafts for everybody."""
@@ -159,8 +159,8 @@ def export(
 @app.command()
 def isolation(
     store: StorePath,
-    kind: Annotated[Literal["salt", "strict", "shared", "off"], typer.Argument(help="As the option of the server.")],
-    accept: Annotated[bool, typer.Option("--accept", help="Let everybody see what was learnt of one tenant.")] = False,
+    kind: Annotated[Literal["salt", "strict", "shared", "off"], typer.Argument(help="Value of the server's option.")],
+    accept: Annotated[bool, typer.Option("--accept", help="Let all be drafted from one tenant's text.")] = False,
 ) -> None:
     """Let servers with this isolation use what was learnt under another one."""
     from sssd_plugin.datastore.live import maintenance

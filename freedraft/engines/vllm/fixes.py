@@ -34,4 +34,4 @@ def apply_fixes() -> None:
     try:
         start_with_numba_loaded()
     except Exception as error:  # a version with another structure
-        logger.debug("freedraft: nothing to mend for modules of numba (%s)", error)
+        logger.debug("freedraft: no fix for modules of numba (%s)", error)

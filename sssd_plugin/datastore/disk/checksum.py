@@ -112,7 +112,7 @@ def check(files: Iterable[Checked], *, contents: bool = True) -> None:
             differs = f"checksum of the block at byte {start} is {found}, not {expected}"
             raise DatastoreError(f"{path} is corrupted: {differs}; restore it, or {REBUILD}")
         if not in_bounds:
-            limits = f"outside {bounds.low}..{bounds.high}" + (" or that do not rise" if bounds.rising else "")
+            limits = f"outside {bounds.low}..{bounds.high}" + (" or descending" if bounds.rising else "")
             where = f"in the block at byte {start}"
             raise DatastoreError(f"{path} holds numbers {limits} {where}: take the store from whom you trust")
 

@@ -16,16 +16,16 @@ _GAUGES = {
     "tokens": Gauge("freedraft_live_tokens", "Tokens in the live datastore", multiprocess_mode="livesum"),
     "max_sub_indices": Gauge(
         "freedraft_live_sub_indices",
-        "Most live sub-indices that a request is drafted from",
+        "Maximum of live sub-indices per request",
         multiprocess_mode="livemax",
     ),
     "nbytes": Gauge("freedraft_live_bytes", "Memory of the live datastore", multiprocess_mode="livesum"),
-    "tenants": Gauge("freedraft_live_tenants", "Tenants that have learnt something", multiprocess_mode="livesum"),
+    "tenants": Gauge("freedraft_live_tenants", "Tenants with learnt text", multiprocess_mode="livesum"),
 }
 _COUNTERS = {
     "documents": Counter("freedraft_live_documents", "Finished requests that were learnt from"),
     "inserted": Counter("freedraft_live_inserted_tokens", "Tokens that were learnt"),
-    "evicted": Counter("freedraft_live_evicted_tokens", "Learnt tokens that were dropped to make room"),
+    "evicted": Counter("freedraft_live_evicted_tokens", "Learnt tokens dropped to make room"),
     "merges": Counter("freedraft_live_merges", "Merges of live sub-indices in the background"),
     "merge_seconds": Counter("freedraft_live_merge_seconds", "Time that they took"),
 }
