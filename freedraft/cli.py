@@ -141,7 +141,7 @@ def root(
 
 @app.command()
 def doctor() -> None:
-    """Say which engines are installed and whether everything that freedraft hooks in them is there."""
+    """Check which engines are installed, and that they have everything that freedraft hooks."""
     from freedraft.doctor import run
 
     raise typer.Exit(run())
@@ -181,7 +181,7 @@ def explain(
         metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it too (.png, .svg, .pdf).")] = None,
 ) -> None:  # fmt: skip
-    """Say what a step costs and how much the cost model would draft, by batch size, from the roofline alone."""
+    """Print step times and draft lengths of the cost model by batch size, from the roofline alone."""
     from rich.console import Console
     from rich.table import Table
 
@@ -220,7 +220,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print totals since the server's start, and exit.")]
     = False,
 ) -> None:  # fmt: skip
-    """Show what a running server drafts, and what that brings, from its metrics."""
+    """Show drafting of a running server, from its metrics."""
     from freedraft.top import run
 
     raise typer.Exit(run(f"http://{host}:{port}/metrics", interval, once))

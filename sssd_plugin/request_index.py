@@ -275,7 +275,7 @@ class RequestIndex:
         return sum(memory.nbytes for memory in self._memory.values())
 
     def _allocate(self, slot: int, sizes: tuple[int, int, int]) -> None:
-        """Give the slot memory of these sizes (`_SIZES`), with what it holds."""
+        """Allocate memory of these sizes (`_SIZES`) for the slot, and copy its contents."""
         row = self.slots[slot]
         old, memory = row[None].copy(), np.empty(int(np.dot((12, 6, 4), sizes)), np.uint8)
         row[ADDRESS], row[_SIZES] = memory.ctypes.data, sizes

@@ -75,7 +75,7 @@ class BatchLengths(Fixed):
         # ln(measured / predicted) of steps, and their number, by range of batch sizes, length and bucket of contexts.
         # Step times by query tokens alone do not include waiting for drafts.
         self._errors: dict[tuple[int, int, int], tuple[float, int]] = {}
-        # Draft tokens of a request that are accepted, by length; the last draft, of what length, and what it promised
+        # Accepted draft tokens per request, by length; the last draft, its length, and its expectation
         self._gain = expected_tokens(1 + self.lengths, CHAIN_TOKENS_PER_STEP) - 1.0
         self._newest: tuple[DraftBatch, int, NDArray[np.float64]] | None = None
         self._began, self._step_seconds, self._asked = 0.0, 1.0, 0

@@ -41,7 +41,7 @@ app.command()(command.build)
 
 @app.command()
 def info(store: StorePath, as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
-    """Say what a datastore holds."""
+    """Print the contents of a datastore."""
     with one_line():
         manifest = read_manifest(store)
     if as_json:
@@ -69,8 +69,8 @@ def verify(
     erased: Annotated[str | None, typer.Option(
         "--erased", metavar="FILE", help="File of tenants, as for `forget`, that must have no text left.")] = None,
 ) -> None:  # fmt: skip
-    """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model; of what was learnt, with
-    --erased, that no byte of its files names these tenants. Exit code 1 if not."""
+    """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model; with --erased, that no
+    byte of learnt files names these tenants. Exit code 1 if not."""
     from sssd_plugin.datastore import tokenizer as tokenizers
     from sssd_plugin.datastore.disk.store import Datastore, audit
     from sssd_plugin.datastore.live.maintenance import verify_live
@@ -101,7 +101,7 @@ def merge(
     memory: command.MemoryOption = "2GiB",
     force: command.ForceOption = False,
 ) -> None:  # fmt: skip
-    """Make one datastore of several, in as few sub-indices as the memory allows. What was learnt is not taken along."""
+    """Merge datastores, in as few sub-indices as the memory allows. Learnt text is not included."""
     with one_line(), command.ended_by_sigterm():
         manifest = merge_stores(out, stores, memory=parse_size(memory), replace=force)
     typer.echo(f"{out}: {command.contents(manifest)}")
@@ -123,8 +123,8 @@ def forget(
     before: Annotated[str | None, typer.Option(
         metavar="TIME", help="Text learnt before this time, e.g. 2026-01-31 or 2026-01-31T12:00.")] = None,
 ) -> None:  # fmt: skip
-    """Erase what was learnt while serving, on disk and in servers of this host that learn there, or at a URL and in all
-    servers that learn there. With --tenants and --before, only what both apply to."""
+    """Erase learnt text, on disk and in servers of this host that learn there, or at a URL and in all servers that
+    learn there. With --tenants and --before, only text that both select."""
     from sssd_plugin.datastore.live import maintenance
 
     with one_line():
@@ -148,7 +148,7 @@ def export(
     accept: Annotated[bool, typer.Option("--accept", help="Put tenants that were kept apart into one file.")]
     = False,
 ) -> None:  # fmt: skip
-    """Write what was learnt as token ids, -1 after each document. A store that is built of it drafts for everybody."""
+    """Write learnt text as token ids, -1 after each document. A store built of it drafts for all tenants."""
     from sssd_plugin.datastore.live.maintenance import export
 
     with one_line():
@@ -162,7 +162,7 @@ def isolation(
     kind: Annotated[Literal["salt", "strict", "shared", "off"], typer.Argument(help="Value of the server's option.")],
     accept: Annotated[bool, typer.Option("--accept", help="Let all be drafted from one tenant's text.")] = False,
 ) -> None:
-    """Let servers with this isolation use what was learnt under another one."""
+    """Let servers with this isolation use text learnt under another one."""
     from sssd_plugin.datastore.live import maintenance
 
     with one_line():

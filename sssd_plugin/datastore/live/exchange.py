@@ -1,8 +1,8 @@
 """`Exchange`: servers at one URL learn from each other, by batches; see `batches`.
 
-Whoever writes a batch anew without erased documents gives it the same name, readers leave out documents with numbers
-that they have had, and batches that are too old are removed by name. One listing holds erasures and batches, so no
-reader takes a document that was erased before.
+All servers that rewrite a batch without erased documents give it the same name, readers skip documents that they have
+had (by number), and expired batches are removed by name. One listing has erasures and batches, so no reader takes a
+document that was erased before.
 """
 
 from __future__ import annotations
