@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import report
+from bench.lib.plots import nice
 from bench.lib.results import checked
 from bench.lib.tables import pivot, table
 
@@ -91,8 +92,18 @@ def serve(result: Any) -> str:
     included; for a group the time per token of a request after its first.
 
     ![Latency against throughput](../bench/results/serve-vllm-cpu-latency-throughput.png)"""
-    said = f"{report.conditions(result)} {report.below_plain(result)}"
-    return "\n\n".join(filter(None, [said, report.markdown(result), report.rivals(result)]))
+    cells, over = [], []
+    for concurrency, group, here in report.cells_of(result["rows"]):
+        ratios = {arm: r for arm, r in here.items() if "ratio" in r}
+        best = max((r["ratio"] for r in ratios.values()), default=0.0)
+        for arm, r in ratios.items():
+            bold = "**" if r["ratio"] == best else ""
+            cell = f"{bold}{r['ratio']:.2f}{bold}{report.bounds(*r['ratio_interval'])}"
+            cells.append({"questions": nice(group), "at": f"{concurrency:2d}: {arm}", "cell": cell})
+            for rival, f in r.get("over", {}).items() if group == "all" and arm in report.METHODS else ():
+                over.append(f"{arm} over {rival} {f[0]:.2f}{report.bounds(*f[1:])} at {concurrency}")
+    said = f"{report.conditions(result)} {report.below_plain(result)} All questions: {'; '.join(over)}."
+    return f"{pivot(cells, 'questions={questions}', 'at', '{cell}')}\n\n{said}"
 
 
 @section("How much is drafted, on machines with known step times", "budget-replay.json", CHAPTERS[2])
@@ -223,11 +234,10 @@ def layer_skip(vllm: Any, sglang: Any) -> str:
 @section("Windows", "windowed-acceptance.json", CHAPTERS[3])
 def windowed(result: Any) -> str:
     """How often a pass of all layers over 16 sinks and the newest tokens predicts the model's next token (spread over
-    documents), and its next 2, 4 and 6: answers of 96 tokens about long documents, fp32, without an engine."""
-    shown = (r for r in result["rows"] if r["window"] in (128, 512, 2048))
-    rows = [r | {"least": min(r["by_document"]), "most": max(r["by_document"])} for r in shown]
+    documents), and its next 4: answers of 96 tokens about long documents, fp32, without an engine."""
+    rows = [r | {"least": min(r["by_document"]), "most": max(r["by_document"])} for r in result["rows"]]
     form = "context={context:,} | window={window:,} | next token (by document)={next 1:.2f} ({least:.2f}-{most:.2f})"
-    return table(rows, form, *(f"next {n}={{next {n}:.2f}}" for n in (2, 4, 6)))
+    return table(rows, form, "next 4={next 4:.2f}")
 
 
 @section(
@@ -446,7 +456,7 @@ def written(one: Section, files: list[str]) -> str:
         raise ValueError(f"{', '.join(one.files)}: not as their benchmark writes them now ({error!r})") from None
     text = [" ".join(part.split()) for part in (inspect.getdoc(one.body) or "").split("\n\n")]
     text[0] += f" From {'; '.join(source(name) for name in files)}."
-    return "\n\n".join([f"### {one.title}", *text, body]) + "\n"
+    return f"### {one.title}\n" + "\n\n".join([*text, body]) + "\n"
 
 
 def page() -> str:

@@ -1,4 +1,4 @@
-"""Log text at an engine's start: whether drafting is likely to pay."""
+"""Whether drafting is likely to pay on an engine, said at its start."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LOADS = ((1, TYPICAL_CONTEXT), (16, 16 * TYPICAL_CONTEXT))  # requests, tokens o
 
 
 def outlook(context: EngineContext, profile: HardwareProfile) -> str:
-    """Text: the batch size up to which n-gram drafts are likely to pay, from the roofline and the acceptance of
-    recorded chat answers."""
+    """In a few words: how many requests at a time drafts of n-grams are likely to pay for, from the roofline alone and
+    the acceptance of recorded chat answers."""
     try:
         roofline = roofline_of(context, profile)
     except ConfigError as error:
@@ -36,8 +36,8 @@ def outlook(context: EngineContext, profile: HardwareProfile) -> str:
 
 
 def outlook_of_passes(context: EngineContext, profile: HardwareProfile, recipes: Sequence[Recipe]) -> str:
-    """Text: a draft pass's share of a step by the roofline, for the cheapest of these recipes; acceptance must exceed
-    it."""
+    """In a few words: what a draft pass takes of a step, which is what must be accepted of its tokens, by the roofline,
+    with the one of these recipes that takes least."""
     try:
         roofline = roofline_of(context, profile)
     except ConfigError as error:
