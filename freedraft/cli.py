@@ -1,8 +1,8 @@
 """The `freedraft` command.
 
 Plugins add sub-commands through entry points in the group `freedraft.commands`: one named `a` is the command or group
-`a`, one named `a.b` is the command `b` in the group `a`; the object is a `typer.Typer` or a function with typer
-annotations. They are imported when they are called or listed; one that cannot be imported says so.
+`a`, one named `a.b` the command `b` of group `a`; the object is a `typer.Typer` or a function with typer annotations.
+Entry points are imported when called or listed; one that cannot be imported prints why.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def installed_commands() -> dict[str, EntryPoint]:
 
 
 class PluginGroup(TyperGroup):
-    """A group whose commands are its own, listed first, and those that plugins registered under `prefix`."""
+    """A group of its own commands, listed first, and of the commands that plugins registered under `prefix`."""
 
     prefix = ""
 
@@ -38,7 +38,7 @@ class PluginGroup(TyperGroup):
         return [*self.commands, *sorted(names.difference(self.commands))]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command, imported now; one that says why it cannot be imported; None when there is none."""
+        """The imported command; a stand-in that prints why the import failed; None for an unknown name."""
         if cmd_name in self.commands:
             return self.commands[cmd_name]
         registered, name = self._registered(), self.prefix + cmd_name
@@ -47,15 +47,15 @@ class PluginGroup(TyperGroup):
         return _group(cmd_name, f"{name}.") if any(other.startswith(f"{name}.") for other in registered) else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that `args` begins with; refuses what is no longer there by name."""
+        """The command at the start of `args`; refuses removed commands by name."""
         for word in (arg.partition("=")[0] for i, arg in enumerate(args[1:]) if i == 0 or arg.startswith("--")):
             if sentence := RETIRED.get(f"{args[0]} {word}"):
                 raise ValueError(f"{args[0]}: '{word}' is no longer supported: {sentence}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; an error that a user can put right ends in one line and exit code 2, with FREEDRAFT_DEBUG=1
-        in its traceback."""
+        """Run the command; an error that a user can fix ends in one line and exit code 2, with FREEDRAFT_DEBUG=1 in its
+        traceback."""
         try:
             return super().invoke(ctx)
         except (ValueError, OSError) as error:
@@ -68,7 +68,7 @@ class PluginGroup(TyperGroup):
         return {name: point for name, point in installed_commands().items() if name.startswith(self.prefix)}
 
 
-# What replaces commands and options of earlier versions.
+# Replacements for removed commands and options.
 RETIRED = {
     "explain --windows": "windowed drafts are judged by measured times while serving: option 'window' of layerskip",
     "explain --memory": "it was for --windows",
@@ -79,7 +79,7 @@ RETIRED = {
     "calibrate --plot": "freedraft calibrate inspect FILE prints the layers of each set",
 }
 
-# What plugins' commands of two words are for, by the first.
+# Help of the groups of plugins' two-word commands.
 GROUPS = {"calibrate": "Search skip sets; train DISCO's classifier."}
 
 
@@ -110,7 +110,7 @@ def _broken(point: EntryPoint, name: str, error: Exception) -> TyperCommand:
     def fail(**_: object) -> None:
         raise ValueError(f"command '{name}' ({point.value}) cannot be loaded: {reason}; reinstall {package}") from error
 
-    # All arguments are taken, so that the reason is seen and not a complaint about them.
+    # Accept any arguments, so that the user sees the reason instead of an error about them.
     settings = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
     return TyperCommand(name, callback=fail, help=f"cannot be loaded: {reason}", context_settings=settings)
 
@@ -141,7 +141,7 @@ def root(
 
 @app.command()
 def doctor() -> None:
-    """Say which engines are installed and whether everything that freedraft hooks in them is there."""
+    """Check which engines are installed, and that they have everything that freedraft hooks."""
     from freedraft.doctor import run
 
     raise typer.Exit(run())
@@ -149,7 +149,7 @@ def doctor() -> None:
 
 @app.command()
 def profile(
-    name: Annotated[str | None, typer.Option(help="Name of the profile (default: the device's).")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the profile (default: the device's name).")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write (default: where the device's name finds it).")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu (default: the GPU if there is one).")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
@@ -176,12 +176,12 @@ def explain(
     hardware: Annotated[str, typer.Option(help="Name or file of a hardware profile, or auto.")] = "auto",
     context: Annotated[int, typer.Option(min=1, help="Tokens per request in the KV cache.")] = 1024,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks.")] = 1,
-    dtype: Annotated[str | None, typer.Option(help="What the engine computes in (default: the model's).")] = None,
+    dtype: Annotated[str | None, typer.Option(help="The engine's dtype (default: the model's).")] = None,
     tokens_per_step: Annotated[str | None, typer.Option(
         metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it too (.png, .svg, .pdf).")] = None,
 ) -> None:  # fmt: skip
-    """Say what a step costs and how much the cost model would draft, by batch size, from the roofline alone."""
+    """Print step times and draft lengths of the cost model by batch size, from the roofline alone."""
     from rich.console import Console
     from rich.table import Table
 
@@ -214,13 +214,13 @@ def explain(
 
 @app.command()
 def top(
-    port: Annotated[int, typer.Argument(min=1, max=65535, help="What option 'metrics_port' says.")],
-    host: Annotated[str, typer.Option(help="Where the server runs, or what forwards its metrics.")] = "127.0.0.1",
+    port: Annotated[int, typer.Argument(min=1, max=65535, help="Value of option 'metrics_port'.")],
+    host: Annotated[str, typer.Option(help="Host of the server, or of a proxy of its metrics.")] = "127.0.0.1",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
-    once: Annotated[bool, typer.Option("--once", help="Print what there was since the server's start, and end.")]
+    once: Annotated[bool, typer.Option("--once", help="Print totals since the server's start, and exit.")]
     = False,
 ) -> None:  # fmt: skip
-    """Show what a running server drafts, and what that brings, from its metrics."""
+    """Show drafting of a running server, from its metrics."""
     from freedraft.top import run
 
     raise typer.Exit(run(f"http://{host}:{port}/metrics", interval, once))

@@ -1,7 +1,7 @@
-"""Compiled functions, whose code several processes may cache on disk and no upgrade leaves stale.
+"""Compiled functions, cached on disk safely for several processes and invalidated by upgrades.
 
-numba's own cache is made for one writer: of two servers that start at once, one can leave an index that names the
-other's code. And it looks at the file of the outermost function only, not at those of what this calls.
+numba's own cache assumes one writer: of two servers that start at once, one can leave an index that names the other's
+code. It also watches the file of the outermost function only, not those of its callees.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _PACKAGES = tuple(Path(__file__).parents[1] / name for name in ("freedraft", "ss
 
 
 def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """`numba.njit` that keeps the code on disk where it can: a decorator, with or without numba's options."""
+    """Decorator: `numba.njit`, with or without its options, that caches the code on disk where possible."""
     if function is None:
         return partial(compiled, **options)
     dispatcher = numba.njit(**options)(function)
-    if isinstance(dispatcher, Dispatcher):  # it is the function itself where NUMBA_DISABLE_JIT is set
+    if isinstance(dispatcher, Dispatcher):  # the plain function under NUMBA_DISABLE_JIT
         try:
             dispatcher._cache = _Cache(function)
-        except (RuntimeError, OSError):  # numba finds no folder that can be written; the sources are being replaced
+        except (RuntimeError, OSError):  # no writable folder; or the sources are being replaced
             _warn("no folder for it can be written, or a source not be read")
     return dispatcher
 
 
 @cache
 def _sources() -> str:
-    """Digest of all sources, read once: whichever of them changed, all code is compiled again."""
+    """Digest of all sources, read once: any change recompiles everything."""
     digest = hashlib.sha256()
     for package in _PACKAGES:
-        for source in sorted(filter(Path.is_file, package.rglob("*.py"))):  # an editor's lock is a link to nothing
+        for source in sorted(filter(Path.is_file, package.rglob("*.py"))):  # editors' lock files are dangling links
             digest.update(f"{source.relative_to(package.parent)}\n".encode())
             digest.update(source.read_bytes())
     return digest.hexdigest()
@@ -52,12 +52,12 @@ def _warn(problem: str) -> None:
 
 
 class _File(IndexDataCacheFile):
-    """A data file for each signature, named by it, and no index."""
+    """One data file per signature, named after it, without an index."""
 
     def load(self, key: Any) -> Any:
         try:
             sources, known, data = self._load_data(self._name(key))
-        except Exception:  # no file, half a file: unpickling may raise anything
+        except Exception:  # missing or truncated file: unpickling may raise anything
             return None
         return data if (sources, known) == (self._source_stamp, key) else None
 

@@ -13,11 +13,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 CONFIG_VARIABLE = "FREEDRAFT_CONFIG"
 PREFIX = "FREEDRAFT_"
-LOCAL = "127.0.0.1"  # where metrics are served unless an option says otherwise: to this machine alone
+LOCAL = "127.0.0.1"  # default address of metrics: this machine only
 
 
 class ConfigError(ValueError):
-    """What the user configured cannot be used, in one line: the option or file, and the remedy."""
+    """An unusable configuration. The message is one line: the option or file, and the remedy."""
 
 
 def configs_dir() -> Path:
@@ -54,7 +54,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def one_line(error: ValidationError, known: Iterable[str], source: str) -> str:
-    """A pydantic error as one line that names each wrong option, where it stands, and the remedy."""
+    """A pydantic error as one line: each wrong option, its source, and the remedy."""
     parts = []
     for item in error.errors(include_url=False):
         option = ".".join(str(part) for part in item["loc"])
@@ -78,17 +78,17 @@ UserPath = Annotated[Path | None, BeforeValidator(expand_path)]
 
 
 class PluginOptions(BaseModel):
-    """Base of a plugin's options: a frozen pydantic model that knows no other option than its own."""
+    """Base of a plugin's options: a frozen pydantic model that rejects unknown options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, str_strip_whitespace=True)
 
     source_name: ClassVar[str] = "freedraft options"
-    # What replaces "option" or "option=value" of earlier versions.
+    # Replacements for removed options, keyed by "option" or "option=value".
     retired: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str | None = None) -> Self:
-        """Validate `values`; `source` says in messages where they stand. Raises ConfigError: an option is unknown or
+        """Validate `values`; `source` names their origin in messages. Raises ConfigError: an option is unknown or
         retired, or its value is wrong."""
         source = source or cls.source_name
         for option, value in values.items():
@@ -102,8 +102,8 @@ class PluginOptions(BaseModel):
 
     @classmethod
     def read(cls, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Self:
-        """Options from the engine's flags; those not given there from the YAML file that `FREEDRAFT_CONFIG` names; the
-        rest from `FREEDRAFT_<OPTION>` variables. Each source is checked by itself, so that a ConfigError names it."""
+        """Options from the engine's flags, else from the YAML file named by `FREEDRAFT_CONFIG`, else from
+        `FREEDRAFT_<OPTION>` variables. Each source is checked separately, so that a ConfigError names it."""
         environ = os.environ if environ is None else environ
         values = cls._from_environment(environ)
         if path := environ.get(CONFIG_VARIABLE):
@@ -125,7 +125,7 @@ class PluginOptions(BaseModel):
                     cls.parse({option: value}, f"environment variable {variable}")
                     values[option] = value
             elif variable.startswith(PREFIX) and variable != CONFIG_VARIABLE:
-                # Other tools may use the prefix; only what looks like a slip of the pen is an error.
+                # Other tools may use the prefix; only names that resemble an option are errors.
                 stem = variable.removeprefix(PREFIX).lower()
                 if close := difflib.get_close_matches(stem, cls.model_fields, n=1, cutoff=0.8):
                     meant = f"{PREFIX}{close[0].upper()}"

@@ -56,7 +56,7 @@ def examine(engine: str) -> Report:
 
 
 def run(console: Console | None = None) -> int:
-    """Print what was found; return 0 when at least one engine is installed and nothing is missing in any, else 1."""
+    """Print the reports; return 0 if at least one engine is installed and none lacks a hook, else 1."""
     console = console or Console(highlight=False, soft_wrap=True)
     console.print(f"freedraft {__version__}")
     reports = [examine(engine) for engine in ENGINES]

@@ -1,4 +1,4 @@
-"""`DraftBatch`: the one currency between drafters and engines."""
+"""`DraftBatch`: a batch of drafts, passed from drafters to engines."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class DraftBatch:
         scores: float32 [B, N], estimated probability that verification accepts the node (and so its whole path);
             1 for the root, never above the parent's.
         counts: int32 [B], number of nodes, root included; 0 where the request has no token to extend.
-        kinds: uint8 [B, N], where a node comes from, in the drafter's own numbering below 128 (source, match length);
-            what is learnt of acceptance is learnt by it.
+        kinds: uint8 [B, N], origin of each node in the drafter's own numbering below 128 (source, match length);
+            acceptance is learnt per kind.
     """
 
     tokens: NDArray[np.int32]
@@ -46,7 +46,7 @@ class DraftBatch:
 
     @classmethod
     def roots(cls, roots: NDArray[np.int32]) -> DraftBatch:
-        """Trees of nothing but their roots: int32 [B], each request's newest token."""
+        """Trees of roots only; roots: int32 [B], each request's newest token."""
         draft = cls.empty(len(roots), 1)
         draft.tokens[:, 0], draft.parents[:], draft.scores[:], draft.counts[:] = roots, -1, 1.0, 1
         return draft

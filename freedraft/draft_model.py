@@ -36,24 +36,24 @@ class DraftRound(ABC):
 
     @abstractmethod
     def launch(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1) -> Any:
-        """Run `count` passes, each after the most likely token of the one before, and wait for none; `read` waits.
+        """Start `count` passes, each on the most likely token of the previous one, without waiting; `read` waits.
 
         Args:
-            rows: intp [R], places in the step; all smaller positions have been run for them.
-            tokens: int32 [R], the token at `position` of each: its root at 0, then what was drafted.
+            rows: intp [R], rows of the step; all smaller positions must have been run for them.
+            tokens: int32 [R], the token at `position` of each: its root at 0, then its drafts.
             position: of the first pass, from 0.
         """
 
     @abstractmethod
     def read(self, launched: Any) -> Drafted:
-        """Wait for passes."""
+        """Wait for launched passes and return their tokens."""
 
 
 class DraftModel(ABC):
     """The target model, run with some sublayers skipped, over the engine's own weights and paged KV cache."""
 
     n_layers: int  # of the target
-    waits: bool  # whether reading a pass back keeps the device waiting for the host, so that several are read at once
+    waits: bool  # whether reading a pass stalls the device, so that several are read at once
 
     @abstractmethod
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> Any:
@@ -62,31 +62,29 @@ class DraftModel(ABC):
         Args:
             top_k: how many of the most likely tokens a pass returns, K >= 1.
             entropy: whether it returns the distribution's entropy.
-            optimize: whether it is worth compiling, or capturing in CUDA graphs, where the engine does so.
+            optimize: whether to compile it, or capture CUDA graphs, where the engine does so.
         """
 
     @abstractmethod
     def capacities(self, step: Step) -> NDArray[np.int32]:
-        """int32 [B]: how many tokens may be drafted for each request, by the KV slots that are reserved for it; never
-        more than `step.capacities`."""
+        """int32 [B]: draft tokens allowed per request by its reserved KV slots; at most `step.capacities`."""
 
     @abstractmethod
     def start(self, step: Step, draft_pass: Any, rows: NDArray[np.intp], max_draft_len: int) -> DraftRound:
-        """Begin a round of at most `max_draft_len` positions for the requests at `rows` of the step (intp [R]), with
-        one draft pass that `build` has made."""
+        """Start a round of at most `max_draft_len` positions for the requests at `rows` of the step (intp [R]), with a
+        draft pass from `build`."""
 
     @abstractmethod
     def scorer(self, window: int) -> MatchnessScorer:
-        """Scores recipes on the newest `window` tokens that requests have generated, for searches while serving."""
+        """A scorer of recipes on the newest `window` generated tokens of a request, for searches while serving."""
 
 
 class MatchnessScorer(ABC):
-    """SWIFT's matchness: the share of a window's tokens after which a recipe's most likely token is what came."""
+    """SWIFT's matchness: the share of a window's tokens that a recipe's most likely token predicts."""
 
     @abstractmethod
     def observe(self, step: Step) -> bool:
-        """Take the newest tokens of a request of this step, of another one each time; False when none has generated
-        enough."""
+        """Take the newest tokens of one request of this step, a different one each time; False if none has enough."""
 
     @abstractmethod
     def __call__(self, recipes: Sequence[Recipe]) -> NDArray[np.float64]:
@@ -94,8 +92,8 @@ class MatchnessScorer(ABC):
 
     @abstractmethod
     def run_sublayers(self, visit: Visit[T]) -> T:
-        """Return what `visit` returns, which runs the model sublayer by sublayer over the tokens that `observe` took.
+        """Return the result of `visit`, which runs the model sublayer by sublayer over the tokens that `observe` took.
 
-        It is passed float [W, H], the embedded tokens, and a function (index of a sublayer, float [J, W, H]) -> the
+        Its arguments: the embedded tokens, float [W, H], and a function (index of a sublayer, float [J, W, H]) -> the
         residual stream after it, for J streams before it.
         """

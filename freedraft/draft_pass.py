@@ -1,4 +1,4 @@
-"""Draft passes of the target model: what one runs and reads (`Recipe`, `Window`), and what a round of them brings."""
+"""Draft passes of the target model: their layers and KV window (`Recipe`, `Window`), and estimates of a round."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Window(NamedTuple):
     def pages(
         self, roots: NDArray[np.int64], page_size: int, *, attended: int | None = None, max_draft_len: int = 1
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """What a round of draft passes leaves out: page i of its shorter table is page i of the request for i < s, and
-        page i + d from there on.
+        """The pages that a round of draft passes leaves out: page i of its shorter table is page i of the request for i
+        < s, and page i + d from there on.
 
         Args:
             roots: int64 [B], position of each request's root. The newest tokens are counted from here.
-            attended: tokens back to which the model itself looks (its sliding window); a request that may draft beyond
-                them has no sinks: the engine may have given their pages away.
+            attended: the model's own sliding window, tokens; a request that may draft beyond it has no sinks: the
+                engine may have reused their pages.
 
         Returns:
             s, d: int64 [B].
@@ -69,13 +69,13 @@ class Recipe(Protocol, Hashable):
 
 @dataclass(frozen=True, slots=True)
 class DraftPassEstimate:
-    """What a round of draft passes for some requests would bring and take, by the most tokens m = 1 .. M of a draft.
+    """Expected gain and time of a round of draft passes, by maximum draft length m = 1 .. M.
 
     Attributes:
         gain: float64 [M], accepted tokens of these requests together.
         tokens: float64 [M], their draft tokens together.
         seconds: float64 [M], of the passes.
-        overrun: by how much a step with passes takes longer than these and its verification, as a factor.
+        overrun: factor by which a step with passes takes longer than passes plus verification.
     """
 
     gain: NDArray[np.float64]
@@ -88,6 +88,6 @@ class RestOfBatch(NamedTuple):
     """The requests of a step that take no part in a round of draft passes."""
 
     requests: int
-    query_tokens: int  # theirs in the verifying step
+    query_tokens: int  # in the verifying step
     rate: float | None  # expected tokens per second of the whole step; None without an estimate
     most_nodes: int = 1  # of any one of their drafts, root included

@@ -1,4 +1,4 @@
-"""Packages that not everybody needs, which come with extras of freedraft."""
+"""Optional packages, installed with extras of freedraft."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import importlib
 
 
 def require(what: str, extra: str, *modules: str) -> None:
-    """Import modules of an extra of freedraft, which `what` (as the user calls it) needs. Raises ValueError: one is not
-    installed; one line with the remedy."""
+    """Import modules of an extra of freedraft, which the feature `what` needs. Raises ValueError, one line with the
+    remedy: one is not installed."""
     for module in modules:
         try:
             importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, on the disk when it matters, and locks between processes."""
+"""Atomic, durable writes, and locks between processes."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durable: boo
 
     Args:
         mode: permissions, less the umask.
-        durable: whether the new contents are on the disk when this returns. A cache that may be lost need not wait.
+        durable: whether to fsync before returning; a cache need not.
     """
-    if path.exists() and not path.is_file():  # a device or a pipe, whose place no file must take
+    if path.exists() and not path.is_file():  # never replace a device or a pipe
         path.write_bytes(data)
         return
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
@@ -76,7 +76,7 @@ def one_line_error(action: str, path: Path) -> Iterator[None]:
 
 class FileLock:
     """An exclusive lock between processes, on a file or a folder, until the process ends. On a file system without
-    locks, everybody gets one, with `enforced` False. Raises BlockingIOError: another process has it, and `wait` is
+    locks every process gets it, with `enforced` False. Raises BlockingIOError: another process holds it and `wait` is
     False; OSError: `path` cannot be opened."""
 
     def __init__(self, path: Path, *, create: bool = False, wait: bool = False) -> None:
@@ -92,9 +92,9 @@ class FileLock:
             self.enforced = False
 
     def release(self) -> None:
-        """Let others have it; may be called twice."""
+        """Release the lock; may be called twice."""
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # closing is not enough where a forked process has the file too
+            with contextlib.suppress(OSError):  # closing does not unlock while a forked process has the file open
                 fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = None

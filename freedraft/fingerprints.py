@@ -1,4 +1,4 @@
-"""What files are tied to: the vocabulary whose ids they hold, the machine that they were measured on."""
+"""Identities that files are checked against: a tokenizer's vocabulary, the hardware of measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokenizer_fingerprint(tokenizer: HasVocabulary) -> str:
 
 
 def hardware_name(device: str = "cpu") -> str:
-    """The processor behind `device` ("cpu", "cuda", "cuda:1"), in words."""
+    """The name of the processor of `device` ("cpu", "cuda", "cuda:1")."""
     if device.startswith("cuda"):
         import torch
 

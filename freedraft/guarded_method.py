@@ -1,4 +1,4 @@
-"""`GuardedMethod`: a method as the adapters to engines call it. What it raises costs drafts, never tokens."""
+"""`GuardedMethod`: wraps a method for the engines' adapters. Its exceptions cost drafts, never tokens."""
 
 from __future__ import annotations
 
@@ -21,39 +21,40 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Steps without drafts after the first failure, doubled with each further one up to the longest.
+# Steps without drafts after a failure: the first pause, and the limit of its doubling.
 FIRST_PAUSE, LONGEST_PAUSE = 16, 4096
-FORGIVEN = 1024  # steps without a failure after which the next pause is a first one again
+FORGIVEN = 1024  # steps without a failure that reset the pause
 
-# Torch's errors of a device, its driver and NCCL; and what Triton, whose errors have no class, says of a fault that
-# every later call to the device meets again.
+# Torch's exception classes for device, driver and NCCL errors; and texts of Triton's errors, which have no class, for
+# faults after which every later call to the device fails.
 _FAULTS = {"AcceleratorError", "CudaError", "DistBackendError"}
-_PASSING = ("out of memory", "captur")  # words of those after which the device goes on
+_PASSING = ("out of memory", "captur")  # texts of errors that leave the device usable
 _LASTING = (
     "illegal memory access", "illegal instruction", "misaligned address", "device-side assert", "launch failure"
 )  # fmt: skip
 
 
 def is_device_fault(error: Exception) -> bool:
-    """Whether a device has failed: no later step can succeed, and the engine has its own ways of ending."""
+    """Whether a device has failed, so that no later step can succeed and the engine must handle it."""
     named = not _FAULTS.isdisjoint(kind.__name__ for kind in type(error).__mro__)
     named = named and not any(words in str(error) for words in _PASSING)
     return named or (isinstance(error, RuntimeError) and any(words in str(error) for words in _LASTING))
 
 
 class EngineMustEnd(BaseException):
-    """Going on without drafts could give wrong tokens, or let ranks wait for ever. No `except Exception` catches it, so
-    the process ends, and the engine's own supervision ends the others."""
+    """Raised where continuing could give wrong tokens or deadlock ranks. `except Exception` does not catch it, so the
+    process ends, and the engine's supervision ends the others."""
 
 
 class GuardedMethod:
-    """Calls a method, counts and times it, and survives what it raises, but for `EngineMustEnd` and device faults.
+    """Wraps a method: counts and times its calls, and turns exceptions (all but `EngineMustEnd` and device faults) into
+    a pause.
 
-    A failure is counted in `freedraft_failures_total`, logged with its traceback when a pause begins, and followed by a
-    pause without drafts. Requests begin and finish also during a pause, so that nothing of them is lost or kept.
+    A failure is counted in `freedraft_failures_total`, logged with its traceback, and followed by a pause without
+    drafts. Requests are added and finished during a pause, too, so that no state is lost or leaked.
 
     Args:
-        spec, options, context: see `MethodSpec.make`, whose errors are passed on.
+        spec, options, context: see `MethodSpec.make`; its errors are raised.
     """
 
     def __init__(self, spec: MethodSpec, options: Any, context: EngineContext) -> None:
@@ -63,7 +64,7 @@ class GuardedMethod:
         self._paused = 0
         self._next_pause = FIRST_PAUSE
         self._good_steps = 0
-        atexit.register(self.close)  # engines do not tell drafters that they end
+        atexit.register(self.close)  # engines do not notify drafters of their shutdown
 
     @property
     def needs_prompt_states(self) -> bool:
@@ -92,7 +93,7 @@ class GuardedMethod:
         self.call(self.method.prepare, model)
 
     def draft(self, step: Step) -> DraftBatch | None:
-        """See `Method.draft`; None where there are no drafts because something failed."""
+        """See `Method.draft`; None after a failure and during a pause."""
         if self._paused > 0:
             self._paused -= 1
             return None
@@ -107,13 +108,13 @@ class GuardedMethod:
         return draft
 
     def observe(self, step: Step) -> None:
-        """Take a step that is not drafted for."""
+        """See `Method.observe`."""
         if self._paused == 0:
             self.call(self._take, step, self.method.observe)
             self.metrics.budget.set(0)
 
     def take(self, step: Step) -> None:
-        """Take what some requests gained in a step behind which others are drafted for."""
+        """Append accepted tokens of requests that are not drafted for in a step in which others are."""
         if self._paused == 0:
             self.call(self._take, step, self.method.update)
 
@@ -134,8 +135,8 @@ class GuardedMethod:
         self.call(self.method.close)
 
     def call(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """What `work` returns; None where it raises. Also for what an adapter itself does for the sake of drafts.
-        Raises RuntimeError: the device has failed."""
+        """The result of `work`, None if it raises; adapters also guard their own drafting code with it. Raises
+        RuntimeError: the device has failed."""
         try:
             return work(*arguments)
         except Exception as error:

@@ -24,31 +24,32 @@ if TYPE_CHECKING:
 
 
 class Method:
-    """A drafter in an engine. It is called from one thread (corpora from another one), and keeps state by request id.
+    """A drafter in an engine. One thread calls it (another one its corpus methods); it keeps state by request id.
 
-    A request begins, gains tokens by steps, and finishes; it may finish at any time, begin anew under the same id
-    (after a preemption, with its output so far as part of its tokens), or never take part in a step. What a method
-    raises costs drafts, never tokens: see `GuardedMethod`.
+    A request begins, gains tokens step by step, and finishes. It may finish at any time, begin again under the same id
+    (after a preemption, with its output so far among its tokens), or never take part in a step. Exceptions cost drafts,
+    never tokens: see `GuardedMethod`.
 
-    A drafter that only proposes implements `propose`; `draft` then lets the controller decide how much is verified. Its
-    options are of the type that its `MethodSpec` names; its name is the label of its metrics.
+    A simple drafter implements `propose` only; `draft` lets the controller decide how much is verified. `options` has
+    the type named by the `MethodSpec`; `name` is the label of the metrics.
     """
 
     needs_prompt_states: bool = False
-    """Whether `set_prompt_state` is to be called."""
+    """Whether the engine must call `set_prompt_state`."""
 
     draft_timeout: float = 0.0
-    """Seconds that a step waits for its drafts where they can be made in a thread of their own (SGLang), which then is
-    the one that the method is called from; 0: the engine's own thread makes them, and waits."""
+    """Seconds that a step waits for its drafts if a drafter thread makes them (SGLang), which then makes all calls of
+    the method; 0: the engine's own thread drafts."""
 
     @property
     def learns(self) -> bool:
-        """Whether other requests are drafted for from what `finish` gets, so that it must be what clients got."""
+        """Whether finished outputs are used to draft for other requests. If so, `finish` must get exactly the tokens
+        that clients got."""
         return False
 
     @property
     def needs_logits(self) -> bool:
-        """Whether `recycle` is to be called after the next step, where the engine can."""
+        """Whether the engine should call `recycle` after the next step, if it can."""
         return False
 
     def __init__(self, options: Any, context: EngineContext, controller: Controller, name: str) -> None:
@@ -56,33 +57,34 @@ class Method:
         self.metrics = Metrics.of(name)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
-        """A request's prompt is known. Called while its prefill runs, so it must return at once.
+        """Add a request. Called during its prefill, so it must return at once.
 
         Args:
             tokens: int32 [n], all tokens of the request; a view that is valid during the call only.
-            tenant: whose text it is (`freedraft.tenants.tenant_key`); None where nobody says.
-            extra: what the client sent for the drafter (vLLM's extra_args, SGLang's custom_params).
+            tenant: tenant key (`freedraft.tenants.tenant_key`); None without one.
+            extra: the client's parameters for the drafter (vLLM's extra_args, SGLang's custom_params).
         """
 
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
-        """float32 [H], the normed last hidden state behind a prompt; before the first step of the request."""
+        """float32 [H], the normed last hidden state of the prompt's last token; called before the first step of the
+        request."""
 
     def recycle(self, logits: NodeLogits) -> None:
-        """What the target thinks comes next at every node that the last step verified, before the `draft` of the
-        next."""
+        """Take the target's likeliest tokens at every node of the last step; called before the next `draft`."""
 
     def prepare(self, model: DraftModel) -> None:
-        """The target's weights and KV cache are there. Only methods that run the model are called."""
+        """Build draft passes: the target's weights and KV cache are loaded. Only called if the method runs the
+        model."""
 
     @property
     def optimized_passes(self) -> int:
-        """How many draft passes `prepare` builds to be optimized, those of one skip set through several windows
-        counted once. Engines keep memory for their CUDA graphs."""
+        """Number of optimized draft passes that `prepare` builds, several windows of one skip set counted once. Engines
+        reserve memory for their CUDA graphs."""
         return 0
 
     def draft(self, step: Step) -> DraftBatch:
         """The drafts to verify, rows in the order of the step: at most `capacities[b]` draft tokens each, and with
-        `widths` at most the widest. Without widths they must be chains, unless `trees` says otherwise. Valid until the
+        `widths` at most the widest. Without widths they must be chains, unless `step.trees` is set. Valid until the
         next call."""
         controller = self.controller
         controller.update(step)
@@ -98,23 +100,23 @@ class Method:
         return draft
 
     def observe(self, step: Step) -> None:
-        """A step that is not drafted for."""
+        """Learn from a step without drafting for the next one."""
         max_draft_len = self.controller.observe(step)
         self.update(step)
         if max_draft_len > 0:
             self.controller.look(self.propose(step, max_draft_len))
 
     def update(self, step: Step) -> None:
-        """Take what requests gained. Called at every step, also at those without drafts."""
+        """Append newly accepted tokens. Called at every step, with or without drafts."""
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
-        """Drafts of at most `max_draft_len` tokens per request, after `update`. The batch stays valid until the next
-        call, and only its `counts` are changed by others."""
+        """Drafts of at most `max_draft_len` tokens per request; called after `update`. The batch stays valid until the
+        next call; callers change only its `counts`."""
         raise NotImplementedError
 
     def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
-        """Count what the last step gave, and what became of its drafts, for the metrics. rows: bool [B], of requests
-        that count; None: all."""
+        """Count tokens and accepted drafts of the last step, for the metrics. rows: bool [B], requests to count; None:
+        all."""
         some = slice(None) if rows is None else rows
         self.metrics.request_steps.inc(len(step.gained[some]))
         self.metrics.tokens.inc(int(step.gained[some].sum()))
@@ -122,23 +124,22 @@ class Method:
         self.metrics.accepted.inc(int(step.accepted[some].sum()))
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
-        """A request has ended; ids that never began are possible.
+        """Remove a request; the id may be unknown.
 
         Args:
-            output: int32 [n], what it wrote, without its prompt and without anything behind its end; None where the
-                engine does not know.
-            aborted: whether it was given up before its end, as far as the engine says.
+            output: int32 [n], its output up to its end, without the prompt; None if the engine does not know it.
+            aborted: whether it was aborted, if the engine reports that.
         """
 
     def close(self) -> None:
-        """Release threads and files, and save what was learnt. May be called more than once."""
+        """Release threads and files, and save learnt state. May be called more than once."""
         self.controller.save()
 
-    # Corpora come over the engine's HTTP calls, in a thread of their own, where an engine has such calls.
+    # Corpora: called from the thread of the engine's HTTP calls, if it has such calls.
 
     def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
-        """Index tokenised documents; `commit_corpus` makes them used. Returns their number of tokens. Raises
-        ValueError: this method takes no corpora, or not this one; the message goes to the HTTP client."""
+        """Index tokenised documents, which `commit_corpus` activates. Returns their number of tokens. Raises
+        ValueError: corpora, or this one, are not accepted; the message goes to the HTTP client."""
         raise ValueError("this speculative method drafts without corpora")
 
     def commit_corpus(self, corpus_id: str) -> None:
@@ -159,23 +160,23 @@ class ModelMethod(Method, ABC):
 
     @abstractmethod
     def capacities(self, step: Step) -> NDArray[np.int32]:
-        """int32 [B]: how many tokens may be drafted for each request; never more than `step.capacities`."""
+        """int32 [B]: draft tokens allowed per request; at most `step.capacities`."""
 
     @abstractmethod
     def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
-        """What draft passes for this number of requests would bring and take in the step that `update` was called with;
-        drafts of at most `max_draft_len` tokens."""
+        """Expected gain and time of draft passes for this number of requests in the present step, with drafts of at
+        most `max_draft_len` tokens."""
 
     @abstractmethod
     def begin_round(self, *, pays: bool) -> bool:
-        """Whether draft passes are to run in the present step: because they are expected to pay, or as a trial. Called
-        at most once per step."""
+        """Whether to run draft passes in this step, because they are expected to pay or as a trial. Called at most once
+        per step."""
 
     @abstractmethod
     def propose_for(
         self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
     ) -> DraftBatch:
-        """Draft for the requests at `rows` of the step, after `update`; the others get their roots.
+        """Draft for the requests at `rows` of the step; other requests get only their roots. Called after `update`.
 
         Args:
             rows: intp [R]; limits: int32 [R], most tokens of each, none above its capacity.
@@ -188,17 +189,17 @@ class MethodSpec:
     """A speculative method, for all engines.
 
     Attributes:
-        name: what the user writes as method or algorithm.
-        factory: "module:class" of its `Method`, called with (options, context, controller), where controller is None
-            unless the method is a part of the hybrid one and shares it.
-        options: the type of its options, or what gives it when it is needed.
-        check: called with (options, context) before the engine starts; raises ValueError with one clear line for what
-            would fail later.
+        name: method or algorithm name in the user's configuration.
+        factory: "module:class" of its `Method`, called with (options, context, controller); controller is None unless
+            the hybrid method shares its own.
+        options: the type of its options, or a function that returns it.
+        check: called with (options, context) before the engine starts; raises ValueError, one clear line, for errors
+            that would come later.
         runs_model: whether it runs the target model to draft: KV slots are reserved for it, and it gets a `DraftModel`.
         takes_corpora: whether it takes corpora over HTTP.
         schedule: called with (options, context); draft lengths by batch size, for engines that decide them beforehand.
         role: which part of the hybrid method it can be; None for neither.
-        default_length: draft tokens of a request at most, where the user names no number; None if one must be named.
+        default_length: default maximum of draft tokens per request; None if the user must set one.
     """
 
     name: str
@@ -221,7 +222,7 @@ class MethodSpec:
         return getattr(importlib.import_module(module), name)(options, context, controller)
 
 
-# The registered methods by name; an engine's adapter adds those that it can serve.
+# Registered methods by name; each engine's adapter adds the ones that it serves.
 METHODS: dict[str, MethodSpec] = {}
 
 

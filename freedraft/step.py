@@ -1,4 +1,4 @@
-"""`Step`: what a drafter is given for one decoding step; `EngineContext`: the engine it is built for."""
+"""`Step`: a drafter's input for one decoding step; `EngineContext`: the engine that a drafter is built for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 
-TOP_TOKENS = 8  # likeliest next tokens that are kept of a node
+TOP_TOKENS = 8  # likeliest next tokens kept per node
 
 
 class NodeLogits(NamedTuple):
@@ -19,7 +19,7 @@ class NodeLogits(NamedTuple):
 
     request_ids: Sequence[str]  # B ids, of which some may have finished
     draft: DraftBatch  # [B, N], the trees that were verified, without depths and scores
-    # [B, N, TOP_TOKENS], likeliest first, -1 for none; what stands at padding is undefined.
+    # [B, N, TOP_TOKENS], likeliest first, -1 for none; undefined at padding.
     top_tokens: NDArray[np.int32]
     # [B, N, TOP_TOKENS], natural logarithms, before temperature and filters; -inf for none.
     top_log_probs: NDArray[np.float32]
@@ -31,19 +31,17 @@ class Step:
 
     Attributes:
         request_ids: B ids, in the order of the engine's batch.
-        tokens: int32 [T], any array in which the tokens stand that requests gained.
-        starts, ends: int64 [B]; request b gained `tokens[starts[b]:ends[b]]` by the step that has just ended, at least
-            one token.
-        contexts: int32 [B], tokens of each request, those included.
-        capacities: int32 [B], how many draft tokens each request may have, the root not counted.
-        drafted: int32 [B], draft tokens of each request that the step that has just ended verified.
-        widths: ascending numbers of nodes per request, root included, that the engine is prepared to verify, if all
-            requests of a step must have the same; None where every request may have its own.
-        previous: number of requests and of query tokens of the step that has just ended; None if it did more than
-            decode, or if nothing is known of it.
-        history: gives all tokens of request b, int32 [contexts[b]], for drafters that missed some.
+        tokens: int32 [T], an array that contains the newly accepted tokens.
+        starts, ends: int64 [B]; the last step gave request b `tokens[starts[b]:ends[b]]`, at least one token.
+        contexts: int32 [B], tokens of each request, the new ones included.
+        capacities: int32 [B], maximum of draft tokens per request, without the root.
+        drafted: int32 [B], draft tokens of each request that the last step verified.
+        widths: if all requests of a step must have the same number of nodes (root included): the numbers that the
+            engine can verify, ascending; None where every request may have its own.
+        previous: requests and query tokens of the last step; None if it did more than decode, or is unknown.
+        history: returns all tokens of request b, int32 [contexts[b]], for drafters that missed some.
         trees: whether drafts may be trees also without widths.
-        engine: what the engine's `DraftModel` needs to know of the step; None where that is over.
+        engine: the engine's state for draft passes of its `DraftModel`; None once the step has finished.
     """
 
     request_ids: Sequence[str]
@@ -70,7 +68,7 @@ class Step:
 
     @property
     def gained(self) -> NDArray[np.int64]:
-        """int64 [B]: tokens that each request gained."""
+        """int64 [B]: newly accepted tokens of each request."""
         return self.ends - self.starts
 
     @property
@@ -81,28 +79,28 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """What a method is built for. In the front-end process, where only options are checked, the defaults stand for what
-    is not known yet.
+    """The engine that a method is built for. The front-end process only checks options; unknown fields have their
+    defaults there.
 
     Attributes:
         hf_config: the model's Hugging Face configuration, as it was published.
         vocab_size: of the target model.
         max_draft_tokens: most draft tokens per request, roots not counted.
         widths: see `Step`.
-        chains: whether drafts must be chains also with widths, because of how this engine's attention verifies them.
-        dtype: what the engine computes in, as "bfloat16".
-        kv_dtype: what keys and values are kept in, as "fp8_e4m3"; "auto" for what the model says.
-        page_size: tokens of a page of the KV cache; None where it is not known.
+        chains: whether drafts must be chains although there are widths, because attention cannot verify trees.
+        dtype: the engine's dtype, e.g. "bfloat16".
+        kv_dtype: dtype of the KV cache, e.g. "fp8_e4m3"; "auto" for the model's.
+        page_size: tokens per page of the KV cache; None if unknown.
         tensor_parallel: number of tensor-parallel ranks.
-        rank: of this process among those that draft: one for each data-parallel replica, or each rank where all draft;
-            each serves metrics at a port of its own.
-        device: the name of the GPU, or "cpu"; None to ask torch, where a method wants to know.
-        hardware: the device in words, as `freedraft calibrate` writes it; None where it is not known.
-        lengths: numbers of draft tokens that a step may verify for each of its requests, where all of them have the
-            same, decided before anything is drafted (`freedraft.cost.schedule`), so that shorter drafts save nothing;
-            None where every request may have its own.
+        rank: of this process among the drafting ones: one per data-parallel replica, or each rank where all draft; each
+            serves metrics at its own port.
+        device: name of the GPU, or "cpu"; None: ask torch.
+        hardware: the device's name as in files of `freedraft calibrate`; None if unknown.
+        lengths: if all requests of a step verify the same number of draft tokens, decided before drafting
+            (`freedraft.cost.schedule`): the possible numbers; shorter drafts then save nothing. None where every
+            request may have its own.
         gives_logits: whether the engine calls `Method.recycle`.
-        tokenizer_fingerprint: gives the fingerprint of the target's tokenizer; None where there is none.
+        tokenizer_fingerprint: returns the fingerprint of the target's tokenizer; None without one.
     """
 
     hf_config: Any = None

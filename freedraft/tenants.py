@@ -1,4 +1,4 @@
-"""The key of a tenant, in whose requests' text, and in no other, its requests may find drafts."""
+"""Tenant keys: a request may be drafted from texts of requests with the same key only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`freedraft top`: what a server's drafter does, from its metrics page, live."""
+"""`freedraft top`: a live view of a server's drafter, from its metrics page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-# Values by name of the metric, without its prefix, and value of its one label, "" for none.
+# Values by metric name without its prefix, and label value ("" for none).
 Samples = Mapping[tuple[str, str], float]
 
 PREFIX, START = "freedraft_", "process_start_time_seconds"
@@ -28,7 +28,7 @@ SOURCES = {
 
 
 def read(url: str) -> dict[tuple[str, str], float]:
-    """The samples of a metrics page. Raises ValueError, in one line, where nobody answers or it is not of a drafter."""
+    """The samples of a metrics page. Raises ValueError, one line: no answer, or not a drafter's page."""
     try:
         with urllib.request.urlopen(url, timeout=5) as page:
             text = page.read().decode()
@@ -48,7 +48,7 @@ def read(url: str) -> dict[tuple[str, str], float]:
 
 
 def view(now: Samples, before: Samples, seconds: float) -> Table:
-    """What the drafter has done since `before`, some seconds ago; of a server that nobody asked, since its start."""
+    """The drafter's activity since `before`, `seconds` ago; since the server's start if there was none."""
     gained: defaultdict[tuple[str, str], float] = defaultdict(float)
     gained.update({key: value - before.get(key, 0.0) for key, value in now.items()})
     methods = sorted(label for name, label in now if name == "request_steps_total")
@@ -92,7 +92,7 @@ def sources(now: Samples, before: Samples) -> Table | None:
 
 
 def run(url: str, interval: float, once: bool) -> int:
-    """Show it until the user ends it, or once, since the server's start."""
+    """Show the view until interrupted, or once, since the server's start."""
     console = Console()
     before, at = read(url), time.monotonic()
     if once:

@@ -1,1 +1,1 @@
-"""Layer skip: drafting with the target's own layers, some of them left out."""
+"""Layer skipping: drafts from the target's own layers, some of them skipped."""

@@ -17,12 +17,12 @@ MAX_CANDIDATES = CANDIDATES[0]
 
 
 def candidates_at(confidence: NDArray[np.float32]) -> NDArray[np.int64]:
-    """How many of the draft's best tokens are verified where the best one has this probability; any shape."""
+    """Number of candidates to verify by the probability of the best one; any shape."""
     return np.asarray(CANDIDATES, np.int64)[np.searchsorted(CONFIDENCES, confidence, side="left")]
 
 
 def candidate_tree(round_: Round, roots: NDArray[np.int32], max_nodes: int, siblings: bool = True) -> DraftBatch:
-    """Draft trees in which only the nodes of the chain have children.
+    """Trees in which only the nodes of the chain have children.
 
     Node 0 is the root and node j + 1 the chain's token j. Siblings follow, best first: at each position the next k - 1
     candidates, while nodes are left. A sibling's score is the probability that the chain is accepted up to its
@@ -31,7 +31,7 @@ def candidate_tree(round_: Round, roots: NDArray[np.int32], max_nodes: int, sibl
     Args:
         roots: int32 [B], last accepted token of each request.
         max_nodes: limit of nodes per request, root included; longer chains are truncated.
-        siblings: whether there are any beside the chain.
+        siblings: whether to add siblings to the chain.
     """
     tokens, probabilities = round_.tokens, round_.probabilities
     batch, depth, width = tokens.shape
@@ -60,7 +60,7 @@ def candidate_tree(round_: Round, roots: NDArray[np.int32], max_nodes: int, sibl
 
 
 def _put(trees: DraftBatch, row: Any, node: Any, parent: Any, tokens: Any, scores: Any) -> None:
-    """Put nodes under the chain's nodes `parent`, each of which is as deep as its number."""
+    """Put nodes under the chain's nodes `parent`; a chain node's index is its depth."""
     trees.tokens[row, node], trees.parents[row, node], trees.depths[row, node] = tokens, parent, parent + 1
     trees.scores[row, node] = scores
 
@@ -68,13 +68,13 @@ def _put(trees: DraftBatch, row: Any, node: Any, parent: Any, tokens: Any, score
 def cut_to_width(
     trees: DraftBatch, chains: NDArray[np.int32], least: int, widths: NDArray[np.int32], prices: NDArray[np.float64]
 ) -> None:
-    """Keep as many nodes of `candidate_tree` as bring most over what verifying them costs, where all requests are as
-    wide as the largest of them: siblings cost nothing up to the width of the longest chain.
+    """Keep the nodes of `candidate_tree` with the best gain minus verification cost, if all requests have the width of
+    the largest: siblings are free up to the width of the longest chain.
 
     Args:
         chains: int32 [B], tokens of each chain.
         least: nodes of the largest of the batch's other drafts.
-        widths: int32 [W], numbers of nodes that there may be, ascending; prices: float64 [W], of a step, in tokens.
+        widths: int32 [W], possible numbers of nodes, ascending; prices: float64 [W], step times in tokens.
     """
     first = np.searchsorted(widths, max(1 + int(chains.max(initial=0)), least))
     widths, prices = widths[first:], prices[first:]

@@ -6,8 +6,8 @@ sublayers with skipped weight j:
 
     execute sublayer i: f_i(g[i - 1, j])        skip it: g[i - 1, j - w_i]
 
-All weights j are executed in one batch. The value is measured after every sublayer and a state is chosen by it alone,
-so this is a beam search that keeps the best of each weight, not an exact optimum; `survivors` of them may be kept.
+All weights j are executed in one batch. States are chosen by their value after each sublayer, so this is a beam search
+that keeps the best `survivors` of each weight, not an exact optimum.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def search(
         prune: cosine below which a partial set is dropped.
         survivors: partial sets kept per weight; 1 is the paper's.
         progress: called at each sublayer.
-        base: sublayers that every set skips, and that weigh nothing.
+        base: sublayers that every set skips, with weight 0.
     """
     w = np.array([weights[i % 2] for i in range(sublayers)])
     max_weight = int(w.sum()) // 2 if max_weight is None else max_weight

@@ -36,11 +36,11 @@ from layerskip_plugin.skip_set import SkipSet
 logger = logging.getLogger("freedraft.layerskip")
 
 NAME = "layerskip"
-# Field of a request that names its skip set: in vLLM's `extra_args` (OpenAI server: "vllm_xargs"), in SGLang's
+# Request field with the name of its skip set: in vLLM's `extra_args` (OpenAI server: "vllm_xargs"), in SGLang's
 # `custom_params`.
 REQUESTED = "skip_set"
-# Steps with drafts between two without, at first and at most where drafting doubles the speed; fewer where it brings
-# less: a step without drafts then costs less, and decides more.
+# Steps with drafts between two without: the first interval, and the longest, if drafting doubles the speed. The longest
+# is shorter for smaller gains: steps without drafts then cost less and matter more.
 FIRST_BASELINE, RAREST_BASELINE = 4, 256
 
 
@@ -57,9 +57,9 @@ SPEC = MethodSpec(
 class LayerSkipMethod(ModelMethod):
     """Draft chains, or trees, from passes of the target over its own KV cache, without the sublayers of a skip set.
 
-    Each pass drafts one more token for the requests that the lookahead policy lets go on. All passes of a round have
-    one recipe, that is skip set and window, for all its requests: verification is exact, whichever that is. Prefill
-    and verification always run the whole model.
+    Each pass drafts one more token for the requests that the lookahead policy continues. All passes of a round have one
+    recipe (skip set and window) for all requests; verification is exact for any recipe. Prefill and verification always
+    run the whole model.
 
     Raises:
         ConfigError: steps of this model cannot be priced.
@@ -69,7 +69,7 @@ class LayerSkipMethod(ModelMethod):
         alone = controller is None
         controller = controller or make_controller(context)
         super().__init__(options, context, controller, NAME)
-        # What steps and passes take; None where the engine decides how much a step drafts.
+        # Times of steps and passes; None if the engine decides draft lengths.
         self.auto = controller if isinstance(controller, Auto) else None
         if self.auto is None and context.lengths is None:
             raise ConfigError(f"'{NAME}' cannot price this model's steps (see the warning above): use method 'sssd'")
@@ -144,7 +144,7 @@ class LayerSkipMethod(ModelMethod):
             self.recorder.close()
 
     def _prices(self) -> tuple[float, float] | None:
-        """See `Verifications.prices`, at the newest step's batch; None before steps and passes were timed."""
+        """`Verifications.prices` at the newest step's batch size; None before steps and passes were timed."""
         batch = self._batch
         if self.auto is None or not self.auto.baseline_known(batch):
             return None
@@ -171,7 +171,7 @@ class LayerSkipMethod(ModelMethod):
         return draft
 
     def update(self, step: Step) -> None:
-        """Learn from the last round, begin new requests, and continue a search."""
+        """Learn from the last round, continue a search, and choose the recipe of this step."""
         last, self._last = self._last, None
         if last is not None and (outcome := last.outcome(step)) is not None:
             self.lookahead.record_acceptance(outcome)
@@ -181,13 +181,13 @@ class LayerSkipMethod(ModelMethod):
         self._batch, contexts = max(step.batch_size, 1), step.contexts
         chosen = self.selection.choose(step.request_ids, contexts)
         lengths = self.selection.max_lengths(contexts)
-        if lengths is not None:  # only requests that may draft have a say
+        if lengths is not None:  # only requests that may draft vote
             rows = np.flatnonzero(lengths)
             chosen, contexts = [chosen[i] for i in rows], contexts[rows]
         candidates = self.recipes.candidates(chosen, contexts)
         mean = float(step.contexts.mean()) if step.batch_size else 1.0
         if self._cost is not None:
-            self._cost.widths = self.controller.widths  # only those that graphs could be captured for
+            self._cost.widths = self.controller.widths  # only widths with captured graphs
         self.recipe = self.lookahead.choose(candidates, self._batch, mean)
 
     def _search(self, step: Step) -> None:
@@ -218,7 +218,7 @@ class LayerSkipMethod(ModelMethod):
         return self.lookahead if isinstance(self.lookahead, Cost) else None
 
     def _recipe_to_draft(self) -> SkipSet | None:
-        """The recipe that the present step drafts with. Where costs decide, steps without drafts are timed, too."""
+        """The recipe of this step; None in steps without drafts, which `cost` needs to time."""
         if self.auto is None or self._cost is None:
             return self.recipe
         longest = np.clip(self._cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
@@ -237,7 +237,7 @@ class LayerSkipMethod(ModelMethod):
         max_nodes = int(limits.max(initial=0)) + 1
         tree = candidate_tree(round_, step.roots, max_nodes, siblings=self.trees)
         if self.trees and self.auto is not None and self._cost is not None:
-            # All requests are verified as wide as the largest of them.
+            # All requests are verified at the width of the largest.
             widths = np.asarray(self.auto.widths)
             seconds = self.auto.overrun * self.auto.step_seconds(tree.batch_size, tree.batch_size * widths)
             cut_to_width(tree, round_.drafted, rest.most_nodes, widths, self._cost.rate * seconds)
@@ -254,7 +254,7 @@ class LayerSkipMethod(ModelMethod):
         allowed[rows], place[rows] = limits, np.arange(len(rows))
         request_ids = [step.request_ids[i] for i in rows.tolist()]
         lookahead.begin(request_ids, recipe, depth, rest)
-        if recipe not in self.draft_passes:  # a search has found it, and building it failed
+        if recipe not in self.draft_passes:  # found by a search, but not built
             self.build(replace(recipe, window=None), optimize=False)
         draft_round = model.start(step, self.draft_passes[recipe], rows, depth)
         active, read = rows[limits > 0], 0
@@ -263,12 +263,12 @@ class LayerSkipMethod(ModelMethod):
                 break
             if read == position:
                 count = 1
-                if model.waits:  # as many as all of them have slots for
+                if model.waits:  # up to the slots of all requests
                     count = min(max(lookahead.expected_len() - position, 1), int(allowed[active].min()) - position)
                 drafted = draft_round.read(draft_round.launch(active, latest[active], position, count))
                 result.take(drafted, active, position)
                 now, read = time.perf_counter(), position + count
-                if self.auto is not None:  # with what a round takes besides: setting up, deciding
+                if self.auto is not None:  # including set-up and decisions of the round
                     self.auto.record_pass(recipe, len(active), (now - since) / count, count)
                 since = now
             if self._cost is not None:

@@ -27,13 +27,13 @@ LookaheadName = Literal["cost", "confidence", "adaptive", "disco", "fixed"]
 SelectionName = Literal["static", "swift", "knn", "knapsack"]
 MAX_SKIP_SETS = 4
 AUTO_WINDOWS = (512, 2048, 8192)
-# What makes the files of an option.
+# Commands that write the files of options.
 MADE_BY = {
     "skip_set": "'freedraft calibrate skip-set'",
     "selection_file": "'freedraft calibrate knn' or 'freedraft calibrate knapsack'",
     "disco": "'freedraft calibrate disco'",
 }
-# The first and the last layer stay, as published: a start without them would be useless.
+# As published, the first and the last layer are kept: drafts without them would be useless.
 SWIFT_KEEPS = 2  # sublayers at each end
 
 
@@ -58,30 +58,29 @@ class LayerSkipOptions(PluginOptions):
     """Options of layer skipping.
 
     Attributes:
-        selection: which sublayers to skip. "static": those of `skip_set`; "swift": searched while serving, on the
-            traffic; "knn": the set of the domain that a prompt is most like; "knapsack": the set and draft length of
-            the present context length, by the plan in `selection_file`; without one, KnapSpec's search while serving.
-        selection_file: file for "knn" or "knapsack", made by `freedraft calibrate knn` or `calibrate knapsack`.
+        selection: which sublayers to skip. "static": those of `skip_set`; "swift": a search while serving, on the
+            traffic; "knn": the set of the domain nearest to a prompt; "knapsack": the set and draft length of the
+            present context length, by the plan in `selection_file`, or by KnapSpec's search while serving.
+        selection_file: file for "knn" or "knapsack", written by `freedraft calibrate knn` or `calibrate knapsack`.
         search_share: largest share of serving time that a search may take.
-        skip_set: files with skip sets, at most 4 (in a variable with commas between them); requests take the first
-            unless they choose. None skips nothing, which drafts with the whole model: right for testing, never worth
-            its time.
+        skip_set: files with skip sets, at most 4 (comma-separated in a variable); requests use the first unless they
+            name another. None skips nothing: drafts with the whole model, for tests only.
         window: tokens of a request's KV cache that draft passes read, the first `sinks` and the newest, in whole pages.
-            "auto" chooses among 512, 2,048, 8,192 and all, by what passes take and by what is accepted (on vLLM by
-            model runner V1, without async scheduling); None reads all.
-        sinks: how many tokens of `window` are the first of the request (attention sinks).
-        lookahead: which policy says how far to draft. "cost" goes on while one more token pays, and stops drafting
-            altogether where none does.
-        threshold: top-1 probability below which policy "confidence" stops drafting, and with which "adaptive" begins.
-            None: .7.
-        disco: file of the classifier of policy "disco", made by `freedraft calibrate disco`.
-        record: file for verifications of the first skip set's drafts, from which `freedraft calibrate disco` learns.
-        tree: where the engine verifies trees (SGLang), verify the draft's other candidates beside its chain (SWIFT's
-            dynamic verification).
-        length: tokens that lookahead "fixed" drafts. None: 5 where the engine verifies trees, else
-            num_speculative_tokens.
+            "auto" chooses among 512, 2,048, 8,192 and all, by measured times and acceptance (on vLLM by model runner
+            V1, without async scheduling); None: all.
+        sinks: tokens of `window` from the start of the request (attention sinks).
+        lookahead: policy of draft lengths. "cost" goes on while one more token pays, and does not draft where none
+            does.
+        threshold: top-1 probability below which policy "confidence" stops drafting; initial value for "adaptive". None:
+            .7.
+        disco: file of the classifier of policy "disco", written by `freedraft calibrate disco`.
+        record: file for recorded verifications of the first skip set's drafts, the input of `freedraft calibrate
+            disco`.
+        tree: on engines that verify trees (SGLang), also verify the draft's other candidates (SWIFT's dynamic
+            verification).
+        length: draft length of lookahead "fixed". None: 5 on engines that verify trees, else num_speculative_tokens.
         metrics_port: serve Prometheus metrics of the engine process at this port (0 picks a free one).
-        metrics_host: the address to serve them on; whoever reaches it reads how much traffic there is.
+        metrics_host: address to serve them on; anyone who reaches it can read the amount of traffic.
     """
 
     source_name: ClassVar[str] = "layerskip"
@@ -119,7 +118,7 @@ class LayerSkipOptions(PluginOptions):
     @classmethod
     def _folder_exists(cls, path: Path | None) -> Path | None:
         if path is not None and not path.parent.is_dir():
-            raise ValueError(f"is in a folder that does not exist: make {path.parent} first")
+            raise ValueError(f"is in a folder that does not exist: create {path.parent} first")
         return path
 
     def skip_sets(self, config: Any) -> dict[str, SkipSet]:
@@ -136,8 +135,8 @@ class LayerSkipOptions(PluginOptions):
         return sets or {"": SkipSet.empty(layers, model)}
 
     def windows(self, context: EngineContext) -> tuple[Window | None, ...]:
-        """The windows that draft passes may have, ascending; None is the whole cache. Raises ValueError for a window
-        that cannot be cut from the pages of this model's cache."""
+        """The possible windows of draft passes, ascending; None: the whole cache. Raises ValueError for a window that
+        does not fit the model or its pages."""
         if self.window is None:
             return (None,)
         auto, config, page_size = self.window == "auto", text_config(context.hf_config), context.page_size or 1
@@ -164,8 +163,8 @@ class LayerSkipOptions(PluginOptions):
 
     @property
     def needs_own_lengths(self) -> str:
-        """Why these options do not go with draft lengths that the engine decides beforehand, and the remedy; "" if they
-        do."""
+        """Why these options need draft lengths per request (the engine decides them beforehand), and the remedy; "" if
+        they do not."""
         if self.window == "auto":
             return (
                 "option 'window' auto needs draft lengths chosen at each step, which vLLM's model runner V2, and "
@@ -192,8 +191,8 @@ class LayerSkipOptions(PluginOptions):
         propose: Propose = lambda weights, most, base: (),
         pass_times: Callable[[], PassTimes | None] = lambda: None,
     ) -> Selection:
-        """The selection that these options describe; `evaluate`, `propose` and `pass_times`: see `KnapSpec`. Raises
-        ValueError, one line, if a file is missing, damaged, or of another model or hardware, or options conflict."""
+        """The selection of these options; `evaluate`, `propose` and `pass_times`: see `KnapSpec`. Raises ValueError,
+        one line, if a file is missing, damaged, or of another model or hardware, or options conflict."""
         name, file = self.selection, self.selection_file
         layers, model = text_config(config).num_hidden_layers, model_fingerprint(config)
         for option, conflicts in (
@@ -214,7 +213,7 @@ class LayerSkipOptions(PluginOptions):
             return Knapsack(Plan.load(file, layers, model, hardware), measured=self.lookahead == "cost")
         search: OnlineSearch
         if name == "swift":
-            # They take seconds to import: now, not in the midst of serving.
+            # They take seconds to import: at start, not while serving.
             require("selection swift", "calibrate", "bayes_opt.acquisition", "sklearn.gaussian_process")
             ends = (*range(SWIFT_KEEPS), *range(2 * layers - SWIFT_KEEPS, 2 * layers))
             search = Swift(layers, evaluate, model, protected=ends)
@@ -224,8 +223,8 @@ class LayerSkipOptions(PluginOptions):
         return search
 
     def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None) -> Lookahead:
-        """The lookahead policy that these options describe; `costs` is None where the engine decides by costs how much
-        a step drafts. Raises ValueError, one line, if the classifier is missing, damaged or of another model."""
+        """The lookahead policy of these options; costs: None if the engine decides draft lengths. Raises ValueError,
+        one line, if the classifier is missing, damaged or of another model."""
         if self.lookahead == "cost":
             if costs is None:
                 return Fixed(context.max_draft_tokens)
@@ -246,7 +245,7 @@ class LayerSkipOptions(PluginOptions):
 
 
 def check(options: LayerSkipOptions, context: EngineContext) -> None:
-    """Raise ValueError for what would stop the engine later: one line that names the option or file and the remedy."""
+    """Raise ValueError, before the engine starts: one line that names the option or file and the remedy."""
     if context.tensor_parallel > 1 and options.searches:
         raise ValueError(
             f"selection '{options.selection}' searches on one tensor-parallel rank only, not "

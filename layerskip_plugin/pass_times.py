@@ -1,4 +1,4 @@
-"""`PassTimes`: seconds of the parts of a pass, and the tokens per time that they allow."""
+"""`PassTimes`: seconds of the parts of a pass, and resulting tokens per time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class PassTimes:
 
     attention: float  # of one sublayer in a draft pass
     mlp: float
-    head: float  # and of everything else that all draft passes share
-    verify: Callable[[int], float]  # of a step with n query tokens per request; `verify(1)` is one without drafts
+    head: float  # and everything else in a draft pass
+    verify: Callable[[int], float]  # step time by query tokens per request; `verify(1)`: without drafts
 
     def draft(self, skip: SkipSet) -> float:
         """t_draft(S) = kept attention * t_attn + kept MLP * t_mlp + t_head."""
@@ -26,7 +26,7 @@ class PassTimes:
         return kept + self.head
 
     def best(self, skip: SkipSet, acceptance: float, max_length: int = MAX_LENGTH) -> tuple[float, int]:
-        """The most tokens per time with drafts of a set, and their length."""
+        """The most tokens per time with a set, and the draft length for it."""
         draft = self.draft(skip)
         rates = [tokens_per_time(acceptance, draft, self.verify, length) for length in range(1, max_length + 1)]
         return max(rates), 1 + rates.index(max(rates))
@@ -39,8 +39,8 @@ def tokens_per_time(acceptance: float, draft: float, verify: Callable[[int], flo
 
 
 def serving_times(auto: Auto, present: SkipSet, batch: int) -> PassTimes | None:
-    """At a batch and the context of the newest step; None while steps without drafts are not timed there. Sublayers by
-    the roofline, scaled as the passes of the `present` set are."""
+    """Times at a batch size and the context of the newest step; None before steps without drafts are timed there.
+    Sublayers: by the roofline, scaled like the passes of the `present` set."""
     if not auto.baseline_known(batch):
         return None
     layers = present.n_layers

@@ -1,4 +1,4 @@
-"""A round of draft passes: the recipes that it may run, what it drafts, and what verification says of it."""
+"""A round of draft passes: its possible recipes, drafts, and verification outcome."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Recipes:
 
     def use(self, skip_sets: Iterable[SkipSet]) -> None:
         """Replace all skip sets."""
-        # A pass that leaves out nothing is a step of the model: no choice where there is another one.
+        # A pass that skips nothing and reads all is a full step: not offered if there are other recipes.
         short = [w for w in self._windows if w is not None or len(self._windows) == 1]
         self._of = {s: [replace(s, window=window) for window in (self._windows if s else short)] for s in skip_sets}
 
@@ -49,15 +49,15 @@ class Recipes:
         return self._of[skip_set]
 
     def applies(self, recipe: SkipSet, contexts: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """bool [B]: whether requests of these lengths draft with a recipe. Where no layers are skipped and the window
-        holds the whole request, passes would do what the model does."""
+        """bool [B]: whether requests of these lengths draft with a recipe. Without skipped layers, a window that holds
+        the whole request would save nothing."""
         if recipe.window is None or recipe:
             return np.ones(len(contexts), np.bool_)
         return contexts > recipe.window.whole_up_to(self._page_size)
 
     def candidates(self, chosen: Sequence[SkipSet], contexts: NDArray[np.int32]) -> list[Candidate]:
-        """The recipes that a round for requests with these skip sets and int32 [R] tokens may run: of these sets, with
-        windows that are shorter than the longest request."""
+        """Possible recipes of a round for requests with these skip sets and int32 [R] tokens: these sets, with windows
+        shorter than the longest request."""
         longest, found = int(contexts.max(initial=0)), []
         for skip_set, recipes in self._of.items():
             voters = np.fromiter((each == skip_set for each in chosen), np.bool_, len(chosen))
@@ -80,26 +80,26 @@ class Round:
         self.drafted = np.zeros(batch, np.int32)  # positions drafted
 
     def take(self, drafted: Drafted, rows: NDArray[np.intp], position: int) -> None:
-        """Keep what passes from `position` on drafted for the requests at `rows`."""
+        """Store the drafts of passes from `position` on for the requests at `rows`."""
         for i, tokens in enumerate(drafted.tokens, position):
             self.tokens[rows, i], self.probabilities[rows, i] = tokens, drafted.probabilities[i - position]
             if drafted.entropy is not None:
                 self.entropy[rows, i] = drafted.entropy[i - position]
 
     def outcome(self, step: Step) -> Outcome | None:
-        """What the step that verified it accepted; None where none of its requests had drafts and is still there."""
+        """The outcome in the step that verified the round; None if no request with drafts is left."""
         row_of = {request_id: row for row, request_id in enumerate(step.request_ids)}
         some = np.flatnonzero(self.drafted > 0).tolist()
         pairs = [(i, row_of[r]) for i in some if (r := self.request_ids[i]) in row_of]
         if not pairs:
             return None
         before, now = np.array(pairs, np.intp).T
-        # The chain comes first in a tree, so that what the engine or a controller cut off is its end.
+        # The chain comes first in a tree, so a cut by the engine or a controller removes its end.
         verified = np.minimum(self.drafted[before], step.drafted[now])
         chain = self.tokens[before, :, 0]
         positions = np.arange(chain.shape[1])
         place = step.starts[now][:, None] + positions
-        # The last token gained is the bonus, which no draft token stands for.
+        # The last new token is the bonus, not a draft token.
         inside = (place < step.ends[now][:, None] - 1) & (positions < verified[:, None])
         same = inside & (step.tokens[np.minimum(place, len(step.tokens) - 1)] == chain)
         return Outcome(
@@ -115,20 +115,20 @@ class Round:
 
 
 class Outcome(NamedTuple):
-    """Verification of the drafts of R requests. A sibling that was accepted ends the chain before it."""
+    """Verification of the drafts of R requests. An accepted sibling ends the chain before it."""
 
     recipe: SkipSet  # of the round
     request_ids: Sequence[str]
-    drafted: Ints  # [R], tokens of the chain that passes have drafted
+    drafted: Ints  # [R], drafted tokens of the chain
     verified: Ints  # [R], of them
     accepted: Ints  # [R], of them
-    path: Ints  # [R], draft tokens that the step accepted, also beside the chain
+    path: Ints  # [R], accepted draft tokens, siblings included
     top: Floats  # [R, D, K], largest probabilities at each position, descending
     entropy: Floats  # [R, D], in nats
 
     def judged(self) -> tuple[NDArray[np.intp], NDArray[np.intp], Flags]:
-        """The tokens that have a verdict: those accepted, and the first rejected one of each request. Those after it
-        say nothing: their context was wrong.
+        """The judged tokens: accepted ones, and the first rejected one of each request. Later tokens had a wrong
+        context.
 
         Returns:
             row intp [N], position intp [N], accepted bool [N]; by request, then by position.

@@ -21,14 +21,14 @@ SHAPE_FIELDS = (
 
 
 def model_fingerprint(config: Mapping[str, Any] | object) -> str:
-    """16 hex digits over the fields of a Hugging Face config that give a model its shape; ValueError if one is missing.
+    """16 hex digits over the shape fields of a Hugging Face config; ValueError if one is missing.
 
-    It does not depend on name, folder, dtype or engine. Fine-tunes share it: a skip set of one is valid for the other.
+    Independent of name, folder, dtype and engine. Fine-tunes share it, and so skip sets.
     """
     config = text_config(config)
     get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
     shape = {name: get(name) for name in SHAPE_FIELDS}
-    # Some exporters leave these out where they have the usual value; an engine fills them in.
+    # Some exporters omit these at their usual values; engines fill them in.
     shape["num_key_value_heads"] = shape["num_key_value_heads"] or shape["num_attention_heads"]
     if not shape["head_dim"] and shape["hidden_size"] and shape["num_attention_heads"]:
         shape["head_dim"] = shape["hidden_size"] // shape["num_attention_heads"]
@@ -50,7 +50,7 @@ class SkipSet:
     n_layers: int  # L
     attention: frozenset[int]  # layers whose attention is skipped
     mlp: frozenset[int]  # layers whose MLP is skipped
-    model: str = ""  # fingerprint of the model that the set was made for; "" when it is not known
+    model: str = ""  # fingerprint of the set's model; "" if unknown
     window: Window | None = None  # the part of the KV cache that draft passes read, not saved; None for all of it
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class SkipSet:
             raise ValueError(f"{source}: {error}") from None
 
     def save(self, path: Path, about: Mapping[str, Any] | None = None) -> None:
-        """Write a JSON file; `about` says where it comes from (model, hardware, data, scores) and is not read back."""
+        """Write a JSON file; about: its origin (model, hardware, data, scores), not read back."""
         write_json(path, FORMAT, self.to_dict(), about)
 
     @classmethod
@@ -122,7 +122,7 @@ class SkipSet:
         return cls.from_dict(values, str(path)).require(n_layers, model, str(path))
 
     def require(self, n_layers: int | None = None, model: str | None = None, source: str = "skip set") -> SkipSet:
-        """Return the set if it has these layers and this fingerprint, where they are given, else raise ValueError."""
+        """Return the set if it has these layers and this fingerprint (None: any), else raise ValueError."""
         remedy = "make one with: freedraft calibrate skip-set"
         if n_layers is not None and n_layers != self.n_layers:
             raise ValueError(f"{source} is for a model of {self.n_layers} layers, this one has {n_layers}; {remedy}")
@@ -132,14 +132,14 @@ class SkipSet:
 
 
 def write_json(path: Path, form: str, values: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
-    """Write a JSON file of format `form` whole or not at all. Raises ValueError, one line, where the disk refuses."""
+    """Write a JSON file of format `form` atomically. Raises ValueError, one line, on a disk error."""
     with one_line_error("write", path):
         write_json_atomically(path, {"format": form, **values, "about": dict(about or {})}, indent=1)
 
 
 @contextmanager
 def undamaged(what: str, path: Path) -> Iterator[None]:
-    """Raise ValueError, one line, where the contents of a file are not what they should be."""
+    """Context: turn errors of a file's contents into a ValueError of one line."""
     try:
         yield
     except (KeyError, TypeError, ValueError) as error:
@@ -149,7 +149,7 @@ def undamaged(what: str, path: Path) -> Iterator[None]:
 
 
 def read_json(path: Path, form: str, what: str) -> dict[str, Any]:
-    """Read the object in a JSON file of format `form`, or raise ValueError: one line that begins with `what`."""
+    """Read the object in a JSON file of format `form`, or raise ValueError: one line that starts with `what`."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -30,14 +30,14 @@ Shape = Literal["tree", "chain"]
 
 MAX_NODES = 256
 MAX_THREADS = 4
-MIN_ROWS = 8  # requests that are worth a thread of their own
+MIN_ROWS = 8  # fewest requests per thread
 
 
 @compiled(nogil=True)
 def _draft_batch(arrays, slots, view, entries, limits, weights):
     """Fill a `DraftBatch` for the requests of a batch; a slot of -1 gets a tree of 0 nodes.
 
-    Bundles cross from Python as plain tuples, which are faster there than named ones.
+    Bundles are passed from Python as plain tuples, which numba unpacks faster than named ones.
 
     Args:
         arrays: int64 [B] each, slots, groups in the view, owners of recycled logits; those of the `DraftBatch`.
@@ -67,16 +67,16 @@ def _draft_batch(arrays, slots, view, entries, limits, weights):
 class Drafter:
     """Drafts from each request's own tokens and a datastore snapshot. Its state is keyed by request id.
 
-    It is safe to call from several threads: calls are serialised. Ids that the vocabulary does not have, as prompts
-    with images hold, match each other and are never drafted: the model could not embed them.
+    Thread-safe: calls are serialised. Ids outside the vocabulary, as in prompts with images, match each other and are
+    never drafted, since the model could not embed them.
 
     Args:
-        vocab_size: of the model; the snapshot must not hold larger ids (`Datastore.open` sees to it).
+        vocab_size: of the model; the snapshot must not have larger ids (`Datastore.open` checks it).
         max_nodes: largest tree per request that `draft` may return, root included.
         scoring: `learned` (calibrated probabilities) or `paper` (arXiv 2411.05894, Algorithms 1-3).
-        weights: file of the learned scorer's weights; None for the ones that ship with the package.
+        weights: file of the learned scorer's weights; None: the shipped ones.
         snapshot: the datastore; None for none.
-        live: a datastore that grows; it then brings the static one along, and `snapshot` must be None.
+        live: a growing datastore, which includes the static one; `snapshot` must then be None.
         recycle_megabytes: memory for recycled logits, with scoring "learned"; 0 for none.
 
     Raises:
@@ -107,8 +107,8 @@ class Drafter:
             self._weights = loaded.layer, loaded.out
         self._entries = recycled_logits.entries(recycle_megabytes)
         self._recycle_clock = np.zeros(1, np.int64)
-        self._owners: dict[str, int] = {}  # of requests with logits of their own tenant only
-        self._tenants: dict[str, int] = {}  # of requests that have one
+        self._owners: dict[str, int] = {}  # owners of recycled logits, by request
+        self._tenants: dict[str, int] = {}  # tenants, by request
         self._index = RequestIndex()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
@@ -130,17 +130,17 @@ class Drafter:
             self._view = View.of(snapshot)
 
     def set_tenant(self, request_id: str, tenant: int) -> None:
-        """Let the request draft from what its tenant (`LiveStore.tenant`) may see, until it finishes."""
+        """Draft for the request from its tenant's (`LiveStore.tenant`) text, until it finishes."""
         if tenant:
             self._tenants[request_id] = tenant
 
     def set_owner(self, request_id: str, owner: int) -> None:
-        """Keep and see this request's logits apart from those of other owners (`recycled_logits.owner_of`)."""
+        """Share this request's recycled logits with requests of the same owner only (`recycled_logits.owner_of`)."""
         if owner:
             self._owners[request_id] = owner
 
     def recycle(self, logits: NodeLogits) -> None:
-        """Keep the likeliest next tokens at every verified node, before `update` appends what was accepted."""
+        """Keep the likeliest next tokens at every verified node; call before `update`."""
         if len(self._entries) == 0:
             return
         ids, draft = logits.request_ids, logits.draft
@@ -159,18 +159,17 @@ class Drafter:
         self, request_ids: Sequence[str], tokens: NDArray[np.int32], starts: NDArray[np.int64],
         ends: NDArray[np.int64], contexts: NDArray[np.int32],
     ) -> list[int]:  # fmt: skip
-        """Append the tokens that requests have gained: `tokens[starts[b]:ends[b]]` (contiguous), with which request b
-        holds `contexts[b]` tokens.
+        """Append new tokens: `tokens[starts[b]:ends[b]]` (contiguous), after which request b has `contexts[b]` tokens.
 
         Returns:
-            Rows left untouched, because their request would not hold as many (it is unknown, was rolled back, or missed
-            tokens). The caller gives `replace` all tokens of these.
+            Rows left unchanged, because their request would have another number of tokens (it is unknown, was rolled
+            back, or missed tokens). The caller passes all tokens of these to `replace`.
         """
         with self._lock:
             return self._index.update(self._index.slot_ids(request_ids), tokens, starts, ends, contexts)
 
     def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
-        """Make the request, known or not, hold exactly `tokens` (int32 [n])."""
+        """Set the tokens (int32 [n]) of a request, known or not."""
         tokens = np.ascontiguousarray(tokens, np.int32)
         if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
             tokens = np.where((tokens >= 0) & (tokens < self.vocab_size), tokens, np.int32(OUTSIDE))
@@ -183,13 +182,13 @@ class Drafter:
         """Draft the best trees, or chains, for these requests.
 
         Args:
-            request_ids: one that is unknown or holds no token gets a tree of 0 nodes.
+            request_ids: an unknown or empty request gets a tree of 0 nodes.
             max_nodes: per request, root included.
             shape: `chain` gives every node at most one child.
-            min_score: leave out nodes that do not score higher.
+            min_score: drop nodes that do not score higher.
 
         Returns:
-            Views that the next call overwrites. Nodes stand in order of falling score, so any first part of a row is a
+            Views that the next call overwrites. Nodes are in order of descending score, so any prefix of a row is a
             tree, too.
 
         Raises:
@@ -223,8 +222,8 @@ class Drafter:
         return out
 
     def attribute(self, request_ids: Sequence[str], gained: NDArray[np.int64], tally: NDArray[np.int64]) -> None:
-        """Add to `tally` which source (`scoring.attribution`) knew the tokens that these requests have just gained:
-        `gained` of each (int64 [B]), all but the last of them drafted."""
+        """Add to `tally` the sources (`scoring.attribution`) of the newest tokens of these requests: `gained` of each
+        (int64 [B]), all but the last of them drafted."""
         with self._lock:
             groups, slot_ids = self._update_view(request_ids), self._index.slot_ids(request_ids)
             attribution.attribute(self._index.slots, slot_ids, _arrays_of(self._view), groups, gained, tally)
@@ -260,14 +259,14 @@ class Drafter:
             self._live.close()
 
     def _forget_others(self) -> None:
-        """Something learnt was erased: let go of the last view, and of all recycled logits, which do not tell age."""
+        """After an erasure: drop the last view, and all recycled logits, since their age is unknown."""
         with self._lock:
             self._entries[:] = 0
             if self._live is not None:
                 self._view = self._live.view()[0]
 
     def _update_view(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
-        """See the live datastore, if there is one, as it is now; return the group of each request in the view."""
+        """Update the view of the live datastore, if there is one; return the group of each request in it."""
         groups = None
         if self._live is not None:
             self._view, groups = self._live.view(_values(self._tenants, request_ids) if self._tenants else None)
@@ -285,12 +284,12 @@ class Drafter:
 
 
 def _arrays_of(view: View) -> tuple[NDArray[np.int64], ...]:
-    """Return what `views.store_of` takes."""
+    """Return the arguments of `views.store_of`."""
     return view.table, view.bounds, view.sizes, view.static_rows
 
 
 def _values(numbers: dict[str, int], request_ids: Sequence[str]) -> NDArray[np.int64]:
-    """int64 [B]: the number of each request, 0 for those that have none."""
+    """int64 [B]: the number of each request, 0 for none."""
     if not numbers:
         return np.zeros(len(request_ids), np.int64)
     return np.array([numbers.get(request_id, 0) for request_id in request_ids], np.int64)

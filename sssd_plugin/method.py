@@ -38,19 +38,19 @@ _RULES = {
     "shared": "all requests share what they wrote",
     "off": "all requests share what they wrote",
 }
-LEADING = 8  # last tokens of a prompt that are learnt in front of its answer, so that the first tokens of one are found
+LEADING = 8  # prompt tokens learnt before an answer, as context of its first tokens
 
 
 def to_learn(prompt: NDArray[np.int32], answer: NDArray[np.int32], leading: int) -> NDArray[np.int32]:
-    """Return what is learnt of a request: the last `leading` tokens of its prompt, from behind those that are not of
-    the vocabulary (negative), and its answer; nothing without one. All are int32 [n]."""
+    """Return the document to learn from a request: the last `leading` tokens of its prompt, after the last id outside
+    the vocabulary (negative), and its answer; empty without an answer. All are int32 [n]."""
     lead = prompt[max(0, len(prompt) - leading) :] if len(answer) else prompt[:0]
     return np.concatenate([lead[np.flatnonzero(lead < 0).max(initial=-1) + 1 :], answer])
 
 
 def check(options: SssdOptions, context: EngineContext) -> None:
-    """Refuse, before the engine starts, what would stop it later: profile, port, weights or store. Raises ValueError:
-    one clear line that names the option or file and the remedy."""
+    """Check profile, port, weights and store before the engine starts. Raises ValueError: one clear line that names the
+    option or file and the remedy."""
     choose_profile(options.hardware, context.device)
     check_address(options.metrics_port, options.metrics_host)
     if options.scoring == "learned" or options.weights is not None:
@@ -77,8 +77,8 @@ SPEC = MethodSpec(
 
 
 def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -> Datastore:
-    """Open the datastore that was built, if it fits the model's vocabulary and tokenizer. Raises DatastoreError: the
-    store is missing, damaged, of another tokenizer or of a newer format."""
+    """Open the built datastore, if it fits the model's vocabulary and tokenizer. Raises DatastoreError: the store is
+    missing, damaged, of another tokenizer or of a newer format."""
     assert options.static_store is not None
     return Datastore.open(
         options.static_store, vocab_size=context.vocab_size, fingerprint=context.tokenizer_fingerprint(),
@@ -87,8 +87,8 @@ def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -
 
 
 class SssdMethod(Method):
-    """n-gram drafts from each request's own tokens, the datastore, what was learnt from others, and corpora added over
-    HTTP."""
+    """n-gram drafts from each request's own tokens, the datastore, learnt outputs of other requests, and corpora added
+    over HTTP."""
 
     def __init__(self, options: SssdOptions, context: EngineContext, controller: Controller | None = None) -> None:
         from sssd_plugin.datastore.live.metrics import LiveMetrics
@@ -102,7 +102,7 @@ class SssdMethod(Method):
         self._corpora: dict[str, SubIndex] = {}
         self._indexed: dict[str, SubIndex] = {}
         self._lock = threading.Lock()
-        # The front-end process has verified every byte already.
+        # The front-end process has verified every byte.
         self.store = None if options.static_store is None else _open_store(options, context, verify=False)
         self.live = self._open_live() if options.live != "off" else None
         self.live_metrics = LiveMetrics()
@@ -111,8 +111,8 @@ class SssdMethod(Method):
             lacks = "this engine gives no logits" if options.scoring == "learned" else "scoring 'paper' takes no logits"
             logger.warning("freedraft: option 'recycle' is on, but %s: n-grams are drafted without them", lacks)
         self._recycles = can_recycle and options.recycle != "off"
-        self._prompt_lengths: dict[str, int] = {}  # where it learns
-        self._requests = 0  # begun; under "strict", those of no tenant keep their logits for themselves
+        self._prompt_lengths: dict[str, int] = {}  # by request, if it learns
+        self._requests = 0  # begun so far; under "strict", requests without a tenant share no logits
         self.drafter = Drafter(
             vocab_size=context.vocab_size, max_nodes=context.max_draft_tokens + 1, scoring=options.scoring,
             weights=options.weights, snapshot=self._snapshot() if self.live is None else None, live=self.live,
@@ -142,14 +142,14 @@ class SssdMethod(Method):
         except DatastoreError as error:
             if context.rank == 0:
                 raise
-            # A replica on another host: the folder is the first one's.
+            # A replica on another host: the folder belongs to the first one.
             logger.warning("freedraft: %s; this replica learns in memory only", error)
             return open_at(None)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         if self.live is not None:
             self.drafter.set_tenant(request_id, self.live.tenant(tenant))
-            # A request that was preempted begins anew, with what it wrote behind its prompt.
+            # A preempted request begins again, with its output after its prompt.
             self._prompt_lengths.setdefault(request_id, len(tokens))
         if self._recycles and self.options.isolation in TENANTS_APART:
             self._requests += 1

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the n-gram sources: how often each knows the context, and its accepted tokens."""
+"""Prometheus metrics of the n-gram sources: hits, and accepted tokens."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 EVERY = 8  # sampling interval, in steps
 
-_LOOKUPS = Counter("freedraft_lookups", f"Contexts that were drafted for, of one step in {EVERY}")
-_HITS = Counter("freedraft_hits", "Of these, those whose last 2 tokens the source knows", ["source"])
+_LOOKUPS = Counter("freedraft_lookups", f"Contexts drafted for, sampled in one step of {EVERY}")
+_HITS = Counter("freedraft_hits", "Of these, contexts with their last 2 tokens in the source", ["source"])
 _SOURCED = Counter(
     "freedraft_sourced_tokens",
-    f"Accepted draft tokens, of one step in {EVERY}, by the source that knows the longest context for them",
+    f"Accepted draft tokens, sampled in one step of {EVERY}, by the source with the longest context",
     ["source"],
 )
-_STATIC_TOKENS = Gauge("freedraft_static_tokens", "Tokens in the datastore that was built", multiprocess_mode="livemax")
+_STATIC_TOKENS = Gauge("freedraft_static_tokens", "Tokens in the built datastore", multiprocess_mode="livemax")
 _STATIC_SUB_INDICES = Gauge(
-    "freedraft_static_sub_indices", "Sub-indices of the datastore that was built", multiprocess_mode="livemax"
+    "freedraft_static_sub_indices", "Sub-indices of the built datastore", multiprocess_mode="livemax"
 )
 
 
 class SourceMetrics:
-    """Counts how often each source of one drafter pays."""
+    """Counts look-ups, hits and accepted tokens by source of one drafter."""
 
     def __init__(self, static: Snapshot) -> None:
         self._steps = 0
@@ -43,7 +43,7 @@ class SourceMetrics:
         _STATIC_SUB_INDICES.set(len(static.sub_indices))
 
     def update(self, drafter: Drafter, step: Step) -> None:
-        """Count a step, after its tokens have entered the drafter."""
+        """Count a step, after the drafter's update with its tokens."""
         self._steps += 1
         if self._steps % EVERY:
             return

@@ -24,7 +24,7 @@ StorePath = Annotated[Path | str | None, BeforeValidator(_store)]
 
 
 def _live(value: object) -> object:
-    """The names of the switch that `live` was, from a flag, a file or the environment."""
+    """Accept the boolean values that `live` had before, from a flag, a file or the environment."""
     return {"true": "store", "1": "store", "false": "off", "0": "off"}.get(str(value).strip().lower(), value)
 
 
@@ -35,42 +35,41 @@ class SssdOptions(PluginOptions):
     """Options of SSSD.
 
     Attributes:
-        live: learn from finished requests: what they wrote is drafted from at the next step. "memory": until the
-            server ends; "store" (or true): kept in the folder of the datastore, or at its URL, either of which may
-            begin empty; "off" (or false).
-        datastore: folder that `freedraft datastore build` wrote, or a URL of one that fsspec opens (it is copied to a
-            local cache); None: no text but that of requests. With `live: store`, servers with the same URL
-            learn from each other.
-        datastore_sha256: digest that the datastore must have, as `freedraft datastore info` shows it, for a store that
-            others could change; None checks for damage only.
+        live: learn from finished requests: their outputs are drafted from at the next step. "memory": until the server
+            ends; "store" (or true): also kept in the folder of the datastore or at its URL, which may be empty at
+            first; "off" (or false).
+        datastore: folder of `freedraft datastore build`, or its URL for fsspec (copied to a local cache); None: only
+            text of requests. With `live: store`, servers with the same URL learn from each other.
+        datastore_sha256: required digest of the datastore, as shown by `freedraft datastore info`, if others could
+            change it; None checks for damage only.
         live_prompts: learn from the prompts of finished requests, too.
-        live_tokens: learnt tokens held at most, in memory (8 to 12 bytes each) and on disk (4 bytes). Beyond them, who
-            holds most loses its oldest text first.
-        live_max_age: hours after which learnt text is erased; None for never. At a URL the least age of a server holds
-            for all.
-        isolation: whose text a request is drafted from. "salt": of requests with the same cache_salt (in SGLang also
-            extra_key), as with the engine's prefix cache; requests without one share one pool. "strict" (or
-            "tenant"): the same, but requests without one neither teach nor are taught. "shared": of all; "off": of
-            all, and the files do not tell tenants apart either.
+        live_tokens: maximum of learnt tokens, in memory (8 to 12 bytes each) and on disk (4 bytes). Beyond it, the
+            tenant that holds most loses its oldest text first.
+        live_max_age: hours after which learnt text is erased; None: never. At a URL the smallest age of all servers
+            applies.
+        isolation: which requests share learnt text. "salt": those with the same cache_salt (in SGLang also extra_key),
+            as with the engine's prefix cache; requests without one share one pool. "strict" (or "tenant"): the same,
+            but requests without one share nothing. "shared": all; "off": all, and the files do not distinguish tenants
+            either.
         scoring: "learned" (calibrated probabilities) or "paper" (Algorithms 1-3 with their constants).
         weights: file of the learned scorer; None takes the shipped one.
         hardware: name of a shipped profile, path of a .yaml file, or "auto".
-        knee: query tokens per step that are about free; replaces the profile's.
+        knee: query tokens per step that cost about nothing; replaces the profile's.
         policy: "auto" takes the draft tokens that maximise expected tokens per second, from measured step times and
             acceptance; "knee" keeps the batch at the knee; "fixed" always drafts as much as the engine allows. None is
             "auto", or "knee" where a knee is given.
-        step_times: file that keeps the measured step times of "auto" from one start to the next; None forgets them.
-        shape: shape of drafts, "tree" or "chain"; "auto" is "tree" where the engine's attention verifies trees in all
-            its steps (vLLM's FlashAttention leaves such steps to a kernel of ours, on "tree" alone).
-        min_score: draft tokens of a lower estimated probability of acceptance are not verified. None: 0, but under
-            "knee" and "fixed" on vLLM's model runner V1 what a token costs by the hardware profile.
-        recycle: draft from the logits of verified nodes, too: "auto" where they come without a wait, that is on SGLang
-            and vLLM's model runner V2; "on" says in the log where they do not come; "off".
+        step_times: file that keeps the step times of "auto" between starts; None: not kept.
+        shape: shape of drafts, "tree" or "chain"; "auto" is "tree" if the engine's attention verifies trees in all its
+            steps (with vLLM's FlashAttention, freedraft's kernel verifies trees, on "tree" only).
+        min_score: minimum estimated probability of acceptance of verified draft tokens. None: 0, but under "knee" and
+            "fixed" on vLLM's model runner V1 the cost of a token by the hardware profile.
+        recycle: draft from the logits of verified nodes, too: "auto" on SGLang and vLLM's model runner V2, where they
+            come without a wait; "on" logs a warning where there are none; "off".
         recycle_megabytes: memory for recycled logits; the oldest are replaced first.
-        draft_timeout_ms: milliseconds that a step of SGLang waits for its drafts, which a thread makes; if they are
-            late, it goes on without. 0: SGLang's own thread makes them, and waits as long as they take.
+        draft_timeout_ms: milliseconds that a step of SGLang waits for drafts of a drafter thread, before it goes on
+            without. 0: SGLang's own thread drafts.
         metrics_port: serve Prometheus metrics of the engine process at this port (0 picks a free one).
-        metrics_host: the address to serve them on; whoever reaches it reads how much traffic there is.
+        metrics_host: address to serve them on; anyone who reaches it can read the amount of traffic.
     """
 
     source_name: ClassVar[str] = "sssd"
@@ -105,8 +104,8 @@ class SssdOptions(PluginOptions):
 
     @cached_property
     def static_store(self) -> Path | None:
-        """The folder of a store that was built, for a URL that of a local copy; None if there is none, or nothing but
-        what is learnt. Raises DatastoreError: the URL cannot be reached, or holds no store."""
+        """The folder of the built store, or of the local copy of a URL; None without a built store. Raises
+        DatastoreError: the URL is unreachable, or has no store."""
         if isinstance(self.datastore, str):
             from sssd_plugin.datastore.disk.remote import local_copy
 
@@ -120,7 +119,7 @@ class SssdOptions(PluginOptions):
         return self.policy or ("auto" if self.knee is None else "knee")
 
     def make_controller(self, context: EngineContext) -> Controller:
-        """Make the controller that these options describe. Raises ConfigError where `hardware` names no profile."""
+        """Build the controller of these options. Raises ConfigError: `hardware` names no profile."""
         from freedraft.cost.controller import make_controller
 
         policy = self.effective_policy

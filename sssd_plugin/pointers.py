@@ -1,7 +1,7 @@
 """Arrays from addresses inside compiled code.
 
-One compiled call serves a whole batch; its requests and sub-indices own arrays. A table of their addresses crosses into
-the call at the price of one array. The owner of the table keeps the arrays alive while it is used.
+One compiled call serves a whole batch of requests and sub-indices with arrays of their own. Passing a table of
+addresses costs as much as passing one array. The owner of the table keeps the arrays alive.
 """
 
 import numpy as np

@@ -1,11 +1,10 @@
-"""Recycled logits: the likeliest next tokens that the target model gave at every node it verified, by what came before.
+"""Recycled logits: the target's likeliest next tokens at every verified node, by the tokens before it.
 
-Verification computes a whole distribution at each node of a draft tree, and all but one token of it would be thrown
-away. Here the likeliest eight are kept, of rejected nodes too, which is where the target says what it would rather have
-seen (Token Recycling, arXiv 2408.08696). They are looked up by the last 1 to 4 tokens, so what was seen in one request
-serves all of its tenant.
+Verification computes a whole distribution at each node of a draft tree, and plain speculation uses one token of it.
+Here the likeliest eight are kept, also of rejected nodes (Token Recycling, arXiv 2408.08696). They are looked up by the
+last 1 to 4 tokens, so logits of one request serve all requests of its tenant.
 
-The table has a fixed number of entries in sets of `WAYS`; a new entry takes the place of its set's oldest.
+The table has a fixed number of entries in sets of `WAYS`; a new entry replaces the oldest of its set.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from freedraft.step import TOP_TOKENS
 from sssd_plugin.request_index import mix, request_at
 from sssd_plugin.scoring.views import write_context
 
-TOP = TOP_TOKENS  # tokens kept of a distribution
+TOP = TOP_TOKENS  # tokens kept per distribution
 ORDERS = 4  # contexts of 1 to 4 tokens are looked up
 WAYS = 4
 SCALE = 1024.0  # a cost is -ln p in units of 1 / SCALE
 MAX_COST = 32767
 
-# The hash of owner and context, 0 where there is no entry; its owner; the likeliest tokens and what they cost,
-# likeliest first; the call that wrote it.
+# Hash of owner and context, 0 for an empty entry; owner; the likeliest tokens and their costs, likeliest first; number
+# of the writing call.
 ENTRY = np.dtype([("key", "u8"), ("owner", "i8"), ("tokens", "i4", (TOP,)), ("costs", "i2", (TOP,)), ("stamp", "i8")])
 
 
@@ -36,7 +35,7 @@ class Recycled(NamedTuple):
     """The recycled logits that one request drafts from."""
 
     entries: NDArray[Any]  # [n], records of `ENTRY`: a power of two of them, or none
-    owner: np.int64  # of the entries in use
+    owner: np.int64  # of the entries to use
 
 
 def entries(megabytes: float) -> NDArray[Any]:
@@ -46,7 +45,7 @@ def entries(megabytes: float) -> NDArray[Any]:
 
 
 def owner_of(tenant: str | None) -> int:
-    """Return what stands for a tenant in the table, the same in every process; 0 for none."""
+    """Return a tenant's number in the table, the same in every process; 0 for none."""
     if not tenant:
         return 0
     digest = hashlib.blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -66,8 +65,8 @@ def _keys(owner, context, filled, keys):
 
 @compiled(nogil=True)
 def find(recycled, context, filled, keys):
-    """Return the number of last tokens, most first, that there is an entry for, and this entry; 0 tokens for none.
-    context: int32 [C], newest token first, `filled` of them; keys: uint64 [ORDERS], scratch space."""
+    """Return the largest number of last tokens with an entry, and this entry; 0 tokens for none. context: int32 [C],
+    newest token first, `filled` of them; keys: uint64 [ORDERS], scratch space."""
     table = recycled.entries
     if len(table) > 0:
         sets = np.uint64(len(table) // WAYS - 1)
@@ -81,10 +80,10 @@ def find(recycled, context, filled, keys):
 
 @compiled(nogil=True)
 def put(recycled, context, filled, keys, likeliest, vocab_size, stamp):
-    """Keep the likeliest tokens behind a context, for each order. likeliest: int32 [TOP], and float32 [TOP], their
+    """Keep the likeliest tokens after a context, for each order. likeliest: int32 [TOP], and float32 [TOP], their
     log-probabilities.
 
-    What is no token of the vocabulary is kept at MAX_COST, which stands for none; where none is, nothing is kept.
+    Ids outside the vocabulary get MAX_COST, that is none; if all are, nothing is kept.
     """
     tokens, log_probs = likeliest
     if not (0 <= tokens[0] < vocab_size and log_probs[0] > -MAX_COST / SCALE):
@@ -112,7 +111,7 @@ def put(recycled, context, filled, keys, likeliest, vocab_size, stamp):
 
 @compiled(nogil=True)
 def put_trees(slots, requests, entries, trees, likeliest, vocab_size, clock):
-    """Keep the likeliest tokens at every node of the trees of those requests that still end in the root.
+    """Keep the likeliest tokens at every node of trees, for requests that still end in their tree's root.
 
     Args:
         slots: `RequestIndex.slots`; requests: int64 [B] each, slots (-1 is skipped) and owners.

@@ -1,11 +1,11 @@
-"""`RequestIndex`: for each request, its tokens so far, and where each token and each four of them occurred before.
+"""`RequestIndex`: the tokens of each request, and earlier positions of each token and 4-gram.
 
 Two hash chains run over the token array itself. `heads` maps a token to its newest position, and `previous[i]` links
-position i to the next older position of the same token; `gram_heads` and `gram_previous` do so for the last four tokens
-at a position, so that a copy from a long context is found however common its single tokens are. A token costs 12 bytes
-plus its share of the tables, where a trie of n-grams (arXiv 2411.05894, A.1) costs hundreds.
+position i to the next older position of the same token; `gram_heads` and `gram_previous` do the same for the last four
+tokens at a position, so that a copy from a long context is found even if its single tokens are common. A token takes 12
+bytes plus its share of the tables; a trie of n-grams (arXiv 2411.05894, A.1) takes hundreds.
 
-The hash functions are seeded, so that no client can choose tokens that collide.
+The hash functions are seeded, so that clients cannot choose tokens that collide.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ADDRESS, LENGTH, CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE, DISTINCT, SEED = range(7
 _SIZES = [CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE]
 
 GRAM = 4  # tokens that `gram_heads` hashes
-OUTSIDE = -2  # in place of ids that the vocabulary does not have, as an image's: no store holds it, and no draft
+OUTSIDE = -2  # replaces ids outside the vocabulary, e.g. of images: in no store and no draft
 
 _SMALLEST = 64, 64, 16  # by _SIZES
 _MIN_SPARE = 64  # tokens of capacity beyond the present length
@@ -66,7 +66,7 @@ def request_at(slots, s):
 
 @compiled(nogil=True)
 def mix(x):
-    """Return a hash of x (uint64), 64 bits, each of which depends on all of x (splitmix64, Steele et al. 2014)."""
+    """Return a 64-bit hash of x (uint64) in which every bit depends on all of x (splitmix64, Steele et al. 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -99,7 +99,7 @@ def find_gram(request, a, b, c, d):
 
 @compiled(nogil=True)
 def _older_gram(request, i, before, a, b, c, d):
-    """Return the first position in the chain from i on, under `before`, that ends a, b, c, d; -1 for none."""
+    """Return the first position in the chain from i on, below `before`, that ends with a, b, c, d; -1 for none."""
     tokens = request.tokens
     while i >= 0 and not (
         i < before and tokens[i] == d and tokens[i - 1] == c and tokens[i - 2] == b and tokens[i - 3] == a
@@ -110,14 +110,14 @@ def _older_gram(request, i, before, a, b, c, d):
 
 @compiled(nogil=True)
 def newest_gram(request, before, a, b, c, d):
-    """Return the newest position under `before` that ends the tokens a, b, c, d, -1 for none. All others of the same
-    hash are passed over: drafts must not depend on the seed, which differs from one tensor-parallel rank to another."""
+    """Return the newest position below `before` that ends with the tokens a, b, c, d, -1 for none. Hash collisions are
+    skipped: drafts must not depend on the seed, which differs between tensor-parallel ranks."""
     return _older_gram(request, request.gram_heads[find_gram(request, a, b, c, d)], before, a, b, c, d)
 
 
 @compiled(nogil=True)
 def older_gram(request, i):
-    """Return the newest position under i that ends the same four tokens as i does, -1 for none."""
+    """Return the newest position below i that ends with the same four tokens as i, -1 for none."""
     tokens = request.tokens
     return _older_gram(request, request.gram_previous[i], i, tokens[i - 3], tokens[i - 2], tokens[i - 1], tokens[i])
 
@@ -133,8 +133,8 @@ def _link_gram(request, i):
 
 @compiled(nogil=True)
 def ingest(slots, s, new, shift, target):
-    """Append until the request has `target` tokens, position i being `new[i + shift]`; False if the slot must grow,
-    after which the call is repeated."""
+    """Append until the request has `target` tokens, position i being `new[i + shift]`; False if the slot must grow and
+    the call be repeated."""
     if target > slots[s, CAPACITY]:
         return False
     n, distinct = slots[s, LENGTH], slots[s, DISTINCT]
@@ -162,9 +162,9 @@ def ingest(slots, s, new, shift, target):
 
 @compiled(nogil=True)
 def _update(slots, slot_ids, tokens, spans, stale, resumed):
-    """Append as `RequestIndex.update` does, from row `resumed` on: -1, or what the last call returned. Writes how many
-    rows are left untouched, then these rows, into `stale` (int64 [> B]). Returns the row of a slot that must grow
-    before the call is repeated, -1 at the end. spans: starts, ends and contexts."""
+    """Append like `RequestIndex.update`, from row `resumed` on (-1, or the result of the last call). Writes the number
+    of unchanged rows, then these rows, into `stale` (int64 [> B]). Returns the row of a slot that must grow before the
+    call is repeated, -1 at the end. spans: starts, ends and contexts."""
     starts, ends, contexts = spans
     if resumed < 0:
         stale[0] = 0
@@ -180,7 +180,7 @@ def _update(slots, slot_ids, tokens, spans, stale, resumed):
 
 @compiled(nogil=True)
 def _fill(slots, s, old):
-    """Fill the new memory of slot s with what its old memory holds; old: its row before, int64 [1, C]."""
+    """Copy the contents of slot s to its new memory; old: its former row, int64 [1, C]."""
     n = slots[s, LENGTH]
     request, before = _request(slots, s, n), _request(old, 0, n)
     request.heads[:] = -1
@@ -206,7 +206,7 @@ class RequestIndex:
 
     Attributes:
         slots: int64 [S, C], a row per request; compiled code reads it.
-        seed: of the hash functions; random, unless one is given.
+        seed: of the hash functions; None: random.
     """
 
     def __init__(self, max_requests: int = 64, seed: int | None = None) -> None:
@@ -232,7 +232,7 @@ class RequestIndex:
         self, slot_ids: NDArray[np.int64], tokens: NDArray[np.int32], starts: NDArray[np.int64],
         ends: NDArray[np.int64], contexts: NDArray[np.int32],
     ) -> list[int]:  # fmt: skip
-        """Append tokens to the requests in these slots (int64 [B]) as `Drafter.update` does; return the same rows."""
+        """Append tokens to the requests in these slots (int64 [B]) like `Drafter.update`; return the same rows."""
         if len(slot_ids) >= len(self._stale):
             self._stale = np.zeros(2 * len(slot_ids), np.int64)
         spans, b = (starts, ends, contexts), -1
@@ -241,7 +241,7 @@ class RequestIndex:
         return self._stale[1 : self._stale[0] + 1].tolist()
 
     def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
-        """Make the request, known or not, hold exactly `tokens` (int32 [n])."""
+        """Set the tokens (int32 [n]) of a request, known or not."""
         self.finish([request_id])
         if not self._free:
             old = len(self.slots)
@@ -275,7 +275,7 @@ class RequestIndex:
         return sum(memory.nbytes for memory in self._memory.values())
 
     def _allocate(self, slot: int, sizes: tuple[int, int, int]) -> None:
-        """Give the slot memory of these sizes (`_SIZES`), with what it holds."""
+        """Allocate memory of these sizes (`_SIZES`) for the slot, and copy its contents."""
         row = self.slots[slot]
         old, memory = row[None].copy(), np.empty(int(np.dot((12, 6, 4), sizes)), np.uint8)
         row[ADDRESS], row[_SIZES] = memory.ctypes.data, sizes

@@ -1,1 +1,1 @@
-"""What a step costs and what its drafts bring: how much to draft is decided here."""
+"""Costs and gains of drafting: decides how much to draft."""

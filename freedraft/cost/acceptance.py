@@ -1,14 +1,13 @@
-"""`Acceptance`: what a draft node's score is worth, learnt from what verification shows.
+"""`Acceptance`: probability that a draft node is accepted, from its score and from past verifications.
 
 The probability that a node is accepted given that its parent was is modelled as
 
     sigmoid(logit(score / parent's score) + a[bin of that] + b[kind] + c[depth] + d)
 
-with all of them 0 at first, and each outcome moves the four that it concerns along the gradient of its log-likelihood:
-a, b and c by a fixed step, so that a change is followed within a few hundred outcomes; d by one that grows with the
-mean error of the newest steps, so that text of which nothing is accepted any more is noticed within some ten steps.
-d is of n-grams alone, 0 for nodes of draft passes. `kind` is what the drafter says of where a node comes from: source
-and match length.
+with all of them 0 at first. Each outcome moves its four corrections along the gradient of its log-likelihood: a, b and
+c by a fixed step, which follows a change within a few hundred outcomes; d by a step that grows with the mean error of
+the newest steps, which notices within some ten steps that nothing is accepted any more. d applies to n-grams only, and
+is 0 for nodes of draft passes. `kind` is the drafter's origin of a node: source and match length.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from freedraft.step import Step
 
 KINDS = 128
-# `DraftBatch.kinds` of nodes that draft passes made begin here, one for each recipe; n-gram drafters stay below
+# First of `DraftBatch.kinds` for nodes of draft passes, one per recipe; n-gram drafters use smaller ones
 PASS_KINDS = 112
 _BINS = 12
 _DEPTHS = 8
@@ -37,20 +36,20 @@ _MAX_CORRECTION, _MOST = 4.0, 10.0  # of a, b and c; of d
 _KINDS_AT, _DEPTHS_AT, _COMMON_AT = _BINS, _BINS + KINDS, _BINS + KINDS + _DEPTHS
 SIZE = _COMMON_AT + 2
 _GRID = 512
-# int64, the bin of each share out of `_GRID`: one per unit of its logit
+# int64, bin of each share of `_GRID`: one per unit of its logit
 _SHARES = (np.arange(_GRID) + 0.5) / _GRID
 _BIN_OF = np.clip(np.log(_SHARES / (1 - _SHARES)) + _BINS / 2, 0, _BINS - 1).astype(np.int64)
 
 
-# Arguments of compiled functions: the arrays of a `DraftBatch`, and what requests gained, see `Acceptance.learn`
+# Arguments of compiled functions: the arrays of a `DraftBatch`, and accepted tokens, see `Acceptance.learn`
 _Nodes = namedtuple("_Nodes", ("tokens", "parents", "depths", "scores", "kinds", "counts"))
 _Gained = namedtuple("_Gained", ("rows", "tokens", "starts", "ends"))
 
 
 @compiled(inline="always")
 def _given_parent(odds, ratio, kind, depth):
-    """(P(node accepted | parent accepted), the four corrections that made it). odds: exp of the corrections, so that
-    nothing but products is needed here; ratio: the node's score over its parent's."""
+    """(P(node accepted | parent accepted), its four corrections). odds: exp of the corrections, so that products
+    suffice; ratio: the node's score over its parent's."""
     ratio = min(max(ratio, 1e-4), 0.9995)
     x = _BIN_OF[int(ratio * _GRID)]
     y = _KINDS_AT + min(kind, KINDS - 1)
@@ -68,7 +67,7 @@ def _of_node(odds, nodes, b, i):
 
 @compiled(nogil=True)
 def _calibrate(odds, nodes, out):
-    """P(accepted) of every node by what was learnt. out: float64 [B, N]; 1 for the roots."""
+    """P(accepted) of every node. out: float64 [B, N]; 1 for the roots."""
     for b in range(len(nodes.counts)):
         out[b, 0] = 1.0
         for i in range(1, nodes.counts[b]):
@@ -84,10 +83,10 @@ def _estimate(odds, ratios, kinds, depth, out):
 
 @compiled(nogil=True)
 def _learn(bias, odds, trend, nodes, gained):
-    """Move the corrections by what became of a draft: at each node of the true path, which child came next.
+    """Update the corrections from a draft's outcome: at each node of the true path, which child came next.
 
     Args:
-        trend: float64 [1], the mean error of the newest steps, which says how fast d moves.
+        trend: float64 [1], the mean error of the newest steps, which sets the step size of d.
         nodes: of the draft, verified or not.
 
     Returns:
@@ -132,10 +131,10 @@ def _nodes(draft: DraftBatch, counts: NDArray[np.int32] | None = None) -> _Nodes
 
 
 class Acceptance:
-    """Learns the corrections from drafts and what requests then gained, and applies them to new drafts.
+    """Learns corrections from drafts and the tokens that followed, and applies them to new drafts.
 
     Attributes:
-        bias, odds: float64 [SIZE], the corrections, and exp of them.
+        bias, odds: float64 [SIZE], the corrections, and their exp.
         outcomes: number of nodes learnt from.
     """
 
@@ -159,7 +158,7 @@ class Acceptance:
         fresh.given_parent(draft.scores[0], draft.kinds[0], 1)
 
     def forget(self, kind: int) -> None:
-        """Nodes of this kind are another drafter's from now on."""
+        """Reset the correction of this kind, which another recipe uses from now on."""
         self.bias[_KINDS_AT + kind], self.odds[_KINDS_AT + kind] = 0.0, 1.0
 
     @property
@@ -169,16 +168,16 @@ class Acceptance:
 
     @property
     def rises(self) -> bool:
-        """Whether the newest steps accepted more than was expected, so that there is something to learn soon."""
+        """Whether the newest steps accepted more than expected."""
         return bool(self._trend[0] > _RISES)
 
     def follow(self, *drafts: DraftBatch) -> None:
-        """Learn at the next `update` from what becomes of these drafts of its last step's requests, verified or not.
-        Their arrays, counts apart, must stay as they are until then."""
+        """Register drafts, verified or not, for the next `update` to learn from. Their arrays, except counts, must not
+        change until then."""
         self._followed = [(draft, draft.counts.copy()) for draft in drafts]
 
     def update(self, step: Step) -> None:
-        """Learn from what requests gained of the drafts that were followed."""
+        """Learn the outcome of the drafts passed to `follow`."""
         if self._followed:
             if step.request_ids == self._request_ids:
                 rows = np.arange(len(self._request_ids), dtype=np.int32)
@@ -199,7 +198,7 @@ class Acceptance:
     def given_parent(
         self, confidences: NDArray[np.float32], kinds: NDArray[np.uint8], depth: int
     ) -> NDArray[np.float64]:
-        """float64 [R]: the chance that nodes are accepted if their parents are.
+        """float64 [R]: probability that nodes are accepted if their parents are.
 
         Args:
             confidences: float32 [R], the drafter's own probability of each node given its parent.
@@ -219,12 +218,12 @@ class Acceptance:
         starts: NDArray[np.int64],
         ends: NDArray[np.int64],
     ) -> int:
-        """Learn from what followed a draft. Returns the number of nodes with a known outcome.
+        """Learn from the tokens that followed a draft. Returns the number of nodes with a known outcome.
 
         Args:
-            counts: stand for the draft's own.
-            rows: int32 [B], which entry of starts and ends is this request's; -1: it has ended.
-            tokens, starts, ends: tokens[starts[r]:ends[r]] are what the request has gained since.
+            counts: replace the draft's own.
+            rows: int32 [B], the request's index in starts and ends; -1: it has ended.
+            tokens, starts, ends: tokens[starts[r]:ends[r]] are the request's new tokens.
         """
         if len(rows) != draft.batch_size:
             raise ValueError(f"{len(rows)} rows for a draft of {draft.batch_size} requests")

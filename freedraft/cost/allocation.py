@@ -1,4 +1,4 @@
-"""Which nodes of a batch of drafts are verified: the likeliest ones, as many as a step has time for (compiled)."""
+"""Chooses the nodes of a batch of drafts to verify: the likeliest ones, as many as pay (compiled)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _RANK_BINS = 256
 
 @compiled(nogil=True)
 def _rank(p, counts, order):
-    """Probabilities of all draft nodes into `order`, falling: sorted roughly by bins, then by insertion."""
+    """Write the probabilities of all draft nodes into `order`, descending: sorted by bins, then by insertion."""
     place = np.zeros(_RANK_BINS + 1, np.int32)
     for b in range(len(counts)):
         for i in range(1, counts[b]):
@@ -36,9 +36,9 @@ def _rank(p, counts, order):
 
 @compiled(nogil=True)
 def _keep(p, counts, order, n):
-    """Truncate the drafts to the n first nodes of `order`; the nodes kept of the longest draft."""
+    """Truncate the drafts to the first n nodes of `order`; return the nodes kept of the longest draft."""
     threshold = order[n - 1] if n > 0 else 2.0
-    ties = 0  # nodes just as likely as the last one kept, that are kept
+    ties = 0  # kept nodes with the probability of the last one kept
     for i in range(n):
         if order[i] == threshold:
             ties += 1
@@ -60,14 +60,14 @@ def _keep(p, counts, order, n):
 
 @compiled(nogil=True)
 def allocate(p, counts, seconds, drafting, forced):
-    """Truncate the drafts to the number of nodes that maximises expected tokens per second; 0 is one of them.
+    """Truncate the drafts to the number of nodes (possibly 0) with the most expected tokens per second.
 
     Args:
         p: [B, N], probability of every node, falling from node to node.
         counts: int32 [B], in: nodes drafted, out: nodes kept.
-        seconds: float64, of a step, by the number of draft nodes that it verifies.
+        seconds: float64, step time by number of verified draft nodes.
         drafting: seconds that drafting takes.
-        forced: number of nodes to keep (up to all), whatever they are worth; `FREE`: the best number.
+        forced: number of nodes to keep regardless of gain; `FREE`: the best number.
 
     Returns:
         (draft nodes kept, expected gain over not drafting at all, as a share of it, nodes kept of the longest draft).
@@ -87,11 +87,11 @@ def allocate(p, counts, seconds, drafting, forced):
 
 @compiled(nogil=True)
 def allocate_width(p, counts, seconds, drafting, forced, widths):
-    """Truncate all drafts to the one width, out of `widths`, that maximises expected tokens per second; every request
-    then costs that many query tokens.
+    """Truncate all drafts to the one of `widths` with the most expected tokens per second; every request then costs
+    that number of query tokens.
 
-    Args: as for `allocate`; widths: int32, ascending; seconds: float64 [1 + W], of a step without drafts, and of one of
-        each of them; forced: an index of widths, or `FREE`.
+    Args: as for `allocate`; widths: int32, ascending; seconds: float64 [1 + W], step times without drafts and with each
+        width; forced: an index of widths, or `FREE`.
 
     Returns:
         (width, expected gain over not drafting at all, as a share of it, nodes kept of the largest draft).

@@ -1,9 +1,9 @@
-"""`BatchLengths`: policy "auto" where all requests of a step verify the same number of draft tokens, which the engine
-decides by the batch's size before anything is drafted.
+"""`BatchLengths`: policy "auto" for engines that decide one number of draft tokens for all requests of a step, by batch
+size and before drafting.
 
-With k draft tokens each, a step of b requests yields b y(k) tokens in t(b, b (1 + k)) seconds; y(k) is what
-`Acceptance` says of the newest drafts. The k of the best ratio is drafted, and 0 is one of them. Where nothing is
-drafted, the drafter is still asked now and then, which takes little time and tells what drafts would bring.
+With k draft tokens each, a step of b requests yields b y(k) tokens in t(b, b (1 + k)) seconds; `Acceptance` estimates
+y(k) from the newest drafts. The k of the best ratio is drafted; it may be 0. While nothing is drafted, the drafter
+still runs occasionally, which costs little and shows what drafts would bring.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from freedraft.draft import DraftBatch
 if TYPE_CHECKING:
     from freedraft.step import Step
 
-_ENOUGH, _RATE = 2, 0.02  # times of such steps that say more than the times of others; what a new one weighs at least
-_PRICE_EVERY = 4  # steps of a range of batch sizes
-_MARGIN = 0.995  # of the best ratio, which a shorter length may have
-_REQUESTS = 2.0  # newest drafts of this many requests decide what drafts are expected to bring
+_ENOUGH, _RATE = 2, 0.02  # times of a cell that are enough to use them alone; minimum weight of a new one
+_PRICE_EVERY = 4  # steps per range of batch sizes
+_MARGIN = 0.995  # share of the best ratio at which a shorter length is preferred
+_REQUESTS = 2.0  # memory of expected acceptance, in requests
 
 Rows = list[tuple[int, int, int]]  # (first batch size, last batch size, draft tokens per request)
 
 
 def candidate_lengths(max_draft_tokens: int) -> tuple[int, ...]:
-    """Draft lengths to choose from, ascending: few, because an engine captures graphs for each. Large batches need the
-    short ones, whatever the longest is."""
+    """Draft lengths to choose from, ascending: few, because an engine captures graphs for each; short ones for large
+    batches."""
     short = [length for length in (8, 4, 2, 1) if length < max_draft_tokens]
     return (0, *sorted(short[:3]), max_draft_tokens)
 
 
 def batch_range(batch: int) -> tuple[int, int]:
-    """The batch sizes that have one length, `batch` among them: exact up to 8, then four ranges per octave."""
+    """The range of batch sizes around `batch` that share a length: exact up to 8, then four ranges per octave."""
     size = 1 << max(0, (batch - 1).bit_length() - 3)
     first = (batch - 1) // size * size + 1
     return first, first + size - 1
 
 
 class BatchLengths(Fixed):
-    """Drafts as many tokens as the engine asks for, and says what it should ask for.
+    """Drafts the number of tokens that the engine requests, and recommends the next one.
 
     Args:
         lengths: draft tokens per request to choose from.
@@ -72,10 +72,10 @@ class BatchLengths(Fixed):
         self.acceptance = Acceptance()
         self.explorer = Explorer()
         self._clock = clock
-        # ln(measured / predicted) of steps by range of batch sizes, length and bucket of contexts, and how many. Step
-        # times by query tokens alone do not know whether a step waited for drafts.
+        # ln(measured / predicted) of steps, and their number, by range of batch sizes, length and bucket of contexts.
+        # Step times by query tokens alone do not include waiting for drafts.
         self._errors: dict[tuple[int, int, int], tuple[float, int]] = {}
-        # Draft tokens of a request that are accepted, by length; the last draft, of what length, and what it promised
+        # Accepted draft tokens per request, by length; the last draft, its length, and its expectation
         self._gain = expected_tokens(1 + self.lengths, CHAIN_TOKENS_PER_STEP) - 1.0
         self._newest: tuple[DraftBatch, int, NDArray[np.float64]] | None = None
         self._began, self._step_seconds, self._asked = 0.0, 1.0, 0
@@ -83,11 +83,11 @@ class BatchLengths(Fixed):
         self._priced: dict[tuple[int, int], tuple[NDArray[np.float64], int]] = {}
         self._probed: tuple[int, int] | None = None
 
-    # -- what is learnt ------------------------------------------------------------------------------------------------
+    # -- learning ------------------------------------------------------------------------------------------------------
 
     def update(self, step: Step) -> None:
         self.acceptance.update(step)
-        if self._newest is not None:  # what was expected of drafts before it is wrong by the same factor
+        if self._newest is not None:  # earlier expectations are wrong by the same factor
             draft, asked, expected = self._newest
             self._gain *= self._expected(draft, asked) / np.maximum(expected, 1e-9)
             self._newest = None
@@ -108,7 +108,7 @@ class BatchLengths(Fixed):
         return self._asked
 
     def look(self, draft: DraftBatch) -> None:
-        """Learn from a draft, verified or not, what drafts bring now."""
+        """Update the expected acceptance from a draft, verified or not."""
         self.explorer.rest(self._clock() - self._began, self._step_seconds)
         self.acceptance.follow(draft)
         self._newest = draft, self._asked, self._expected(draft, self._asked)
@@ -116,13 +116,13 @@ class BatchLengths(Fixed):
         self._gain += rate * (self._newest[2] - self._gain)
 
     def _expected(self, draft: DraftBatch, asked: int) -> NDArray[np.float64]:
-        """float64 [L]: draft tokens of a request that are accepted, on average, for each of `lengths`.
-        asked: those that the drafter was asked for."""
+        """float64 [L]: mean accepted draft tokens per request for each of `lengths`. asked: draft tokens requested from
+        the drafter."""
         p = self.acceptance.probabilities(draft)[:, : asked + 1]
         nodes = np.arange(asked + 1)
         p[(nodes == 0) | (nodes >= draft.counts[:, None])] = 0.0
         tokens = np.cumsum(p.mean(0))
-        # Longer drafts go on as these do, or as was seen last.
+        # Extrapolate longer drafts from these, or from the last observation.
         more, at = np.maximum(self.lengths - asked, 0), int(np.searchsorted(self.lengths, asked, side="right")) - 1
         ratio = p[:, -1:] ** (1 / asked) * (asked**2 / (asked**2 + 1))
         tail = (p[:, -1:] * ratio * (1.0 - ratio**more) / (1.0 - ratio)).mean(0)
@@ -131,7 +131,7 @@ class BatchLengths(Fixed):
         return np.where(more > 0, np.maximum(expected, seen), expected)
 
     def record_step(self, batch: int, query_tokens: int, context: float, seconds: float) -> None:
-        """A step that only decoded has taken so long, its drafts included. context: tokens per request, on average."""
+        """Record the seconds of a step that only decoded, drafting included. context: mean tokens per request."""
         self._step_seconds = seconds
         if self.times.update(batch, query_tokens, context, seconds) and query_tokens % batch == 0:
             cell = self._cell(batch, query_tokens // batch - 1, context)
@@ -152,7 +152,7 @@ class BatchLengths(Fixed):
         super().warm_up()
         self.acceptance.warm_up()
 
-    # -- what follows from it ------------------------------------------------------------------------------------------
+    # -- decisions -----------------------------------------------------------------------------------------------------
 
     def tokens(self) -> NDArray[np.float64]:
         """Expected tokens per step and request at present, for each of `lengths`."""
@@ -170,16 +170,14 @@ class BatchLengths(Fixed):
         return seconds
 
     def best(self, seconds: NDArray[np.float64]) -> int:
-        """The length of the most tokens per second; of such that are about as good, the shortest. seconds: as
-        `seconds` returns them."""
+        """The shortest length with about the most tokens per second. seconds: result of `seconds`."""
         rates = self.tokens()[: len(seconds)] / seconds
         best = int(np.flatnonzero(rates >= _MARGIN * rates.max())[0])
         self.speedup = float(rates[best] / rates[0])
         return int(self.lengths[best])
 
     def decide(self, batch: int, context: float) -> Rows:
-        """Lengths to schedule from now on at this batch size, and at one that was probed; the others stay. To be called
-        once per step."""
+        """Changed lengths to schedule: of this batch size, and of a probed one. Call once per step."""
         at = batch_range(batch)
         rows: Rows = []
         if self._probed is not None and self._probed != at:
@@ -195,8 +193,8 @@ class BatchLengths(Fixed):
         return [*rows, (*at, length)]
 
     def _probe(self, seconds: NDArray[np.float64], length: int) -> int:
-        """Half of the time the next best length, which is the one to be sure of; else any that is not known to take
-        much longer than a step without drafts."""
+        """A length to probe: half of the time the runner-up, else any length that is not known to be much slower than
+        plain."""
         lengths = self.lengths[: len(seconds)]
         others = lengths != length
         if self.explorer.random.random() < 0.5 and others.any():

@@ -1,9 +1,8 @@
 """`Auto`: the draft tokens that maximise expected tokens per second over the batch, step by step.
 
-For every node that the drafter offers, `Acceptance` says how likely it is to be accepted; for every number of query
-tokens, `StepTimes` says how long the step would take. Taking the n likeliest nodes of the batch, a step yields
-b + p_1 + ... + p_n tokens in t(b + n) seconds; the n of the best ratio is verified, and 0 is one of them (the tokens
-per time of KnapSpec, over a batch).
+`Acceptance` estimates the probability p of every draft node, `StepTimes` the step time t by query tokens. With the n
+likeliest nodes of the batch, a step yields b + p_1 + ... + p_n tokens in t(b + n) seconds; the n of the best ratio is
+verified; it may be 0 (the tokens per time of KnapSpec, over a batch).
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GAIN_RATE = 0.1
-_ENOUGH = 3  # times of steps without drafts, from which on drafting can be compared with them
+_ENOUGH = 3  # timed steps without drafts needed for a comparison
 
 
 class Auto(Controller):
-    """Policy "auto". roofline: where step times start from; the other arguments: see `Controller`; clock: seconds."""
+    """Policy "auto". roofline: initial step times; clock: seconds; other arguments: see `Controller`."""
 
     def __init__(
         self,
@@ -94,8 +93,8 @@ class Auto(Controller):
         return self._fitting(min(draft_len, MAX_QUERY_TOKENS // batch - 1))
 
     def truncate(self, draft: DraftBatch, *unverified: DraftBatch) -> int:
-        """See `Controller`. The arrays of `draft` and `unverified` must stay as they are until the next `update`.
-        unverified: drafts of the same requests that are not verified, and still say something of acceptance."""
+        """See `Controller`. The arrays of `draft` and `unverified` must not change until the next `update`. unverified:
+        drafts of the same requests that are learnt from without being verified."""
         batch = draft.batch_size
         p, seconds = self.acceptance.probabilities(draft), self._seconds(draft)
         self.follow(draft, *unverified)
@@ -129,16 +128,16 @@ class Auto(Controller):
         self.acceptance.follow()
 
     def exclude(self, seconds: float) -> None:
-        """Time since `update` that is not the drafter's own, and was decided upon by itself."""
+        """Exclude seconds since `update` from the drafting time: draft passes are priced separately."""
         self._began += seconds
 
     def save(self) -> None:
         self.times.save()
 
-    # -- what steps and draft passes take, at the context of the present step ------------------------------------------
+    # -- times of steps and draft passes at the context of the present step --------------------------------------------
 
     def baseline_known(self, batch: int) -> bool:
-        """Whether steps without drafts were timed often enough to compare anything with them."""
+        """Whether steps without drafts were timed often enough for comparisons."""
         tokens = batch if self.widths is None else batch * int(self.widths[0])
         return self.times.count(batch, tokens, self._context) >= _ENOUGH
 
@@ -165,16 +164,15 @@ class Auto(Controller):
         self.times.update_pass(recipe, batch, self._context, seconds)
 
     def estimate(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """What `truncate` would make of a draft, which stays as it is. Returns float64 [B, N], the estimated
-        probability of each draft node, 0 for everything else; int32 [B], nodes that would be kept, roots included."""
+        """Preview `truncate` without changing the draft. Returns float64 [B, N], the estimated probability of each
+        draft node, 0 elsewhere; int32 [B], nodes that would be kept, roots included."""
         p, counts = self.acceptance.probabilities(draft), draft.counts.copy()
         self._allocate(p, counts, self._seconds(draft))
         nodes = np.arange(draft.max_nodes)
         return np.where((nodes > 0) & (nodes < draft.counts[:, None]), p, 0.0), counts
 
     def _seconds(self, draft: DraftBatch) -> NDArray[np.float64]:
-        """Seconds of a step by the number of draft nodes that it verifies; with widths, of a step without drafts and of
-        one of each width."""
+        """Step time by number of verified draft nodes; with widths, of a step without drafts and of each width."""
         batch = draft.batch_size
         if self.widths is None:
             return self.step_seconds(batch, batch + np.arange(int(np.maximum(draft.counts - 1, 0).sum()) + 1))

@@ -1,4 +1,4 @@
-"""What the cost model would do with a model on some hardware: step times and speculation lengths by batch size."""
+"""Predictions of the cost model for a model on some hardware: step times and draft lengths by batch size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Tokens per step by nodes: SSSD's trees on recorded answers of Llama-3.1-8B (bench/results/replay.json)
 TOKENS_PER_STEP = {1: 1.0, 4: 1.542, 8: 1.699, 16: 1.814, 32: 1.918, 64: 1.988}
 
-# The same of SSSD's chains
+# The same for SSSD's chains
 CHAIN_TOKENS_PER_STEP = {1: 1.0, 2: 1.307, 3: 1.425, 5: 1.491, 9: 1.52, 17: 1.527, 33: 1.529}
 
 
@@ -56,7 +56,7 @@ def explain(
     roofline: Roofline, context: int, *, max_nodes: int = 64, curve: dict[int, float] | None = None
 ) -> list[Row]:
     """Step time and speculation length by batch size. context: tokens per request. max_nodes: longest length
-    considered; curve: tokens per step by nodes; between them it is taken as linear in the logarithm of the nodes."""
+    considered; curve: tokens per step by nodes, interpolated linearly in the logarithm of the nodes."""
     rows = []
     lengths = np.arange(1, max_nodes + 1)
     tokens = expected_tokens(lengths, curve or TOKENS_PER_STEP)
@@ -73,7 +73,7 @@ def explain(
 
 
 def expected_tokens(lengths: np.ndarray, curve: dict[int, float]) -> np.ndarray:
-    """Tokens per step for each length; beyond the last known one, no more."""
+    """Tokens per step for each length; constant beyond the last known one."""
     return np.interp(np.log2(lengths), np.log2(list(curve)), list(curve.values()))
 
 

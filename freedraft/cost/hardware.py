@@ -1,4 +1,4 @@
-"""`HardwareProfile`: what the cost model knows of an accelerator."""
+"""`HardwareProfile`: speed figures of an accelerator, for the cost model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from freedraft.config import ConfigError, configs_dir, one_line, read_yaml, sugg
 
 logger = logging.getLogger(__name__)
 
-CPU = "cpu"  # What a device is called that is no GPU
+CPU = "cpu"  # device name without a GPU
 
 # Number formats that a profile may give a rate for, and their bytes per element
 Dtype = Literal["float32", "float16", "bfloat16", "float8", "int8"]
@@ -28,11 +28,11 @@ class HardwareProfile(BaseModel):
         bandwidth: bytes/s of the memory that holds the weights.
         source: "datasheet" or "measured".
         peak_flops_by_dtype: FLOP/s of other number formats (float32, float16, bfloat16, float8, int8).
-        knee: query tokens per step, over the whole batch, that cost about as much as one; None derives it.
-        token_cost: what one more query token below the knee adds to a step, as a share of it. A draft token that is
-            less likely to be accepted than this does not pay. For policy "knee"; policy "auto" measures it.
-        max_nodes_by_batch: the paper's caps: most nodes per request at a batch of this size or more (root
-            included), until the next larger entry.
+        knee: query tokens per step, over the whole batch, that cost about as much as one; None: derived.
+        token_cost: share of a step that one more query token below the knee adds: draft tokens with a lower probability
+            of acceptance do not pay. For policy "knee"; policy "auto" measures it.
+        max_nodes_by_batch: the paper's caps: most nodes per request (root included) from this batch size up to the next
+            larger entry.
         devices: parts of the device names that torch reports, by which `hardware: auto` finds this profile.
     """
 
@@ -96,7 +96,7 @@ class HardwareProfile(BaseModel):
 
     @classmethod
     def detect(cls, device: str | None = None) -> Self:
-        """The shipped profile of a device: the name of a GPU, or "cpu"; None for what torch sees first.
+        """The shipped profile of a device: a GPU's name, or "cpu"; None: the first device of torch.
 
         An unknown GPU gets the shipped GPU profile with the lowest ridge, which drafts least, and a log line.
         """
@@ -118,8 +118,8 @@ class HardwareProfile(BaseModel):
 
 
 def device_name() -> str | None:
-    """Name of the first GPU as torch reports it, which initialises CUDA: a process that is to fork must not ask. None
-    without torch or without a GPU."""
+    """Name of the first GPU as torch reports it; None without torch or a GPU. Initialises CUDA: do not call before a
+    fork."""
     try:
         import torch
     except ImportError:
@@ -128,6 +128,6 @@ def device_name() -> str | None:
 
 
 def choose_profile(hardware: str, device: str | None = None) -> HardwareProfile:
-    """The profile that option `hardware` names; "auto" is that of the device, as for `HardwareProfile.detect`. Raises
-    ConfigError: there is no such profile, or it makes no sense."""
+    """The profile named by option `hardware`; "auto": see `HardwareProfile.detect`. Raises ConfigError: no such
+    profile, or an invalid one."""
     return HardwareProfile.detect(device) if hardware == "auto" else HardwareProfile.load(hardware)

@@ -11,7 +11,7 @@ from typing import Any, Self
 from freedraft.config import ConfigError
 from freedraft.cost.hardware import DTYPE_BYTES
 
-# Names of one thing in different families; the first that is given counts.
+# Names of a field in different families; the first one present counts.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
@@ -130,9 +130,8 @@ class ModelShape:
         """The shape that a Hugging Face configuration (as a dictionary) describes.
 
         Args:
-            dtype: what the engine computes in, where it is not what the configuration says.
-            kv_dtype: what it keeps keys and values in, as "fp8_e4m3"; None or "auto" for the same, or for what a
-                quantised checkpoint says.
+            dtype: the engine's dtype, if it differs from the configuration's.
+            kv_dtype: dtype of the KV cache, e.g. "fp8_e4m3"; None or "auto": the same, or the checkpoint's.
 
         Raises:
             ConfigError: a field is missing or makes no sense.
@@ -214,7 +213,7 @@ def _weight_bytes(quantised: Mapping[str, Any]) -> float | None:
 
 
 def _kv_bytes(kv_dtype: str | None, quantised: Mapping[str, Any]) -> float | None:
-    """Bytes per element of keys and values; None where they are as all else."""
+    """Bytes per element of keys and values; None: as everything else."""
     if kv_dtype not in (None, "auto"):
         name = str(kv_dtype).removeprefix("torch.")
         if name.startswith("fp8") or name.startswith("float8") or name.startswith("int8"):

@@ -1,4 +1,4 @@
-"""`Controller`: decides how much a step drafts. Here: the rules, `Knee` (the SSSD paper's, section 3.2) and `Fixed`."""
+"""`Controller`: decides how much a step drafts; `Knee` (SSSD paper, section 3.2) and `Fixed`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Policy = Literal["auto", "knee", "fixed"]
 
 
 class Controller(ABC):
-    """How much is drafted; zero is a normal answer. One step: `update`, `max_draft_len`, the draft, `truncate`, `end`.
+    """Decides how much is drafted, possibly nothing. Calls per step: `update`, `max_draft_len`, drafting, `truncate`,
+    `end`.
 
     Args:
         max_draft_tokens: most draft tokens per request, roots not counted.
-        widths: ascending numbers of nodes per request, root included, that the engine can verify, if they must be the
-            same for all requests; None where every request may have its own.
+        widths: see `Step`.
 
     Attributes:
-        budget: draft tokens that the last step was allowed, over the whole batch.
+        budget: draft tokens allowed in the last step, over the whole batch.
         speedup: estimated tokens per second over plain decoding; NaN without an estimate.
     """
 
@@ -42,49 +42,49 @@ class Controller(ABC):
 
     @property
     def min_score(self) -> float:
-        """Probability of acceptance below which a draft token is not worth verifying, where the user names none: what
-        a token costs by the profile, where lengths may differ by request."""
+        """Default probability of acceptance below which a draft token is not verified: the profile's cost of a token,
+        where lengths may differ by request."""
         return self.profile.token_cost if self.widths is None else 0.0
 
     def max_tokens_per_request(self, batch_size: int) -> int:
-        """Most draft tokens of any one request by the profile's caps, root not counted."""
+        """Most draft tokens of a request by the profile's caps, without the root."""
         cap = self.profile.max_nodes(batch_size)
         return self.max_draft_tokens if cap is None else min(self.max_draft_tokens, cap - 1)
 
     def update(self, step: Step) -> None:
-        """Learn from the step that has just ended: what it took, and what it accepted."""
+        """Learn the time and accepted tokens of the last step."""
 
     @abstractmethod
     def max_draft_len(self, step: Step) -> int:
-        """Draft tokens per request that are worth asking the drafter for; 0: do not draft."""
+        """Draft tokens per request to request from the drafter; 0: do not draft."""
 
     @abstractmethod
     def truncate(self, draft: DraftBatch) -> int:
-        """Shorten `draft` (its counts, in place) to what should be verified. Returns draft tokens over the batch; with
+        """Shorten `draft` (its counts, in place) to the nodes to verify. Returns draft tokens over the batch; with
         widths, the width."""
 
     def observe(self, step: Step) -> int:
-        """`update` for a step that is not drafted for. Returns draft tokens per request that the drafter is to be asked
-        for all the same, for `look`; 0: do not ask."""
+        """`update` for a step without drafting. Returns draft tokens per request to draft anyway, for `look`; 0:
+        none."""
         return 0
 
     def look(self, draft: DraftBatch) -> None:
         """Learn from a draft that is not verified."""
 
     def follow(self, *drafts: DraftBatch) -> None:
-        """Learn from what becomes of these drafts, whether they are verified or not."""
+        """Learn the outcome of these drafts at the next `update`, verified or not."""
 
     def end(self, step: Step) -> None:
-        """All is decided for the step that these requests begin now."""
+        """The drafts of this step are decided; its time starts."""
 
     def warm_up(self) -> None:
         """Compile, or load from the cache, everything that a step calls."""
 
     def interrupt(self) -> None:
-        """Steps pass that this controller does not hear of."""
+        """Steps follow that this controller does not see."""
 
     def save(self) -> None:
-        """Keep what was learnt, where a file is named for it."""
+        """Save learnt state to its file, if one is configured."""
 
     def _fitting(self, draft_len: int) -> int:
         if self.widths is None:
@@ -94,13 +94,13 @@ class Controller(ABC):
 
 
 class Fixed(Controller):
-    """Every request always drafts `max_draft_tokens`, or as many as it may."""
+    """Every request always drafts `max_draft_tokens`, or its maximum if that is less."""
 
     def max_draft_len(self, step: Step) -> int:
         return self._draft_len(step, self.max_draft_tokens, step.batch_size * self.max_draft_tokens)
 
     def _draft_len(self, step: Step, most: int, free: int) -> int:
-        """most: draft tokens of any one request; free: of all together, where requests may differ."""
+        """most: draft tokens per request; free: of the whole batch, where requests may differ."""
         draft_len = self._fitting(min(most, int(step.capacities.max(initial=0))))
         self.budget = max(0, min(free, step.batch_size * draft_len))
         return draft_len if self.budget else 0
@@ -144,11 +144,11 @@ class Knee(Fixed):
         return max(1, round(self.knee / max(1, batch_size)))
 
     def length(self, batch_size: int) -> int:
-        """Draft tokens per request, where all have the same: s_q, capped."""
+        """Draft tokens per request, the same for all: s_q, capped."""
         return min(self.max_tokens_per_request(batch_size), self.speculation_length(batch_size) - 1)
 
     def max_draft_len(self, step: Step) -> int:
         batch = step.batch_size
-        if self.widths is not None:  # one width for all is rounded to the knee, above it or below
+        if self.widths is not None:  # one width for all: the nearest to the knee
             return self._draft_len(step, self.length(batch), batch * self.max_draft_tokens)
         return self._draft_len(step, self.max_tokens_per_request(batch), self.knee - batch)

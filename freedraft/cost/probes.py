@@ -1,4 +1,4 @@
-"""When to try what the estimates advise against: `ProbeSchedule`, and the `Explorer` of the controllers."""
+"""Exploration: `ProbeSchedule` decides when, `Explorer` of the controllers also what to try."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 PROBE_EVERY = 100  # steps between probes, at most
-_PROBE_FIRST, _PROBE_GROWTH = 8, 1.125  # steps before the first one of a kind of step
-_PROBE_COST = 1.5  # steps without drafts that a probe may take
-_IDLE_SHARE = 0.005  # of time, for drafting while nothing is verified
+_PROBE_FIRST, _PROBE_GROWTH = 8, 1.125  # steps before the first probe of a kind
+_PROBE_COST = 1.5  # longest probe, in steps without drafts
+_IDLE_SHARE = 0.005  # share of time for drafting while nothing is verified
 _MAX_IDLE = 64  # steps
 
 
 class ProbeSchedule:
-    """Intervals between probes that grow from the first to the longest, each kind of step by itself."""
+    """Intervals between probes that grow from `first` to `longest`, per kind of step."""
 
     def __init__(self, first: int, longest: int, growth: float = 2.0) -> None:
         self.first, self.longest, self.growth = first, longest, growth
@@ -23,9 +23,8 @@ class ProbeSchedule:
         self._waited: dict[Hashable, int] = {}
 
     def due(self, key: Hashable = None, *, eager: bool = True, longest: float | None = None) -> bool:
-        """Whether the present step is to be a probe. To be called once for each step that could be one. eager: whether
-        early probes are worth their time; otherwise only the longest interval counts; longest: replaces the longest
-        interval for this call."""
+        """Whether to probe in this step; call once per step that could be a probe. eager: whether early probes are
+        allowed, else the longest interval applies; longest: replaces the longest interval for this call."""
         longest = self.longest if longest is None else longest
         waited = self._waited.get(key, 0) + 1
         interval = min(self._intervals.get(key, float(self.first)), longest)
@@ -37,14 +36,14 @@ class ProbeSchedule:
         return True
 
     def reset(self, key: Hashable = None) -> None:
-        """Begin again with the first interval."""
+        """Restart with the first interval."""
         self._waited.pop(key, None)
         self._intervals.pop(key, None)
 
 
 class Explorer(ProbeSchedule):
-    """Probes of other draft lengths than the best known, which keep step times fresh; and while nothing is drafted,
-    the steps for which the drafter rests between two drafts that only show what drafting would bring."""
+    """Probes of draft lengths other than the best, which keep step times fresh; and, while nothing is verified, pauses
+    between drafts that only measure what drafting would bring."""
 
     def __init__(self) -> None:
         super().__init__(_PROBE_FIRST, PROBE_EVERY, _PROBE_GROWTH)
@@ -53,14 +52,14 @@ class Explorer(ProbeSchedule):
 
     @staticmethod
     def affordable(seconds: NDArray[np.float64]) -> NDArray[np.intp]:
-        """Indices of draft lengths that may be probed. seconds: of a step of each length, first without drafts."""
+        """Indices of draft lengths that may be probed. seconds: step time by length, first without drafts."""
         return np.flatnonzero(seconds <= _PROBE_COST * seconds[0])
 
     def rest(self, drafting: float, step: float) -> None:
-        """Let the drafter rest in the next steps. drafting, step: seconds of each."""
+        """Pause the drafter for some steps, by the seconds of drafting and of a step."""
         self._rest = min(int(max(drafting, 0.0) / (_IDLE_SHARE * max(step, 1e-6))), _MAX_IDLE)
 
     def rests(self) -> bool:
-        """Whether the drafter rests in this step. To be called once per step."""
+        """Whether the drafter pauses in this step. Call once per step."""
         self._rest -= 1
         return self._rest >= 0

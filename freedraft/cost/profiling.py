@@ -1,4 +1,4 @@
-"""Measuring a machine: the two numbers of its roofline, in seconds."""
+"""Measures a machine's roofline (FLOP/s and bandwidth) in a few seconds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def measure(
 
     Args:
         device: "cuda" or "cpu"; None takes the GPU where there is one.
-        name: of the profile; None makes one of the device's name.
+        name: of the profile; None: from the device's name.
         progress: called with the name of each measurement and the share done, 0 to 1.
 
     Raises:
@@ -51,7 +51,7 @@ def measure(
         progress(f"matrix products, {dtype}", i / (len(_DTYPES) + 1))
         try:
             size = largest // 8
-            while True:  # a format that the device emulates would take minutes at full size
+            while True:  # an emulated format would take minutes at full size
                 a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
                 seconds = _median(partial(torch.mm, a, a), synchronise, 0.1 if size < largest else _SECONDS)
                 if size == largest or seconds > _SECONDS / 50:
@@ -78,8 +78,8 @@ def measure(
 
 
 def write(profile: HardwareProfile, path: Path | None = None, *, force: bool = False) -> Path:
-    """Write a profile as YAML; without a path into the configs folder, where `hardware: NAME` finds it. Raises
-    ConfigError: there is a file already and `force` is not given, or the folder cannot be written."""
+    """Write a profile as YAML, by default into the configs folder, where `hardware: NAME` finds it. Raises ConfigError:
+    the file exists and `force` is False, or the folder is not writable."""
     path = configs_dir() / "hardware" / f"{profile.name}.yaml" if path is None else path
     if path.exists() and not force:
         raise ConfigError(f"{path} exists: give another --name or --out, or --force to replace it")

@@ -26,7 +26,7 @@ class Operation:
     Attributes:
         name: the row.
         flops: FLOPs of matrix products. read, write: bytes.
-        count: how often it runs per forward pass.
+        count: runs per forward pass.
     """
 
     name: str
@@ -187,7 +187,7 @@ def roofline_of(context: EngineContext, profile: HardwareProfile) -> Roofline:
 
 
 def knee_of(context: EngineContext, profile: HardwareProfile) -> int | None:
-    """Query tokens per step at the ridge with the weights that the engine reads; None where its model is not known."""
+    """Query tokens per step at the ridge for the engine's weights; None if its model is unknown."""
     if context.hf_config is None or profile.knee is not None:
         return None
     try:

@@ -1,5 +1,5 @@
-"""Draft lengths by batch size, for engines that decide them before anything is drafted (vLLM's
-`num_speculative_tokens_per_batch_size`): what the cost model expects to pay; 0 is one of them."""
+"""Draft lengths by batch size that the cost model expects to pay (possibly 0), for engines that decide them before
+drafting (vLLM's `num_speculative_tokens_per_batch_size`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from freedraft.cost.policies import Knee, Policy
 from freedraft.cost.roofline import knee_of, roofline_of
 from freedraft.step import EngineContext
 
-CONTEXT = 1024  # Tokens of context per request that steps are priced at
+CONTEXT = 1024  # context per request, tokens, for step times
 LARGEST = 1 << 13  # Largest batch size with its own entry; larger batches use the last entry
 
 
 class Schedule(NamedTuple):
-    """Draft lengths by batch size. rows: ascending and without gaps; learnt: lengths that are chosen from while
-    serving, ascending; none where `rows` stay as they are."""
+    """Draft lengths by batch size. rows: ascending, without gaps; learnt: lengths to choose from while serving,
+    ascending, or none if `rows` are final."""
 
     rows: Rows
     learnt: tuple[int, ...] = ()
@@ -29,16 +29,15 @@ class Schedule(NamedTuple):
 def draft_lengths(
     context: EngineContext, policy: Policy, *, hardware: str = "auto", knee: int | None = None
 ) -> Schedule | None:
-    """Draft tokens per request by batch size; None where they are the same at every size, and stay so. policy,
-    hardware, knee: as in `freedraft.cost.controller.make_controller`. Raises ConfigError: `hardware` names no usable
-    profile."""
+    """Draft tokens per request by batch size; None if one fixed number is used. policy, hardware, knee: as in
+    `freedraft.cost.controller.make_controller`. Raises ConfigError: `hardware` names no usable profile."""
     if policy == "fixed":
         return None
     profile, max_tokens = choose_profile(hardware, context.device), context.max_draft_tokens
     length_of: Callable[[int], int] = Knee(profile, max_tokens, None, knee or knee_of(context, profile)).length
     learnt: tuple[int, ...] = ()
     if policy == "auto":
-        with suppress(ConfigError):  # as in `make_controller`: by the rule
+        with suppress(ConfigError):  # as in `make_controller`: the knee decides
             model = BatchLengths(roofline_of(context, profile), candidate_lengths(max_tokens))
             length_of, learnt = (lambda batch: model.best(model.seconds(batch, CONTEXT))), tuple(model.lengths.tolist())
     rows: Rows = []

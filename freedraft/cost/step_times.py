@@ -1,4 +1,4 @@
-"""`StepTimes`: seconds of steps and draft passes here: the roofline, corrected by the times measured while serving."""
+"""`StepTimes`: seconds of steps and draft passes: the roofline, corrected by times measured while serving."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ CENTRES: Floats = np.array([*range(1, 16), *(round(16 * 2 ** (i / 4)) for i in r
 BUCKETS = len(CENTRES)
 BATCHES = 10  # 1, 2, 3-4, 5-8, ..., 129-256, more
 CONTEXTS = 10  # tokens per request: up to 512, 1 Ki, 2 Ki, ..., 128 Ki, more
-_RATE = 0.01  # of a new time against what is known, once a bucket has been seen often enough
-_SEEN_OFTEN = 8  # times of a bucket, up to which its neighbours count, too
-_LEVEL_RATE = 0.08  # faster: a machine that slows down does so for every kind of step
+_RATE = 0.01  # weight of a new time in a bucket with many
+_SEEN_OFTEN = 8  # times of a bucket below which its neighbours count, too
+_LEVEL_RATE = 0.08  # faster: a slower machine slows down all kinds of step
 _SAVE_SECONDS = 60.0
-_CLIP = 0.25  # ln: a time further off than this counts as this far off
-_ABSURD = math.log(30.0)  # ln: times further off are dropped
-_PATIENCE = 20  # absurd times in a row after which they are believed
-_OVERRUN_RATE, _OVERRUN_ENOUGH = 1 / 16, 8  # weight of the newest round; rounds from which an overrun is believed
-_OVERRUN_FADE = 1 / 512  # of an overrun, for each round without passes
-_OVERRUN_CLIP, _OVERRUN_MOST = 0.8, 0.4  # ln: a round further off counts as this far off; largest overrun
+_CLIP = 0.25  # ln: larger errors are clipped to this
+_ABSURD = math.log(30.0)  # ln: times with larger errors are dropped
+_PATIENCE = 20  # consecutive dropped times after which they are accepted
+_OVERRUN_RATE, _OVERRUN_ENOUGH = 1 / 16, 8  # weight of the newest round; rounds needed for an estimate
+_OVERRUN_FADE = 1 / 512  # decay of an overrun per round without passes
+_OVERRUN_CLIP, _OVERRUN_MOST = 0.8, 0.4  # ln: clip of a round's error; largest overrun
 
 
 def _bucket(query_tokens: int) -> int:
@@ -49,14 +49,14 @@ def context_bucket(context: float) -> int:
 
 
 def row_of(batch: int, context: float) -> int:
-    """Where steps of this batch size and mean context are kept: 0 .. BATCHES * CONTEXTS - 1."""
+    """Row of steps of this batch size and mean context: 0 .. BATCHES * CONTEXTS - 1."""
     return min((batch - 1).bit_length(), BATCHES - 1) * CONTEXTS + context_bucket(context)
 
 
 @compiled
 def _curve(delta, count):
-    """float64 [BUCKETS]: corrections of a row, interpolated between the buckets that were seen, of which those seen
-    rarely are drawn towards their neighbours; 0 where none was seen."""
+    """float64 [BUCKETS]: corrections of a row, interpolated between buckets with times; buckets with few times are
+    drawn towards their neighbours; 0 without any."""
     seen = np.flatnonzero(count)
     if len(seen) == 0:
         return np.zeros(len(delta))
@@ -71,7 +71,7 @@ def _curve(delta, count):
 
 
 class _Corrections:
-    """ln(measured / predicted) by row (batch size, context) and bucket of query tokens, and how often each was seen."""
+    """ln(measured / predicted), and number of times, by row (batch size, context) and bucket of query tokens."""
 
     def __init__(self, rows: int) -> None:
         self.delta, self.count = np.zeros((rows, BUCKETS)), np.zeros((rows, BUCKETS))
@@ -79,7 +79,7 @@ class _Corrections:
         self._alike: dict[int, int] = {}  # since the newest bucket
 
     def learn(self, row: int, bucket: int, error: float) -> None:
-        """Take over a time. error: its ln(measured / predicted), without the common level."""
+        """Add a time. error: its ln(measured / predicted), without the common level."""
         seen, known = self.count[row, bucket], self.delta[row, bucket]
         clip = _CLIP if seen >= 3 else math.inf if seen == 0 else 3 * _CLIP
         self.delta[row, bucket] += max(_RATE, 1.0 / (seen + 1.0)) * min(max(error - known, -clip), clip)
@@ -89,8 +89,8 @@ class _Corrections:
             self._alike.clear()
 
     def row(self, row: int) -> Floats:
-        """float64 [BUCKETS]: the corrections of a row. A row without measurements of verification borrows the slope of
-        the row most like it, so that it is not relearnt at every context."""
+        """float64 [BUCKETS]: the corrections of a row. A row without times of verification borrows the slope of the
+        most similar row, so that it is not relearnt at every context."""
         found = self._curves.get(row)
         if found is None:
             if row not in self._alike:
@@ -101,7 +101,7 @@ class _Corrections:
         return found
 
     def _most_alike(self, row: int) -> int:
-        """The nearest other row with a slope, or with anything at all; -1 for none."""
+        """The nearest other row with a slope, else with any time; -1 for none."""
         seen = (self.count > 0).sum(1)
         seen[row] = 0
         known = np.flatnonzero(seen > (seen.max() > 1))
@@ -115,12 +115,12 @@ class StepTimes:
     """Seconds of a step of the model by batch size, query tokens and context, and of a draft pass by recipe, batch size
     and context: roofline * exp(level + correction).
 
-    The level follows the machine (its clock, its other load); the corrections, by buckets, say how this kind of step
-    differs from what the roofline predicts. Only ratios decide how much to draft, and a change of the level leaves them
-    alone. Outliers are clipped, absurd times dropped.
+    The level follows the machine (its clock, its other load); the corrections, by buckets, are the errors of the
+    roofline for a kind of step. Only ratios decide how much to draft, so the level does not matter. Outliers are
+    clipped, absurd times dropped.
 
     Args:
-        path: file in which the times of steps are kept from one start to the next; it is read now. None: no file.
+        path: file that keeps step times between starts, read by the constructor; None: no file.
         clock: seconds.
 
     Attributes:
@@ -142,20 +142,19 @@ class StepTimes:
             self._load(path)
 
     def count(self, batch: int, query_tokens: int, context: float) -> float:
-        """How often steps of this bucket were timed."""
+        """Number of timed steps in this bucket."""
         return float(self._steps.count[row_of(batch, context), _bucket(query_tokens)])
 
     def update(self, batch: int, query_tokens: int, context: float, seconds: float) -> bool:
-        """Learn from one step. Returns False where the time cannot be one of a step (not positive, not finite, absurdly
-        far off) and was dropped."""
+        """Learn from one step. Returns False if the time was dropped (not positive, not finite, absurdly far off)."""
         if not 1 <= batch <= query_tokens <= MAX_QUERY_TOKENS:
             return False
         predicted = float(np.interp(query_tokens, CENTRES, self._log(batch, context)))
         return self._learn(self._steps, row_of(batch, context), _bucket(query_tokens), predicted, seconds)
 
     def update_pass(self, recipe: Recipe, batch: int, context: float, seconds: float) -> bool:
-        """Learn from one draft pass over `batch` requests. The first one of its kind compiles and warms up, so that its
-        time is dropped."""
+        """Learn from one draft pass over `batch` requests. The first one of its kind, which compiles and warms up, is
+        dropped."""
         if not 1 <= batch <= MAX_QUERY_TOKENS:
             return False
         bucket = _bucket(batch)
@@ -166,19 +165,19 @@ class StepTimes:
         return self._learn(self._of_recipe(recipe), context_bucket(context), bucket, predicted, seconds)
 
     def update_round(self, passes: bool, predicted: float, seconds: float) -> None:
-        """Compare predicted and measured seconds of a whole round, with or without draft passes: what it takes between
-        its parts, or a cache that passes leave cold, shows only there."""
+        """Compare predicted and measured seconds of a whole round, with or without draft passes: overhead between its
+        parts, or caches that passes leave cold, show only there."""
         if predicted > 0.0 and seconds > 0.0 and math.isfinite(seconds):
             error, kind = min(max(math.log(seconds / predicted), -_OVERRUN_CLIP), _OVERRUN_CLIP), int(passes)
             self._rounds[kind] += 1
             self._errors[kind] += max(_OVERRUN_RATE, 1 / self._rounds[kind]) * (error - self._errors[kind])
-            if not passes:  # else nothing would ever doubt an overrun that keeps passes from running
+            if not passes:  # else an overrun that prevents passes would never be revised
                 self._errors[1] += _OVERRUN_FADE * (self._errors[0] - self._errors[1])
 
     @property
     def overrun(self) -> float:
-        """Factor by which rounds with draft passes take longer than their parts, at least 1. The error of rounds
-        without passes cancels what both have in common."""
+        """Factor by which rounds with draft passes take longer than their parts, at least 1, relative to rounds without
+        passes."""
         if self._rounds.min() < _OVERRUN_ENOUGH:
             return 1.0
         return math.exp(min(max(float(self._errors[1] - self._errors[0]), 0.0), _OVERRUN_MOST))
@@ -195,10 +194,10 @@ class StepTimes:
             self._absurd += 1
             if self._absurd < _PATIENCE:
                 return False
-            self._level += surprise  # a different machine, or a clock that was wrong before
+            self._level += surprise  # a different machine, or wrong times before
             error, surprise = error - surprise, 0.0
         self._absurd = 0
-        if corrections.count[row, bucket] >= 3:  # before, the roofline's shape is what is wrong
+        if corrections.count[row, bucket] >= 3:  # before, the error is the roofline's shape
             self._level += _LEVEL_RATE * min(max(surprise, -_CLIP), _CLIP)
         corrections.learn(row, bucket, error)
         self.seen += 1
@@ -212,7 +211,7 @@ class StepTimes:
         return np.interp(np.asarray(query_tokens, np.float64), CENTRES, np.exp(logs))
 
     def uncorrected(self, batch: int, query_tokens: ArrayLike, context: float) -> Floats:
-        """The roofline's seconds of one step, scaled to this machine; ignores measured differences between steps."""
+        """Roofline estimate of a step, scaled to this machine; ignores measured step times."""
         logs = self._log(batch, context) + self._level
         return np.exp(np.interp(np.asarray(query_tokens, np.float64), CENTRES, logs))
 
@@ -223,7 +222,7 @@ class StepTimes:
         return np.interp(np.asarray(batch, np.float64), CENTRES, seconds)
 
     def uncorrected_pass(self, recipe: Recipe, batch: int, context: float) -> float:
-        """The roofline's seconds of one draft pass, scaled to this machine; ignores measured pass times."""
+        """Roofline estimate of a draft pass, scaled to this machine; ignores measured pass times."""
         return math.exp(float(np.interp(batch, CENTRES, self._log(recipe, context))) + self._level)
 
     def _of_recipe(self, recipe: Recipe) -> _Corrections:
@@ -232,7 +231,7 @@ class StepTimes:
         return self._passes[recipe]
 
     def _log(self, kind: int | Recipe, context: float) -> Floats:
-        """float64 [BUCKETS]: ln of the roofline's seconds of a step, by its batch size, or of a pass, by its recipe; at
+        """float64 [BUCKETS]: ln of the roofline's seconds of a step (kind: batch size) or of a pass (kind: recipe), at
         the nearest of eight contexts per octave."""
         key = kind, round(8.0 * math.log2(max(context, 64.0)))
         if key not in self._predicted:
@@ -253,7 +252,7 @@ class StepTimes:
             self.save()
 
     def save(self) -> None:
-        """Replace the file in one go; where that fails, warn and go on without one."""
+        """Replace the file atomically; on failure warn and continue without a file."""
         if self._path is None:
             return
         delta, count = self._steps.delta, self._steps.count
@@ -270,7 +269,7 @@ class StepTimes:
             self._path = None
 
     def _load(self, path: Path) -> None:
-        """Take over what `save` wrote for the same model on the same hardware; anything else is left with a warning."""
+        """Load a file that `save` wrote for the same model and hardware; warn and ignore any other."""
         steps = _Corrections(BATCHES * CONTEXTS)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))

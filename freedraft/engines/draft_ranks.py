@@ -1,8 +1,8 @@
-"""`DraftRanks`: draft passes on tensor-parallel ranks. The first decides, and all do the same passes at the same time.
+"""`DraftRanks`: draft passes on tensor-parallel ranks. Rank 0 decides; all ranks run the same passes together.
 
-Every rank has its shard of the weights and of the KV cache, and the same requests in the same slots. The first rank
-broadcasts what it builds and runs, until it has ended. Before the layers run, in which ranks wait for one another, all
-ranks agree that they can. A rank that fails after that leaves the others waiting in a pass, so it ends the engine.
+Every rank has its shard of the weights and of the KV cache, and the same requests in the same slots. Rank 0 broadcasts
+its calls until it ends. Before the layers run, in which ranks wait for one another, all ranks agree that they can. A
+rank that fails after that would leave the others waiting, so it ends the engine.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ T = TypeVar("T")
 
 
 class DraftRanks:
-    """Of one model. group: the engine's GroupCoordinator of tensor-parallel ranks (vLLM's and SGLang's are alike)."""
+    """The ranks of one model. group: the engine's GroupCoordinator of tensor-parallel ranks (alike in vLLM and
+    SGLang)."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self.several: bool = group.world_size > 1
         self.first: bool = group.rank_in_group == 0
         self._calls = 0
-        self._built: dict[int, Any] = {}  # draft passes of the others, by the first rank's numbers
+        self._built: dict[int, Any] = {}  # draft passes of worker ranks, by rank 0's numbers
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """What the first rank builds and runs within, the others do in `follow`, which ends with it."""
+        """Context of rank 0's calls: the other ranks repeat them in `follow`, which ends with it."""
         try:
             yield
         except Exception:
             self._end()
             raise
-        self._end()  # nobody is told where the process ends: the others may not be listening
+        self._end()  # no broadcast on process exit: the others may be gone
 
     def _end(self) -> None:
         if self.several:
             self._group.broadcast_object(None, src=0)
 
     def tell(self, name: str, *arguments: Any) -> int:
-        """In the first rank: let the others "build" a draft pass, "start" a round, or "run" a pass in it. Returns a
-        number, by which "start" names what "build" has made."""
+        """In rank 0: broadcast a call: "build" a draft pass, "start" a round, or "run" a pass in it. Returns a number,
+        by which "start" refers to a built pass."""
         self._calls += 1
         if self.several and self.first:
             self._group.broadcast_object((self._calls, name, arguments), src=0)
         return self._calls
 
     def follow(self, build: Callable[..., Any], start: Callable[..., DraftRound]) -> None:
-        """In the others: do what the first rank broadcasts, whose arguments `build` and `start` are called with. A
-        failure ends drafting in this step on all of them. Raises EngineMustEnd: see `together`."""
+        """In worker ranks: repeat the calls that rank 0 broadcasts, by `build` and `start`. A failure ends drafting in
+        this step on all ranks. Raises EngineMustEnd: see `together`."""
         round_: DraftRound | None = None
         while (told := self._group.broadcast_object(None, src=0)) is not None:
             call, name, arguments = told
@@ -75,11 +76,11 @@ class DraftRanks:
             except Exception as error:
                 if is_device_fault(error):
                     raise
-                logger.exception("freedraft: this rank cannot do a draft pass that the first one wants")
+                logger.exception("freedraft: this rank cannot run a draft pass of rank 0")
 
     def ready(self, prepare: Callable[[], T]) -> T:
-        """What `prepare` returns, once it has returned on all ranks. Raises RuntimeError: it failed on another rank;
-        where it failed on this one, its own error."""
+        """The result of `prepare`, once it has succeeded on all ranks. Raises RuntimeError: it failed on another rank;
+        its own error if it failed on this one."""
         able = False
         try:
             prepared = prepare()
@@ -92,9 +93,9 @@ class DraftRanks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do within, they do at the same time: they have agreed to, and wait for one another. Raises
-        EngineMustEnd: it failed on this one of several ranks, whose next message would be taken for one of what the
-        others are still doing. With one rank, and where the device has failed, its own error."""
+        """Context of work that all ranks do at the same time, waiting for one another. Raises EngineMustEnd: it failed
+        on this one of several ranks, which would be out of step with the others. With one rank, and after a device
+        fault, its own error."""
         try:
             yield
         except Exception as error:
@@ -104,7 +105,7 @@ class DraftRanks:
             raise EngineMustEnd("a draft pass failed that other tensor-parallel ranks wait for") from error
 
     def agree(self, able: bool) -> bool:
-        """Whether all ranks are able."""
+        """Whether `able` is True on all ranks."""
         if not self.several:
             return able
         all_able = torch.tensor(int(able))

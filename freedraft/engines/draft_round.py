@@ -1,4 +1,4 @@
-"""Rounds of draft passes, for every engine: what a pass runs and returns, and how ranks run it together."""
+"""Rounds of draft passes, for every engine: a pass, its results, and how ranks run it together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from freedraft.engines.draft_ranks import DraftRanks
 
 
 class DraftPass(NamedTuple):
-    """One token per request through `layers`, as the engine keeps them; see `DraftModel.build`. The number names the
-    pass to other ranks."""
+    """One token per request through `layers`, in the engine's form; see `DraftModel.build`. Ranks refer to a pass by
+    its number."""
 
     layers: Any
     window: Window | None  # the part of the KV cache that it reads; None for the whole cache
@@ -28,19 +28,18 @@ class DraftPass(NamedTuple):
 
 
 class RankedRound(DraftRound):
-    """Draft passes that all tensor-parallel ranks run at the same time. What passes return comes to the host in one
-    transfer."""
+    """Draft passes that all tensor-parallel ranks run at the same time. Results come to the host in one transfer."""
 
     def __init__(self, ranks: DraftRanks, draft_pass: DraftPass, max_draft_len: int) -> None:
         self._ranks, self.draft_pass, self.max_draft_len = ranks, draft_pass, max_draft_len
 
     @abstractmethod
     def _ready(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> Any:
-        """What a pass reads and writes; arguments as of `launch`."""
+        """Inputs and KV slots of a pass; arguments as in `launch`."""
 
     @abstractmethod
     def _next(self, ready: Any, tokens: torch.Tensor) -> Any:
-        """What the pass after it reads and writes, with these tokens of the device (int64 [R])."""
+        """The same for the next pass, with these tokens on the device (int64 [R])."""
 
     @abstractmethod
     def _output(self, ready: Any) -> torch.Tensor:
@@ -67,8 +66,8 @@ def run_kept(
 ) -> torch.Tensor:
     """Hidden states of embedded tokens after the kept sublayers of a pre-norm decoder, and its last norm.
 
-    A skipped sublayer is no operation at all. `residual` holds what all sublayers before the last one have added up;
-    each norm adds the last one's output to it.
+    A skipped sublayer is no operation at all. `residual` holds the sum of all sublayers before the last one; each norm
+    adds the last one's output to it.
 
     Args:
         sublayers: norm, attention or MLP, and which of the two; attention is called with the keyword arguments.
@@ -95,7 +94,7 @@ def most_likely(logits: torch.Tensor, top_k: int, entropy: bool = False, scale: 
         tokens, values = best, logits.amax(-1, keepdim=True)
     else:
         values, tokens = logits.topk(known)
-        # Of equal ones the first, as the target's own argmax takes.
+        # On ties the first one, as the target's own argmax.
         tokens = torch.where(tokens == best, tokens[:, :1], tokens)
         tokens = torch.cat((best, tokens[:, 1:]), 1)
     parts = [pad(part, (0, top_k - known)) for part in (tokens.float(), (values - total).exp())]
@@ -106,6 +105,6 @@ def most_likely(logits: torch.Tensor, top_k: int, entropy: bool = False, scale: 
 
 
 def on_host(values: torch.Tensor, top_k: int, entropy: bool) -> Drafted:
-    """What `most_likely` returned of N passes, [N, R, 2K (+ 1)]."""
+    """Results of `most_likely` of N passes, float [N, R, 2K (+ 1)], on the host."""
     host = values.cpu().numpy()
     return Drafted(host[..., :top_k].astype(np.int32), host[..., top_k : 2 * top_k], host[..., -1] if entropy else None)

@@ -1,5 +1,4 @@
-"""What the plugins hook in an engine, as data: one table per engine, checked before anything is registered; and the log
-line at an engine's start."""
+"""Hooked names of an engine, as data: one table per engine, checked before registration; and the log line at start."""
 
 from __future__ import annotations
 
@@ -14,26 +13,26 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """Something of an engine that we call, wrap or read."""
+    """A name of an engine that freedraft calls, wraps or reads."""
 
     path: str  # dotted path of a module, or of a class in a module
-    attribute: str = ""  # name looked up there; "" when the module or class itself is all that is needed
-    parameters: tuple[str, ...] = ()  # names of parameters that the function must take
-    # Names that the class has, or annotates, or that its methods, or those of its bases, give to `self`.
+    attribute: str = ""  # name in it; "" for the module or class itself
+    parameters: tuple[str, ...] = ()  # parameters that the function must take
+    # Attributes: of the class, annotated, or assigned to `self` by its methods or those of its bases.
     members: tuple[str, ...] = ()
-    purpose: str = ""  # what goes without it; shown to the user
+    purpose: str = ""  # feature that needs it; shown to the user
 
     @property
     def name(self) -> str:
         return f"{self.path}.{self.attribute}" if self.attribute else self.path
 
     def problem(self) -> str | None:
-        """What is missing, in a few words; None when the hook is all there."""
+        """The missing part, in a few words; None if the hook is complete."""
         try:
             found = resolve(self.path)
         except AttributeError:
             return f"{self.path} is missing"
-        except Exception as error:  # whatever an engine's module raises when it does not fit this machine
+        except Exception as error:  # an engine's module may raise anything on an unsupported machine
             return f"{self.path} cannot be imported ({(str(error) or repr(error)).splitlines()[0]})"
         if self.attribute:
             found = _static(found, self.attribute)
@@ -49,8 +48,8 @@ _LINE = re.compile(r"([\w.]+)(?::(\w+))?(?:\((.*)\))?(?: has (.*))?")
 
 
 def table(text: str) -> tuple[Hook, ...]:
-    """Hooks, one in a line, below the purpose that they share: `# purpose`, then `path:attribute`, perhaps with
-    `(parameter, ...)` and ` has name, ...`. An indented line goes on with the one before."""
+    """Parse hooks, one per line below their common `# purpose`: `path:attribute`, optionally with `(parameter, ...)`
+    and ` has name, ...`. An indented line continues the previous one."""
     purpose, found = "", []
     for line in re.sub(r"\n\s+(?=\S)", " ", inspect.cleandoc(text)).splitlines():
         if line.startswith("# "):
@@ -65,8 +64,8 @@ def table(text: str) -> tuple[Hook, ...]:
 
 
 def resolve(path: str) -> Any:
-    """The module, or the attribute chain inside a module, that a dotted path names. Raises ImportError: a module on the
-    way fails to import, or the first one is missing; AttributeError: the module has no such attribute."""
+    """The module, or the attribute chain inside a module, at a dotted path. Raises ImportError: a module of the path is
+    missing or fails to import; AttributeError: the module has no such attribute."""
     parts = path.split(".")
     found = importlib.import_module(parts[0])
     for depth, part in enumerate(parts[1:], start=2):
@@ -86,7 +85,7 @@ def resolve(path: str) -> Any:
 
 
 def check(hooks: Iterable[Hook]) -> list[str]:
-    """What is missing of `hooks`, one line each; an empty list means that all are there."""
+    """Problems of `hooks`, one line each; empty if all are complete."""
     return [problem for hook in hooks if (problem := hook.problem())]
 
 
@@ -98,7 +97,7 @@ def _static(owner: Any, name: str) -> Any:
 
 def _parameters(function: Any) -> set[str]:
     try:
-        # unwrap: what counts is the engine's own signature, also under another plugin's wrapper.
+        # unwrap: compare the engine's own signature, not another plugin's wrapper.
         return set(inspect.signature(inspect.unwrap(function)).parameters)
     except (TypeError, ValueError):
         return set()
@@ -114,12 +113,12 @@ def _has(owner: Any, name: str) -> bool:
 
 
 def is_tested(version: str, tested: Sequence[str]) -> bool:
-    """Whether a version is one of `tested`, local parts and what follows their last component left out."""
+    """Whether a version is one of `tested`, ignoring local parts and further components."""
     return any(version.split("+")[0] == each or version.startswith(f"{each}.") for each in tested)
 
 
 def installed_version(distributions: Iterable[str]) -> str:
-    """The version of the first of these distributions that is installed; "?" where none is."""
+    """The version of the first installed one of these distributions; "?" without any."""
     for name in distributions:
         try:
             return version(name)
@@ -132,8 +131,8 @@ def start_line(
     method: str, engine: str, version: str, tested: Sequence[str], parts: Sequence[str], ranks: Mapping[str, int],
     lengths: Sequence[str],
 ) -> str:  # fmt: skip
-    """Return the line. tested: versions that our tests run; parts: what runs, and how; ranks: numbers by kind of
-    parallelism; lengths: how many draft tokens there may be."""
+    """Return the line. tested: tested versions; parts: runner, scheduling, graphs, attention; ranks: numbers by kind of
+    parallelism; lengths: text on the number of draft tokens."""
     untested = "" if is_tested(version, tested) else ", which we do not test"
     several = [f"{size} {kind}-parallel ranks" for kind, size in ranks.items() if size > 1]
     return f"freedraft: method '{method}': " + "; ".join([f"{engine} {version}{untested}", *parts, *several, *lengths])

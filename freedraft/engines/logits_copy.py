@@ -1,4 +1,4 @@
-"""`LogitsCopy`: the likeliest tokens at the nodes that a step verifies, on their way to the host."""
+"""`LogitsCopy`: asynchronous copy to the host of the likeliest tokens at a step's nodes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from freedraft.step import TOP_TOKENS, NodeLogits
 
 
 class LogitsCopy:
-    """Holds those of one step. They are copied behind the step's own work, so that whoever then waits for its tokens
-    has waited for them as well."""
+    """The copy of one step, queued after the step's own work, so that waiting for the step's tokens waits for it,
+    too."""
 
     def __init__(self) -> None:
         self._taken: tuple[Any, ...] | None = None
@@ -28,10 +28,10 @@ class LogitsCopy:
         """Start the copy.
 
         Args:
-            draft: [B, N], the trees that are verified; they must not change until `take`.
+            draft: [B, N], the verified trees; they must not change until `take`.
             logits: float [R, V], which may be overwritten as soon as this returns.
-            nodes: int64 [K] each, some rows of `logits`, and which of the B * N nodes they belong to; None where each
-                node has its row.
+            nodes: int64 [K] each, rows of `logits`, and their indices among the B * N nodes; None if each node has its
+                row.
         """
         tokens, log_probs = top_tokens(logits, TOP_TOKENS)
         event = None
@@ -48,30 +48,30 @@ class LogitsCopy:
         self, request_ids: Sequence[str], tokens: NDArray[np.int32], lengths: NDArray[np.int64],
         first: NDArray[np.int64], logits: torch.Tensor, parents: NDArray[np.int32],
     ) -> None:  # fmt: skip
-        """Start the copy of what follows each node of B trees.
+        """Start the copy for each node of B trees.
 
         Args:
             tokens: int32 [B, N], roots first; lengths: int64 [B], draft tokens of each, below N.
-            first: int64 [B], the row of `logits` that belongs to each root; those of its draft tokens follow.
+            first: int64 [B], row of `logits` of each root; the rows of its draft tokens follow.
             parents: int32 [B, N], as in `DraftBatch`.
         """
         width = int(lengths.max()) + 1
         trees = DraftBatch.empty(len(lengths), width)
         trees.counts[:] = lengths + 1
         trees.tokens[:], trees.parents[:] = tokens[:, :width], parents[:, :width]
-        # One after the other: the nodes of a tree, and its rows of logits.
+        # Consecutive: the nodes of a tree, and its rows of logits.
         tree = np.repeat(np.arange(len(lengths)), lengths + 1)
         node = np.arange(len(tree)) - np.repeat(np.cumsum(lengths + 1) - lengths - 1, lengths + 1)
         self.put(request_ids, trees, logits, (first[tree] + node, tree * width + node))
 
     def forget(self, request_id: str) -> None:
-        """Leave out a request that begins anew: the logits that were put belong to another text."""
+        """Drop a request that begins again: its logits belong to another text."""
         if self._taken is not None:
             request_ids, *rest = self._taken
             self._taken = ["" if each == request_id else each for each in request_ids], *rest
 
     def take(self) -> NodeLogits | None:
-        """Return what was put, once; None where nothing was."""
+        """Return and clear the pending copy; None if there is none."""
         if self._taken is None:
             return None
         request_ids, draft, tokens, log_probs, nodes, event = self._taken

@@ -1,5 +1,5 @@
-"""A pre-norm decoder under several sets of skipped sublayers at once, in one pass or sublayer by sublayer; and
-`SetScores`: how well recipes would have drafted the newest tokens of a request."""
+"""A pre-norm decoder under several skip sets at once, in one pass or sublayer by sublayer; and `SetScores`: how well
+recipes would have drafted the newest tokens of a request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sublayer(NamedTuple):
     is_attention: bool
 
 
-SETS = 16  # most sets of one pass over sublayers one by one, which is padded to it
+SETS = 16  # most sets of a pass sublayer by sublayer, which is padded to it
 
 
 def sublayers_of(layers: Iterable[Any], **given: Any) -> list[Sublayer]:
@@ -42,7 +42,7 @@ def _attend(attention: Any, given: dict[str, Any], hidden: torch.Tensor) -> Any:
 
 
 def run_sublayer(sublayers: Sequence[Sublayer], passes: int, index: int, states: torch.Tensor) -> torch.Tensor:
-    """The residual stream behind one sublayer.
+    """The residual stream after one sublayer.
 
     Args:
         sublayers: all 2L, in order, of passes over the same tokens under `passes` sets.
@@ -60,10 +60,10 @@ def run_sublayer(sublayers: Sequence[Sublayer], passes: int, index: int, states:
 
 
 def forward(hidden: torch.Tensor, sublayers: Sequence[Sublayer], skipped: NDArray[np.bool_]) -> torch.Tensor:
-    """The residual stream behind all sublayers.
+    """The residual stream after all sublayers.
 
-    Attention runs for all sets where any keeps it, so that its metadata is the same in all layers, and what is not
-    wanted of it is dropped; MLPs run for the sets that keep them.
+    If any set keeps an attention sublayer, it runs for all sets, so that its metadata is the same in all layers, and
+    unwanted results are dropped; MLPs run for the sets that keep them.
 
     Args:
         hidden: float [J, W, H], embedded tokens under each of J sets.
@@ -87,7 +87,7 @@ def forward(hidden: torch.Tensor, sublayers: Sequence[Sublayer], skipped: NDArra
 
 
 class Target(Protocol):
-    """An engine's target, which reads text again that it has in its KV cache."""
+    """An engine's target model, for rereading text that is in its KV cache."""
 
     def parts(self) -> tuple[Any, Any, Any, Any]:
         """Its embedding, decoder layers, last norm, and head, which takes the keyword arguments of attention too."""
@@ -96,24 +96,23 @@ class Target(Protocol):
         """int [B]: tokens of each request's prompt."""
 
     def locate(self, step: Step, row: int) -> tuple[Any, int]:
-        """Where the KV of the request at `row` of the step lies, and how many tokens are in there."""
+        """The place of the KV of the request at `row` of the step, and its number of tokens."""
 
     def read_again(self, place: Any, tokens: NDArray[np.int64], first: int, sets: int, work: Callable[..., T]) -> T:
-        """Return what `work` returns of (token ids, positions) and the keyword arguments of attention, in a pass over
-        int64 [n] tokens from position `first` on, `sets` times; attention writes no KV of requests."""
+        """Return the result of `work`(token ids, positions, keyword arguments of attention) in a pass over int64 [n]
+        tokens from position `first` on, `sets` times; attention writes no KV of requests."""
 
 
 class SetScores(MatchnessScorer):
-    """Matchness of recipes on the newest `window` tokens that a request has generated, through the target's own modules
-    and without compilation: attention reads the target's KV, that of the window included. In a real draft the newest
-    token's own KV would be the draft's; all else is as there.
+    """Matchness of recipes on the newest `window` generated tokens of a request, by the target's own modules,
+    uncompiled. Attention reads the target's KV, also of the window; a real draft would read the draft's own KV of the
+    newest token.
 
     Args:
-        max_recipes: most recipes of one pass; part: most tokens of the window that one pass reads under each.
+        max_recipes: most recipes per pass; part: most tokens of the window per pass and recipe.
 
     Attributes:
-        tokens: int64 [window + 1], those that are read, and the one that follows the last; first: position of the
-            first.
+        tokens: int64 [window + 1], the tokens to read, and the next one; first: position of the first.
     """
 
     def __init__(self, model: Target, window: int, max_recipes: int, part: int) -> None:
@@ -123,9 +122,9 @@ class SetScores(MatchnessScorer):
         self._place: Any = None
 
     def observe(self, step: Step) -> bool:
-        if step.engine is None:  # the step is over, and its pages may be others'
+        if step.engine is None:  # the step is over, and its pages may be reused
             return False
-        # `window` tokens, each followed by one that was generated.
+        # `window` tokens, each followed by a generated one.
         eligible = np.flatnonzero(step.contexts - self.model.prompt_lengths(step) > self.window)
         if not len(eligible):
             return False
@@ -146,7 +145,7 @@ class SetScores(MatchnessScorer):
         return np.concatenate(right).mean(1)
 
     def run_sublayers(self, visit: Visit[T]) -> T:
-        """Over as many of the newest tokens as one pass reads."""
+        """Over the newest tokens that fit into one pass."""
         sets, (embedding, layers, *_) = min(self.max_recipes, SETS), self.model.parts()
 
         def work(ids: torch.Tensor, positions: torch.Tensor, **given: Any) -> T:
@@ -156,7 +155,8 @@ class SetScores(MatchnessScorer):
         return self._read(work, sets, self.window - self.part, self.window)
 
     def _right(self, skipped: NDArray[np.bool_], start: int, end: int) -> NDArray[np.bool_]:
-        """bool [J, n]: after which tokens of the window from `start` on each of J recipes drafts what came."""
+        """bool [J, n]: after which tokens of the window from `start` on each of J recipes drafts the actual next
+        token."""
         sets, (embedding, layers, norm, head) = len(skipped), self.model.parts()
 
         def best(ids: torch.Tensor, positions: torch.Tensor, **given: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Copies of the host's arrays on the device, for which the host does not wait."""
+"""Asynchronous copies of host arrays to the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 def on_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """By way of pinned memory: from other memory the host would wait for the copy, and with it for the passes before
-    it. On a CPU it is no copy."""
+    """Copy `values` through pinned memory: from pageable memory the host would wait for the copy, and for the passes
+    before it. On a CPU nothing is copied."""
     host = torch.from_numpy(np.ascontiguousarray(values))
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""`HybridMethod`: n-grams for every request, and draft passes of the model for those whose n-grams bring little."""
+"""`HybridMethod`: n-gram drafts for every request, draft passes of the model for requests with poor ones."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from freedraft.hybrid.options import NAME, part_options
 from freedraft.method import Method, ModelMethod, spec_of_role
 from freedraft.step import EngineContext, Step
 
-LEAST_YIELD = 1.0  # accepted n-gram tokens that a request must be expected to get, to be left without passes
-MARGIN = 1.1  # by how much passes must be worth more than their time, which makes up for estimates that are off
-FADE = float(np.exp(-1 / 12))  # weight of the last step in the recent speed of a request: 1/e after 12 steps
-# What only one of the parts does.
+LEAST_YIELD = 1.0  # expected accepted n-gram tokens below which a request drafts by passes
+MARGIN = 1.1  # required ratio of gain to cost of passes; compensates for errors of estimates
+FADE = float(np.exp(-1 / 12))  # decay per step of a request's recent speed: 1/e after 12 steps
+# Methods that only one part implements.
 ONE_PART = {
     "host": ("recycle", "add_corpus", "commit_corpus", "remove_corpus", "corpora"),
     "model": ("prepare", "set_prompt_state"),
@@ -30,11 +30,12 @@ ONE_PART = {
 
 
 class HybridMethod(Method):
-    """Every request gets an n-gram draft. Those that are expected to gain less than `LEAST_YIELD` tokens by it draft by
-    passes instead, where that pays for the whole step.
+    """Every request gets an n-gram draft. Requests with an expected gain below `LEAST_YIELD` tokens draft by passes
+    instead, if that pays for the whole step.
 
-    Passes draft several tokens, some of which n-grams would have offered for free a step later. So what they bring must
-    be worth more than their time, at the recent speed of these requests or that of the step without passes.
+    Passes draft several tokens, some of which n-grams would have offered for free a step later. So their gain must
+    exceed the tokens that their time is worth at the recent speed of these requests, or at the speed of the step
+    without passes.
 
     Raises:
         ConfigError: steps of this model cannot be priced.
@@ -92,7 +93,7 @@ class HybridMethod(Method):
         self.model.update(step)
 
     def _rows_of_passes(self, step: Step, draft: DraftBatch) -> tuple[NDArray[np.intp], RestOfBatch]:
-        """intp [R], the requests that draft by passes in this step, and the others. Now and then as a trial."""
+        """intp [R], the requests that draft by passes in this step (occasionally as a trial), and the others."""
         auto, batch, capacities = self.auto, step.batch_size, self.model.capacities(step)
         p, kept = auto.estimate(draft)
         yields = np.where(np.arange(draft.max_nodes) < kept[:, None], p, 0.0).sum(1)
@@ -111,7 +112,7 @@ class HybridMethod(Method):
             seconds_alone = float(auto.step_seconds(batch, alone))
             seconds = passes.overrun * (auto.step_seconds(batch, together) + passes.seconds)
             rate, more = max(rate, float(tokens / seconds_alone)), seconds - seconds_alone
-            # Where passes shorten the step, the time that they save counts for less by as much.
+            # Where passes shorten the step, saved time is discounted by the margin.
             pays = gain > rate * np.maximum(MARGIN * more, more / MARGIN)
             rate = max(rate, float(((tokens + gain) / seconds)[pays].max(initial=0.0)))
             if not self.model.begin_round(pays=bool(pays.any())):

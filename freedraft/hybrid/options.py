@@ -1,4 +1,4 @@
-"""The options of the hybrid method: those of its two parts, which it knows by their roles only."""
+"""The options of the hybrid method: those of its two parts, which it addresses by role."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def option_type() -> type[PluginOptions]:
 
 
 def part_options(options: PluginOptions, role: str) -> PluginOptions:
-    """What the user set of the options of one part. Metrics are served once for both, by the host's."""
+    """The options of one part that the user set. The host part serves the metrics of both."""
     part = spec_of_role(role).option_type
     own = part.model_fields.keys() - (set() if role == "host" else {"metrics_port", "metrics_host"})
     return part.parse({name: value for name, value in options.model_dump(exclude_unset=True).items() if name in own})
 
 
 def check(options: Any, context: EngineContext) -> None:
-    """Raises ValueError for what one of the parts refuses, or what does not go together."""
+    """Raises ValueError for options that a part refuses, or that conflict."""
     if options.policy not in (None, "auto") or (options.policy is None and options.knee is not None):
         raise ConfigError("option 'policy' must be auto, without a knee: both drafters are compared by what steps take")
     if options.lookahead != "cost":

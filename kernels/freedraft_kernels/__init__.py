@@ -1,9 +1,9 @@
-"""Device code of tree speculation: what a model needs to verify draft trees, the verification, and KV compaction.
+"""Device code of tree speculation: inputs of the target model, verification, and KV compaction.
 
-Every operation has a torch reference, which is its specification, and a Triton kernel with the same results bit for
-bit (attention, and logarithms of probabilities: within rounding). The Triton kernels run on CUDA tensors (and anywhere
-under `TRITON_INTERPRET=1`), the references elsewhere. No operation synchronises host and device. Nothing here imports
-an engine, and Triton is imported only when it is used.
+Every operation has a torch reference, which is its specification, and a Triton kernel with bit-identical results
+(attention and log-probabilities: within rounding). Triton kernels run on CUDA tensors (and anywhere under
+`TRITON_INTERPRET=1`), references elsewhere. No operation synchronises host and device. Nothing here imports an engine;
+Triton is imported on first use.
 """
 
 from freedraft_kernels.inputs import TreeInputs, tree_inputs

@@ -1,4 +1,4 @@
-"""Which implementation runs an operation: Triton or the torch reference."""
+"""Chooses the implementation of an operation: Triton or the torch reference."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def interpreting() -> bool:
 
 
 def use_triton(device: torch.device, backend: Backend = "auto") -> bool:
-    """Triton on CUDA, or anywhere if it interprets; the reference otherwise. Raises ValueError: `backend` is not a
-    known name, or Triton was asked for where it cannot run."""
+    """Whether to run Triton: on CUDA, or anywhere in its interpreter. Raises ValueError: an unknown `backend`, or
+    Triton is requested where it cannot run."""
     possible = has_triton() and (device.type == "cuda" or interpreting())
     if backend in ("auto", "reference"):
         return possible and backend == "auto"

@@ -1,4 +1,4 @@
-"""`TreeInputs`: what the target model needs to run over draft trees: token ids, positions and the tree mask."""
+"""`TreeInputs`: the target model's inputs for draft trees: token ids, positions and the tree mask."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def tree_inputs(
     """Token ids, positions and tree mask of `tree`.
 
     Args:
-        seq_lens: int32 or int64 [B], tokens of each request in the KV cache (the root is not among them).
+        seq_lens: int32 or int64 [B], tokens of each request in the KV cache (without the root).
         layout: of the mask, see `TreeInputs`.
-        seq_lens_sum: the sum of `seq_lens`, or an upper bound, as the host knows it; the full layout needs it. Beyond
-            the true sum the mask is undefined; a smaller one cuts it off at the end.
+        seq_lens_sum: the sum of `seq_lens`, or an upper bound, on the host; required by the full layout. The mask is
+            undefined beyond the true sum, and truncated by a smaller one.
 
     Raises:
         ValueError: a wrong shape, dtype, device or layout, or a full one without `seq_lens_sum`.
@@ -79,7 +79,7 @@ def ancestors(tree: TreeBatch) -> Tensor:
     parents = torch.where(tree.valid(), tree.parents, -1)
     reach = ((nodes == nodes[:, None]) | (nodes == parents[..., None])).float()
     distance = 1
-    while distance < tree.max_nodes - 1:  # squaring doubles the distance at which ancestors are seen
+    while distance < tree.max_nodes - 1:  # squaring doubles the distance of ancestors
         reach = (reach @ reach).clamp_(max=1)
         distance *= 2
     return reach > 0

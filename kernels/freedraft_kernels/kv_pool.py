@@ -1,4 +1,4 @@
-"""`KVPool`: the paged KV cache as speculation sees it, and the compaction of accepted paths in it."""
+"""`KVPool`: the paged KV cache, and compaction of accepted paths in it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from freedraft_kernels.verification import Verification
 class KVPool:
     """The K and V buffers of all layers, addressed by slot.
 
-    A verifying pass writes the KV of node i of request b into `slots[b, i]`, its window. Afterwards the accepted nodes'
-    KV must stand at the front of the window, in order, as if those tokens had been decoded one by one: depth j of the
-    path is position `seq_len + j` and belongs into `slots[b, j]`.
+    A verifying pass writes the KV of node i of request b into `slots[b, i]`. Afterwards the accepted nodes' KV must be
+    at the front of these slots, in order, as if decoded one by one: depth j of the path is position `seq_len + j` and
+    belongs into `slots[b, j]`.
 
-    Pages need no care of their own: slot = page * page_size + offset, so a window may lie on any pages in any order.
+    Pages do not matter: slot = page * page_size + offset, so slots may lie on any pages in any order.
     """
 
     def __init__(self, buffers: Sequence[Tensor]) -> None:
         """
         Args:
             buffers: K and V of every layer, in any order, on one device, each [slots, ...]. Dtypes and row shapes may
-                differ (K from V, layer from layer). Rows must be contiguous; the distance between rows is free. They
-                are not copied, and must stay where they are for as long as this object is used.
+                differ (K from V, layer from layer). Rows must be contiguous; the distance between rows is free. Buffers
+                are not copied, and must not move while this object is used.
 
         Raises:
             ValueError: no buffers, or one that differs in slots or device or has rows that are not contiguous.
@@ -48,7 +48,7 @@ class KVPool:
         self._buffers = tuple(buffers)
         self._row_bytes = max(b[0].numel() * b.element_size() if b.shape[0] else 0 for b in buffers)
         self._table: Tensor | None = None
-        if use_triton(self.device):  # now: a copy to the device cannot be captured in a CUDA graph
+        if use_triton(self.device):  # here, because a CUDA graph cannot capture a copy to the device
             from freedraft_kernels.device.kv_pool import buffer_table
 
             self._table = buffer_table(self._buffers)
@@ -58,10 +58,10 @@ class KVPool:
         return self._buffers[0].device
 
     def compact(self, slots: Tensor, verification: Verification, *, backend: Backend = "auto") -> None:
-        """Copy the KV of each accepted path to the front of its window, in all buffers.
+        """Copy the KV of each accepted path to the front of its slots, in all buffers.
 
-        Sources and targets overlap. That is right because paths go down the tree: node j of a path has an index of at
-        least j, so a row is read before any later node overwrites it.
+        Sources and targets may overlap: node j of a path has an index of at least j, so a row is read before any later
+        node overwrites it.
 
         Args:
             slots: int32 or int64 [B, N], the KV slot of every node, all different and inside the buffers.
@@ -85,11 +85,11 @@ class KVPool:
         if use_triton(self.device, backend):
             from freedraft_kernels.device.kv_pool import launch_compact
 
-            assert self._table is not None  # Triton is possible now, so it was when this was made
+            assert self._table is not None  # Triton runs now, so it ran in the constructor
             launch_compact(self._table, self._row_bytes, slots, accepted, lengths)
             return
         step = torch.arange(width, device=self.device)
-        node = torch.where(step < lengths[:, None], accepted, step).to(torch.int64)  # beyond the path: onto itself
+        node = torch.where(step < lengths[:, None], accepted, step).to(torch.int64)  # beyond the path: no move
         source = slots.to(torch.int64).gather(1, node).view(-1)
         target = slots[:, :width].to(torch.int64).reshape(-1)
         for buffer in self._buffers:

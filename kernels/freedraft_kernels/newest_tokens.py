@@ -1,4 +1,4 @@
-"""`newest_tokens`: what a decoding step has given each request, packed for one copy to the host."""
+"""`newest_tokens`: the new tokens of a decoding step, packed for one copy to the host."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def newest_tokens(
     tokens: Tensor, lengths: Tensor, slots: Tensor, gained: Tensor, out: Tensor, drafts: Tensor, *,
     backend: Backend = "auto",
 ) -> None:  # fmt: skip
-    """Gather the newest tokens of B requests that live in S slots, and fill their drafts with the newest one.
+    """Gather the newest tokens of B requests in S slots, and fill their drafts with the newest one.
 
     Args:
         tokens: int32 [S, M], rows contiguous, of each slot; it may be host memory that the device can read.
-        lengths: int32 [S], at least 1: how many of a row are a request's.
-        slots: int32 or int64 [B]; gained: int32 or int64 [B], tokens that each request gained.
-        out: int32 [B, K + 3], filled with gained, length, and the newest K + 1 tokens, the newest last. Where a request
-            has fewer, its first token comes again.
-        drafts: int64 [B, K], filled with each request's newest token: an engine embeds what it then does not verify.
+        lengths: int32 [S], at least 1: tokens of the slot's request.
+        slots: int32 or int64 [B]; gained: int32 or int64 [B], new tokens of each request.
+        out: int32 [B, K + 3], filled with gained, length, and the newest K + 1 tokens, the newest last. A shorter
+            request repeats its first token.
+        drafts: int64 [B, K], filled with each request's newest token, since engines embed unused draft tokens, too.
 
     Raises:
         ValueError: a wrong shape, dtype or device.

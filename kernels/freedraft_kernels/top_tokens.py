@@ -8,7 +8,7 @@ from torch import Tensor
 from freedraft_kernels.dispatch import Backend, use_triton
 
 _LAST = (1 << 32) - 1
-_BLOCK = 64  # tokens of which the reference first takes the largest logit
+_BLOCK = 64  # tokens per block of the reference's maxima
 
 
 def top_tokens(logits: Tensor, count: int, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
@@ -38,19 +38,19 @@ def top_tokens(logits: Tensor, count: int, *, backend: Backend = "auto") -> tupl
 
 
 def _ordered(bits: Tensor) -> Tensor:
-    """int64: a float32's bits (int64, signed) to an integer of its order, and back: negative floats count down."""
+    """int64: maps a float32's bits (int64, signed) to an integer of the same order, and back."""
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def _keys(values: Tensor, ids: Tensor) -> Tensor:
-    """int64, in the order of the values, equal ones in falling order of their ids. NaN counts as -inf."""
+    """int64, in the order of the values; ties in descending order of ids. NaN counts as -inf."""
     values = torch.where(values.isnan(), -torch.inf, values.float()) + 0.0  # -0.0 equals 0.0
     return (_ordered(values.view(torch.int32).to(torch.int64)) << 32) | (_LAST - ids)
 
 
 def _top_keys(logits: Tensor, count: int) -> Tensor:
-    """int64 [R, K], keys among which are the largest `count` of each row. They lie in the `count` blocks with the
-    largest maxima, so that one pass over the logits is enough."""
+    """int64 [R, K], keys that include the largest `count` of each row. These lie in the `count` blocks with the largest
+    maxima, so one pass over the logits is enough."""
     vocab = logits.shape[1]
     whole = vocab // _BLOCK
     tokens = torch.arange(whole * _BLOCK, vocab, device=logits.device)

@@ -17,7 +17,7 @@ class TreeBatch:
 
     Node 0 is the root: the request's last token, accepted already but not yet in the KV cache. Parents come before
     their children, and the children of a node have different tokens. Entries at and beyond `counts[b]` are padding:
-    they may hold anything, are never accepted, and still take part in the forward pass, whose width N is everyone's.
+    undefined, never accepted, but part of the forward pass, which has width N for all requests.
 
     Attributes:
         tokens: int32 [B, N], token id of each node.
@@ -62,8 +62,8 @@ class TreeBatch:
             raise ValueError(f"counts has shape {counts.shape}, expected ({batch},)")
         device = torch.device(device)
         size = batch * nodes
-        part = size + -size % 4  # each part begins at a multiple of 16 bytes: Triton compiles apart for other addresses
-        # Pinned memory is torch's to recycle: it is not given out again before the copy has left it.
+        part = size + -size % 4  # parts aligned to 16 bytes: Triton specialises kernels by alignment
+        # torch reuses pinned memory only after the copy has finished.
         staging = torch.empty(3 * part + batch, dtype=torch.int32, pin_memory=device.type == "cuda")
         view = staging.numpy()
         for i, array in enumerate((tokens, parents, depths)):

@@ -1,9 +1,9 @@
-"""Attention of draft trees over a paged KV cache: each query reads a prefix of its request, and, behind it, the keys
-that a mask of 64 bits names.
+"""Attention of draft trees over a paged KV cache: each query reads a prefix of its request, and after it the keys of a
+64-bit mask.
 
-A root and its draft nodes stand one behind the other in a request's KV cache. The prefix of a node ends with its root,
-and bit j of its mask stands for draft node j, the j-th key behind the root: those of its ancestors and its own are set.
-A token that attends causally has the prefix that ends with itself, and an empty mask.
+A root and its draft nodes are consecutive in a request's KV cache. The prefix of a node ends with its root; bit j of
+its mask is draft node j, the j-th key after the root, set for its ancestors and itself. A causal token has a prefix
+that ends with itself, and an empty mask.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
 
-MAX_DRAFT_NODES = 64  # of a tree, as many as a mask has bits
-_SEGMENT = 128  # keys of a request that are worth a program of their own, at least
+MAX_DRAFT_NODES = 64  # per tree: bits of a mask
+_SEGMENT = 128  # least keys per program
 _MAX_SEGMENTS = 64
-_PROGRAMS = 264  # that fill a large GPU: two for each of its 132 multiprocessors
+_PROGRAMS = 264  # fill a large GPU: two per multiprocessor (132)
 
 
 @dataclass(frozen=True, slots=True)
 class TreeQueries:
-    """The queries of a step: B requests with T tokens, one request's behind the other's.
+    """The queries of a step: T consecutive tokens of B requests.
 
     Attributes:
-        starts: int32 [B + 1], where the queries of each request start; a request may have none.
-        seq_lens: int32 [B], keys of each request, those of its queries included, which are the last.
-        prefixes: int32 [T], how many of the first keys of its request each token reads; at least 1.
-        masks: int64 [T], keys behind the prefix that it reads besides.
+        starts: int32 [B + 1], offsets of each request's queries; a request may have none.
+        seq_lens: int32 [B], keys of each request, the last ones being its queries'.
+        prefixes: int32 [T], number of first keys that each token reads; at least 1.
+        masks: int64 [T], further keys that it reads, as bits after the prefix.
         trees: int32 [B], 1 for requests that have trees.
     """
 
@@ -41,12 +41,12 @@ class TreeQueries:
     trees: Tensor
 
     def first(self) -> TreeQueries:
-        """Those of the first request."""
+        """The queries of the first request."""
         return replace(self, starts=self.starts[:2], seq_lens=self.seq_lens[:1], trees=self.trees[:1])
 
 
 def split_keys(requests: int, heads: int, kv_heads: int, max_queries: int, max_seq_len: int) -> int:
-    """Number of parts that the keys of each request are read in, side by side: enough to fill a GPU.
+    """Number of parallel parts of each request's keys: enough to fill a GPU.
 
     Args:
         heads, kv_heads: of queries and of keys; max_queries, max_seq_len: the most queries and keys of a request.
@@ -65,11 +65,11 @@ def split_keys(requests: int, heads: int, kv_heads: int, max_queries: int, max_s
 def scratch_size(requests: int, heads: int, kv_heads: int, head_size: int, max_queries: int, max_seq_len: int) -> int:
     """Floats of scratch that `tree_attention` needs for steps of at most these requests, queries and keys."""
     most = 0
-    for queries in range(1, max_queries + 1):  # of fewer, the keys are split further
+    for queries in range(1, max_queries + 1):  # fewer queries: more parts
         for n in range(1, requests + 1):
             segments = split_keys(n, heads, kv_heads, queries, max_seq_len)
             if n > 1 and segments == 1:
-                break  # as with all that are more
+                break  # the same for all larger numbers
             most = max(most, n * queries * segments)
     return most * heads * (head_size + 2)
 
@@ -79,17 +79,17 @@ def tree_attention(
     max_queries: int, max_seq_len: int, trees_only: bool = False, scratch: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:  # fmt: skip
-    """Write softmax(scale * q k) v into `out`, for requests of at most `max_queries` queries; others are left alone.
+    """Write softmax(scale * q k) v into `out`, for requests of at most `max_queries` queries; others are not written.
 
     Args:
         query: float [T, H, D], H heads of size D, the last dimension contiguous.
         keys, values: float [P, S, G, D], P pages of S tokens and G heads, G a divisor of H, in any strides but for the
-            last dimension, which is contiguous; those of the queries are in there already.
+            last dimension, which is contiguous; they include the queries' own.
         pages: int32 [B, M], the pages of each request.
         out: as `query`.
-        max_seq_len: the most keys of a request, or more.
-        trees_only: leave requests without a tree alone as well.
-        scratch: float32, contiguous, of `scratch_size` or more, to be used again by later calls; None to allocate it.
+        max_seq_len: upper bound of keys per request.
+        trees_only: do not write requests without a tree, either.
+        scratch: float32, contiguous, at least `scratch_size`, reusable by later calls; None: allocated.
 
     Raises:
         ValueError: a wrong shape, dtype or device.

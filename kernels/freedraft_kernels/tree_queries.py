@@ -1,4 +1,4 @@
-"""`write_tree_queries`: what tokens of a step read, where they stand, and what they follow, from requests' trees."""
+"""`write_tree_queries`: keys, positions and parents of a step's tokens, from requests' trees."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class NodeMasks:
     """The trees that requests verify next, by slot. S slots, K <= 64 draft nodes.
 
     Attributes:
-        masks: int64 [S, K], bit j of node i: node j is an ancestor of it, or it is node i itself; roots have no bit.
-            0 where there is no node, and at the first for a request whose draft is a chain. Ancestors come first.
-        prompts: int32 [S], length of each prompt: draft tokens that stand in it are not drafts.
+        masks: int64 [S, K], bit j of node i: j is i or an ancestor of i; roots have no bit. 0 for no node, and in the
+            first for a request with a chain. Ancestors come first.
+        prompts: int32 [S], length of each prompt: draft tokens inside it are not drafts.
     """
 
     masks: Tensor
@@ -33,14 +33,14 @@ def write_tree_queries(
     """Write prefixes, masks and `trees` of `queries`, positions, parents and counts.
 
     The last nodes of a request's queries are its root and draft nodes; a node's position is that of its root plus its
-    depth. Queries of requests without a tree read what stands before them, and keep their position.
+    depth. Queries of requests without a tree are causal, and keep their position.
 
     Args:
-        slots: int64 [B], where the trees of the step's requests are.
+        slots: int64 [B], slots of the step's requests.
         nodes: int32 [B + 1], offsets: request b verifies nodes[b + 1] - nodes[b] nodes, root included, at least 1.
-        queries: of which `starts` and `seq_lens` are read.
+        queries: input: `starts` and `seq_lens`; output: the rest.
         positions: int64 [T], in place, those of a chain.
-        parents: int32 [T], out: the node that each node follows, 0 for the root; -1 for roots and all before them.
+        parents: int32 [T], out: parent of each node, 0 for the root; -1 for roots and earlier tokens.
         counts: int32 [B], out: number of nodes, root included.
 
     Raises:

@@ -1,10 +1,10 @@
 """`Verification`: which draft tokens the target accepts, and the bonus token after them.
 
-At every node the target says which token it would have there: the likeliest one, or one drawn by the engine's sampler.
-The walk goes down from the root, to the child with that token, until there is none: that token is then the bonus. The
-output is what the target says without drafts, seed by seed where a sampler's noise depends on seed and position alone.
-A child is accepted with the target's probability of its token, which is that of rejection sampling with drafts that are
-given (SpecInfer, arXiv 2305.09781, with one-hot drafts).
+At every node the target has a token: the likeliest one, or one drawn by the engine's sampler. The walk goes from the
+root to the child with that token, until there is none: that token is then the bonus. The output is the target's without
+drafts, seed by seed if a sampler's noise depends on seed and position only. A child is accepted with the target's
+probability of its token, as in rejection sampling with deterministic drafts (SpecInfer, arXiv 2305.09781, with one-hot
+drafts).
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ class Verification:
 
 
 def verify(tree: TreeBatch, targets: Tensor, *, backend: Backend = "auto") -> Verification:
-    """Accept the path whose tokens are the target's at their parents.
+    """Accept the path of tokens that are the target's at their parents.
 
     Args:
-        targets: int32 or int64 [B, N], the target's token after each node, likeliest or drawn. What stands at padding
-            is not used.
+        targets: int32 or int64 [B, N], the target's token after each node, likeliest or drawn; ignored at padding.
 
     Raises:
         ValueError: a wrong shape, dtype or device.

@@ -1,4 +1,4 @@
-"""`warm_up` and `warm_up_verification`: kernels are compiled before the first step needs them."""
+"""`warm_up` and `warm_up_verification`: compile kernels before the first step."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from freedraft_kernels.verification import verify
 def warm_up(
     widths: Sequence[int], max_batch: int, logits: Tensor, *, top: int, pool: KVPool | None = None, slot: int = 0
 ) -> None:
-    """Run what steps of trees run, so that no step waits for a compiler; nothing where Triton does not run.
+    """Run the operations of steps with trees, so that no step waits for a compiler; does nothing without Triton.
 
     Args:
         widths: numbers of nodes per request that steps have.
-        logits: float [1, V], of the type that the target gives.
-        top: likeliest tokens that are kept of each node.
-        pool: which accepted paths are compacted in; `slot` of it may be written.
+        logits: float [1, V], in the target's dtype.
+        top: likeliest tokens kept per node.
+        pool: pool of compaction; its `slot` may be written.
     """
     device = logits.device
     if not use_triton(device):
         return
-    powers = [1 << i for i in range((max_batch - 1).bit_length() + 1)]  # of which the mask's kernel has one each
+    powers = [1 << i for i in range((max_batch - 1).bit_length() + 1)]  # the mask's kernel is specialised for each
     for nodes in widths:
         for batch in powers:
             lengths = torch.zeros(batch, dtype=torch.int64, device=device)
@@ -55,6 +55,6 @@ def warm_up_verification(
 
 
 def _roots(batch: int, nodes: int, device: torch.device) -> TreeBatch:
-    """Trees of no draft tokens, as wide as such of `nodes` nodes."""
+    """Trees without draft tokens, of width `nodes`."""
     none = np.zeros((batch, nodes), np.int32)
     return TreeBatch.from_numpy(none, none - 1, none, np.ones(batch, np.int32), device)

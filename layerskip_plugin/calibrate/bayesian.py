@@ -13,7 +13,7 @@ from layerskip_plugin.selection.base import Evaluate
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.skip_set import SkipSet
 
-RANDOM, BATCH = 10, 4  # random points before the Gaussian process is asked, and how many are evaluated at once
+RANDOM, BATCH = 10, 4  # random points before the Gaussian process; points per evaluation
 
 
 def seconds_per_token(skip: SkipSet, acceptance: float, times: PassTimes) -> float:
@@ -28,11 +28,11 @@ def search(
     times: PassTimes | None = None,
     progress: Callable[[int], object] = lambda new: None,
 ) -> SkipSet:
-    """The best set after `iterations` evaluations, those that `space` already holds included.
+    """The best set after `iterations` evaluations, including those in `space`.
 
     Args:
         evaluate: acceptance of each set.
-        times: minimise seconds per token; without them, maximise acceptance (of sets of one size).
+        times: to minimise seconds per token; None: maximise acceptance (of sets of one size).
         progress: called with the number of new evaluations.
     """
 
@@ -41,7 +41,7 @@ def search(
         if times is None:
             return acceptance
         seconds = np.array([seconds_per_token(s, float(a), times) for s, a in zip(skips, acceptance, strict=True)])
-        # Relative to a step without drafts: seconds of very different size would be flat to a Gaussian process.
+        # Relative to a step without drafts, in the range of a Gaussian process.
         return -seconds / times.verify(1)
 
     done = len(space.values)
@@ -52,7 +52,7 @@ def search(
             proposals = [space.random() for _ in range(min(BATCH, RANDOM - done, iterations - done))]
         else:
             proposals = [space.bayesian()]
-        new = list(dict.fromkeys(proposals))  # of a space that is used up, some are measured again
+        new = list(dict.fromkeys(proposals))  # an exhausted space repeats some
         space.register(new, values(new))
         done += len(new)
         progress(len(new))
@@ -60,8 +60,8 @@ def search(
 
 
 def calibrate(run: Run, size: int | None, iterations: int) -> tuple[SkipSet, float]:
-    """The best set after `iterations` evaluations, and its agreement. size: of the set of most agreement; None for the
-    set of any size that takes least time per token."""
+    """The best set after `iterations` evaluations, and its agreement. size: maximise agreement at this size; None:
+    minimise time per token at any size."""
     sample, times = run.sample(), run.times if size is None else None
     space = BitSearch(run.model.n_layers, run.model.fingerprint, size=size, seed=run.common.seed)
 

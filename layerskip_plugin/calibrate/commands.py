@@ -1,4 +1,4 @@
-"""`freedraft calibrate`: the offline searches of skip sets and of DISCO's classifier, and a look at their results."""
+"""`freedraft calibrate`: offline searches of skip sets, training of DISCO's classifier, and `inspect`."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 Share = Annotated[
     float | None,
-    typer.Option(help="Share of the 2L sublayers to skip; without it, what brings most tokens per time here."),
+    typer.Option(help="Share of the 2L sublayers to skip (default: the one of most tokens per time here)."),
 ]
 Survivors = Annotated[int, typer.Option(help="Partial sets kept per weight; 1 is the paper's.")]
 
 
 def command(*modules: str, **defaults: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a command of a search, `search(run, **own)`: with the options of `Common`, and with its own ones.
+    """Decorator: make a command of `search(run, **own)`, with the options of `Common` and its own ones.
 
     Args:
-        modules: of the extra "calibrate", that it needs.
-        defaults: of common options, where they differ from those of `Common`.
+        modules: required modules of the extra "calibrate".
+        defaults: of common options, if they differ from those of `Common`.
     """
 
     def decorate(search: Callable[..., None]) -> Callable[..., None]:
@@ -131,9 +131,7 @@ def knapsack(
 def knn(
     run: Run,
     share: Share = None,
-    clusters: Annotated[
-        int | None, typer.Option(help="Find this many domains in files that are a log without labels.")
-    ] = None,
+    clusters: Annotated[int | None, typer.Option(help="Number of domains to find in a log without labels.")] = None,
     answered: Annotated[int, typer.Option(help="Prompts of each domain that the model answers for its set.")] = 8,
     survivors: Survivors = 2,
 ) -> None:
@@ -155,7 +153,7 @@ def disco(
         float | None, typer.Option(min=0.0, help="Time of a draft pass in plain steps; default: as recorded.")
     ] = None,
     query_token: Annotated[
-        float | None, typer.Option(min=0.0, help="Of a further token in verification; default: as recorded.")
+        float | None, typer.Option(min=0.0, help="Time of a further verified token; default: as recorded.")
     ] = None,
     seed: Seed = 0,
 ) -> None:
@@ -191,7 +189,7 @@ def disco(
     )
 
 
-def inspect(file: Annotated[Path, typer.Argument(help="What another calibrate command wrote.")]) -> None:
+def inspect(file: Annotated[Path, typer.Argument(help="Output of another calibrate command.")]) -> None:
     """Show the skip sets in a file: retained, skipped attention and skipped MLP, layer by layer."""
     from layerskip_plugin.selection import knapsack, knn
     from layerskip_plugin.skip_set import FORMAT, SkipSet

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 Out = Annotated[Path, typer.Option(help="The file to write (JSON).")]
-Seed = Annotated[int, typer.Option(help="Of all randomness.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    """What every search is given."""
+    """Common options of all searches."""
 
     data: Annotated[
         list[Path], typer.Argument(help='JSONL files with "prompt", "question", "turns" or "text" in each line.')
@@ -23,5 +23,5 @@ class Common:
     out: Out
     tokens: Annotated[int, typer.Option(help="Calibration tokens, at least 24.")] = 64
     prompts: Annotated[int, typer.Option(help="Prompts of each file; the model answers them.")] = 8
-    device: Annotated[str, typer.Option(help="cpu or cuda; auto takes the GPUs where there are some.")] = "auto"
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto: the GPUs, if there are any.")] = "auto"
     seed: Seed = 0

@@ -14,11 +14,11 @@ from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.rounds import Floats
 
 HIDDEN = 32
-MIN_TOKENS = 100  # of each kind, accepted and rejected, below which nothing can be said
+MIN_TOKENS = 100  # least number of accepted and of rejected tokens
 
 
 class Prices(NamedTuple):
-    """In plain steps: a draft pass, and a further query token of verification."""
+    """Times in plain steps of a draft pass, and of a further query token of verification."""
 
     draft_pass: float
     query_token: float
@@ -48,11 +48,11 @@ class Rounds:
         self.request = keys[0, first]
 
     def outcome(self, score: Floats, rule: Rule, prices: Prices) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """float64 [R] each: tokens that a round would have brought under a rule, by the score of each record (float32
-        [N]), and its time in plain steps.
+        """float64 [R] each: tokens of a round under a rule, by the score of each record (float32 [N]), and its time in
+        plain steps.
 
-        After a rejected token nothing was recorded: there the rule goes on as often as at rejected tokens. After the
-        last token of a draft that was accepted as a whole it stops.
+        Nothing was recorded after a rejected token: there the rule is taken to go on as often as at rejected tokens. It
+        stops after the last token of a fully accepted draft.
         """
         scores = np.where(self.entries >= 0, score[self.entries], -np.inf)
         stops = np.append(scores < rule.threshold, np.ones((len(scores), 1), np.bool_), 1).argmax(1)
@@ -74,8 +74,8 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Held-out tokens per plain step, where no drafting is 1: of the classifier, of the best confidence threshold, and
-    of the best fixed length; each with a threshold and a length that were chosen on other requests."""
+    """Held-out tokens per plain step (1: no drafting) of the classifier, of the best confidence threshold, and of the
+    best fixed length; thresholds and lengths were chosen on other requests."""
 
     classifier: float
     confidence: float
@@ -85,7 +85,7 @@ class Comparison:
 
     @property
     def better(self) -> bool:
-        """Whether the classifier beats the others, and no drafting, by more than chance."""
+        """Whether the classifier beats the others, and no drafting, significantly."""
         return self.classifier - max(self.confidence, self.fixed, 1.0) > self.error
 
 
@@ -97,7 +97,7 @@ def train(records: Verifications, prices: Prices, seed: int = 0) -> tuple[Classi
     raw = _fit(learned, seed)
 
     def scores(part: Verifications) -> tuple[Floats, Floats, Floats]:
-        """By which the classifier, a confidence threshold and a fixed length go on."""
+        """Scores of the classifier, a confidence threshold and a fixed length."""
         probability = raw.probability(features(part.top, part.entropy, part.position))
         return probability, part.top[:, 0], np.ones(len(part), np.float32)
 
@@ -138,7 +138,7 @@ def _fit(records: Verifications, seed: int) -> Classifier:
     mean, scale = x.mean(0), np.maximum(x.std(0), 1e-6)
     network = MLPClassifier((HIDDEN,), alpha=1e-3, early_stopping=len(x) >= 1000, max_iter=200, random_state=seed)
     with warnings.catch_warnings():
-        # Where it stops does not matter: the classifier's worth is measured afterwards.
+        # Convergence does not matter: the classifier is evaluated afterwards.
         warnings.simplefilter("ignore", ConvergenceWarning)
         network.fit((x - mean) / scale, records.accepted)
     layers = [w for pair in zip(network.coefs_, network.intercepts_, strict=True) for w in pair]

@@ -1,7 +1,7 @@
-"""`HostModel`: a model in transformers, run sublayer by sublayer: what skip sets would draft.
+"""`HostModel`: a model in transformers, run sublayer by sublayer, to evaluate skip sets.
 
-Every token of a text is drafted as a serving engine's first draft pass would do it: its own hidden state goes through
-the kept sublayers, and it attends to the whole model's KV of everything before it and to its own draft KV.
+Every token of a text is drafted as in an engine's first draft pass: its hidden state goes through the kept sublayers,
+and it attends to the whole model's KV of all earlier tokens and to its own draft KV.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
-ROWS, HEAD_ROWS = 2048, 256  # rows (sets x tokens) of one pass, and of one of its heads: bounds memory
+ROWS, HEAD_ROWS = 2048, 256  # rows (sets x tokens) per pass, and per call of the head: bounds memory
 
 
 @dataclass(frozen=True)
 class Text:
-    """A text that the whole model has read."""
+    """A text, with results of the whole model."""
 
     tokens: Tensor  # int64[T]
     best: Tensor  # int64[T], the whole model's top-1 next token after each
@@ -44,7 +44,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Sample:
-    """The N tokens of some texts that skip sets are tried on: those at the positions that the texts kept."""
+    """N tokens to evaluate skip sets on: the kept positions of some texts."""
 
     texts: Sequence[Text]
 
@@ -188,7 +188,7 @@ class HostModel:
     def final_states(self, sets: Sequence[SkipSet], sample: Sample) -> Tensor:
         """float[J, N, hidden]: the normed last hidden states of `sample`'s tokens under each set, in one pass."""
         bits = torch.tensor([skip.bits for skip in sets])
-        # Up to the first sublayer that one of them skips, all are the whole model.
+        # Before the first skipped sublayer all sets equal the whole model.
         skipped = bits.any(0).nonzero()
         start = int(skipped[0]) if len(skipped) else self.sublayers
         h = sample.states(start)[None].repeat(len(sets), 1, 1)
@@ -263,9 +263,9 @@ class HostModel:
 
     @torch.inference_mode()
     def _check(self) -> None:
-        """Compare with the model's own forward: its layers may have the names of Llama's and compute something else."""
+        """Compare with the model's own forward: layers named like Llama's may compute something else."""
         ids = torch.arange(3, 19, device=self.device) % self.embed.weight.shape[0]
-        # A forward pass of the whole model, because some quantised weights are not there before one.
+        # After a forward pass, because some quantised weights do not exist before.
         expected = self.model(ids[None], use_cache=False, output_hidden_states=True).hidden_states[-1][0]
         text = self.read(ids.tolist(), torch.arange(len(ids)))
         drafted = self.final_states([self.skip([])], Sample([text]))[0]
@@ -276,7 +276,7 @@ class HostModel:
 
 
 def device_of(module: Any, h: Tensor) -> torch.device:
-    """Where a module computes: with its weights, or where `h` is if these come only when they are needed."""
+    """The device of a module: of its weights, or of `h` if they are loaded on demand."""
     device: torch.device = next(module.parameters()).device
     return h.device if device.type == "meta" else device
 

@@ -1,4 +1,4 @@
-"""KnapSpec's search on calibration texts, and what it brings by tokens per time (arXiv 2602.20217)."""
+"""KnapSpec's search on calibration texts, and its evaluation by tokens per time (arXiv 2602.20217)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Candidate:
 
 
 def require_tokens(count: int) -> None:
-    """Raise ValueError for samples on which the estimate would be useless."""
+    """Raise ValueError for samples that are too small."""
     if count < MIN_TOKENS:
         raise ValueError(
             f"{count} calibration tokens are too few to tell sets apart; give at least {MIN_TOKENS} (--tokens)"
@@ -47,8 +47,8 @@ def protected_sublayers(model: HostModel, sample: Sample, min_agreement: float =
 
 @torch.inference_mode()
 def search(model: HostModel, sample: Sample, **options: Any) -> list[Candidate]:
-    """One set per reachable skipped weight, ascending from 0 (the empty set): of the survivors the one of the best
-    agreement, then cosine. `options`: see `knapsack_search.search`."""
+    """One set per reachable skipped weight, ascending from 0 (the empty set): the survivor of best agreement, then
+    cosine. `options`: see `knapsack_search.search`."""
     found = knapsack_search.search(sample.states(0), partial(model.sublayer, sample=sample), model.sublayers, **options)
     final, best = sample.gather(lambda t: t.final), sample.gather(lambda t: t.best)
     drafted = model.norm(found.states)
@@ -76,7 +76,7 @@ def best_choice(
 def best_drafting(
     candidates: Sequence[Candidate], times: PassTimes, max_length: int = MAX_LENGTH, trials: int | None = None
 ) -> Choice | None:
-    """The same of the sets that skip something, whether or not they beat decoding without drafts; None without any."""
+    """The same among sets that skip something, even if decoding without drafts is faster; None without any."""
     choices = []
     for candidate in candidates:
         acceptance = (candidate.agreement * trials + 0.5) / (trials + 1) if trials else candidate.agreement

@@ -14,15 +14,15 @@ from layerskip_plugin.selection.knn import ALL_DOMAINS, Domains, unit
 from layerskip_plugin.skip_set import SkipSet
 
 MAX_ANCHORS = 10
-MARGIN = 0.05  # a prompt of no domain is less similar to all anchors than 99 % of held-out prompts, by this much
+MARGIN = 0.05  # margin of the similarity floor below that of 99 % of held-out prompts
 
 
 def calibrate(run: Run, size: int | None, count: int | None, answered: int, survivors: int) -> tuple[Domains, float]:
-    """Anchors and a skip set of each domain, and the share of the prompts that they route to their own.
+    """Anchors and skip sets of the domains, and the share of the prompts routed to their own domain.
 
     Args:
-        size: of the sets; None for what brings most tokens per time.
-        count: clusters to find in a log without labels; None where each file is a domain.
+        size: of the sets; None: the one of most tokens per time.
+        count: clusters to find in a log without labels; None: each file is a domain.
         answered: prompts of each domain that the model answers for its set.
     """
     parts, hidden = _files(run) if count is None else _clusters(run, count)
@@ -51,7 +51,7 @@ def _files(run: Run) -> tuple[list[Prompts], list[NDArray[np.float32]]]:
 
 
 def _clusters(run: Run, count: int) -> tuple[list[Prompts], list[NDArray[np.float32]]]:
-    """The same of the clusters that are found in all files together."""
+    """The same for clusters of all files together."""
     log = [text for p in run.prompts for text in p.texts]
     order = np.random.default_rng(run.common.seed).permutation(len(log))[: run.common.prompts * count]
     log = [log[i] for i in order]
@@ -84,7 +84,7 @@ def fit(
     units = [unit(states - center) for states in hidden]
     anchors = [_centroids(states, max_anchors, seed) for states in units]
     domain = np.repeat(np.arange(len(names)), [len(a) for a in anchors]).astype(np.int32)
-    # How similar prompts are to anchors that were fitted without them.
+    # Similarity of prompts to anchors fitted without them.
     halves = [(states[::2], states[1::2]) for states in units]
     held_out = [
         (states @ _centroids(other, max_anchors, seed).T).max(1)

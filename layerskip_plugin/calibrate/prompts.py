@@ -1,4 +1,4 @@
-"""Text that skip sets are calibrated on: prompts from JSONL files, with the model's own answers."""
+"""Calibration text: prompts from JSONL files, with the model's own answers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt with the model's greedy answer: `tokens`, of which the first `prompt` are the prompt."""
+    """A prompt with the model's greedy answer: the first `prompt` of `tokens` are the prompt."""
 
     tokens: list[int]
     prompt: int

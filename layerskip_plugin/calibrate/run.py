@@ -1,4 +1,4 @@
-"""`Run`: what the searches share: the model, its answers to the prompts, and progress bars."""
+"""`Run`: shared parts of searches: the model, its answers to the prompts, and progress bars."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMED_CONTEXT = 512
 
 
 class Run:
-    """One search at work. Raises ValueError for too few tokens, and for data, a folder or a model that cannot be used.
+    """One search. Raises ValueError for too few tokens, and for unusable data, folders or models.
 
     Args:
         name: of the command; common: its options.
@@ -54,7 +54,7 @@ class Run:
             return answer(self.model, self.tokenizer, texts, ANSWER_TOKENS, progress=advance)
 
     def sample(self, answers: Sequence[Answered] | None = None) -> Sample:
-        """Tokens of these answers, by default of those to the first prompts of each file."""
+        """Tokens of these answers, by default of the answers to the first prompts of each file."""
         if answers is None:
             answers = [a for domain in self.prompts for a in self.answers(domain, self.common.prompts)]
         texts, first = [a.tokens for a in answers], [a.prompt for a in answers]
@@ -70,8 +70,8 @@ class Run:
         return pass_times(self.model, TIMED_CONTEXT)
 
     def fastest(self, candidates: Sequence[Candidate], trials: int) -> tuple[Candidate, float]:
-        """The set that skips something of most tokens per time, and its gain over decoding without drafts; see
-        `best_drafting`. Raises ValueError if none skips anything."""
+        """The non-empty set of most tokens per time, and its gain over decoding without drafts; see `best_drafting`.
+        Raises ValueError if there is none."""
         choice = best_drafting(candidates, self.times, trials=trials)
         if choice is None:
             raise ValueError("no sublayer can be skipped without ruining the draft: this model is too small for it")
@@ -79,7 +79,7 @@ class Run:
         return best, choice.rate * self.times.verify(1)
 
     def about(self, **more: Any) -> dict[str, Any]:
-        """Where a file comes from."""
+        """The origin of a file."""
         source = {
             "search": self.name,
             "model": self.common.model.resolve().name,
@@ -92,7 +92,7 @@ class Run:
 
 @contextmanager
 def bar(label: str, total: int) -> Iterator[Callable[..., object]]:
-    """A progress bar; gives the function that advances it, by one without an argument."""
+    """A progress bar; yields a function that advances it (by 1 by default)."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
         task = progress.add_task(label, total=total)

@@ -14,15 +14,14 @@ from torch import Tensor
 from layerskip_plugin.calibrate.host_model import HostModel, Sample, Text, device_of
 from layerskip_plugin.pass_times import PassTimes
 
-VERIFIED = (1, 2, 4, 8, 12)  # query tokens per request of the verifications that are timed
+VERIFIED = (1, 2, 4, 8, 12)  # query tokens per request of timed verifications
 
 
 @torch.inference_mode()
 def pass_times(model: HostModel, context: int, repeats: int = 7) -> PassTimes:
     """Times at one context length and batch 1; medians over `repeats` rounds.
 
-    A round runs through all layers: the weights and KV of a few would stay in a cache that those of a whole pass do not
-    fit into.
+    A round runs all layers: weights and KV of a few would stay in caches that a whole pass exceeds.
     """
     text = _random_text(model, context)
 
@@ -45,7 +44,7 @@ def pass_times(model: HostModel, context: int, repeats: int = 7) -> PassTimes:
 
 
 def _random_text(model: HostModel, context: int) -> Text:
-    """Random KV and states: the time does not depend on what is in them."""
+    """Random KV and states: times do not depend on the contents."""
     ids = torch.zeros(context, dtype=torch.int64, device=model.device)
     final = torch.randn_like(model.embed(ids))
     shape = (int(model.config.num_key_value_heads), context, model.head_size)
@@ -57,7 +56,7 @@ def _random_text(model: HostModel, context: int) -> Text:
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
-    """Median seconds of `work`, after one call that does not count."""
+    """Median seconds of `work`, after one warm-up call."""
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How far to draft: policies that are asked after every position of a round of draft passes."""
+"""Draft length policies, which decide after every position of a round of draft passes."""
 
 from layerskip_plugin.lookahead.base import Confidence, DraftVerify, Fixed, Lookahead
 from layerskip_plugin.lookahead.cost import Cost, Costs

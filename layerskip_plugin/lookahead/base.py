@@ -1,5 +1,5 @@
-"""What a lookahead policy is, which says after each drafted token which requests draft one more; policies without
-costs: a fixed number of tokens, a threshold of confidence, fixed or following acceptance."""
+"""`Lookahead`: a policy that decides after each drafted token which requests draft one more; policies without costs: a
+fixed length, and a fixed or adaptive threshold of confidence."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ LEN_RATE = 0.1  # weight of the newest round in the mean length of rounds
 
 
 class Lookahead(ABC):
-    """How far to draft, decided for a whole batch after every position of a round of draft passes.
+    """Decides draft lengths for a whole batch, after every position of a round of draft passes.
 
-    A round: `choose` says which recipe all its passes have; `begin` with the requests that draft; then the draft passes
-    of one position at a time, each followed by `should_continue` for the requests that took part (also after the last
-    one allowed); after verification `record_acceptance`. `finish` when a request ends.
+    A round: `choose` picks the recipe of its passes; `begin` gets the requests that draft; then draft passes, one
+    position at a time, each followed by `should_continue` for the requests in it (also after the last one allowed);
+    after verification `record_acceptance`. `finish` when a request ends.
 
-    The token just drafted is always kept and verified, however unlikely it looks: dropping it after it was sampled
-    would change the distribution of what is accepted.
+    The token just drafted is always kept and verified, even if it looks unlikely: dropping it after sampling would
+    change the distribution of accepted tokens.
     """
 
-    needs_top: int = 0  # largest probabilities of a token's distribution that `should_continue` wants
+    needs_top: int = 0  # number of largest probabilities that `should_continue` needs
     needs_entropy: bool = False
     kind: int = PASS_KINDS  # of the present round's tokens, in `DraftBatch.kinds`
     _mean_len = 0.0
 
     def use(self, recipes: Sequence[SkipSet]) -> None:
-        """Rounds run one of these recipes from now on; what was learnt of others is forgotten."""
+        """Set the recipes of later rounds, and forget learnt state of others."""
 
     def choose(self, candidates: Sequence[Candidate], batch: int, context: float) -> SkipSet | None:
-        """The recipe that a round of this step would run, by default that of most votes; None without candidates.
-        Called once per step, with the number of all its requests and their mean tokens."""
+        """The recipe for a round of this step, by default the one of most votes; None without candidates. Called once
+        per step, with its batch size and mean context."""
         return max(candidates, key=lambda candidate: candidate.votes).recipe if candidates else None
 
     def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        """A round of `recipe` begins, of at most `max_draft_len` tokens for each of these requests; `rows` in
-        `should_continue` are indices of them. `rest`: the other requests of the step."""
+        """Start a round of `recipe`, of at most `max_draft_len` tokens for each of these requests; `rows` in
+        `should_continue` are their indices. rest: the other requests of the step."""
         self.max_draft_len = max_draft_len
 
     def expected_len(self) -> int:
-        """Passes that may run before `should_continue` is asked of the first one: as many as recent rounds drafted."""
+        """Passes to run before the first call of `should_continue`: the mean length of recent rounds."""
         return min(math.ceil(self._mean_len) or self.max_draft_len, self.max_draft_len)
 
     def end(self, length: int) -> None:
-        """A round ends; tokens of its longest draft."""
+        """End a round. length: tokens of its longest draft."""
         self._mean_len += (length - self._mean_len) * (LEN_RATE if self._mean_len else 1.0)
 
     @abstractmethod
@@ -66,18 +66,18 @@ class Lookahead(ABC):
             entropy: float32[R] in nats; None unless `needs_entropy`.
 
         Returns:
-            bool[R]; False everywhere once `position` is the last that is allowed.
+            bool[R]; all False at the last allowed position.
         """
 
     def record_acceptance(self, outcome: Outcome) -> None:
-        """What verification said of the round."""
+        """Learn from the verification of the round."""
 
     def finish(self, request_id: str) -> None:
-        """A request ended or was aborted; what is kept of it can go."""
+        """Drop the state of a finished or aborted request."""
 
 
 class Fixed(Lookahead):
-    """Draft `length` tokens, or as many as are allowed."""
+    """Draft `length` tokens, or the allowed maximum."""
 
     def __init__(self, length: int) -> None:
         self.length = length

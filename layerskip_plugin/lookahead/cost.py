@@ -1,4 +1,4 @@
-"""Draft while one more token is expected to pay for itself; draft nothing where no length does."""
+"""Draft while one more token is expected to pay; draft nothing if no length pays."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from layerskip_plugin.lookahead.rates import MAX_DRAFT_LEN, RecipeRecord, to_bin
 from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
-PRIOR = 0.8  # rate of acceptance believed at first
+PRIOR = 0.8  # initial rate of acceptance
 ALL_ACCEPTED = RecipeRecord(1.0, 0)
 MAX_KINDS = 16
-HORIZON = 8  # further tokens of a draft that a decision looks at
-# Steps for which a decision to draft, or not to, stands while batch and candidates stay the same.
+HORIZON = 8  # further tokens of a draft considered by a decision
+# Steps for which a decision (to draft, not to draft) holds while batch and candidates stay the same.
 DECISION_STEPS, IDLE_STEPS = 4, 16
 # Hysteresis: gain over no drafting required to switch drafting on again, and to keep it on.
 ON_MARGIN, STAY_MARGIN = 1.05, 1.02
 
 
 class Costs(Protocol):
-    """What steps and draft passes take at present, and what is accepted: `Auto` measures both."""
+    """Present times of steps and draft passes, and acceptance; implemented by `Auto`."""
 
     acceptance: Acceptance
 
     @property
     def overrun(self) -> float:
-        """Seconds of a step with draft passes over those of its parts."""
+        """Ratio of the time of a step with draft passes to that of its parts."""
 
     def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
         """Seconds of a step of the whole model, by query tokens over the batch."""
@@ -46,22 +46,21 @@ class Costs(Protocol):
 class Cost(Lookahead):
     """Maximises tokens per second under measured costs, over all requests of a step together.
 
-    A step of B requests brings N = B + (accepted tokens) in D = (draft passes) + (verification) seconds. The best
-    long-run ratio N / D is reached by going on exactly while the expected gain of more tokens exceeds `rate` times
-    their price, where `rate` is that best ratio (Dinkelbach): what rounds brought so far, at least that of no drafting.
+    A step of B requests yields N = B + (accepted tokens) in D = (draft passes) + (verification) seconds. The best
+    long-run ratio N / D results from going on exactly while the expected gain of more tokens exceeds `rate` times their
+    price, where `rate` is that best ratio (Dinkelbach): the rate of rounds so far, at least that of no drafting.
 
-    After each token: the chance s that a request's draft is right so far is the product of P(accepted | confidence),
-    the chance of the next one is P(next accepted | confidence); both are learnt of each recipe. For the k requests with
-    the best chances and m <= `HORIZON` more tokens each, the gain is the sum of s * next * (1 + a + ... + a^(m-1)),
-    with a the mean chance of the recipe; the price is m draft passes and k * m more query tokens. The k of the best
-    surplus over all (k, m) go on, if it is positive. Passes that have run already cost nothing any more (`read`).
+    After each token: the probability s that a request's draft is accepted so far is the product of P(accepted |
+    confidence), the probability of the next token is P(next accepted | confidence); both are learnt per recipe. For the
+    k requests with the best probabilities and m <= `HORIZON` more tokens each, the gain is the sum of s * next * (1 + a
+    + ... + a^(m-1)), with a the mean rate of the recipe; the price is m draft passes and k * m more query tokens. The k
+    of the best surplus over all (k, m) go on, if it is positive. Passes that have already run are free (`read`).
 
     Args:
         costs: of this model on this machine.
         recipes: skip sets with windows.
-        widths: int32, ascending: numbers of nodes per request that can be verified, where they are the same for all;
-            None where every request may have its own.
-        longest: most tokens that a draft can have.
+        widths: int32, see `Step.widths`; None where every request may have its own.
+        longest: maximum draft length.
     """
 
     needs_top = 1
@@ -78,8 +77,8 @@ class Cost(Lookahead):
         self.use(recipes)
         self.widths = None if widths is None else np.array(widths, np.int32)
         self.longest = min(longest, MAX_DRAFT_LEN)
-        self.reads_ahead = False  # a round's passes run up to `expected_len` before `should_continue` is asked
-        self.read = 0  # positions of the present round that were run so far
+        self.reads_ahead = False  # passes run up to `expected_len` before the first `should_continue`
+        self.read = 0  # positions of the present round run so far
         self.on = True
         self.rate = self.margin = 0.0  # the best tokens per second; expected gain of the last round over no drafting
         self._best: SkipSet | None = None  # recipe of the present candidates
@@ -102,7 +101,7 @@ class Cost(Lookahead):
     def estimate(
         self, recipe: SkipSet, requests: int, max_draft_len: int, record: RecipeRecord | None = None
     ) -> DraftPassEstimate:
-        """What a round is expected to bring and to take, by the recipe's own record by default."""
+        """Expected gain and time of a round, by the recipe's own record by default."""
         record, most = record or self.records[recipe], min(max_draft_len, self.longest)
         if self.reads_ahead:
             seconds = self.costs.pass_seconds(recipe, requests) * np.arange(1, most + 1)
@@ -117,13 +116,13 @@ class Cost(Lookahead):
     def rates(
         self, recipe: SkipSet, requests: int, batch: int, record: RecipeRecord | None = None
     ) -> NDArray[np.float64]:
-        """float64 [M + 1]: expected tokens per second of a step in which `requests` draft, by the most tokens a draft
-        may have; first without drafts."""
+        """float64 [M + 1]: expected tokens per second of a step in which `requests` draft, by maximum draft length from
+        0."""
         record = record or self.records[recipe]
         expected = self.estimate(recipe, requests, self.longest, record)
         if self.widths is None:
             width, verification = 1, self.costs.step_seconds(batch, batch + expected.tokens)
-        else:  # the longest draft of the batch makes all requests as wide: each place costs if anyone drafts there
+        else:  # all requests have the longest draft's width: a position costs if any request drafts there
             width = int(self.widths[0])
             by_place = self.costs.step_seconds(batch, batch * self._fitting(np.arange(2, self.longest + 2)))
             anyone = 1 - (1 - np.minimum(record.verified[1 : self.longest], 1)) ** requests
@@ -138,13 +137,13 @@ class Cost(Lookahead):
         return max(rates) > alone
 
     def _fitting(self, nodes: Ints) -> Ints:
-        """Numbers of nodes per request that are verified where drafts have `nodes`."""
+        """Verified numbers of nodes per request for drafts of `nodes`."""
         assert self.widths is not None
         return self.widths[np.minimum(np.searchsorted(self.widths, nodes), len(self.widths) - 1)]
 
     def choose(self, candidates: Sequence[Candidate], batch: int, context: float) -> SkipSet | None:
-        """The recipe of most tokens per second, if only the requests that voted for it drafted with it: so a majority
-        counts by what its drafts bring."""
+        """The recipe of most tokens per second, counting only requests that voted for it: votes weighted by expected
+        gain."""
         self._recipes, self._row = [candidate.recipe for candidate in candidates], row_of(batch, context)
         key = batch, *candidates
         if self._steps_left == 0 or key != self._key:
@@ -158,8 +157,8 @@ class Cost(Lookahead):
         return self._best
 
     def recipe_of_round(self, *, pays: bool | None = None) -> SkipSet | None:
-        """The recipe that the present step drafts with: the best if that is expected to beat no drafting, else one that
-        is to be tried, or None. Called at most once per step. pays: what is expected; None: as `choose` found."""
+        """The recipe of this step: the best one if it is expected to beat no drafting, else one to try, or None. Called
+        at most once per step. pays: expectation; None: as determined by `choose`."""
         self.on = self._pays if pays is None else pays
         if self._best is None:
             return None
@@ -181,7 +180,7 @@ class Cost(Lookahead):
         self.kind = record.kind
         self.survival = np.ones(requests)
         self.tokens, self.read = requests, 0
-        # What the decisions of this round look up: prices by number of requests and by number of query tokens.
+        # Prices for the decisions of this round, by number of requests and by number of query tokens.
         self.pass_price = self.costs.pass_seconds(recipe, np.arange(1, requests + 1))
         if self.widths is None:
             query_tokens = rest.query_tokens + np.maximum(np.arange(requests * (self.max_draft_len + 1) + 1), requests)
@@ -193,7 +192,7 @@ class Cost(Lookahead):
         self.series = np.cumsum(record.next_given.mean ** np.arange(HORIZON))
 
     def end(self, length: int) -> None:
-        """`expected_len` is the best one by costs."""
+        """Keep the expected length, which is the best one by costs."""
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
         more = np.zeros(len(rows), np.bool_)
@@ -226,7 +225,7 @@ class Cost(Lookahead):
             verified = outcome.verified > 0
             if verified.any() and not self.on:
                 self.explorer.judge(record, outcome.verified[verified], outcome.path[verified], self._could_pay)
-            # Passes were paid for what an engine or a controller has left out of verification, too.
+            # Drafted tokens count even if the engine or a controller did not verify them: their passes were run.
             record.update(outcome.drafted, outcome.verified, outcome.path)
         if not self.on:
             self._steps_left = 0

@@ -1,4 +1,4 @@
-"""DISCO (Mamou et al. 2024): a small classifier says whether the token just drafted will be accepted."""
+"""DISCO (Mamou et al. 2024): a small classifier predicts whether the token just drafted will be accepted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Classifier:
             w2 [h, 1] and b2 [1], a sigmoid after them.
         threshold: minimum probability of acceptance at which drafting goes on.
         max_length: of a draft.
-        model: fingerprint of the model that it was trained on.
+        model: fingerprint of the model of the training data.
     """
 
     weights: tuple[Floats, ...]
@@ -73,8 +73,8 @@ class Classifier:
 
 
 class Disco(Lookahead):
-    """Go on while the classifier gives the token just drafted at least its threshold, up to its longest draft; that
-    token is kept."""
+    """Go on while the classifier's probability for the token just drafted is at least its threshold, up to its maximum
+    length; that token is kept."""
 
     needs_top = TOP
     needs_entropy = True

@@ -1,4 +1,4 @@
-"""`Explorer`: rounds that do not seem to pay, or not to be the best, since what is never tried is never known."""
+"""`Explorer`: occasional rounds that are not expected to pay, or not to be the best, to keep estimates fresh."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from layerskip_plugin.lookahead.rates import RecipeRecord
 from layerskip_plugin.rounds import Ints
 from layerskip_plugin.skip_set import SkipSet
 
-# Steps between trials of drafting although no length seems to pay, at first and at most.
+# Steps between trials of drafting while no length pays: first and longest interval.
 FIRST_PROBE, RAREST_PROBE = 128, 256
-# Rounds between trials of another recipe than the best, at first and at most.
+# Rounds between trials of another recipe than the best: first and longest interval.
 FIRST_OTHER, RAREST_OTHER = 16, 256
-# Trials of each recipe at new batches and contexts: until then, what a pass takes there is a guess, and the first pass,
-# which warms up, is not timed.
+# Trials of each recipe at new batch sizes and contexts, where pass times are guesses; the first pass warms up and is
+# not timed.
 FIRST_TRIALS = 3
-# A trial surprises if it brings this many tokens more than expected, or if this share of its tokens is accepted
-# where less than `DOUBTFUL` was expected, because one token cannot exceed that by much.
+# A trial surprises with `SURPRISE` more tokens than expected, or with a share `GOOD` of accepted tokens where less than
+# `DOUBTFUL` was expected, since a draft of one token cannot exceed expectations by much.
 SURPRISE, GOOD, DOUBTFUL = 0.5, 0.9, 0.7
-# Rounds that a record counts for after a surprise: the text has changed.
+# Weight of a record, in rounds, after a surprise: the text has changed.
 DOUBTED_WEIGHT = 3.0
 
 
 class Explorer:
     def __init__(self) -> None:
-        self._again = False  # the last trial surprised: another one follows at once
+        self._again = False  # the last trial surprised, so another one follows at once
         self._last: SkipSet | None = None
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
         self._others = ProbeSchedule(FIRST_OTHER, RAREST_OTHER)
@@ -37,10 +37,10 @@ class Explorer:
         self._tried.clear()
 
     def trial(self, recipes: Sequence[SkipSet], row: int) -> SkipSet | None:
-        """The recipe to try in a step that is not expected to pay; None: nothing is tried.
+        """The recipe to try in a step that is not expected to pay; None: no trial.
 
         Args:
-            recipes: that the step may draft with.
+            recipes: possible recipes of the step.
             row: of its batch and context, see `row_of`.
         """
         again, self._again = self._again, False
@@ -54,7 +54,7 @@ class Explorer:
         return self._take_turns(recipes) if self._probes.due() else None
 
     def beside(self, best: SkipSet, recipes: Sequence[SkipSet]) -> SkipSet:
-        """The recipe of a round that is expected to pay: the best, and now and then another one in its turn."""
+        """The recipe of a round that is expected to pay: the best one, or occasionally another, in turns."""
         self._probes.reset()
         self._again = False
         return self._take_turns(recipes) if len(recipes) > 1 and self._others.due() else best
@@ -66,7 +66,7 @@ class Explorer:
 
     def judge(self, record: RecipeRecord, drafted: Ints, accepted: Ints, could_pay: Callable[[], bool]) -> None:
         """Compare a trial's int32 [R] drafted and accepted tokens with the recipe's record, before that is updated.
-        could_pay: whether such a round would pay if all were accepted."""
+        could_pay: whether such a round would pay with full acceptance."""
         length, brought = drafted.mean(), accepted.mean()
         expected = record.accepted[: max(1, int(length))].sum()
         surprise = brought > expected + SURPRISE or (brought >= GOOD * length and expected < DOUBTFUL * length)

@@ -1,4 +1,4 @@
-"""What drafting brought: acceptance rates by bin, with forgetting, and the record of a recipe."""
+"""Results of drafting: fading acceptance rates by bin, and the record of a recipe."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from layerskip_plugin.rounds import Floats, Ints
 
 BINS = 16
 MAX_DRAFT_LEN = 64
-MEMORY = 64.0  # rounds of a recipe after which an old one counts 1/e
-BIN_MEMORY = 500.0  # trials of one bin after which an old one counts 1/e
-PRIOR_WEIGHT = 6.0  # trials or rounds that a prior counts for
+MEMORY = 64.0  # rounds of a recipe after which a round's weight is 1/e
+BIN_MEMORY = 500.0  # trials of a bin after which a trial's weight is 1/e
+PRIOR_WEIGHT = 6.0  # weight of a prior, in trials or rounds
 
 
 class BinnedRate:
-    """Share of successes in each bin. Old trials fade; the rate of all bins stands in for trials never made, and the
-    prior for that rate."""
+    """Share of successes per bin. Old trials fade; the prior of a bin is the rate of all bins, and of that rate
+    `prior`."""
 
     def __init__(self, prior: float) -> None:
         self.prior = prior
@@ -41,13 +41,13 @@ class BinnedRate:
 
 
 class RecipeRecord:
-    """What drafting with one recipe has brought.
+    """Results of drafting with one recipe.
 
     Attributes:
         kind: of its tokens in `DraftBatch.kinds`.
         reached, verified, accepted: float64 [MAX_DRAFT_LEN], per place in the draft the share of rounds in which a
             token was drafted, verified, and accepted there.
-        next_given: the chance that a further token is accepted, by the confidence in the one before it.
+        next_given: the probability that the next token is accepted, by the confidence in the present one.
     """
 
     def __init__(self, prior: float, kind: int) -> None:

@@ -1,4 +1,4 @@
-"""Recorded verifications: what drafted tokens looked like, and whether they were accepted."""
+"""Recorded verifications: features of drafted tokens, and whether they were accepted."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from layerskip_plugin.rounds import Outcome
 
 logger = logging.getLogger("freedraft.layerskip")
 
-TOP = 10  # probabilities of a token's distribution that are kept
+TOP = 10  # probabilities kept per token
 FORMAT = "freedraft verifications 1"
 ARRAYS = ("top", "entropy", "position", "accepted", "request", "round")
-SAVE_SECONDS = 10.0  # between two files, while requests run
+SAVE_SECONDS = 10.0  # between writes while requests run
 
 
 @dataclass(frozen=True)
 class Verifications:
-    """One entry per drafted token that has a verdict: the accepted ones, and the first rejected one of each round."""
+    """One entry per judged token: accepted ones, and the first rejected one of each round."""
 
     top: NDArray[np.float32]  # [N, 10], largest probabilities of its distribution, descending
     entropy: NDArray[np.float32]  # [N], nats
@@ -35,7 +35,7 @@ class Verifications:
     accepted: NDArray[np.bool_]  # [N]
     request: NDArray[np.int32]  # [N]
     round: NDArray[np.int32]  # [N], within the request
-    model: str = ""  # fingerprint of the model; "" when it is not known
+    model: str = ""  # fingerprint of the model; "" if unknown
     prices: tuple[float, float] | None = None  # of a draft pass and a query token of a request, in plain steps
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class Verifications:
         return replace(self, **{name: getattr(self, name)[chosen] for name in ARRAYS})
 
     def save(self, path: Path) -> None:
-        """Write an .npz, which nobody sees in part."""
+        """Write an .npz atomically."""
         arrays = {name: getattr(self, name) for name in ARRAYS}
         about = json.dumps({"format": FORMAT, "model": self.model, "prices": self.prices})
         file = io.BytesIO()
@@ -76,8 +76,8 @@ class Verifications:
 
 
 class Recorder:
-    """Keeps verifications for `freedraft calibrate disco`, and writes them when no request is left, and while some run,
-    now and then; with `prices`, see `Verifications`. Tokens after `max_tokens` are not kept."""
+    """Records verifications for `freedraft calibrate disco`; writes them when no request is left, and every
+    `SAVE_SECONDS` while some run. prices: see `Verifications`. Tokens after `max_tokens` are dropped."""
 
     def __init__(
         self,
@@ -109,13 +109,13 @@ class Recorder:
         self.kept += len(good)
 
     def finish(self, request_id: str, *, idle: bool) -> None:
-        """A request ended; `idle`: no request is left."""
+        """A request has finished; idle: it was the last one."""
         self._numbers.pop(request_id, None)
         if idle or time.monotonic() > self._saved + SAVE_SECONDS:
             self.close()
 
     def close(self) -> None:
-        """Write everything, if something came since the last time."""
+        """Write all records, if there are new ones."""
         if self.kept == self._written:
             return
         self._saved = time.monotonic()

@@ -14,36 +14,36 @@ logger = logging.getLogger("freedraft.layerskip")
 
 Evaluate = Callable[[Sequence[SkipSet]], NDArray[np.float64]]
 """Matchness of each set: the share of the newest tokens of the traffic on which its top-1 choice is the whole model's,
-with the whole model's KV of the past; one batched forward."""
+given the whole model's KV of the past; one batched forward pass."""
 Counts = NDArray[np.int32]  # [B], a number per request
 
 
 class Selection:
-    """Decides which sublayers the drafts of each running request should skip; a round takes one set for all.
+    """Decides which sublayers drafts of each running request should skip; a round uses one set for all.
 
     `begin` and `set_prompt_state` are called at most once per request, `choose` at every round, `finish` when the
     request ends.
 
     Attributes:
-        sets: those that `choose` may return now, by name.
-        requests: the set of each running request that has another one than the first of `sets`.
+        sets: possible results of `choose`, by name.
+        requests: the sets of running requests with another one than the first of `sets`.
     """
 
     needs_prompt_states = False
-    optimized = 4  # how many of `sets`, from the first on, have compiled passes or captured graphs
+    optimized = 4  # number of first `sets` with compiled passes or captured graphs
 
     def __init__(self, sets: Mapping[str, SkipSet]) -> None:
         self.sets = dict(sets)
         self.requests: dict[str, SkipSet] = {}
 
     def begin(self, request_id: str, requested: object) -> None:
-        """A request begins; `requested`: what its client gave as the name of a set."""
+        """Add a request; requested: the client's value for the name of a set."""
 
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
         """float32 [H], the normed last hidden state of a prompt's last token."""
 
     def choose(self, request_ids: Sequence[str], contexts: Counts) -> list[SkipSet]:
-        """The set of each request; `contexts`: the tokens of each so far."""
+        """The set of each request; contexts: tokens of each so far."""
         first = next(iter(self.sets.values()))
         return [self.requests.get(request_id, first) for request_id in request_ids]
 
@@ -56,12 +56,12 @@ class Selection:
 
 
 class Static(Selection):
-    """Serves fixed sets: each request has the one that it asks for by name, else the first."""
+    """Fixed sets: each request uses the one that it names, else the first."""
 
     warned = False
 
     def begin(self, request_id: str, requested: object) -> None:
-        if isinstance(requested, str) and requested in self.sets:  # clients send anything
+        if isinstance(requested, str) and requested in self.sets:  # clients may send any type
             self.requests[request_id] = self.sets[requested]
         elif requested and not self.warned:
             self.warned = True

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from layerskip_plugin.skip_set import SkipSet
 
-MAX_OBSERVATIONS = 256  # that the Gaussian process is fitted to: its cost grows with their third power
+MAX_OBSERVATIONS = 256  # of the fit of the Gaussian process, which has cubic cost
 SAMPLES, PARENTS = 200, 8
 
 
@@ -37,15 +37,15 @@ class BitSearch:
         self.fitted = 0
 
     def uniform(self) -> SkipSet:
-        """The set that is evenly spread over the sublayers that may be skipped."""
+        """The set evenly spread over the skippable sublayers."""
         return self._skip(evenly_spread(self.skippable, len(self.skippable) // 2 if self.size is None else self.size))
 
     def random(self) -> SkipSet:
-        """A set drawn uniformly from all of the right size; of open size, up to half of what may be skipped."""
+        """A random set of `size`, or of up to half of the skippable sublayers."""
         return self._skip(self.skippable[self._draw(1)[0]])
 
     def bayesian(self) -> SkipSet:
-        """The new set of largest upper confidence bound, of random ones and neighbours of the best observed; the
+        """The new set of largest upper confidence bound, among random ones and neighbours of the best observed; the
         library itself would maximise over the unit cube."""
         if len(self.values) < 2:
             return self.random()
@@ -62,7 +62,7 @@ class BitSearch:
         return self.random()
 
     def register(self, skips: Sequence[SkipSet], values: Sequence[float] | NDArray[np.float64]) -> None:
-        """Learn the values of these sets; a set measured again takes the mean of both values."""
+        """Add the values of these sets; for a set measured again, the mean of both values."""
         for skip, value in zip(skips, values, strict=True):
             old = self.values.pop(skip, None)
             self.values[skip] = float(value) if old is None else (old + float(value)) / 2
@@ -93,7 +93,8 @@ class BitSearch:
         return out
 
     def _process(self) -> Any:
-        """The Gaussian process of the newest observations; its length scale is fitted anew as they grow by half."""
+        """The Gaussian process of the newest observations; its length scale is refitted when they have grown by
+        half."""
         from sklearn.gaussian_process import GaussianProcessRegressor
         from sklearn.gaussian_process.kernels import Matern, WhiteKernel
 

@@ -1,4 +1,4 @@
-"""KnapSpec at serving time: each context length has its own searched set and draft length."""
+"""KnapSpec with a plan: each context length has its own set and draft length."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ FORMAT = "freedraft knapsack plan 1"
 
 @dataclass(frozen=True)
 class Choice:
-    """What a context length was calibrated to."""
+    """The calibrated choice of a context length."""
 
-    skip: SkipSet  # of most tokens per second among those that were drafted with; empty without any
-    length: int  # of its drafts; 0 where decoding without drafts was faster
+    skip: SkipSet  # set of most tokens per second with drafts; empty without any
+    length: int  # draft length; 0 if decoding without drafts was faster
     rate: float  # tokens per second expected
-    trial_length: int = 0  # where `length` is 0, what to draft when that is measured again
+    trial_length: int = 0  # if `length` is 0, draft length of later trials
 
 
 @dataclass(frozen=True)
 class Plan:
     """The set and draft length to use at each context length."""
 
-    contexts: tuple[int, ...]  # ascending; each entry holds from half-way (geometrically) to its neighbours
+    contexts: tuple[int, ...]  # ascending; borders are geometric means of neighbours
     choices: tuple[Choice, ...]  # one per context
-    hardware: str  # that the times were measured on
+    hardware: str  # hardware of the measured times
 
     def __post_init__(self) -> None:
         if not self.contexts or len(self.contexts) != len(self.choices):
@@ -56,7 +56,7 @@ class Plan:
     def load(
         cls, path: Path, n_layers: int | None = None, model: str | None = None, hardware: str | None = None
     ) -> Plan:
-        """Read what `save` wrote; raises ValueError, one line, if it is damaged or of another model or hardware."""
+        """Read a file of `save`; raises ValueError, one line, if it is damaged or of another model or hardware."""
         values = read_json(path, FORMAT, "knapsack plan")
         with undamaged("knapsack plan", path):
             choices = tuple(
@@ -76,11 +76,11 @@ class Plan:
 
 
 class Knapsack(Selection):
-    """Each request has the set and draft length of its present context length.
+    """Each request uses the set and draft length of its present context length.
 
     Args:
-        measured: whether the lookahead policy measures what drafting brings. If so, context lengths at which decoding
-            without drafts was faster are left to it, which tries their sets now and then; else they draft nothing.
+        measured: whether the lookahead policy measures the gain of drafting. If so, it occasionally tries the sets of
+            context lengths at which decoding without drafts was faster; else these draft nothing.
     """
 
     def __init__(self, plan: Plan, measured: bool = False) -> None:
@@ -89,7 +89,7 @@ class Knapsack(Selection):
         self._length = np.array(lengths, np.int32)
         names: dict[SkipSet, str] = {}
         for context, choice, length in zip(plan.contexts, plan.choices, lengths, strict=True):
-            if length:  # the set of an entry without drafts need not be built
+            if length:  # sets of entries without drafts are not built
                 names.setdefault(choice.skip, f"context {context}")
         super().__init__({name: skip for skip, name in (names or {plan.choices[0].skip: "plain"}).items()})
 
@@ -97,5 +97,5 @@ class Knapsack(Selection):
         return [self.plan.choices[i].skip for i in self.plan.at(contexts).tolist()]
 
     def max_lengths(self, contexts: Counts) -> Counts:
-        """int32[B]: the searched draft length at each context length; 0 where decoding without drafts is faster."""
+        """int32[B]: the draft length at each context length; 0 where decoding without drafts is faster."""
         return self._length[self.plan.at(contexts)]

@@ -1,4 +1,4 @@
-"""KNN-SSD: each domain has a skip set, and the nearest anchor of its prompt decides a request's domain."""
+"""KNN-SSD: a skip set per domain; the nearest anchor to its prompt decides a request's domain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Domains:
 
     names: tuple[str, ...]
     sets: tuple[SkipSet, ...]  # one per domain, and the global one last
-    center: NDArray[np.float32]  # [hidden], mean state: all share a large part, which is subtracted before cosines
+    center: NDArray[np.float32]  # [hidden], mean state, subtracted before cosines
     anchors: NDArray[np.float32]  # [A, hidden], unit vectors
     domain: NDArray[np.int32]  # [A], of each anchor
     floor: float  # minimum cosine at which a prompt belongs to a domain
@@ -36,7 +36,7 @@ class Domains:
         if self.domain.shape != (a,) or self.center.shape != (width,) or not np.isfinite(self.anchors).all():
             raise ValueError("anchors, domains and center do not fit together")
         if a and not 0 <= self.domain.min() <= self.domain.max() < len(self.names):
-            raise ValueError("an anchor names a domain that there is not")
+            raise ValueError("an anchor names an unknown domain")
 
     def route(self, hidden: NDArray[np.float32]) -> NDArray[np.intp]:
         """intp[B]: index in `sets` of each prompt's set, by float32[B, hidden] states: that of the anchor of the
@@ -72,8 +72,8 @@ class Domains:
 
 
 class Knn(Selection):
-    """Each request keeps the set of its domain; without a hidden state (a request resumed from elsewhere) it has the
-    global one."""
+    """Each request keeps the set of its domain; without a hidden state (a request resumed from elsewhere) the global
+    one."""
 
     needs_prompt_states = True
 

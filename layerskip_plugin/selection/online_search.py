@@ -22,9 +22,9 @@ Clock = Callable[[], float]
 Propose = Callable[[tuple[int, int], int, SkipSet], Sequence[SkipSet]]
 """Integer weights of an attention and an MLP sublayer, the largest weight to skip, and a set to extend -> the best set
 of each weight on the newest tokens of the traffic."""
-WINDOW = 32  # tokens on which a batch of sets is scored: SWIFT's gamma
+WINDOW = 32  # tokens to score a batch of sets on: SWIFT's gamma
 MATCHNESS_RATE = 0.2  # weight of the newest window in the incumbent's matchness
-MAX_SAVED = 1.0  # seconds of searching that are saved up at most: no long search follows a pause
+MAX_SAVED = 1.0  # maximum of saved seconds of searching: no long search after a pause
 # Seconds of a search or a scoring, and the largest weight or number of sets before their times are known.
 BATCH_SECONDS, FIRST = 0.8, 8
 # SWIFT, appendix B.2: a Gaussian process proposes every `BETA`-th candidate; the search ends after `STEPS` candidates,
@@ -36,18 +36,17 @@ MAX_CANDIDATES = 16  # of SWIFT, scored together
 class OnlineSearch(Selection):
     """Searches on the newest tokens of the traffic, in steps of less than a second, for a share of serving time.
 
-    Candidates are scored beside the incumbent, on the same windows; the share `kept` of them, one at least, goes on to
-    the next one. The best of many noisy scores alone would be luck, so the last one replaces the incumbent only if it
-    leads by `min_lead` over `confirm` windows that had no part in its choice; it is dropped as soon as it does not
-    lead.
+    Candidates are scored together with the incumbent, on the same windows; the share `kept` of them, at least one,
+    stays for the next window. The best of many noisy scores may be luck, so the last candidate replaces the incumbent
+    only if it leads by `min_lead` over `confirm` further windows; it is dropped as soon as it does not lead.
 
     Attributes:
         share: of elapsed time that searching may take; 0.01 is 1 %.
         incumbent: the present set; matchness: its recent mean.
-        candidates: sets tried; idle: of them, since the incumbent last changed.
+        candidates: sets tried; idle: sets tried since the incumbent last changed.
     """
 
-    optimized = 0  # a set is soon replaced
+    optimized = 0  # sets are replaced soon
     share = 0.01
     name: str
     kept: float
@@ -58,9 +57,9 @@ class OnlineSearch(Selection):
         super().__init__({self.name: incumbent})
         self.evaluate, self.clock = evaluate, clock
         self.matchness, self.candidates, self.idle = 0.0, 0, 0
-        self.seconds = {"search": 0.0, "score": 0.0}  # of KnapSpec's search per weight, and of a set scored
+        self.seconds = {"search": 0.0, "score": 0.0}  # per weight of KnapSpec's search, and per scored set
         self._saved, self._updated = 0.0, clock()
-        self._step_seconds = 0.0  # of the newest step: the next one is expected to take as long
+        self._step_seconds = 0.0  # of the newest step, expected for the next one
         self._use([])
 
     @property
@@ -73,8 +72,8 @@ class OnlineSearch(Selection):
         return True
 
     def search(self, ready: Callable[[], bool]) -> SkipSet | None:
-        """Continue if there is time and text for it; return the new incumbent when it has changed. ready: prepares what
-        `evaluate` looks at; False when there is nothing to look at."""
+        """Continue if there is time and text for it; return the new incumbent if it has changed. ready: prepares the
+        tokens for `evaluate`; False if there are none."""
         now = self.clock()
         self._saved = min(MAX_SAVED, self._saved + self.share * (now - self._updated))
         self._updated = now
@@ -94,11 +93,11 @@ class OnlineSearch(Selection):
 
     @abstractmethod
     def _propose(self) -> None:
-        """Begin with other candidates."""
+        """Start with new candidates."""
 
     @abstractmethod
     def _values(self, sets: Sequence[SkipSet], acceptance: NDArray[np.float64]) -> NDArray[np.float64]:
-        """float64 [J]: what is maximised, of sets with this acceptance; above 0."""
+        """float64 [J]: the positive objective, for sets with this acceptance."""
 
     def step(self) -> bool:
         """Propose or score candidates. True if the incumbent has changed."""
@@ -145,11 +144,11 @@ class OnlineSearch(Selection):
 
 
 class Swift(OnlineSearch):
-    """SWIFT: the set of one size with the best matchness, drawn at random and now and then by Bayesian optimisation.
+    """SWIFT: the set of a fixed size with the best matchness, by random draws and occasional Bayesian optimisation.
 
     Args:
-        ratio: share of the sublayers that is skipped. The paper's models of 7 to 70 billion weights skip .4 to .5.
-        protected: sublayers that never are.
+        ratio: share of skipped sublayers. The paper's models of 7 to 70 billion weights skip .4 to .5.
+        protected: sublayers that are never skipped.
     """
 
     name, kept, confirm, min_lead = "swift", 0.0, 3, 0.01
@@ -192,9 +191,9 @@ class Swift(OnlineSearch):
 class KnapSpec(OnlineSearch):
     """KnapSpec: sets of all sizes by the paper's search, chosen by tokens per time at the present batch and context.
 
-    The sets of a search fit its window too well, so they are scored on the following ones. Where there is no time for a
-    search up to half of the model, it extends parts of the incumbent and evenly spread sets of random size in turns.
-    `pass_times` gives None while times are not known.
+    The sets of a search overfit its window, so they are scored on the following ones. If there is no time for a search
+    up to half of the model, it extends parts of the incumbent and evenly spread sets of random size in turns.
+    `pass_times` returns None while times are unknown.
     """
 
     name, kept, confirm, min_lead = "knapspec", 0.25, 6, 0.03
@@ -215,7 +214,7 @@ class KnapSpec(OnlineSearch):
         self._searches, self._random = 0, np.random.default_rng(0)
 
     def max_lengths(self, contexts: Counts) -> Counts | None:
-        """Before a set was found, nothing is drafted."""
+        """No drafts before the first set."""
         return None if self.incumbent else np.zeros(len(contexts), np.int32)
 
     def step(self) -> bool:
@@ -234,7 +233,7 @@ class KnapSpec(OnlineSearch):
         self._took("search", started, most)
         scored = min(len(found), max(1, self._affordable("score")))
         self.candidates += scored
-        # Of all sizes, where there is no time for all of them.
+        # A sample over all sizes, if there is no time for all.
         self._use([found[i] for i in np.linspace(0, len(found) - 1, scored).round().astype(int)])
 
     def _base(self) -> SkipSet:
@@ -247,7 +246,7 @@ class KnapSpec(OnlineSearch):
         return SkipSet.of_sublayers(kept, n_layers, self._empty.model)
 
     def _values(self, sets: Sequence[SkipSet], acceptance: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Tokens per time; the empty set stands for no drafting."""
+        """Tokens per time; the empty set means no drafting."""
         times = self._times
         assert times is not None
         pairs = zip(sets, acceptance.tolist(), strict=True)

@@ -23,7 +23,7 @@ app = typer.Typer(name="datastore", help=ABOUT, no_args_is_help=True, pretty_exc
 
 
 def _place(text: str) -> Path:
-    """Return the path that `text` is; of a URL, the path of a local copy."""
+    """Return `text` as a path; for a URL the path of its local copy."""
     try:
         return local_copy(text) if "://" in text else Path(text)
     except DatastoreError as error:
@@ -41,7 +41,7 @@ app.command()(command.build)
 
 @app.command()
 def info(store: StorePath, as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
-    """Say what a datastore holds."""
+    """Print the contents of a datastore."""
     with one_line():
         manifest = read_manifest(store)
     if as_json:
@@ -67,10 +67,10 @@ def verify(
     full: Annotated[bool, typer.Option(
         "--full", help="Prove the order of every suffix (slow; a byte of memory per token).")] = False,
     erased: Annotated[str | None, typer.Option(
-        "--erased", metavar="FILE", help="Tenants, as for `forget`, of whom nothing may be left.")] = None,
+        "--erased", metavar="FILE", help="File of tenants, as for `forget`, that must have no text left.")] = None,
 ) -> None:  # fmt: skip
-    """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model; of what was learnt, with
-    --erased, that no byte of its files names these tenants. Exit code 1 if not."""
+    """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model; with --erased, that no
+    byte of learnt files names these tenants. Exit code 1 if not."""
     from sssd_plugin.datastore import tokenizer as tokenizers
     from sssd_plugin.datastore.disk.store import Datastore, audit
     from sssd_plugin.datastore.live.maintenance import verify_live
@@ -83,7 +83,7 @@ def verify(
         elif erased:
             raise DatastoreError(f"{store} has learnt nothing: correct the path")
         if learnt is not None and not (store / MANIFEST).exists():
-            return  # nothing was built
+            return  # no built store
         with Datastore.open(store, vocab_size=vocab_size, fingerprint=fingerprint) as opened:
             audit(opened, full=full)
             manifest = opened.manifest
@@ -101,7 +101,7 @@ def merge(
     memory: command.MemoryOption = "2GiB",
     force: command.ForceOption = False,
 ) -> None:  # fmt: skip
-    """Make one datastore of several, in as few sub-indices as the memory allows. What was learnt is not taken along."""
+    """Merge datastores, in as few sub-indices as the memory allows. Learnt text is not included."""
     with one_line(), command.ended_by_sigterm():
         manifest = merge_stores(out, stores, memory=parse_size(memory), replace=force)
     typer.echo(f"{out}: {command.contents(manifest)}")
@@ -121,10 +121,10 @@ def forget(
     store: PlaceArgument,
     tenants: TenantsOption = None,
     before: Annotated[str | None, typer.Option(
-        metavar="TIME", help="What was learnt before, as 2026-01-31 or 2026-01-31T12:00.")] = None,
+        metavar="TIME", help="Text learnt before this time, e.g. 2026-01-31 or 2026-01-31T12:00.")] = None,
 ) -> None:  # fmt: skip
-    """Erase what was learnt while serving, on disk and in servers of this host that learn there, or at a URL and in all
-    servers that learn there. With --tenants and --before, only what both apply to."""
+    """Erase learnt text, on disk and in servers of this host that learn there, or at a URL and in all servers that
+    learn there. With --tenants and --before, only text that both select."""
     from sssd_plugin.datastore.live import maintenance
 
     with one_line():
@@ -145,10 +145,10 @@ def export(
     store: PlaceArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT.npy", help="Token ids, for `freedraft datastore build`.")],
     tenants: TenantsOption = None,
-    accept: Annotated[bool, typer.Option("--accept", help="Though tenants were kept apart, put all into one file.")]
+    accept: Annotated[bool, typer.Option("--accept", help="Put tenants that were kept apart into one file.")]
     = False,
 ) -> None:  # fmt: skip
-    """Write what was learnt as token ids, -1 after each document. A store that is built of it drafts for everybody."""
+    """Write learnt text as token ids, -1 after each document. A store built of it drafts for all tenants."""
     from sssd_plugin.datastore.live.maintenance import export
 
     with one_line():
@@ -159,10 +159,10 @@ def export(
 @app.command()
 def isolation(
     store: StorePath,
-    kind: Annotated[Literal["salt", "strict", "shared", "off"], typer.Argument(help="As the option of the server.")],
-    accept: Annotated[bool, typer.Option("--accept", help="Let everybody see what was learnt of one tenant.")] = False,
+    kind: Annotated[Literal["salt", "strict", "shared", "off"], typer.Argument(help="Value of the server's option.")],
+    accept: Annotated[bool, typer.Option("--accept", help="Let all be drafted from one tenant's text.")] = False,
 ) -> None:
-    """Let servers with this isolation use what was learnt under another one."""
+    """Let servers with this isolation use text learnt under another one."""
     from sssd_plugin.datastore.live import maintenance
 
     with one_line():
@@ -173,8 +173,8 @@ def isolation(
 
 
 def _tenants(source: str | None) -> list[str]:
-    """Read keys of tenants. A salt is a secret, so it is never an argument, which every user of the machine can see.
-    Raises DatastoreError: the file cannot be read, or names nobody."""
+    """Read keys of tenants from a file: salts are secrets, and arguments are visible to every user of the machine.
+    Raises DatastoreError: the file cannot be read, or is empty."""
     if source is None:
         return []
     with reporting("read", Path(source)):

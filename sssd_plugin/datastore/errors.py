@@ -11,7 +11,7 @@ REBUILD = "build it again with `freedraft datastore build --force`"
 
 
 class DatastoreError(ValueError):
-    """A datastore that cannot be built or used. The message is one line: the file, what is wrong, the remedy."""
+    """A datastore that cannot be built or used. The message is one line: file, problem, remedy."""
 
 
 _REMEDIES = {
@@ -31,7 +31,7 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def reporting(action: str, path: Path) -> Iterator[None]:
-    """Turn an `OSError` into a `DatastoreError` that says which file could not be `action`: "read", "write"."""
+    """Turn an `OSError` into a `DatastoreError` that names the file and the `action`: "read", "write"."""
     try:
         yield
     except OSError as error:

@@ -35,14 +35,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """Documents to forget: of one tenant, by its digest, or of all; from before a time in ms since 1970, or of any."""
+    """Documents to forget: of one tenant (digest) or of all; before a time in ms since 1970, or of any time."""
 
     tenant: bytes | None = None
     before: int | None = None
 
     @property
     def until(self) -> int:
-        """`before`, or a time that never comes."""
+        """`before`, or a time in the far future."""
         return 1 << 62 if self.before is None else self.before
 
     def covers(self, record: Record) -> bool:
@@ -51,7 +51,7 @@ class Erasure:
 
 @dataclass(slots=True)
 class Changes:
-    """Erasures and then documents of other processes; a built store, once it became available."""
+    """Erasures and then documents of other processes; a built store once available."""
 
     erasures: list[Erasure] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -65,20 +65,20 @@ class LiveStats:
     tokens: int = 0  # held, separators included
     max_sub_indices: int = 0  # runs of one tenant
     nbytes: int = 0  # memory of all runs
-    tenants: int = 0  # known, requests of none not counted
+    tenants: int = 0  # known tenants
     documents: int = 0  # taken since the start
     inserted: int = 0  # their tokens
     merges: int = 0  # in the background
     merge_seconds: float = 0.0
-    evicted: int = 0  # tokens that were dropped to make room
-    dropped: Counter[str] = field(default_factory=Counter)  # documents that were not taken, by reason
+    evicted: int = 0  # tokens dropped to make room
+    dropped: Counter[str] = field(default_factory=Counter)  # refused documents, by reason
 
 
 class PendingRecords:
-    """Documents in memory that wait to be written while the disk or the bucket refuses. Thread-safe."""
+    """Documents waiting in memory while the disk or the bucket fails. Thread-safe."""
 
     def __init__(self) -> None:
-        self.dropped = 0  # documents that were never written, because it refused for long
+        self.dropped = 0  # documents never written, after a long failure
         self._records: deque[Record] = deque()
         self._tokens = 0
         self._lock = threading.Lock()
@@ -99,12 +99,12 @@ class PendingRecords:
             return records
 
     def give_back(self, records: list[Record]) -> None:
-        """Put records that could not be written before the others."""
+        """Prepend records that could not be written."""
         with self._lock:
             self._set([*records, *self._records])
 
     def erase(self, erasure: Erasure) -> None:
-        """Never write what the erasure covers."""
+        """Drop documents covered by the erasure."""
         with self._lock:
             self._set([record for record in self._records if not erasure.covers(record)])
 
@@ -114,8 +114,8 @@ class PendingRecords:
 
 
 def keep_shares(held: Mapping[T, int], total: int) -> dict[T, int]:
-    """Return the size each holder may keep, `total` together: holders above an equal share are cut to one size, and
-    holders below it lose nothing."""
+    """Cap the holders' sizes so that they fit into `total`: holders above an equal share are cut to one size, others
+    lose nothing."""
     left, kept = total, {}
     for number, (holder, size) in enumerate(sorted(held.items(), key=lambda item: item[1])):
         kept[holder] = min(size, left // (len(held) - number))

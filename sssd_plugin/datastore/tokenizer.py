@@ -1,4 +1,4 @@
-"""Tokenizers: loading one from a model folder; `fingerprint` ties a store to one."""
+"""Loads tokenizers from a model folder; `fingerprint` identifies one for a store."""
 
 from __future__ import annotations
 

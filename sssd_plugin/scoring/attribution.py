@@ -1,8 +1,8 @@
-"""Source attribution: which source knew the tokens that were accepted.
+"""Source attribution: which source contained the accepted tokens.
 
-They are looked up again, so that drafting itself need not keep account. A token belongs to the source in which the
-longest context before it (at most `CONTEXT` tokens) was followed by it. On a tie the request's own tokens come first,
-then the prepared store, then what was learnt.
+Tokens are looked up again, so drafting itself keeps no record. A token belongs to the source in which it followed the
+longest context (at most `CONTEXT` tokens). Ties: the request's own tokens first, then the built store, then learnt
+text.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ CONTEXT = 4
 HIT = 2  # context length in tokens that a source must contain to count as a hit
 OCCURRENCES = 64
 
-# Entries of the tally: look-ups; hits by source; accepted tokens by source, then those that no source knew.
+# Entries of the tally: look-ups; hits by source; accepted tokens by source, then those of no source.
 LOOKUPS, HITS, ACCEPTED, SIZE = 0, 1, 4, 8
 
 
@@ -40,7 +40,7 @@ def _in_request(request, p, following):
 
 @compiled(nogil=True)
 def _in_store(table, tokens, p, max_context, min_context, following):
-    """Return as `_in_request` does, in a store: contexts of `min_context` to `max_context` tokens, else 0."""
+    """Like `_in_request`, for a store: contexts of `min_context` to `max_context` tokens, else 0."""
     for k in range(min(max_context, p), min_context - 1, -1):
         for j in range(len(table)):
             lo, hi = find_ngram(table, j, tokens, p - k, k + 1 if following else k)
@@ -51,12 +51,12 @@ def _in_store(table, tokens, p, max_context, min_context, following):
 
 @compiled(nogil=True)
 def attribute(slots, slot_ids, view, groups, gained, tally):
-    """Add up where the last tokens of these requests come from, and who knows their present context.
+    """Count the sources of the newest tokens of these requests, and the hits of their present context.
 
     Args:
         slots: `RequestIndex.slots`; slot_ids: int64 [B], -1 is skipped.
         view, groups: see `views.store_of`; groups: int64 [B].
-        gained: int64 [B], tokens that the last step added: all but the last one were drafted.
+        gained: int64 [B], new tokens of the last step, all but the last one drafted.
         tally: int64 [SIZE], added to.
     """
     for b in range(len(slot_ids)):

@@ -1,4 +1,4 @@
-"""Counts of what followed this context before: one row per candidate token, gathered from every source at one node."""
+"""Counts of tokens that followed a node's context in every source, one row per candidate token."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sssd_plugin.scoring.views import record
 from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, WIDTH
 
 SHORT_ORDERS = 3  # contexts of 1 to 3 tokens are looked up in the request by their last token
-LONG_ORDERS = np.array([4, 5, 6, 8, 16, 32])  # and longer ones by their last four: tokens that match, at least
+LONG_ORDERS = np.array([4, 5, 6, 8, 16, 32])  # longer ones by their last four: least matching tokens
 ORDERS = SHORT_ORDERS + len(LONG_ORDERS)
-CONTEXT = 6  # last tokens at a node that are written down
+CONTEXT = 6  # last tokens kept per node
 SKIP_ORDERS = 3  # contexts in the store that leave out the last token
 MAX_CANDIDATES = 256
-MAX_SAMPLES = 64  # suffixes looked at per range
-OCCURRENCES = 64  # newest occurrences of a single token in the request that are looked at
+MAX_SAMPLES = 64  # suffixes sampled per range
+OCCURRENCES = 64  # newest occurrences of a single token to visit in the request
 SHORTLIST = 16
 _HASH_BITS = 9
 
@@ -35,15 +35,15 @@ _ROW = 32  # bytes of a row of counts; every count is at most 64
 
 STAMP, NUMBER = range(2)  # of `Found.state`: calls of `gather` so far; candidates of this node
 
-# Of a candidate: its share of the store's tokens; its probability interpolated over the store's orders, and over the
-# request's; what the shortlist is chosen by; the token; tokens of its longest match, 0 for none; of its alignment the
-# tokens equal since the edit, -1 for none, and the kind of edit; its cost by recycled logits (`recycled_logits.ENTRY`),
-# -1 where it is not among the likeliest.
+# Per candidate: its share of the store's tokens; its probability interpolated over the store's orders, and over the
+# request's; the shortlist's criterion; the token; length of its longest match, 0 for none; of its alignment the tokens
+# equal since the edit, -1 for none, and the kind of edit; its cost by recycled logits (`recycled_logits.ENTRY`), -1 if
+# not among the likeliest.
 _CANDIDATE = record("share store input promise", "token match since kind cost")
-# Of a column: observations, and distinct tokens among them; the terms that interpolate them.
+# Per column: observations, and distinct tokens among them; the terms of the interpolation.
 _COLUMN = record("scale back_off", "total kinds")
-# Of a node: rows of the candidates of the longest match and of the newest one, -1 for none; what `align_root` and
-# `newest_follower` return.
+# Per node: rows of the candidates of the longest match and of the newest one, -1 for none; results of `align_root` and
+# `newest_follower`.
 _ABOUT = record("", "longest newest run evidence follower learnt")
 _LEAF = record("score", "parent token kind")
 _HASH = np.dtype([("stamp", "i8"), ("token", "i4"), ("row", "i4")], align=True)
@@ -58,11 +58,11 @@ Scratch = namedtuple(
 
 @compiled(nogil=True)
 def scratch(max_nodes, max_sub_indices):
-    """Allocate what the learned scorer needs for trees of `max_nodes` nodes over `max_sub_indices` sub-indices."""
+    """Allocate the learned scorer's arrays for trees of `max_nodes` nodes over `max_sub_indices` sub-indices."""
     n = max_nodes + 1
     found = Found(
         np.zeros(2, np.int64),
-        np.zeros(1 << _HASH_BITS, _HASH),  # open addressing: row of each token; those of another stamp are empty
+        np.zeros(1 << _HASH_BITS, _HASH),  # open addressing: row of each token; other stamps are empty
         np.empty(MAX_CANDIDATES, _CANDIDATE),
         np.empty((MAX_CANDIDATES, _ROW), np.uint8),  # how often each candidate followed, by column
         np.empty(COLUMNS, _COLUMN),
@@ -84,20 +84,20 @@ def scratch(max_nodes, max_sub_indices):
         np.empty((1, NODE_INPUTS), np.float32),
         np.empty((SHORTLIST, INPUTS), np.float32),
         np.empty((1, INPUTS), np.float32),  # the largest of each input among the shortlist
-        np.empty(WIDTH, np.float32),  # what the candidates of a node share of the hidden layer
+        np.empty(WIDTH, np.float32),  # share of the hidden layer common to all candidates of a node
         np.empty(WIDTH, np.float32),  # the hidden layer of one candidate
         np.empty(SHORTLIST, np.float64),  # probabilities
-        np.empty(n, _LEAF),  # the best nodes that are not in the tree yet, best first
+        np.empty(n, _LEAF),  # the best nodes outside the tree, best first
         np.empty(n, np.float64),  # score of each node of the tree
     )
 
 
-# Arrays are arguments of their own in what is called for each token: taking them out of a bundle counts references.
+# Functions called per token take arrays as arguments: taking them out of a bundle counts references.
 
 
 @compiled(nogil=True)
 def _row(state, entries, candidates, counts, token, may_add):
-    """Return the row of `token`, which is added where it may and can be; -1 for none, and for `OUTSIDE`."""
+    """Return the row of `token`, added if allowed and possible; -1 for none, and for `OUTSIDE`."""
     if token < 0:
         return np.int64(-1)
     h = np.int64(((np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) >> np.uint64(32 - _HASH_BITS))
@@ -129,7 +129,7 @@ def _count(counts, columns, row, first, orders):
 
 @compiled(nogil=True, inline="always")
 def _count_samples(found, samples, first_column, min_adding):
-    """Count the samples of each order in its column, longest first; those from `min_adding` on add candidates."""
+    """Count the samples of each order in its column, longest first; orders from `min_adding` on add candidates."""
     state, entries, candidates, counts, columns = found
     for k in range(len(samples) - 1, -1, -1):
         column = first_column + k
@@ -157,8 +157,8 @@ def _count_samples(found, samples, first_column, min_adding):
 
 @compiled(nogil=True, inline="always")
 def _count_matches(request, scratch, node, parent, context_length, any_new):
-    """Count what followed the matches at a node, by their length, and look for alignments. `any_new` says whether there
-    may be matches that the parent has not."""
+    """Count the tokens after the matches at a node, by length, and look for alignments. any_new: whether there may be
+    matches that the parent does not have."""
     tokens, about, own = request.tokens, scratch.about[0], scratch.matches[node]
     state, entries, candidates, counts, columns = scratch.found
     about.longest = about.newest = -1
@@ -189,7 +189,7 @@ def _count_matches(request, scratch, node, parent, context_length, any_new):
 
 @compiled(nogil=True, inline="always")
 def _count_input(request, scratch, node, parent, context_length):
-    """Count what followed the request's own occurrences of a node's context."""
+    """Count the tokens after the request's own occurrences of a node's context."""
     tokens, previous, context, alignments = request.tokens, request.previous, scratch.context, scratch.alignments[node]
     state, entries, candidates, counts, columns = scratch.found
     i, seen, longest = request.heads[find(request, context[0])], 0, 0
@@ -203,7 +203,7 @@ def _count_input(request, scratch, node, parent, context_length):
             row = _row(state, entries, candidates, counts, tokens[i + 1], True)
             _count(counts, columns, row, INPUT, match)
         i = previous[i]
-    # Longer matches are among these, unless there are more of them.
+    # Longer matches are among these, unless some were not visited.
     _count_matches(request, scratch, node, parent, context_length, longest == SHORT_ORDERS or i >= 0)
     for m in range(1, 1 + alignments[0, 0]):
         row = _row(state, entries, candidates, counts, tokens[alignments[m, POSITION] + 1], True)
@@ -213,7 +213,7 @@ def _count_input(request, scratch, node, parent, context_length):
 
 @compiled(nogil=True, inline="always")
 def _count_skips(request, scratch):
-    """Count what followed the request's own occurrences of the context without its last token."""
+    """Count the tokens after the request's own occurrences of the context without its last token."""
     tokens, previous, context = request.tokens, request.previous, scratch.context
     state, entries, candidates, counts, columns = scratch.found
     i, seen = request.heads[find(request, context[1])], 0
@@ -232,13 +232,13 @@ def gather(sources, scratch, node, parent, max_samples, context_length):
 
     Args:
         sources: a `learned.Sources`.
-        scratch: the node's ranges and the first `context_length` tokens of the context are read; its samples and
-            `found`, but for what `learned.score` fills in, are written.
-        node, parent: nodes with the ranges of this context, and of it without its last token (-1: there is none).
+        scratch: in: the node's ranges and the first `context_length` tokens of the context; out: samples and `found`,
+            except the fields of `learned.score`.
+        node, parent: nodes with the ranges of this context, and of the context without its last token (-1: none).
         max_samples: suffixes sampled per range.
 
     Returns:
-        The number of last tokens that recycled logits were found by, 0 for none.
+        The context length at which recycled logits were found, 0 for none.
     """
     request, store, recycled, samples = sources.request, sources.store, sources.recycled, scratch.samples[node]
     about, many, ranges = scratch.about[0], scratch.many[node], scratch.ranges

@@ -1,9 +1,9 @@
 """The learned scorer: a small network over the counts at a node; its scores are calibrated probabilities.
 
-What is called once at a node is inlined: calls copy their bundles of arrays, which took a fifth of a draft's time.
+Functions called once per node are inlined: calls copy their bundles of arrays, which took a fifth of a draft's time.
 
-Where the paper samples whole continuations once, at the root, and merges the sources with fixed discounts
-(arXiv 2411.05894, Algorithm 3), this asks every source again at every node and learns how far to trust each.
+The paper samples whole continuations once, at the root, and merges the sources with fixed discounts (arXiv 2411.05894,
+Algorithm 3). This scorer queries every source at every node, with learnt weights.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from sssd_plugin.scoring.network import evaluate, write_inputs, write_node_input
 from sssd_plugin.scoring.ranges import STORE_ORDERS, advance, find_many
 from sssd_plugin.scoring.views import Store, add_node, write_context
 
-DEEP_SAMPLES = 8  # suffixes sampled per range below the root, where it is MAX_SAMPLES
-FEW_NODES = 16  # larger trees choose among more candidates, from more samples
+DEEP_SAMPLES = 8  # suffixes sampled per range below the root (at the root MAX_SAMPLES)
+FEW_NODES = 16  # larger trees use more candidates and samples
 FEW_CANDIDATES = 10
 STORE_DISCOUNT = 0.7
 INPUT_DISCOUNT = 0.4
-EXPAND_MARGIN = 0.7  # the best child a node can hope for, as a share of its own probability
-ALIGNED = 0.2  # what an alignment adds to the promise of a candidate
-RECYCLED = 0.3  # and a probability by recycled logits, times this
-KINDS = (STORE_ORDERS + 1) * (ORDERS + 1)  # of a draft's nodes: longest contexts in store and request
+EXPAND_MARGIN = 0.7  # upper bound of a child's share of its parent's probability
+ALIGNED = 0.2  # bonus of an alignment in the shortlist's criterion
+RECYCLED = 0.3  # weight of a probability by recycled logits there
+KINDS = (STORE_ORDERS + 1) * (ORDERS + 1)  # kinds of nodes: longest contexts in store and request
 
 
 class Sources(NamedTuple):
-    """What one request drafts from."""
+    """The sources of one request."""
 
     request: Request
     store: Store
@@ -53,7 +53,7 @@ class Sources(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """What was seen at each expanded node of a tree, for training."""
+    """Inputs at each expanded node of a tree, for training."""
 
     sizes: NDArray[np.int32]  # [N], number of candidates; -1 where a node is not expanded
     tokens: NDArray[np.int32]  # [N, SHORTLIST]
@@ -137,10 +137,10 @@ def _choose(store, scratch, limit):
 
 @compiled(nogil=True, inline="always")
 def score(sources, scratch, node, order, limit, weights):
-    """Score the most promising of the candidates that `gather` has counted at a node, at most `limit`.
+    """Score the most promising candidates of `gather` at a node, at most `limit`.
 
-    The shortlist, its inputs and its probabilities P(next token = candidate) are written; with P(none of these) they
-    sum to 1. Returns the length of the shortlist and the node's kind. `order` is what `gather` returned.
+    Writes the shortlist, its inputs and probabilities P(next token = candidate), which sum to 1 with P(none of these).
+    Returns the length of the shortlist and the node's kind. order: result of `gather`.
     """
     m, store_order, input_order = _choose(sources.store, scratch, limit)
     kind = min(store_order, STORE_ORDERS) * (ORDERS + 1) + input_order + (KINDS if order > 0 else 0)
@@ -169,7 +169,7 @@ def _start(sources, scratch):
     scratch.samples[0, :, 0] = 0
     scratch.samples[before, :, 0] = 0
     first = max(0, length - STORE_ORDERS)
-    for i in range(first, length):  # one token at a time, so the last node but one is what is returned
+    for i in range(first, length):  # one token at a time: returns the last node but one
         target = 0 if (length - 1 - i) % 2 == 0 else before
         advance(table, ranges, scratch.many, scratch.samples, here, target, tokens[i])
         here = target
@@ -179,7 +179,7 @@ def _start(sources, scratch):
 
 @compiled(nogil=True)
 def _insert(frontier, pending, capacity, score, parent, token, kind):
-    """Insert a leaf in order of falling score, behind its equals; return the number held, at most `capacity`."""
+    """Insert a leaf in order of descending score, after its equals; return the number held, at most `capacity`."""
     if pending < capacity:
         k = pending
         pending += 1
@@ -207,13 +207,12 @@ def _record(recorded, scratch, node, m):
 
 @compiled(nogil=True)
 def draft_tree(sources, weights, limits, tree, scratch, recorded):
-    """Draft the best-first tree, by product of scores along paths; return the number of nodes.
+    """Draft a tree best-first, by the product of scores along paths; return the number of nodes.
 
     Args:
-        sources, limits, scratch: as their types are called; recorded: a `Recorded`, or None.
+        sources, limits, scratch: `Sources`, `Limits`, `Scratch`; recorded: a `Recorded`, or None.
         weights: layer and out, as in `Weights`.
-        tree: a `Tree`, written; a node's kind says how long the contexts are that store and request have, and
-            with recycled logits is KINDS more.
+        tree: output; a node's kind encodes its longest contexts in store and request, plus KINDS with recycled logits.
     """
     tokens, table, chain, max_nodes = sources.request.tokens, sources.store.table, limits.chain, limits.max_nodes
     if len(tokens) == 0:

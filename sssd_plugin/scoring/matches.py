@@ -1,8 +1,8 @@
-"""Where the request's own text goes on as it did before: long matches, and alignments behind an edit.
+"""Repetitions in the request's own text: long matches, and alignments after an edit.
 
-A match is an earlier position with the same last tokens, at least four, as a node. An alignment is one where they
-would be the same but for an edit: the text has been a copy until a few tokens ago, and probably goes on as one. Both
-are looked up at the root and carried on along drafted paths, where the next token must be the one that followed before.
+A match is an earlier position with the same last tokens, at least four, as a node. An alignment is one that would match
+but for an edit: the text was a copy until a few tokens ago, and probably continues as one. Both are looked up at the
+root and extended along drafted paths, where each token must be the one that followed before.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from freedraft.compiled import compiled
 from sssd_plugin.request_index import GRAM, newest_gram, older_gram
 
 MAX_MATCHES = 64
-MAX_MATCH = 64  # tokens that a match is compared for
-MAX_WALK = 256  # places of four tokens looked at for the longest match
+MAX_MATCH = 64  # largest compared length of a match
+MAX_WALK = 256  # 4-gram positions visited for the longest match
 
-MIN_RUN = 8  # tokens that were copied before an edit, at least
-MAX_EDIT = 8  # tokens since the copy broke off, at most; tokens that a deletion may have left out
+MIN_RUN = 8  # least copied tokens before an edit
+MAX_EDIT = 8  # most tokens since the copy broke off, or dropped by a deletion
 MAX_ALIGNMENTS = 4
-EVIDENCE = 32  # tokens before the copy that tell whether it began behind an edit, too
+EVIDENCE = 32  # tokens before the copy that show whether it started after an edit, too
 REPLACED, INSERTED, DELETED = range(3)
 
 POSITION, LENGTH = range(2)  # of a match
-SINCE, KIND = range(1, 3)  # of an alignment: tokens equal since the edit, and what the edit was
+SINCE, KIND = range(1, 3)  # of an alignment: tokens equal since the edit, and the kind of edit
 
 
 @compiled(nogil=True)
 def _length(tokens, i, end, match):
-    """Return how many tokens up to position i equal those up to position `end`, given that `match` do."""
+    """Return the number of equal tokens up to positions i and `end`, of which `match` are known to be equal."""
     while match < MAX_MATCH and i >= match and tokens[i - match] == tokens[end - match]:
         match += 1
     return match
@@ -36,23 +36,23 @@ def _length(tokens, i, end, match):
 
 @compiled(nogil=True)
 def _newest(request, end, before):
-    """Return the newest position under `before` with the same last four tokens as position `end`, -1 for none."""
+    """Return the newest position below `before` with the same last four tokens as position `end`, -1 for none."""
     tokens = request.tokens
     return newest_gram(request, before, tokens[end - 3], tokens[end - 2], tokens[end - 1], tokens[end])
 
 
 @compiled(nogil=True)
 def _walk(request, end, back, best, length):
-    """Look for longer matches of the tokens up to position `end`, at the places of the four that end `back` before it.
-    Returns position (-1 for none) and length of the newest of the longest, at first `best` and `length`, and whether
-    all places have been looked at."""
+    """Look for longer matches of the tokens up to position `end`, at the positions of the 4-gram that ends `back`
+    before it. Returns position (-1 for none) and length of the newest longest match, initially `best` and `length`, and
+    whether all positions were visited."""
     tokens = request.tokens
     i, walked = _newest(request, end - back, end - back), 0
     while i >= 0 and length < MAX_MATCH:
         if walked == MAX_WALK:
             return best, length, False
         walked += 1
-        # One that differs where the longest began is not longer.
+        # Not longer if it differs at the start of the longest match.
         if length < GRAM or (i + back >= length and tokens[i + back - length] == tokens[end - length]):
             match = _length(tokens, i + back, end, 0)
             if match > length:
@@ -63,8 +63,8 @@ def _walk(request, end, back, best, length):
 
 @compiled(nogil=True)
 def _longest(request, end):
-    """Return position and length of the newest of the longest matches of the tokens up to `end`; -1 and 0 for none.
-    Where the last four tokens are too common to look at all their places, four of the tokens before them may not be."""
+    """Return position and length of the newest longest match of the tokens up to `end`; -1 and 0 for none. If the last
+    four tokens are too common to visit all their positions, an earlier 4-gram is tried."""
     best, length, complete = _walk(request, end, 0, np.int64(-1), 0)
     back = 2
     while not complete and back < MAX_MATCH and end - back >= GRAM - 1:
@@ -75,7 +75,7 @@ def _longest(request, end):
 
 @compiled(nogil=True)
 def match_root(request, matches):
-    """Write the root's matches, newest first: the newest ones, the last of which gives way to a longer older one.
+    """Write the root's matches, newest first: the newest ones, the last one replaced by a longer older match.
 
     `matches`, int32 [1 + MAX_MATCHES, 2], gets their number, then positions and lengths. Returns the longest length.
     """
@@ -98,8 +98,8 @@ def match_root(request, matches):
 
 @compiled(nogil=True)
 def match_child(request, above, matches, context, any_new):
-    """Write the matches of a node below the root: those `above` that go on with its token, else new ones, if there may
-    be any; `context`, int32 [>= GRAM], holds the last tokens at the node, newest first."""
+    """Write the matches of a node below the root: its parent's (`above`) that continue with its token, else new ones,
+    if `any_new`; context: int32 [>= GRAM], the last tokens at the node, newest first."""
     tokens = request.tokens
     end, n = len(tokens) - 1, 0
     for m in range(1, 1 + above[0, 0]):
@@ -118,7 +118,8 @@ def match_child(request, above, matches, context, any_new):
 
 @compiled(nogil=True)
 def _evidence(tokens, source, end):
-    """Return how many of the tokens up to position `end` equal those up to `source`, or up to a place beside it."""
+    """Return the number of tokens up to position `end` that equal those up to `source`, or up to a position next to
+    it."""
     most = 0
     for place in range(source - 2, source + 3):
         equal = 0
@@ -131,8 +132,8 @@ def _evidence(tokens, source, end):
 @compiled(nogil=True)
 def align_root(request, longest, alignments):
     """Write the root's alignments, int32 [1 + MAX_ALIGNMENTS, 3]: their number, then positions, tokens equal since,
-    kinds; return how many tokens were copied before the edit, 0 for none, and how many of the 32 before the one where
-    the copy began. Where the longest match is a copy by itself, nothing needs to be aligned."""
+    kinds; return the number of tokens copied before the edit, 0 for none, and of equal ones among the 32 before the
+    start of the copy. If the longest match is a copy itself, nothing is aligned."""
     tokens = request.tokens
     end, n, run, evidence = len(tokens) - 1, 0, 0, 0
     if longest < MIN_RUN:
@@ -144,7 +145,7 @@ def align_root(request, longest, alignments):
                 run = 0
                 continue
             evidence = _evidence(tokens, source - run - 1, end - gap - run - 1)
-            # The copy broke off `gap` tokens ago, behind `source`; which of the tokens behind it was the last one?
+            # The copy broke off `gap` tokens ago, after `source`; which of the following tokens was the last one?
             for shift in range(max(-gap, -2), MAX_EDIT + 1):
                 i = source + gap + shift
                 if i >= end or n >= MAX_ALIGNMENTS:
@@ -164,7 +165,7 @@ def align_root(request, longest, alignments):
 
 @compiled(nogil=True)
 def align_child(request, above, alignments, token):
-    """Write the alignments of a node below the root: those of its parent that go on with its token."""
+    """Write the alignments of a node below the root: its parent's that continue with its token."""
     tokens, n = request.tokens, 0
     for m in range(1, 1 + above[0, 0]):
         i = above[m, POSITION] + 1

@@ -1,4 +1,4 @@
-"""The network of the learned scorer: its inputs at a node and of each candidate, and the logits made of them."""
+"""The network of the learned scorer: its inputs per node and candidate, and its logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sssd_plugin.scoring.ranges import MANY, STORE_ORDERS
 from sssd_plugin.scoring.vectors import add_rows, keep_largest, sum_of_units
 from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS
 
-LIKELY = 4.0  # -ln p of a token that recycled logits speak neither for nor against
+LIKELY = 4.0  # -ln p of a token without evidence by recycled logits
 
 _LOG_COUNT = np.log(np.arange(512) + 0.1)
 _LOG_TOTAL = np.log(np.arange(512) + 1.0)
@@ -33,7 +33,7 @@ _COUNT_INPUTS = (
 
 @compiled(nogil=True)
 def variety(column):
-    """Return how much the followers of a context differ, as a class.
+    """Return a class of the diversity of a context's followers.
 
     0: none were seen; 1: a single one; 2, 3: two or three alike, more alike; 4: all differ; 5: each three times or more
     on average; 6: anything between.
@@ -50,8 +50,8 @@ def variety(column):
 
 @compiled(nogil=True, inline="always")
 def write_node_inputs(scratch, node, store_order, input_order, order):
-    """Write what the candidates of a node share: whether it is below the root; the longest contexts that store and
-    request have, and how much their followers differ, one of each; ln of many tokens; what logits were found by."""
+    """Write the inputs common to a node's candidates: whether it is below the root; one-hot longest contexts in store
+    and request, and their `variety`; ln of the many-token context; context of recycled logits."""
     x, columns = scratch.node_inputs[0], scratch.found.columns
     x[:] = 0.0
     x[0] = 1.0 if node > 0 else 0.0
@@ -113,8 +113,8 @@ def write_inputs(request, scratch, node, m):
 
 @compiled(nogil=True, inline="always")
 def evaluate(scratch, m, weights):
-    """Write the network's logits of m candidates, in float32: the rows of the inputs are added up in their order, those
-    that the candidates share first; then the units in halves."""
+    """Write the network's logits of m candidates, in float32: rows of inputs are added in order, common inputs first;
+    then the units in halves."""
     layer, out = weights
     inputs, largest, common, hidden = scratch.inputs, scratch.largest, scratch.common, scratch.hidden
     keep_largest(inputs, m, largest)

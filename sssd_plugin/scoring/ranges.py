@@ -1,4 +1,4 @@
-"""Ranges of the datastore's suffixes that go on from a node's last tokens, and samples of what followed there."""
+"""Ranges of the datastore's suffixes that start with a node's last tokens, and samples of the following tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MANY_SIZES = (6, 8, 12, 16, 24, 32, 48, 64)
 
 @compiled(nogil=True)
 def _narrow_many(table, above, here, k, known, token):
-    """Narrow the ranges of order k of `above`, of `known` tokens, to what goes on with `token`: the ranges of many of
-    `here`; return how many tokens these are, 0 if there is nothing."""
+    """Narrow the ranges of order k of node `above`, of `known` tokens, by `token`, into the ranges of many tokens of
+    node `here`; return their number of tokens, 0 if they are empty."""
     many = 0
     for j in range(len(table)):
         lo, hi = np.int64(above[j, k, 0]), np.int64(above[j, k, 1])
@@ -30,8 +30,8 @@ def _narrow_many(table, above, here, k, known, token):
 
 @compiled(nogil=True)
 def find_many(table, ranges, tokens):
-    """Write a node's ranges of many tokens, of as many of the last in `tokens` as the store has, by MANY_SIZES; return
-    how many, 0 for none. ranges: int32 [J, STORE_ORDERS + 1, 2]."""
+    """Write a node's ranges of many tokens, for the longest suffix of `tokens` in the store, out of MANY_SIZES; return
+    its length, 0 for none. ranges: int32 [J, STORE_ORDERS + 1, 2]."""
     many = 0
     ranges[: len(table), MANY] = 0
     for k in MANY_SIZES:
@@ -52,8 +52,8 @@ def find_many(table, ranges, tokens):
 
 @compiled(nogil=True)
 def _narrow_by_samples(table, start, end, k, samples, token):
-    """Narrow the range of k tokens of the only sub-index by its samples, which are sorted as the range is, so they tell
-    between which of them `token` lies. samples: their number, at least 1, then the token at each."""
+    """Narrow the range of k tokens of the only sub-index by `token`, between two of its samples, which have the order
+    of the range. samples: their number, at least 1, then the token at each."""
     taken, size, below = np.int64(samples[0]), end - start, 0
     while below < taken and samples[1 + below] < token:
         below += 1
@@ -74,8 +74,8 @@ def _narrow_by_samples(table, start, end, k, samples, token):
 
 @compiled(nogil=True)
 def advance(table, ranges, many, samples, source, target, token):
-    """Write the ranges of node `target`: the context of node `source`, empty if that is -1, followed by `token`. table:
-    int64 [J, 7], `Snapshot.table`; ranges, many, samples: as in `Scratch`."""
+    """Write the ranges of node `target`: the context of node `source` (-1: empty), followed by `token`. table: int64
+    [J, 7], `Snapshot.table`; ranges, many, samples: as in `Scratch`."""
     here = ranges[target]
     here[: len(table), MANY] = 0
     many[target] = 0
@@ -101,8 +101,8 @@ def advance(table, ranges, many, samples, source, target, token):
 
 @compiled(nogil=True)
 def _sample(table, ranges, k, offset, size, max_samples, out):
-    """Write the tokens at `offset` of evenly spaced members of the ranges of order k, all sub-indices end to end. There
-    is nothing but loads, so that they overlap: what they hit is cold."""
+    """Write the tokens at `offset` of evenly spaced members of the ranges of order k, all sub-indices concatenated. The
+    loop only loads, so that cache misses overlap."""
     take = min(size, max_samples)
     out[0] = take
     if take == 0:
@@ -117,7 +117,7 @@ def _sample(table, ranges, k, offset, size, max_samples, out):
             while at < part and done < take:
                 done += 1
                 place = suffixes[start + at] + offset
-                # Where a token was skipped, it must not have been the end of a document.
+                # A skipped token must not be the end of a document.
                 out[done] = tokens[place] if tokens[place - 1] >= 0 else np.int32(-1)
                 at += whole
                 error += rest
@@ -129,10 +129,10 @@ def _sample(table, ranges, k, offset, size, max_samples, out):
 
 @compiled(nogil=True, inline="always")
 def sample_orders(table, ranges, many, skip, max_samples, out):
-    """Sample a node's ranges of `len(out)` tokens and of fewer, at the token after the next `skip`.
+    """Sample a node's ranges of up to `len(out)` tokens, at the token after the next `skip`.
 
-    The order above STORE_ORDERS is that of `many` tokens. `out`, int32 [K, 1 + max_samples], gets for each order the
-    number of samples, then their tokens. A shorter context that has the same suffixes adds nothing: its number is -1.
+    The order above STORE_ORDERS has `many` tokens. `out`, int32 [K, 1 + max_samples], gets for each order the number of
+    samples, then their tokens. The number is -1 for a shorter context with the same suffixes.
     """
     longer = np.int64(-1)  # size of the range one order up
     for k in range(len(out) - 1, -1, -1):
@@ -148,9 +148,9 @@ def sample_orders(table, ranges, many, skip, max_samples, out):
 
 @compiled(nogil=True)
 def newest_follower(store, ranges, many, max_samples):
-    """Return the token behind the newest place of the node's longest context, four tokens or many, and whether it was
-    learnt; -1 and 0 for none. Documents stand in the order in which they were learnt; of a part of more than
-    `max_samples` places, evenly spaced ones are looked at."""
+    """Return the token after the newest occurrence of the node's longest context, four tokens or many, and whether it
+    was learnt; -1 and 0 for none. Documents are in the order of learning; of more than `max_samples` occurrences,
+    evenly spaced ones are visited."""
     k, length = (MANY, many) if many > 0 else (STORE_ORDERS - 1, STORE_ORDERS)
     for j in range(len(store.table) - 1, -1, -1):
         start = np.int64(ranges[j, k, 0])

@@ -1,4 +1,4 @@
-"""Vectors of float32 inside compiled code: loops over so few numbers are not vectorised where arrays could overlap."""
+"""Vectors of float32 inside compiled code: short loops over arrays that may overlap are not vectorised."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def keep_largest(typingctx, values, rows, largest):
 
 @intrinsic
 def sum_of_units(typingctx, hidden, out):
-    """Return the sum in halves of hidden, all but the last rectified, times out: float32 [WIDTH] each."""
+    """Return the sum, in halves, of hidden (rectified except the last) times out: float32 [WIDTH] each."""
 
     def codegen(context, builder, signature, args):
         zero = context.get_constant(types.intp, 0)

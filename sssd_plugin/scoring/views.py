@@ -1,4 +1,4 @@
-"""What the compiled scorers read of a request's sources and write of a draft."""
+"""Records for the compiled scorers: a request's sources, limits, and the drafted tree."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Store(NamedTuple):
 
     table: NDArray[np.int64]  # [J, 7], rows as in `Snapshot.table`
     size: int  # tokens in all of them
-    static_rows: int  # how many of them, the first ones, are of the store that was built; the others were learnt
+    static_rows: int  # first rows, of the built store; the others were learnt
 
 
 class Limits(NamedTuple):
     """Limits of a draft."""
 
     max_nodes: int  # root included
-    chain: bool  # only ever extend the newest node, by its best candidate
-    min_score: float  # leave out nodes that do not score higher
+    chain: bool  # extend only the newest node, by its best candidate
+    min_score: float  # drop nodes that do not score higher
 
 
 class Tree(NamedTuple):
@@ -60,8 +60,8 @@ def add_node(tree, i, token, parent, score, kind):
 
 @compiled(nogil=True, inline="always")
 def write_context(request_tokens, tokens, parents, node, context):
-    """Write the last tokens at a node of a tree, newest first, as many as `context` holds, and return their number.
-    request_tokens: int32 [n], the newest of which is the root; tokens, parents: int32 [N], of the tree."""
+    """Write the last tokens at a node of a tree, newest first, up to the size of `context`, and return their number.
+    request_tokens: int32 [n], the last one is the root; tokens, parents: int32 [N], of the tree."""
     filled, i = 0, len(request_tokens) - 1
     while node > 0 and filled < len(context):
         context[filled] = tokens[node]

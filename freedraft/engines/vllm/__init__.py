@@ -1,1 +1,1 @@
-"""The adapter to vLLM: method names, the runner hook, fixes. It knows no drafter."""
+"""The adapter to vLLM: method names, runner hooks, fixes. Independent of drafters."""

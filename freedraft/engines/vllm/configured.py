@@ -1,19 +1,19 @@
-"""`Configured`: what vLLM's configuration carries of a method of ours."""
+"""`Configured`: our method's name and options, carried by vLLM's configuration."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-ATTRIBUTE = "_freedraft"  # Of a SpeculativeConfig, which holds it
+ATTRIBUTE = "_freedraft"  # attribute of SpeculativeConfig that holds a `Configured`
 ADAPTIVE = "enable_adaptive_verification"
 SCHEDULE = "num_speculative_tokens_per_batch_size"
 
 
 @dataclass(frozen=True)
 class Configured:
-    """What a SpeculativeConfig carries of ours. lengths: draft tokens per request that model runner V2 chooses from
-    while serving; none where it does not; graph_mode_given: whether the user has chosen a mode of CUDA graphs."""
+    """Our data in a SpeculativeConfig. lengths: draft tokens per request that model runner V2 chooses from while
+    serving, or none; graph_mode_given: whether the user has set a CUDA graph mode."""
 
     name: str = ""
     options: dict[str, Any] = field(default_factory=dict)
@@ -22,5 +22,5 @@ class Configured:
 
 
 def configured(vllm_config: Any) -> Configured:
-    """What `create_speculative_config` has passed on; name "" where the method is not ours."""
+    """The `Configured` that `create_speculative_config` attached; name "" if the method is not ours."""
     return getattr(getattr(vllm_config, "speculative_config", None), ATTRIBUTE, Configured())

@@ -16,7 +16,7 @@ from freedraft.step import EngineContext
 def context_of_arguments(
     engine_args: Any, model_config: Any, max_draft_tokens: int, lengths: tuple[int, ...] | None
 ) -> EngineContext:
-    """What is known before the engine starts. lengths: in model runner V2, the draft lengths that may be scheduled."""
+    """The context in the front end, before the engine starts. lengths: in model runner V2, possible draft lengths."""
     return _context(
         model_config,
         max_draft_tokens,
@@ -28,10 +28,10 @@ def context_of_arguments(
 
 
 def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = None) -> EngineContext:
-    """What the rank that drafts knows: the first tensor-parallel one of a replica. v2_lengths: in model runner V2, the
-    draft lengths that may be scheduled."""
+    """The context in the drafting rank (tensor-parallel rank 0 of a replica). v2_lengths: in model runner V2, possible
+    draft lengths."""
     parallel = vllm_config.parallel_config
-    # vLLM sets `data_parallel_rank` to 0 in the replicas of dense models, which know nothing of each other.
+    # vLLM sets `data_parallel_rank` to 0 in the independent replicas of dense models.
     replica = getattr(parallel, "data_parallel_index", None) or parallel.data_parallel_rank
     return _context(
         vllm_config.model_config,
@@ -59,7 +59,7 @@ def _context(model_config: Any, max_draft_tokens: int, **known: Any) -> EngineCo
 
 
 def _lengths_of_experts(vllm_config: Any) -> tuple[int, ...] | None:
-    """Replicas that share experts take steps together, as wide as the widest: one length, and nothing that differs."""
+    """Replicas that share experts step together, padded to the widest: one length for all."""
     if vllm_config.parallel_config.data_parallel_size > 1 and getattr(vllm_config.model_config, "is_moe", False):
         return (vllm_config.speculative_config.num_speculative_tokens,)
     return None
@@ -67,7 +67,7 @@ def _lengths_of_experts(vllm_config: Any) -> tuple[int, ...] | None:
 
 def _gives_logits(speculative_config: Any) -> bool:
     if getattr(speculative_config, ADAPTIVE, False):
-        return False  # which rows of logits belong to which draft token is known on the device only
+        return False  # the draft tokens of rows of logits are known on the device only
     return not hooks.check(V2_LOGITS_HOOKS)
 
 
@@ -77,19 +77,19 @@ def _hardware() -> str | None:
 
 
 def _device() -> str | None:
-    """As vLLM's platform says, without initialising it: vLLM's front end may be about to fork."""
+    """The platform's device name, without initialising the device: vLLM's front end may fork later."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         return CPU
     try:
         return str(current_platform.get_device_name())
-    except NotImplementedError:  # platforms need not have names
+    except NotImplementedError:  # some platforms have no name
         return None
 
 
 def tokenizer_of(model_config: Any) -> Any:
-    """The target's tokenizer, loaded once; None when vLLM was told to load none."""
+    """The target's tokenizer, loaded once; None if vLLM was configured to load none."""
     if model_config.skip_tokenizer_init:
         return None
     from vllm.tokenizers import cached_tokenizer_from_config
@@ -103,7 +103,7 @@ def _tokenizer_fingerprint(model_config: Any) -> str | None:
 
 
 def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
-    """Say it of an engine whose model is loaded. v2: whether model runner V2 serves it."""
+    """The start line of an engine, after its model is loaded. v2: whether model runner V2 serves it."""
     parallel, version = vllm_config.parallel_config, vllm_version()
     graphs = vllm_config.compilation_config.cudagraph_mode
     layers = vllm_config.compilation_config.static_forward_context.values()

@@ -1,8 +1,7 @@
-"""`DraftGraphs`: CUDA graphs of draft passes, for each set of layers and some batch sizes; and the memory that vLLM
-leaves out of its KV cache for them.
+"""`DraftGraphs`: CUDA graphs of draft passes, per skip set and batch size; and the memory that vLLM reserves for them.
 
 A graph reads buffers that are filled before each replay; a batch between two sizes is padded. Attention's metadata is
-that of the capture: the backends in `BACKENDS` keep nothing of a batch in it but what stands in these buffers.
+that of the capture: for the backends in `BACKENDS`, all of it that depends on the batch lies in these buffers.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from freedraft.method import Method
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")
-MIN_GRAPH_BYTES = 1 << 20  # Of a graph, as vLLM counts its own
-# Of a logit: as the model gives it, in fp32, and what its sum of exponentials takes besides, in fp32 too
+MIN_GRAPH_BYTES = 1 << 20  # per graph, as vLLM counts its own
+# Bytes per logit: the model's, an fp32 copy, and fp32 scratch of its logsumexp
 LOGIT_BYTES = 12
 
 
@@ -38,7 +37,7 @@ def graph_sizes(captured: Sequence[int] | None, max_requests: int) -> list[int]:
 
 
 class DraftGraphs:
-    """Of one model; empty until `capture`, where vLLM captures none, and in a process where a capture has failed."""
+    """CUDA graphs of one model; empty until `capture`, if vLLM captures none, and after a failed capture."""
 
     failed = False
 
@@ -51,12 +50,12 @@ class DraftGraphs:
         self._inputs[2] = NO_SLOT
         self._lengths = torch.ones(most, dtype=torch.int32, device=device)
         self._pages = torch.zeros(most, table_width, dtype=torch.int32, device=device)
-        self._tables: BlockTables | None = None  # what stands in `_pages`
+        self._tables: BlockTables | None = None  # the contents of `_pages`
         self._graphs: dict[KeptLayers, Any] = {}
 
     def capture(self, passes: Iterable[KeptLayers]) -> None:
-        """Capture these, if vLLM captures its own; passes that cannot be captured run eagerly. Raises EngineMustEnd:
-        capturing failed on one of several ranks, which do it together."""
+        """Capture these passes if vLLM captures graphs; passes that cannot be captured run eagerly. Raises
+        EngineMustEnd: capturing, which ranks do together, failed on one of them."""
         from vllm.config import CUDAGraphMode
 
         config = self._model.vllm_config.compilation_config
@@ -90,11 +89,11 @@ class DraftGraphs:
         logger.info("freedraft: %d CUDA graphs of draft passes, %.0f MiB", number, taken)
 
     def _why_not(self) -> str:
-        """Why a replay would not read what its pass is to read; "" if it does."""
+        """Why replays would read wrong inputs; "" if they do not."""
         group = self._model.group
         if (backend := group.backend.get_name()) not in BACKENDS:
             return f"attention {backend}"
-        if group.kernel_block_size is not None:  # attention reads a block table of its own, made by the host
+        if group.kernel_block_size is not None:  # attention reads its own block table, built on the host
             return "attention's pages are smaller than those of the KV cache"
         return "; ".join(check(DRAFT_GRAPH_HOOKS))
 
@@ -106,14 +105,14 @@ class DraftGraphs:
         model = self._model
         for layers in passes:
             graph = wrap(layers, model.vllm_config, CUDAGraphMode.FULL)
-            for size in reversed(self._sizes):  # so that smaller ones take the memory of the largest
+            for size in reversed(self._sizes):  # so that smaller ones reuse the largest one's memory
                 for captured in (False, True):
                     model.run(
                         graph,
                         self._inputs[0, :size],
                         positions=self._inputs[1, :size],
                         slots=self._inputs[2, :size],
-                        # Kernels are chosen for the longest, and read the lengths of each replay.
+                        # Kernels are chosen for the longest context; they read the lengths of each replay.
                         lengths=np.full(size, model.runner.max_model_len, np.int32),
                         lengths_on_device=self._lengths[:size],
                         starts=(model.starts[: size + 1], model.starts_cpu[: size + 1]),
@@ -130,8 +129,8 @@ class DraftGraphs:
         slots: torch.Tensor,
         lengths: torch.Tensor,
     ) -> torch.Tensor | None:
-        """What a pass gives n requests, [n, ...], which a later replay does not write over; None without a graph.
-        inputs: int64 [2, n], tokens and positions; slots: int64 [n], where their KV is written; lengths: int32 [n],
+        """Results of a pass over n requests, [n, ...], copied so that later replays do not overwrite them; None without
+        a graph. inputs: int64 [2, n], tokens and positions; slots: int64 [n], KV slots to write; lengths: int32 [n],
         tokens that each request reads."""
         n = len(slots)
         if (graph := self._graphs.get(layers)) is None or n > self._sizes[-1]:
@@ -150,9 +149,9 @@ class DraftGraphs:
 
 
 def graph_bytes(own: int, captured: Sequence[int], max_requests: int, passes: int, vocab_size: int) -> int:
-    """Device memory for the graphs of `passes` draft passes: each as large as one of vLLM's own for the whole model, on
-    average, and once, since all replay in one pool, the logits of the largest, which vLLM's own leave to their caller.
-    own: vLLM's estimate for its own graphs, 0 where it captures none."""
+    """Estimated device memory for the graphs of `passes` draft passes: per graph the average of vLLM's own, plus once
+    (one pool) the logits of the largest batch, which vLLM's own graphs do not contain. own: vLLM's estimate for its own
+    graphs, 0 if it captures none."""
     if own <= 0 or not captured or not passes:
         return 0
     sizes = graph_sizes(captured, max_requests)
@@ -160,9 +159,9 @@ def graph_bytes(own: int, captured: Sequence[int], max_requests: int, passes: in
 
 
 def with_draft_graphs(passes_of: Callable[[Any], int | None]) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """For `wrap_once` of a model runner's `profile_cudagraph_memory`, which says how much vLLM leaves out of its KV
-    cache: let it count the graphs of draft passes too. passes_of: how many draft passes a runner will capture, asked on
-    each rank and taken from the first one, which alone knows; None where it has no drafter of ours."""
+    """For `wrap_once` of a model runner's `profile_cudagraph_memory`, which returns the memory that vLLM leaves out of
+    its KV cache: add the graphs of draft passes. passes_of: number of draft passes that a runner will capture, called
+    on each rank, known on rank 0 alone; None without a drafter of ours."""
 
     def make(original: Callable[..., int]) -> Callable[..., int]:
         def profile_cudagraph_memory(self: Any, *args: Any, **kwargs: Any) -> int:
@@ -184,7 +183,7 @@ def with_draft_graphs(passes_of: Callable[[Any], int | None]) -> Callable[[Calla
 
 
 def passes_on_all_ranks(method: Method | None) -> int:
-    """What the first rank's method will capture, on every rank."""
+    """The number of passes that rank 0's method will capture, on every rank."""
     from vllm.distributed import get_tp_group
 
     passes, group = 0 if method is None else method.optimized_passes, get_tp_group()

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 class PagedDraftModel(Forward, DraftModel):
     """Draft passes of one token per request, in vLLM's forward context, and scores of recipes.
 
-    The past of a request is read from the pages that the target wrote. The pass for position p writes the KV of p,
-    which lies past the computed tokens in a block of the same request; the target's next step writes all of these
-    positions again before any pass reads them, and only computed tokens are ever prefix-cached.
+    A pass reads the KV that the target wrote. The pass for position p writes the KV of p, which lies past the computed
+    tokens in a block of the same request; the target's next step rewrites all of these positions before any pass reads
+    them, and only computed tokens are prefix-cached.
 
     Raises:
         UnsupportedModel: the KV cache is of several kinds.
@@ -51,14 +51,14 @@ class PagedDraftModel(Forward, DraftModel):
     def _layers(self, skipped: tuple[bool, ...], top_k: int, entropy: bool, optimize: bool) -> KeptLayers:
         if not optimize:
             return KeptLayers(self.backbone, skipped, top_k, entropy).eval()
-        key = (*skipped, top_k, entropy)  # a window is no part of what is compiled
+        key = (*skipped, top_k, entropy)  # compiled code does not depend on the window
         if key not in self.compiled:
-            with self.ranks.together():  # who warm it up
+            with self.ranks.together():  # they warm it up together
                 self.compiled[key] = compiled(self.vllm_config, self.backbone, skipped, top_k, entropy)
         return self.compiled[key]
 
     def capture(self, table_width: int) -> None:
-        """Capture CUDA graphs of what was built to be optimized, where vLLM captures its own."""
+        """Capture CUDA graphs of the optimized passes, if vLLM captures graphs."""
         self.graphs = DraftGraphs(self, table_width)
         self.graphs.capture(self.compiled.values())
 
@@ -74,8 +74,8 @@ class PagedDraftModel(Forward, DraftModel):
         return PagedDraftRound(self, self.graphs, draft_pass, pages, first, max_draft_len)
 
     def follow(self, pages: Callable[[], Pages] | None = None) -> None:
-        """In ranks other than the first: do what that one does, until it has ended. pages: of the step, whose rows the
-        first rank names; None where nothing is run yet."""
+        """Worker-rank loop: repeat rank 0's calls until it ends. pages: of the present step; None before the first
+        one."""
 
         def start(
             draft_pass: DraftPass, rows: NDArray[np.intp], first: NDArray[np.int64], max_draft_len: int
@@ -91,11 +91,11 @@ class PagedDraftModel(Forward, DraftModel):
 
 
 def prepare_passes(runner: Any, vllm_config: Any, guarded: GuardedMethod | None) -> PagedDraftModel | None:
-    """Build the draft model of a runner that has its KV cache, and its passes: all ranks do, or none. Returns None
-    where it cannot be built. Raises UnsupportedModel, which stops the start.
+    """Build the draft model and its passes for a runner with a KV cache, on all ranks or on none. Returns None if it
+    cannot be built. Raises UnsupportedModel, which stops the start.
 
     Args:
-        guarded: the method that builds passes; None in ranks that follow.
+        guarded: the method that builds passes; None in worker ranks.
     """
     from vllm.distributed import get_tp_group
 
@@ -106,7 +106,7 @@ def prepare_passes(runner: Any, vllm_config: Any, guarded: GuardedMethod | None)
         )
     except UnsupportedModel:
         raise
-    except Exception:  # a vLLM that is built otherwise
+    except Exception:  # another structure of vLLM
         logger.exception("freedraft: draft passes could not be built, so none are run; please report this")
         return None
     if guarded is None:

@@ -16,9 +16,8 @@ from freedraft.engines.vllm.pages import BlockTables, Pages
 
 
 class _Ready(NamedTuple):
-    """What a pass of R requests reads and writes. inputs: int64 [2, R], tokens and positions; slots: int64 [R];
-    lengths: int32 [R], as attention reads them, on the host and on the device; position: of the tokens in their
-    drafts."""
+    """Inputs of a pass over R requests. inputs: int64 [2, R], tokens and positions; slots: int64 [R], KV slots to
+    write; lengths: int32 [R], tokens that attention reads, on the host and on the device; position: in the drafts."""
 
     tables: BlockTables
     inputs: torch.Tensor
@@ -31,8 +30,8 @@ class _Ready(NamedTuple):
 class PagedDraftRound(RankedRound):
     """See `DraftModel.start`.
 
-    A window shortens what attention reads: the block tables, and the sequence lengths by what is left out. Positions
-    stay, with which keys were rotated when they were written, and so do the slots that are written.
+    A window shortens the block tables and sequence lengths that attention reads. Positions, with which keys were
+    rotated, and the slots to write stay as they are.
 
     Args:
         first: int64 [B], position of each request's root.
@@ -104,10 +103,10 @@ class PagedDraftRound(RankedRound):
     def _cut(
         self, whole: torch.Tensor, first: NDArray[np.int64], window: Window
     ) -> tuple[torch.Tensor, NDArray[np.int64]]:
-        """The block tables that a window leaves, and how many tokens it leaves out."""
+        """Block tables of a window, and the number of tokens that it leaves out."""
         size, longest = self.pages.block_size, self.max_draft_len
         sinks, dropped = window.pages(first, size, attended=self.model.attended, max_draft_len=longest)
         used = (first + longest - 1) // size + 1 - dropped
-        places = np.arange(min(used.max(), whole.shape[1]))  # others may draft further than these have slots
+        places = np.arange(min(used.max(), whole.shape[1]))  # other requests may have slots for longer drafts
         places = np.minimum(np.where(places < sinks[:, None], places, places + dropped[:, None]), whole.shape[1] - 1)
         return whole.gather(1, self.model.tensor(places)), dropped * size

@@ -1,4 +1,4 @@
-"""A mistake of vLLM's CPU platform that our methods run into, mended when they are registered."""
+"""A bug of vLLM's CPU platform that affects our methods, patched when they are registered."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ logger = logging.getLogger(__name__)
 
 
 def start_with_numba_loaded() -> None:
-    """Let vLLM look through the modules of a process that has loaded numba.
+    """Let vLLM inspect the modules of a process that has loaded numba.
 
-    To replace its Triton kernels vLLM asks every value of every module for its `vars`. That of llvmlite's library
-    object is no dictionary, so no engine starts once numba is loaded, here or in the process that this was forked from.
+    To replace its Triton kernels vLLM calls `vars` on every value of every module. For llvmlite's library object the
+    result is no dictionary, so no engine starts once numba is loaded, here or in the parent process of a fork.
     """
     import builtins
 
@@ -26,12 +26,12 @@ def start_with_numba_loaded() -> None:
 
 
 def apply_fixes() -> None:
-    """Apply what this vLLM needs."""
+    """Apply the fixes that this vLLM needs."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
     try:
         start_with_numba_loaded()
-    except Exception as error:  # a version that is built differently
-        logger.debug("freedraft: nothing to mend for modules of numba (%s)", error)
+    except Exception as error:  # a version with another structure
+        logger.debug("freedraft: no fix for modules of numba (%s)", error)

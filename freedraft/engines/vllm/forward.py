@@ -15,12 +15,12 @@ from freedraft.engines.on_device import on_device
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from freedraft.step import Step
 
-NO_SLOT = -1  # What the KV kernels take for "write nothing"
+NO_SLOT = -1  # the KV kernels write nothing for it
 
 
 class Forward:
-    """What draft passes, their CUDA graphs and scores of sets have in common. Raises UnsupportedModel: the KV cache is
-    of several kinds."""
+    """Base of draft passes, their CUDA graphs and scores of sets. Raises UnsupportedModel: the KV cache is of several
+    kinds."""
 
     def __init__(self, runner: Any, backbone: Backbone, vllm_config: Any) -> None:
         from vllm.distributed import get_tp_group
@@ -31,7 +31,7 @@ class Forward:
             raise UnsupportedModel("layer skipping needs one KV cache group and one kind of attention in all layers")
         self.runner, self.backbone, self.vllm_config = runner, backbone, vllm_config
         self.group = groups[0]
-        # What the model itself looks back to, the same in all layers.
+        # The model's own sliding window, the same in all layers.
         self.attended: int | None = getattr(backbone.layers[0].self_attn.attn, "sliding_window", None)
         self.device = runner.device
         self.context = create_forward_context(None, vllm_config)
@@ -61,9 +61,9 @@ class Forward:
 
         Args:
             positions: int64 [tokens], of the query tokens.
-            slots: int64 [tokens], where their KV is written.
+            slots: int64 [tokens], KV slots to write.
             lengths: int32 [n], tokens that each request's last query token reads, itself included.
-            starts: int32 [n + 1], where each request's query tokens begin; on the device and on the host.
+            starts: int32 [n + 1], offsets of each request's query tokens; on the device and on the host.
             pages: int32 [n, P], block tables.
             graph_size: n, for `module` to capture a CUDA graph, or to replay it; None for neither.
         """
@@ -92,7 +92,7 @@ class Forward:
         return self._call(module, inputs, positions, graph_size)
 
     def replay(self, graph: Any, inputs: torch.Tensor, positions: torch.Tensor) -> Any:
-        """The graph that `graph` has captured of inputs of this size."""
+        """Replay the CUDA graph captured for inputs of this size."""
         return self._call(graph, inputs, positions, len(inputs))
 
     def _call(self, module: Any, inputs: Any, positions: torch.Tensor, graph_size: int | None) -> Any:

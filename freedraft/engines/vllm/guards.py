@@ -1,4 +1,4 @@
-"""What methods cannot draft with: refused before the engine starts."""
+"""Settings that methods cannot draft with, refused before the engine starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_ranks(engine_args: Any) -> None:
 
 
 def check_states(model_config: Any, *, v2: bool) -> None:
-    """Refuse recurrent layers on model runner V1, whose states requests without drafts do not always find there. Raises
+    """Refuse recurrent layers on model runner V1, where requests without drafts may read stale states. Raises
     ValueError of one line."""
     if not v2 and (model_config.is_hybrid or model_config.is_attention_free):
         raise ValueError(
@@ -36,7 +36,7 @@ def check_states(model_config: Any, *, v2: bool) -> None:
 
 
 def check_engine(engine_args: Any) -> None:
-    """Refuse engines that draft passes do not know. Raises ValueError of one line."""
+    """Refuse engine settings that draft passes do not support. Raises ValueError of one line."""
     if (ranks := getattr(engine_args, "decode_context_parallel_size", 1) or 1) > 1:
         raise ValueError(
             f"cannot draft with KV split over several ranks: set --decode-context-parallel-size 1, not {ranks}"
@@ -60,8 +60,7 @@ def check_engine(engine_args: Any) -> None:
 
 
 def check_model(model_config: Any) -> None:
-    """Refuse models whose layers are not known to be skippable, as far as their configuration says so. Raises
-    ValueError of one line."""
+    """Refuse models without support for skipped layers, by their configuration. Raises ValueError of one line."""
     from freedraft.engines.vllm.kept_layers import ARCHITECTURES
 
     names = list(getattr(model_config.hf_config, "architectures", None) or ())
@@ -75,7 +74,7 @@ def check_model(model_config: Any) -> None:
 
 
 def stop_start(error: ConfigError) -> NoReturn:
-    """Stop the start of the engine; if nobody catches the error, the user sees its one line and no stack."""
+    """Stop the start of the engine; an uncaught error is printed as its one line, without a traceback."""
     if not hasattr(sys.excepthook, "_freedraft"):
         previous = sys.excepthook
 

@@ -42,7 +42,7 @@ RUNNER_HOOKS = table("""
     vllm.v1.sample.logits_processor:MinTokensLogitsProcessor has min_toks, update_state
 """)
 
-# Needed besides to run the target itself as the drafter.
+# Also needed to run the target itself as the drafter.
 MODEL_HOOKS = table("""
     # KV slots for drafts
     vllm.config.VllmConfig:num_lookahead_tokens
@@ -62,17 +62,17 @@ MODEL_HOOKS = table("""
     vllm.compilation.backends:set_model_tag(tag)
 """)
 
-# By which one module is left out of compilation ahead of time (vLLM 0.33).
+# Excludes one module from compilation ahead of time (vLLM 0.33).
 AOT_SWITCH = Hook("vllm.compilation.decorators", "support_torch_compile", parameters=("use_aot_compile",))
 
-# Needed besides to tell tenants apart.
+# Also needed to distinguish tenants.
 TENANT_HOOKS = table("""
     # tenants of live datastores
     vllm.v1.core.sched.output.NewRequestData:from_request
     vllm.v1.request.Request:__init__(cache_salt)
 """)
 
-# Needed besides to serve all sampling parameters on V1.
+# Also needed to serve all sampling parameters on V1.
 PROCESSOR_HOOKS = table("""
     # min_p and logit_bias in model runner V1
     vllm.sampling_params.SamplingParams:_validate_spec_decode(speculative_config)
@@ -80,14 +80,14 @@ PROCESSOR_HOOKS = table("""
     vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS
 """)
 
-# Needed besides for full CUDA graphs at every step of V1.
+# Also needed for full CUDA graphs at every step of V1.
 GRAPH_HOOKS = table("""
     # full CUDA graphs
     vllm.config.CompilationConfig:resolve_cudagraph_mode_and_sizes(min_cg_support)
     vllm.v1.attention.backend.AttentionCGSupport:ALWAYS
 """)
 
-# Needed besides for CUDA graphs of draft passes.
+# Also needed for CUDA graphs of draft passes.
 DRAFT_GRAPH_HOOKS = table("""
     # CUDA graphs of draft passes
     vllm.config.CompilationConfig has cudagraph_capture_sizes
@@ -100,7 +100,7 @@ DRAFT_GRAPH_HOOKS = table("""
     vllm.v1.worker.utils.AttentionGroup has kernel_block_size
 """)
 
-# Needed besides for their memory to be left out of the KV cache.
+# Also needed to leave their memory out of the KV cache.
 GRAPH_MEMORY_HOOKS = table("""
     # memory for CUDA graphs of draft passes
     vllm.v1.worker.gpu_model_runner.GPUModelRunner:profile_cudagraph_memory
@@ -108,7 +108,7 @@ GRAPH_MEMORY_HOOKS = table("""
     vllm.v1.worker.gpu.model_runner.GPUModelRunner:profile_cudagraph_memory
 """)
 
-# Needed to tell the scheduler how much to draft in model runner V2.
+# Needed to send draft lengths to the scheduler in model runner V2.
 SCHEDULER_HOOKS = table("""
     # draft lengths in model runner V2
     vllm.v1.core.sched.scheduler.Scheduler:update_from_output(scheduler_output, model_runner_output)
@@ -150,7 +150,7 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
         query_start_loc, seq_lens, cu_num_logits, logits_indices, has_structured_output_reqs
 """)
 
-# Needed besides for graphs of every draft length to be found.
+# Also needed to find graphs of every draft length.
 V2_GRAPH_HOOKS = table("""
     # full CUDA graphs of all draft lengths in model runner V2
     vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager has vllm_config, _candidates, _capture_descs
@@ -159,14 +159,14 @@ V2_GRAPH_HOOKS = table("""
         num_active_loras, num_ubatches
 """)
 
-# Needed besides to recycle logits.
+# Also needed to recycle logits.
 V2_LOGITS_HOOKS = table("""
     # recycled logits in model runner V2
     vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler:__call__(logits, input_batch)
     vllm.v1.worker.gpu.input_batch.InputBatch has cu_num_logits_np, num_draft_tokens_per_req
 """)
 
-# Needed besides for sampled tokens that are those without drafts.
+# Also needed for sampled tokens identical to plain decoding.
 V2_SAMPLING_HOOKS = V2_LOGITS_HOOKS + table("""
     # the tokens of a seed, whatever is drafted, in model runner V2
     vllm.config.SpeculativeConfig has rejection_sample_method
@@ -178,7 +178,7 @@ V2_SAMPLING_HOOKS = V2_LOGITS_HOOKS + table("""
         input_ids, expanded_local_pos, seq_lens_upper_bound_np, return_logprobs)
 """)
 
-# Needed besides to verify trees there.
+# Also needed to verify trees.
 V2_TREE_HOOKS = V2_SAMPLING_HOOKS + table("""
     # draft trees in model runner V2
     vllm.v1.worker.gpu.model_runner:GPUModelRunner has kv_caches, cudagraph_manager, sampler, dcp_size,
@@ -195,13 +195,13 @@ V2_TREE_HOOKS = V2_SAMPLING_HOOKS + table("""
 
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
-# What drafting does without, where it is not there.
+# Hooks of optional features.
 OPTIONAL_HOOKS = TENANT_HOOKS + PROCESSOR_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS
 OPTIONAL_HOOKS += V2_HOOKS + V2_TREE_HOOKS + V2_GRAPH_HOOKS
 
 
 def setting() -> str:
-    """What decides here which model runner serves."""
+    """The setting that decides which model runner serves."""
     from vllm.triton_utils import HAS_TRITON
 
     if HAS_TRITON and not check(V2_HOOKS):
@@ -215,5 +215,5 @@ def setting() -> str:
 
 
 def vllm_version() -> str:
-    """Of the installed vLLM, whichever distribution it came in."""
+    """Version of the installed vLLM, from either distribution."""
     return installed_version(DISTRIBUTIONS)

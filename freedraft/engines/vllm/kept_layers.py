@@ -15,10 +15,10 @@ from torch import nn
 from freedraft.engines.draft_round import most_likely, run_kept
 from freedraft.engines.vllm.hooks import AOT_SWITCH
 
-# Families whose decoder layers are known to be such blocks. Others may look the same and scale a residual, say.
+# Families with such blocks as decoder layers. Others may look the same and, for example, scale a residual.
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
-# Compiled for any number of tokens; vLLM takes 0 and 1 for special ones.
+# Compiled for any number of tokens; vLLM treats 0 and 1 as special.
 WARM_UP_TOKENS = 8
 
 
@@ -28,8 +28,8 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Backbone:
-    """The parts of a target, found by their names and checked. vocab_size: tokens of the head that are real, without
-    padding; gather: puts the logits of all tensor-parallel ranks together; None with one rank."""
+    """The parts of a target, looked up by name and checked. vocab_size: tokens of the head without padding; gather:
+    concatenates the logits of all tensor-parallel ranks; None with one rank."""
 
     embedding: Any
     layers: tuple[Any, ...]
@@ -41,7 +41,7 @@ class Backbone:
 
     @classmethod
     def of(cls, target: Any) -> Backbone:
-        """Raises UnsupportedModel when `target` is built otherwise than this module's forward pass assumes."""
+        """Raises UnsupportedModel if `target` has another structure than this module's forward pass assumes."""
         from vllm.distributed import tensor_model_parallel_all_gather
         from vllm.model_executor.layers.layernorm import RMSNorm
 
@@ -71,12 +71,12 @@ class Backbone:
 
 
 def _problem(layer: Any, norm_type: type[nn.Module]) -> str | None:
-    """Why a layer is not a pre-norm block of attention and MLP that take and give tensors; None when it is one."""
+    """Why a layer is not a pre-norm block of attention and MLP on tensors; None if it is one."""
     parts = {name for name, part in layer.named_children() if part is not None}
     if parts != LAYER_PARTS:
         odd = parts ^ LAYER_PARTS
         return f"has other parts than attention, MLP and their norms ({', '.join(sorted(odd))})"
-    # Other norms may hand over a quantised activation instead of a tensor.
+    # Other norms may return a quantised activation instead of a tensor.
     if type(layer.input_layernorm) is not norm_type or type(layer.post_attention_layernorm) is not norm_type:
         return "has norms other than RMSNorm"
     if not hasattr(layer.self_attn, "attn"):
@@ -92,11 +92,11 @@ class KeptLayers(nn.Module):
     """A draft pass: embedding, the kept sublayers in order, last norm, head, the most likely tokens, without a second
     copy of anything.
 
-    It only references the target's modules (they are not registered again), and so sees whatever happens to them.
-    Must be called in vLLM's forward context, with attention metadata of one query token per request.
+    It references the target's modules without registering them, so it follows changes to them. Must be called in vLLM's
+    forward context, with attention metadata of one query token per request.
 
     Args:
-        top_k: K, how many of the most likely tokens a pass returns.
+        top_k: K, number of most likely tokens that a pass returns.
         entropy: whether it returns the entropy of the distribution.
     """
 
@@ -126,8 +126,8 @@ class KeptLayers(nn.Module):
 def compiled(vllm_config: Any, backbone: Backbone, skipped: tuple[bool, ...], top_k: int, entropy: bool) -> KeptLayers:
     """`KeptLayers`, compiled with vLLM's own machinery where the engine compiles; eager where it does not.
 
-    Compiling takes about as long as the target's own did. Attention stays what it is: vLLM's compiled graphs look up
-    metadata, slots and KV cache by the name of the layer, so that one `Attention` serves the target and every draft.
+    Compiling takes about as long as for the target. `Attention` modules are shared: vLLM's compiled graphs look up
+    metadata, slots and KV cache by layer name, so that one `Attention` serves the target and every draft.
     """
     from vllm.compilation.backends import set_model_tag
     from vllm.compilation.decorators import support_torch_compile
@@ -136,7 +136,7 @@ def compiled(vllm_config: Any, backbone: Backbone, skipped: tuple[bool, ...], to
 
     if vllm_config.compilation_config.mode in (None, CompilationMode.NONE, CompilationMode.STOCK_TORCH_COMPILE):
         return KeptLayers(backbone, skipped, top_k, entropy).eval()
-    # vLLM's caches know a compiled function by its qualified name and first line, and a graph by the model's tag.
+    # vLLM's caches identify a compiled function by its qualified name and first line, and a graph by the model's tag.
     key = hashlib.sha256(repr((skipped, top_k, entropy)).encode()).hexdigest()[:12]
     name = f"KeptLayers_{key}"
 
@@ -144,13 +144,13 @@ def compiled(vllm_config: Any, backbone: Backbone, skipped: tuple[bool, ...], to
         return KeptLayers.forward(self, input_ids, positions)
 
     forward.__qualname__ = f"{name}.forward"
-    # Functions made here would share one code object, and with it what was compiled for another set.
+    # Functions defined here would share one code object, and so the code compiled for another set.
     forward.__code__ = forward.__code__.replace(co_name=f"forward_{key}")
 
     def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
         KeptLayers.__init__(self, backbone, skipped, top_k, entropy)
 
-    # A pass is no model of its own, which AOT compilation would save and load. Before vLLM 0.33, see `methods`.
+    # A pass is not a model that AOT compilation can save and load. Before vLLM 0.33, see `methods`.
     aot: dict[str, Any] = {} if AOT_SWITCH.problem() else {"use_aot_compile": False}
     kind: Any = support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0}, **aot)(
         type(name, (KeptLayers,), {"forward": forward, "__init__": init, "__qualname__": name})

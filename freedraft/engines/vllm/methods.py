@@ -1,9 +1,9 @@
 """Speculative methods of ours by name: `--speculative-config '{"method": "NAME", ...}'`.
 
-vLLM knows the method "custom_class", whose model is the dotted path of a Python class, and refuses every key that it
-does not know. So the user's dictionary is rewritten just before vLLM reads it: method and model become what vLLM
-expects. Our method's name and options travel as an attribute of the SpeculativeConfig, which reaches every process of
-the engine and is no part of what compiled graphs are cached by.
+vLLM has the method "custom_class" (model: the dotted path of a Python class), and refuses unknown keys. So the user's
+dictionary is rewritten just before vLLM reads it: method and model become the ones that vLLM expects. Our method's name
+and options become an attribute of the SpeculativeConfig, which reaches every process of the engine and is not part of
+the cache key of compiled graphs.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from freedraft.step import EngineContext
 logger = logging.getLogger(__name__)
 
 PROPOSER = "freedraft.engines.vllm.v1.runner.MethodProposer"
-V2_METHOD = "ngram_gpu"  # one that model runner V2 and async scheduling know; its speculator becomes ours
+V2_METHOD = "ngram_gpu"  # supported by model runner V2 and async scheduling; its speculator is replaced by ours
 # Built-in method reported to vLLM in place of ours: on V1 (False), and on V2 (True)
 ENGINE_METHOD: dict[bool, dict[str, Any]] = {
     False: {"method": "custom_class", "model": PROPOSER},
@@ -49,15 +49,15 @@ ENGINE_METHOD: dict[bool, dict[str, Any]] = {
 }
 MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
-# Keys of vLLM's SpeculativeConfig that mean something to a method of ours.
+# Keys of vLLM's SpeculativeConfig that apply to our methods.
 VERIFICATION = "rejection_sample_method"
 ENGINE_KEYS = ("method", K, SCHEDULE, ADAPTIVE, VERIFICATION)
-LOSSY = ("fly", "synthetic")  # of vLLM's verifications
+LOSSY = ("fly", "synthetic")  # verification methods of vLLM
 
 
 def register(spec: MethodSpec) -> bool:
     """Make vLLM accept a method. Safe to call in every process and more than once; never raises. Returns whether the
-    method is registered; False, with a log line, when this vLLM lacks what that takes."""
+    method is registered; False, with a log line, if this vLLM lacks a required hook."""
     share_logging()
     if missing := check(CONFIG_HOOKS):
         _warn(spec, missing, "not registered")
@@ -74,13 +74,13 @@ def register(spec: MethodSpec) -> bool:
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     wrap_once(EngineArgs, "create_engine_config", after(_check_windows))
     if not check(PROCESSOR_HOOKS):
-        # vLLM refuses `min_p` and `logit_bias` with drafts, as its rejection samplers leave them out. Ours on V1 does
-        # not.
+        # vLLM refuses `min_p` and `logit_bias` with drafts, since its rejection samplers ignore them. Ours on V1
+        # applies them.
         wrap_once(SamplingParams, "_validate_spec_decode", unless(_is_v1))
     if not check(SCHEDULER_HOOKS):
         wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", _keep_lengths_of_replicas)
     if hasattr(VllmConfig, "_maybe_disable_dynamic_sd_for_v1"):
-        # vLLM 0.33 takes them away from proposers on V1 that it does not know. Ours draft no more than is scheduled.
+        # vLLM 0.33 removes draft lengths from unknown proposers on V1. Ours draft no more than is scheduled.
         wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_v1", unless(_is_ours))
     if HAS_TRITON:
         from vllm.v1.worker.worker_base import WorkerBase
@@ -92,7 +92,7 @@ def register(spec: MethodSpec) -> bool:
 
 
 def _install_v2(_: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Hook model runner V2 in the workers that draft there: importing it takes seconds."""
+    """Hook model runner V2 only in workers that use it: importing it takes seconds."""
     if _is_ours(vllm_config) and vllm_config.speculative_config.method == V2_METHOD:
         from freedraft.engines.vllm.v2.install import install
 
@@ -143,7 +143,7 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
             _check(self, spec, options, model_config, context, v2)
             learnt = tuple[int, ...]()
             if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
-                # vLLM decides by the batch's size how much a step verifies, before it is drafted.
+                # vLLM decides draft lengths by batch size, before drafting.
                 schedule = spec.schedule(options, context)
                 if schedule is not None:
                     config[SCHEDULE], learnt = schedule
@@ -162,7 +162,7 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_windows(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Check what vLLM decides after `create_speculative_config`: the size of pages."""
+    """Check windows against the page size, which vLLM decides after `create_speculative_config`."""
     if not _is_ours(vllm_config):
         return
     ours = configured(vllm_config)
@@ -176,8 +176,8 @@ def _check_windows(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _keep_lengths_of_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM takes draft lengths by batch size away under data parallelism, where ranks that share experts take their
-    steps together. Replicas of a dense model, each in processes of its own, know nothing of each other."""
+    """vLLM removes draft lengths by batch size under data parallelism, because ranks that share experts step together.
+    Replicas of a dense model are independent, so they keep them."""
 
     def disable(self: Any) -> None:
         from vllm import envs
@@ -194,7 +194,8 @@ def _keep_lengths_of_replicas(original: Callable[..., Any]) -> Callable[..., Any
 
 @contextmanager
 def _rewritten(engine_args: Any, config: dict[str, Any] | None) -> Iterator[None]:
-    """EngineArgs with this speculative config, then again with the user's: vLLM may make its configuration twice."""
+    """Context in which EngineArgs has this speculative config; then the user's again: vLLM may create its configuration
+    twice."""
     names = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
     given = {name: getattr(engine_args, name) for name in names if hasattr(engine_args, name)}
     try:
@@ -207,8 +208,8 @@ def _rewritten(engine_args: Any, config: dict[str, Any] | None) -> Iterator[None
 
 
 def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
-    """Whether this method is served by model runner V2: where vLLM would serve plainly by it, and the method can be,
-    with these options. Raises ConfigError: the method does not support an option."""
+    """Whether model runner V2 serves this method: if vLLM would use it without speculation, and the method and these
+    options support it. Raises ConfigError: the method does not support an option."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
 
@@ -228,7 +229,7 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
     )
     served = "'sssd' and 'layerskip' without window 'auto', and plain serving, by model runner V2"
     needs_v1 = served if v1_only else ""
-    # Options may say why they do not go with V2, and the remedy; where the user insists on V2, the method's check does.
+    # Options may name a reason against V2, and the remedy; if the user forces V2, the method's check raises it.
     needs_v1 = needs_v1 or getattr(options, "needs_own_lengths", "")
     if needs_v1 and stock and not missing and asked is None:
         line = "freedraft: method '%s' is served by model runner V1, without async scheduling; %s"
@@ -275,7 +276,7 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[d
 def _check(
     engine_args: Any, spec: MethodSpec, options: PluginOptions, model_config: Any, context: EngineContext, v2: bool
 ) -> None:
-    """Raises ConfigError for what would fail when the engine has started."""
+    """Raises ConfigError for settings that would fail after the start."""
     try:
         check_ranks(engine_args)
         check_states(model_config, v2=v2)

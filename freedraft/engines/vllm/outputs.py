@@ -1,4 +1,4 @@
-"""Where a request's output ends."""
+"""Finds the end of a request's output."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_BLOCK = 256  # tokens that are decoded at once
+_BLOCK = 256  # tokens decoded at once
 _LOST = 4  # characters of them that their neighbours would have brought, at most: a space at the start, parts of one
 UNLIMITED = 1 << 31
 
 
 def longest_answer(parameters: Any) -> int:
-    """The tokens that a request may write by its SamplingParams, None for none."""
+    """Maximum of output tokens by a request's SamplingParams (None: no parameters)."""
     return getattr(parameters, "max_tokens", None) or UNLIMITED
 
 
 def output_of(parameters: Any, tokens: Sequence[int], tokenizer: Any = None) -> NDArray[np.int32]:
-    """What a request wrote, without what its last step accepted beyond its end, which the scheduler drops later.
-    parameters: its SamplingParams, None for none; tokenizer: the target's; None where it does not matter that a request
-    goes on behind a stop string until the front end, which alone decodes, has ended it."""
+    """A request's output without tokens that its last step accepted beyond its end, which the scheduler drops later.
+    parameters: its SamplingParams, or None; tokenizer: the target's; None: do not look for stop strings, after which a
+    request runs on until the front end, which alone decodes, ends it."""
     tokens = tokens[: getattr(parameters, "max_tokens", None)]
     stops: frozenset[int] = getattr(parameters, "all_stop_token_ids", None) or frozenset()
     if not getattr(parameters, "ignore_eos", False) and not stops.isdisjoint(tokens):
@@ -33,8 +33,8 @@ def output_of(parameters: Any, tokens: Sequence[int], tokenizer: Any = None) -> 
 
 
 def _through_stop_string(parameters: Any, tokens: Sequence[int], tokenizer: Any) -> int:
-    """The number of tokens through the one that completes a stop string, behind the first `min_tokens`; all without.
-    Clients choose stop strings, so those that the whole text does not hold, which may be long, are left out first."""
+    """The number of tokens up to the one that completes a stop string after the first `min_tokens`; all without one.
+    Clients choose stop strings, perhaps long ones, so those that do not occur in the text are left out first."""
 
     def text(begin: int, end: int) -> str:
         return str(tokenizer.decode(tokens[begin:end], skip_special_tokens=parameters.skip_special_tokens))
@@ -46,7 +46,7 @@ def _through_stop_string(parameters: Any, tokens: Sequence[int], tokenizer: Any)
     if not stops:
         return len(tokens)
     ends = min(at + len(stop) for at, stop in found if at >= 0)  # characters
-    overlap = max(len(stop.encode()) for stop in stops)  # tokens that may hold its beginning
+    overlap = max(len(stop.encode()) for stop in stops)  # tokens that may contain its start
     for start in range(first, len(tokens), _BLOCK):
         end = min(start + _BLOCK, len(tokens))
         if read < ends:

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 
 class Pages(NamedTuple):
-    """Where the KV of B requests lies.
+    """The KV blocks of B requests.
 
     Attributes:
-        table: int32 [R, P] on the device, blocks of each row; beyond those of its request it holds leftovers of others.
-        rows: intp [B], the rows of the requests; blocks: int64 [B], how many each has.
+        table: int32 [R, P] on the device, blocks of each row; undefined beyond its request's own.
+        rows: intp [B], the rows of the requests; blocks: int64 [B], their numbers of blocks.
         block_size: tokens of a block.
     """
 
@@ -25,8 +25,8 @@ class Pages(NamedTuple):
 
 
 class BlockTables(NamedTuple):
-    """What passes over some of a step's requests read and write. whole: int32 [R, P], blocks of their KV; read: int32
-    [R, P'], those that attention reads; dropped: int64 [R], tokens of each that lie in between and are not read."""
+    """Block tables of passes over R of a step's requests. whole: int32 [R, P], their blocks; read: int32 [R, P'],
+    blocks that attention reads; dropped: int64 [R], tokens left out by the window."""
 
     key: bytes
     whole: torch.Tensor

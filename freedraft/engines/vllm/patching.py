@@ -1,4 +1,4 @@
-"""Functions that replace a function of vLLM once, and that make our log lines appear among vLLM's."""
+"""Helpers: replace a function of vLLM once; log through vLLM's handlers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def after(action: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable
 
 
 def unless(condition: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For `wrap_once`: call a function unless `condition` is true of its arguments."""
+    """For `wrap_once`: call the function unless `condition` holds for its arguments."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **kwargs: None if condition(*args, **kwargs) else original(*args, **kwargs)
@@ -57,8 +57,8 @@ def unless(condition: Callable[..., bool]) -> Callable[[Callable[..., Any]], Cal
 
 
 def with_kv_cache(prepare: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For `wrap_once` of a model runner's `initialize_kv_cache`: call `prepare(runner)` when its KV cache is there, not
-    in profiling runs."""
+    """For `wrap_once` of a model runner's `initialize_kv_cache`: call `prepare(runner)` after it, not in profiling
+    runs."""
 
     def prepare_once(
         _: None, runner: Any, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler does for us: KV slots for drafts, and the tenant of a request, by its `cache_salt`."""
+"""Patches of vLLM's scheduler: KV slots for drafts, and the tenant of a request from its `cache_salt`."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def _add_salt(data: Any, request: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def reserve_slots(runs_model: Callable[[Any], bool]) -> None:
-    """Make `VllmConfig.num_lookahead_tokens` count the drafts of methods that run the model. Safe to call repeatedly.
+    """Make `VllmConfig.num_lookahead_tokens` include drafts of methods that run the model. Safe to call repeatedly.
 
     vLLM reserves slots past the scheduled tokens for its own drafters that run a model, and none for custom ones. The
     scheduler and the worker's warm-up both read this property, so replacing it keeps them in agreement.
 
     Args:
-        runs_model: whether the method that a VllmConfig names is one of ours that runs the model.
+        runs_model: whether a VllmConfig's method is one of ours that runs the model.
     """
     from vllm.config import VllmConfig
 
@@ -46,8 +46,8 @@ def reserve_slots(runs_model: Callable[[Any], bool]) -> None:
     def num_lookahead_tokens(self: Any) -> int:
         config = self.speculative_config
         if config is not None and config.method in ("custom_class", "ngram_gpu") and runs_model(self):
-            # A draft of k tokens writes the KV of the last sampled token and of its first k - 1 tokens; that makes k
-            # slots past the computed ones, of which the scheduler's own count holds none.
+            # A draft of k tokens writes the KV of the last sampled token and of its first k - 1 tokens: k slots past
+            # the computed ones, which the scheduler's own count does not include.
             return config.num_speculative_tokens
         return original.fget(self)
 

@@ -67,7 +67,7 @@ def launch_tree_inputs(
     positions = torch.empty_like(input_ids)
     if rows == 0:
         return input_ids, positions
-    # Lengths differ and the host does not know them: enough programs for a row of average length.
+    # Lengths are known on the device only: enough programs for a row of average length.
     splits = min(max(triton.cdiv(mask.numel() // rows, 4 * _COLUMNS), 1), _ROW_SPLITS) if full else 1
     tree_inputs_kernel[(rows, splits)](
         tree.tokens, tree.parents, tree.depths, tree.counts, seq_lens, input_ids, positions, mask.view(torch.uint8),

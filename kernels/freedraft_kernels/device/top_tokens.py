@@ -17,7 +17,7 @@ def top_keys_kernel(
     vocab, stride, COUNT: tl.constexpr, COUNT_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (r, b) writes the largest keys of row r's tokens from b * BLOCK on, their largest logit, and the sum of
-    exponentials of what they are above it: NaN with a NaN or +inf among them."""
+    exponentials relative to it: NaN if there is a NaN or +inf."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
@@ -42,8 +42,8 @@ def top_keys_kernel(
 
 
 def launch_top_keys(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [R, K], keys among which are the largest `count` of each row; float32 [R, 1], logarithms of the sums of
-    exponentials. No copy of the logits in float32 is made, which would be of gigabytes."""
+    """int64 [R, K], keys that include the largest `count` of each row; float32 [R, 1], logarithms of the sums of
+    exponentials. Makes no float32 copy of the logits, which could take gigabytes."""
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     rows, vocab = logits.shape

@@ -1,7 +1,7 @@
 """Triton kernels of `freedraft_kernels.tree_attention`: attention in parts of the keys, and their sum.
 
-As in FlashAttention (arXiv 2205.14135) softmax is computed as keys come by, and as in Flash-Decoding parts of the keys
-are read by programs of their own, whose results are put together by their maxima and sums.
+As in FlashAttention (arXiv 2205.14135) softmax is computed online, and as in Flash-Decoding separate programs read
+parts of the keys, and their results are combined by maxima and sums.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ def tree_attention_kernel(
     masks,  # int64 [T]
     trees,  # int32 [B]
     out,  # [T, H, D]
-    parts,  # float32 [B, max_queries, H, SEGMENTS, D], without their maxima and sums
-    bounds,  # float32 [B, max_queries, H, SEGMENTS, 2], these
+    parts,  # float32 [B, max_queries, H, SEGMENTS, D], not normalised
+    bounds,  # float32 [B, max_queries, H, SEGMENTS, 2], maxima and sums
     scale, max_queries,
     query_stride, query_head_stride, out_stride, out_head_stride,
     page_stride, token_stride, head_stride, values_page_stride, values_token_stride, values_head_stride, pages_stride,
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, PAGE: tl.constexpr,
     SEGMENTS: tl.constexpr, TREES_ONLY: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, b, s) reads part s of the keys of request b, with ROWS of the queries of the heads that share one.
+    """Program (i, b, s) reads part s of the keys of request b, for ROWS rows of queries of the query heads of one KV
+    head.
 
-    i counts blocks of rows, KV head by KV head: those that read the same keys run at the same time. Row r of a head is
-    query r // GROUP in query head r % GROUP of it.
+    i counts blocks of rows, KV head by KV head, so that blocks of the same keys run together. Row r of a KV head is
+    query r // GROUP in its query head r % GROUP.
     """
     request = tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0) // (HEADS // GROUP)
@@ -79,14 +80,14 @@ def tree_attention_kernel(
         v_at = page * values_page_stride + (at % PAGE) * values_token_stride + kv_head * values_head_stride
         k = tl.load(keys + k_at[None, :] + dim[:, None], known[None, :] & inside[:, None], 0.0)
         v = tl.load(values + v_at[:, None] + dim[None, :], known[:, None] & inside[None, :], 0.0)
-        scores = tl.dot(q, k, input_precision="ieee") * scale  # of float32; else a GPU rounds it to TF32
+        scores = tl.dot(q, k, input_precision="ieee") * scale  # float32 would be rounded to TF32 otherwise
         if (tile + 1) * TILE > shortest:
             behind = at[None, :] - prefix[:, None]
             bit = (named[:, None] >> tl.minimum(tl.maximum(behind, 0), 63).to(tl.int64)) & 1
             seen = known[None, :] & ((behind < 0) | ((behind < 64) & (bit != 0)))
             scores = tl.where(seen, scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing is seen yet
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # no key yet
         weights = tl.exp(scores - base[:, None])
         shrink = tl.exp(highest - base)
         total = total * shrink + tl.sum(weights, 1)
@@ -113,7 +114,7 @@ def sum_parts_kernel(
     max_queries, out_stride, out_head_stride,
     SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, SEGMENTS: tl.constexpr, TREES_ONLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, i, h) puts together what query i of request b has read in head h."""
+    """Program (b, i, h) combines the parts of query i of request b in head h."""
     request = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1)
     head = tl.program_id(2)
@@ -147,8 +148,8 @@ def launch_tree_attention(
     row_bytes = size_block * query.element_size()
     needed = max(16, triton.next_power_of_2(max_queries * group))
     narrow = row_bytes <= 256
-    wide = narrow and needed >= 64 and (segments > 1 or needed == 64)  # else smaller blocks took less time on an H200
-    if query.is_cuda:  # before Hopper, and in float32, registers spill
+    wide = narrow and needed >= 64 and (segments > 1 or needed == 64)  # otherwise smaller blocks were faster on an H200
+    if query.is_cuda:  # registers spill before Hopper and in float32
         wide &= query.element_size() <= 2 and torch.cuda.get_device_capability(query.device)[0] >= 9
     rows = min(needed, 128 if wide else 64 if row_bytes <= 512 else 16)
     results = requests * max_queries * heads * segments

@@ -24,7 +24,7 @@ def tree_queries_kernel(
     counts,  # int32 [B]
     width, NODE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program b writes the queries of request b: its nodes by their masks, BLOCK of those before them at a time."""
+    """Program b writes the queries of request b: its nodes by their masks, earlier tokens in blocks of BLOCK."""
     request = tl.program_id(0)
     slot = tl.load(slots + request)
     count = tl.load(nodes + request + 1) - tl.load(nodes + request)

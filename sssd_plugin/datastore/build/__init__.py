@@ -1,1 +1,1 @@
-"""Building a datastore: inputs, sorting in bounded memory, checkpoints of a build, and its atomic publishing."""
+"""Building a datastore: inputs, sorting in bounded memory, checkpoints, and atomic publishing."""

@@ -32,20 +32,20 @@ _PART_TOKENS = 1 << 20
 
 
 class StoreBuilder:
-    """Builds the datastore at `target`, which appears whole when `finish` returns, or not at all: a context in which
-    `append` is called, and at the end `finish`.
+    """Context that builds the datastore at `target` by calls of `append` and a final `finish`, after which it appears
+    complete, or not at all.
 
     Args:
         vocab_size: token ids must be below it; at most 2^31.
-        tokenizer: recorded in the manifest, so that a store is not used with another tokenizer.
-        memory: bytes that this process may use, what it holds already included; None for 2 GiB more than that.
-        sub_index_tokens: largest sub-index whatever the memory; at most 512 Mi.
+        tokenizer: recorded in the manifest, to refuse other tokenizers.
+        memory: bytes that this process may use in total; None: 2 GiB more than it uses now.
+        sub_index_tokens: largest sub-index, regardless of memory; at most 512 Mi.
         replace: whether a datastore at `target` may be replaced.
-        on_phase: called with what goes on, in words.
+        on_phase: called with the name of each phase.
         sorter: where sub-indices are sorted; None for this process. Closed when the build ends.
 
     Raises:
-        DatastoreError: a setting out of range, a target that may not be written, a disk that is full.
+        DatastoreError: a setting out of range, a target that may not be written, or a full disk.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class StoreBuilder:
         self._memory = sub_index_memory(memory, self._sorter.in_memory)
         self._limit = min(self._memory // SORT_BYTES, sub_index_tokens or high)
         self._closed: list[Future[SubIndexEntry]] = []
-        self._file: NewFile | None = None  # of the tokens of the sub-index that is being written
+        self._file: NewFile | None = None  # token file of the present sub-index
         self._length, self._last = 0, SEPARATOR  # tokens in it, and the last of them
         self._publish = AtomicPublish(Path(target), replace=replace)
 
@@ -93,8 +93,8 @@ class StoreBuilder:
             self._write(part.astype("<i4"))
 
     def finish(self) -> Manifest:
-        """End the last document, sort what is left and publish the store; `DatastoreError` if nothing was added, the
-        target was made by someone else meanwhile, or the disk is full."""
+        """End the last document, sort the last sub-index and publish the store; `DatastoreError` if nothing was added,
+        another process has created the target, or the disk is full."""
         self._close_sub_index()
         if not self._closed:
             raise DatastoreError(f"nothing to store in {self._publish.target}: the inputs hold no tokens")
@@ -118,7 +118,7 @@ class StoreBuilder:
     def _write(self, tokens: NDArray[np.int32]) -> None:
         while True:
             ends = tokens == SEPARATOR
-            tokens = tokens[~(ends & np.append(self._last == SEPARATOR, ends[:-1]))]  # no documents without tokens
+            tokens = tokens[~(ends & np.append(self._last == SEPARATOR, ends[:-1]))]  # drop empty documents
             if not len(tokens):
                 return
             if self._file is None:
@@ -126,7 +126,7 @@ class StoreBuilder:
                 with reporting("write", folder):
                     folder.mkdir(mode=0o700)
                 self._file = NewFile(folder / file_name("tokens"))
-            # One place is kept for the separator that closes a document cut here.
+            # Keep room for the separator of a document that is cut here.
             taken, tokens = np.split(tokens, [self._limit - 1 - self._length])
             if len(taken):
                 self._file.append(taken)

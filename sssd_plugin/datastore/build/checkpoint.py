@@ -1,4 +1,4 @@
-"""`BuildCheckpoint`: the token ids of a build that may be interrupted, kept beside the target until it is done."""
+"""`BuildCheckpoint`: token ids of a build, kept next to the target until it is done, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _BLOCK_TOKENS = 1 << 20
 
 
 class BuildCheckpoint:
-    """Tokens read so far, in a hidden sibling of the store to be: tokenising, which takes most of a build, is not done
-    twice. Other or changed files, or another tokenizer, begin anew. Raises DatastoreError: another build uses the
-    checkpoint, or the disk refuses."""
+    """Tokens read so far, in a hidden sibling of the target, so that tokenising, most of a build's time, is not
+    repeated. Other or changed files, or another tokenizer, restart it. Raises DatastoreError: another build uses the
+    checkpoint, or a disk error."""
 
     def __init__(
         self, target: Path, inputs: Sequence[Input], fields: Sequence[str], fingerprint: str | None, vocab_size: int
@@ -57,10 +57,10 @@ class BuildCheckpoint:
         return self._progress["size"] // 4
 
     def blocks(self, tokenizer: Tokenizer | None) -> Iterator[Block]:
-        """Yield the kept tokens, then read on, and keep each block that the caller has taken without an error; errors
-        as of `sources`."""
+        """Yield the kept tokens, then read on, and keep each block that the caller has processed; errors: see
+        `sources`."""
         progress = self._progress
-        # Not mapped: pages of a map would count as this process's memory.
+        # Not mapped: mapped pages would count as this process's memory.
         with reporting("read", self._tokens), self._tokens.open("a+b", buffering=0) as file:
             file.truncate(progress["size"])
             file.seek(0)
@@ -86,7 +86,7 @@ class BuildCheckpoint:
             self._save(file.fileno())
 
     def close(self) -> None:
-        """Let the next build go on from here."""
+        """Keep the checkpoint for the next build."""
         self._lock.release()
 
     def __enter__(self) -> Self:

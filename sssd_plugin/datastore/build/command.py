@@ -1,4 +1,4 @@
-"""`BuildOptions`: `freedraft datastore build`, and what it shares with other commands."""
+"""`BuildOptions`: `freedraft datastore build`, and helpers shared with other commands."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace the datastor
 
 @contextmanager
 def one_line() -> Iterator[None]:
-    """End the command with one line and an exit code instead of a traceback."""
+    """Context: errors end the command with one line and an exit code instead of a traceback."""
     try:
         yield
     except (DatastoreError, MemoryError) as error:
@@ -91,16 +91,16 @@ class BuildOptions:
     tokenizer: TokenizerOption = None
     field: Annotated[list[str] | None, typer.Option(
         help="Field of a JSON line that holds text ('a.b' if nested); may be repeated. (default: text)")] = None
-    glob: Annotated[str, typer.Option(help="Which files of a folder.")] = "**/*"
+    glob: Annotated[str, typer.Option(help="Pattern of files in a folder.")] = "**/*"
     memory: MemoryOption = "2GiB"
     sub_index_tokens: Annotated[int | None, typer.Option(
-        metavar="N", help="Largest sub-index (default: what the memory allows).")] = None
+        metavar="N", help="Largest sub-index (default: by memory).")] = None
     vocab_size: Annotated[int | None, typer.Option(
-        metavar="N", help="Ids are below it (default: the tokenizer's; needed without one).")] = None
+        metavar="N", help="Upper bound of token ids (default: the tokenizer's; required without one).")] = None
     force: ForceOption = False
     resume: Annotated[bool, typer.Option(
         "--resume",
-        help="Keep the tokens read so far beside OUT if interrupted, and go on from there when called again.")] = False
+        help="If interrupted, keep tokens read so far next to OUT, and continue with them next time.")] = False
     workers: Annotated[int, typer.Option(
         metavar="N", min=1, max=1024, help="Threads that sort sub-indices, sharing the memory.")] = 1
     ray: Annotated[str | None, typer.Option(
@@ -179,4 +179,4 @@ def build(**options: Any) -> None:
 
 
 build.__doc__, build.__annotations__ = BuildOptions.__doc__, get_type_hints(BuildOptions, include_extras=True)
-vars(build)["__signature__"] = inspect.signature(BuildOptions, eval_str=True)  # of which the command's options are made
+vars(build)["__signature__"] = inspect.signature(BuildOptions, eval_str=True)  # the command's options

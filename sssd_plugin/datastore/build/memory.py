@@ -1,4 +1,4 @@
-"""How many tokens a sub-index may hold so that building it stays within a memory bound."""
+"""Sizes sub-indices so that a build stays within a memory bound."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sssd_plugin.datastore.errors import DatastoreError
 DEFAULT_MEMORY = 2 << 30
 SORT_BYTES = 9  # least memory per token of sorting a sub-index, by `suffix_sort`: tokens, their order, a sparse index
 _MIN_SORT_BYTES = SORT_BYTES << 20
-_READING_BYTES = 160 << 20  # tokenising a batch, buffers, and what the allocator keeps
-_PROCESS_BYTES = 192 << 20  # what a process that sorts elsewhere holds
+_READING_BYTES = 160 << 20  # tokenising a batch, buffers, and allocator overhead
+_PROCESS_BYTES = 192 << 20  # a process that sorts elsewhere
 
 
 def parse_size(text: str) -> int:
@@ -32,7 +32,7 @@ def format_size(size: int) -> str:
 
 
 def resident_bytes(field: str = "VmRSS") -> int:
-    """Return the memory of this process now; where the system does not say, its peak so far."""
+    """Return the present memory of this process; its peak so far where the system does not report it."""
     try:
         match = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:
@@ -44,16 +44,16 @@ def resident_bytes(field: str = "VmRSS") -> int:
 
 
 def peak_resident_bytes() -> int:
-    # Not ru_maxrss: on Linux it begins with the peak of the process that started this one.
+    # Not ru_maxrss: on Linux it includes the peak of the parent process.
     return resident_bytes("VmHWM")
 
 
 def sub_index_memory(memory: int, sorts: int = 1) -> int:
-    """Return the bytes that each sub-index may take while it is sorted, in a build that may use `memory` bytes in all,
-    what this process holds already included; `DatastoreError` if that is too little.
+    """Return the bytes for sorting each sub-index in a build with `memory` bytes in total, this process's present
+    memory included; `DatastoreError` if that is too little.
 
     Args:
-        sorts: that go on at the same time, all within `memory`; 0: each has as much of its own, in another process.
+        sorts: concurrent sorts within `memory`; 0: each has that memory in another process.
     """
     parts = max(1, sorts)
     overhead = resident_bytes() + _READING_BYTES if sorts else _PROCESS_BYTES

@@ -1,4 +1,4 @@
-"""`AtomicPublish`: a directory that appears under its name only when it is whole."""
+"""`AtomicPublish`: a directory that appears under its name only when it is complete."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from sssd_plugin.datastore.errors import DatastoreError, reporting
 
 
 class AtomicPublish:
-    """A temporary sibling of `target`, locked while its builder lives, renamed to `target` at the end: whenever the
-    builder stops, even by SIGKILL, `target` is absent (or what it was) or whole, and the next build removes what is
-    left. A `target` that exists and may not be replaced, or is no datastore, is a `DatastoreError`."""
+    """A temporary sibling of `target`, locked while its builder lives, renamed to `target` at the end: after a stop at
+    any time, even by SIGKILL, `target` is absent (or unchanged) or complete, and the next build removes leftovers.
+    Raises DatastoreError: `target` exists and may not be replaced, or is no datastore."""
 
     def __init__(self, target: Path, *, replace: bool = False) -> None:
         # Resolved, so that replacing through a symbolic link replaces what it points to, on that disk.
@@ -45,12 +45,12 @@ class AtomicPublish:
         self._lock.release()
 
     def discard(self) -> None:
-        """Remove what was not published."""
+        """Remove the directory if it was not published."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.release()
 
     def _check_target(self) -> None:
-        """Even by force, nothing but a datastore is replaced."""
+        """Refuse to replace anything but a datastore, even by force."""
         with reporting("read", self.target):
             if not self.target.exists() or (self.target.is_dir() and not any(self.target.iterdir())):
                 return
@@ -71,7 +71,7 @@ class AtomicPublish:
         while True:
             path = self.target.parent / f"{self._prefix}{secrets.token_hex(4)}"
             path.mkdir(mode=0o700)
-            # Another builder may take the new directory for a dead builder's until it is locked.
+            # Until it is locked, another builder may remove the new directory as a dead builder's.
             with contextlib.suppress(FileNotFoundError):
                 lock = FileLock(path, wait=True)
                 if path.exists():
@@ -82,13 +82,13 @@ class AtomicPublish:
         for path in self.target.parent.glob(f"{glob.escape(self._prefix)}*"):
             with contextlib.suppress(OSError):  # its builder lives
                 lock = FileLock(path)
-                if lock.enforced:  # else nobody can tell who is dead
+                if lock.enforced:  # else dead builders cannot be detected
                     shutil.rmtree(path, ignore_errors=True)
                 lock.release()
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Swap two directories atomically where the system can; else there is a moment without `old`."""
+    """Swap two directories, atomically if the system can; else `old` is absent for a moment."""
     cwd, exchange = -100, ctypes.c_uint(2)  # AT_FDCWD, RENAME_EXCHANGE
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is not None and renameat2(cwd, os.fsencode(new), cwd, os.fsencode(old), exchange) == 0:

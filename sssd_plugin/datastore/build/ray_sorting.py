@@ -18,11 +18,11 @@ HEALTH_SECONDS = 15.0
 
 
 class RaySorter(Sorter):
-    """Tokens and their order travel through Ray's object store: nodes need no shared disk, but freedraft installed.
+    """Tokens and results go through Ray's object store: nodes need freedraft, but no shared disk.
 
     Args:
         address: of the cluster ("host:6379", "ray://host:10001", "auto"), or "local" for one on this machine.
-        memory: bytes that a task is granted; Ray places tasks by it.
+        memory: bytes per task, by which Ray schedules tasks.
 
     Raises:
         DatastoreError: ray is not installed, or there is no cluster.
@@ -42,7 +42,7 @@ class RaySorter(Sorter):
         except Exception as error:
             raise DatastoreError(_one_line(f"cannot use the Ray cluster at {address}", error)) from None
         if not any(node.get("CPU", 0) >= 1 and node.get("memory", 0) >= memory for node in nodes):
-            ray.shutdown()  # a task that fits nowhere would wait for ever
+            ray.shutdown()  # a task too large for every node would wait for ever
             size = format_size(memory)
             raise DatastoreError(f"no node of the Ray cluster at {address} has {size}: give a smaller --memory")
         self.in_memory, self.beside = 0, max(1, int(sum(node.get("CPU", 0) for node in nodes)))
@@ -59,13 +59,13 @@ class RaySorter(Sorter):
 
 
 def _check_answers(address: str) -> None:
-    """Refuse an address where no Ray listens: `ray.init` tries for minutes, and says why on many lines."""
+    """Refuse an address without Ray: `ray.init` would retry for minutes and fail with many lines."""
     if address in ("auto", "local"):
         return
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")
         socket.create_connection((parts.hostname or "", parts.port or 0), timeout=5).close()
-        if "://" not in address:  # Ray's client gives up by itself
+        if "://" not in address:  # Ray's client has its own timeout
             command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
             subprocess.run(command, capture_output=True, timeout=HEALTH_SECONDS, check=True)
         return
@@ -81,4 +81,4 @@ def _check_answers(address: str) -> None:
 
 def _one_line(what: str, error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return f"{what}: {lines[-1][:300]}; see its logs, or build here with --workers"  # the first ones are a traceback
+    return f"{what}: {lines[-1][:300]}; see its logs, or build here with --workers"  # earlier lines: a traceback

@@ -1,4 +1,4 @@
-"""`Sorter`: where the suffixes of a sub-index are sorted: in threads of this process, or on a Ray cluster."""
+"""`Sorter`: sorts the suffixes of sub-indices, in threads of this process or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Arrays = dict[Role, Int32]
 
 
 def sort(tokens: Int32, direct: int, memory: int) -> Arrays:
-    """Return the arrays that follow from the tokens of a `SubIndex` (int32 [n + PAD]), with `direct` buckets. They are
-    sorted by libdivsufsort where it is installed and `memory` bytes suffice for it, tokens included."""
+    """Return the arrays of a `SubIndex` from its tokens (int32 [n + PAD]), with `direct` buckets. Uses libdivsufsort if
+    it is installed and `memory` bytes suffice for it, tokens included."""
     n, largest = len(tokens) - PAD, int(tokens.max())
     if byte_sort.installed() and byte_sort.can_sort(n, largest) and n * byte_sort.bytes_per_token(largest) <= memory:
         arrays = with_tables(tokens, byte_sort.sorted_suffixes(tokens, largest), direct)
@@ -34,8 +34,8 @@ class Sorter:
     """Sorts in `workers` threads of this process, by compiled code without the GIL.
 
     Attributes:
-        beside: sub-indices that are sorted while more is read.
-        in_memory: sub-indices sorted at a time within the build's memory; 0: each has as much of its own elsewhere.
+        beside: sub-indices sorted while more input is read.
+        in_memory: sub-indices sorted at a time within the build's memory; 0: each has that memory elsewhere.
     """
 
     def __init__(self, workers: int = 1) -> None:
@@ -43,8 +43,8 @@ class Sorter:
         self.beside = workers if workers > 1 else 0
 
     def sort(self, folder: Path, direct: int, memory: int) -> Future[SubIndexEntry]:
-        """Write what follows from the tokens of the sub-index in `folder`, in `memory` bytes; return its entry of the
-        manifest, or DatastoreError where memory is short or the disk refuses. Waiting for it can be interrupted."""
+        """Sort the sub-index in `folder` within `memory` bytes and write its arrays. Returns a future of its manifest
+        entry, or of DatastoreError: too little memory, or a disk error. Waiting for it can be interrupted."""
         future: Future[SubIndexEntry] = Future()
 
         def run() -> None:
@@ -55,12 +55,12 @@ class Sorter:
             except BaseException as error:
                 future.set_exception(error)
 
-        # Compiled code that may take minutes: neither Ctrl-C nor the interpreter's end waits for this thread.
+        # Compiled code may take minutes: Ctrl-C and the interpreter's exit do not wait for this thread.
         threading.Thread(target=run, daemon=True, name="freedraft-suffix-sort").start()
         return future
 
     def close(self) -> None:
-        """Give up what is not done."""
+        """Cancel pending sorts."""
 
     def _write(self, folder: Path, direct: int, memory: int) -> SubIndexEntry:
         path = folder / file_name("tokens")

@@ -52,8 +52,8 @@ class Block(NamedTuple):
 
 
 def find_inputs(paths: Iterable[Path], pattern: str = "**/*") -> list[Input]:
-    """Return the files that `paths` name; of a folder, sorted, those that match `pattern` and are not hidden or binary.
-    `DatastoreError` if a path does not exist, a named file is binary, or nothing is found."""
+    """Return the files of `paths`; of a folder the sorted ones that match `pattern` and are neither hidden nor binary.
+    `DatastoreError` if a path does not exist, a named file is binary, or no file is found."""
     inputs: list[Input] = []
     for path in paths:
         with reporting("read", path):
@@ -87,8 +87,8 @@ def _kind(path: Path) -> Kind | None:
 
 
 def read_pieces(inputs: Iterable[Input], fields: Sequence[str] = ("text",)) -> Iterator[Piece]:
-    """Yield all documents of `inputs`, in order, in pieces; `DatastoreError` names file and line of what is not JSON,
-    lacks a field, or holds no token ids."""
+    """Yield all documents of `inputs`, in order, in pieces; `DatastoreError`, with file and line: no JSON, a missing
+    field, or no token ids."""
     for path, kind, _ in inputs:
         with reporting("read", path):
             if kind == "jsonl":
@@ -98,7 +98,7 @@ def read_pieces(inputs: Iterable[Input], fields: Sequence[str] = ("text",)) -> I
 
 
 def _read_text(path: Path) -> Iterator[Piece]:
-    # Bytes that are not UTF-8 become U+FFFD: it would be a pity to stop a long build for one.
+    # Invalid UTF-8 becomes U+FFFD, rather than stopping a long build.
     with path.open("r", encoding="utf-8-sig", errors="replace") as file:
         rest, done = "", 0
         while block := file.read(PIECE_CHARS):
@@ -130,7 +130,7 @@ def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[Piece]:
 def _lookup(row: Any, field: str, where: str) -> str:
     """Return the string at `field` (keys separated by dots); "" for null."""
     value = row
-    # A key that contains dots itself comes first.
+    # Keys that contain dots themselves take precedence.
     for key in [field] if isinstance(row, dict) and field in row else field.split("."):
         if not isinstance(value, dict) or key not in value:
             fields = ", ".join(map(str, row)) if isinstance(row, dict) else f"none, it is a {type(row).__name__}"
@@ -155,7 +155,7 @@ def _read_npy(path: Path) -> Iterator[Piece]:
 
 
 def _split(text: str) -> list[str]:
-    """Cut a long text into pieces of about `PIECE_CHARS`, where a line or at least a word ends."""
+    """Cut a long text into pieces of about `PIECE_CHARS`, at the end of a line or at least of a word."""
     pieces = []
     while len(text) > 2 * PIECE_CHARS:
         window = PIECE_CHARS, 2 * PIECE_CHARS

@@ -1,5 +1,5 @@
-"""Files of numbers, with digests of each block, so that damage is located, and found in parallel. The numbers are
-checked in the same pass, since compiled code reads them unchecked."""
+"""Files of numbers with digests per block, to locate damage and verify in parallel. The same pass checks the numbers,
+since compiled code reads them unchecked."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class FileEntry(BaseModel, frozen=True):
-    """A file in a manifest: its size in bytes, and the digests of each block of `BLOCK_BYTES`, in hex. Readers compare
-    the SHA-256, which older files do not have, and earlier versions the CRC-32."""
+    """A file in a manifest: its size in bytes, and digests of each block of `BLOCK_BYTES`, in hex. Readers compare
+    SHA-256 if present; older files and readers have CRC-32 only."""
 
     size: Annotated[int, Field(ge=0)]
     crc32: tuple[Annotated[str, Field(pattern="^[0-9a-f]{8}$")], ...]
@@ -35,7 +35,7 @@ class FileEntry(BaseModel, frozen=True):
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest number that a file of int32 may hold, and whether none may be below the one before."""
+    """Minimum and maximum of a file of int32, and whether its numbers must not descend."""
 
     low: int = -(1 << 31)
     high: int = (1 << 31) - 1
@@ -46,7 +46,7 @@ Checked = tuple[Path, FileEntry, Bounds]
 
 
 class _Crc32:
-    """CRC-32 as a hash of `hashlib`."""
+    """CRC-32 with the interface of `hashlib`."""
 
     _value = 0
 
@@ -71,14 +71,14 @@ class NewFile(FileIO):
 
 
 def write_array(path: Path, array: NDArray[np.integer]) -> FileEntry:
-    """Write a new file of little-endian int32, and return what to record; errors as of `NewFile`."""
+    """Write a new file of little-endian int32, and return its entry; errors: see `NewFile`."""
     with NewFile(path) as file:
         file.append(np.ascontiguousarray(array, "<i4"))
     return record(path)
 
 
 def record(path: Path) -> FileEntry:
-    """Flush a file that was written to the disk, and return what to record of it."""
+    """Flush a written file to the disk, and return its entry."""
     with reporting("write", path), path.open("rb") as file:
         os.fsync(file.fileno())
     size = path.stat().st_size
@@ -92,8 +92,8 @@ def record(path: Path) -> FileEntry:
 
 
 def check(files: Iterable[Checked], *, contents: bool = True) -> None:
-    """Raise `DatastoreError` at the first file that is missing or has another size, or block that differs from its
-    digest or holds a number out of bounds; all blocks are read, in parallel. contents: False: sizes only."""
+    """Raise `DatastoreError` at the first missing file, wrong size, block with another digest, or number out of bounds;
+    reads all blocks, in parallel. contents: False: check sizes only."""
     blocks = []
     for path, entry, bounds in files:
         with reporting("read", path):
@@ -112,11 +112,11 @@ def check(files: Iterable[Checked], *, contents: bool = True) -> None:
             differs = f"checksum of the block at byte {start} is {found}, not {expected}"
             raise DatastoreError(f"{path} is corrupted: {differs}; restore it, or {REBUILD}")
         if not in_bounds:
-            limits = f"outside {bounds.low}..{bounds.high}" + (" or that do not rise" if bounds.rising else "")
+            limits = f"outside {bounds.low}..{bounds.high}" + (" or descending" if bounds.rising else "")
             where = f"in the block at byte {start}"
             raise DatastoreError(f"{path} holds numbers {limits} {where}: take the store from whom you trust")
 
-    with ThreadPoolExecutor(_THREADS) as pool:  # what is left is cancelled at the first that raises
+    with ThreadPoolExecutor(_THREADS) as pool:  # the first error cancels the rest
         list(pool.map(lambda block: check_block(*block), blocks if contents else ()))
 
 
@@ -131,7 +131,7 @@ def _scan(path: Path, hashing: Callable[[], Any], bounds: Bounds, start: int) ->
             numbers = np.fromfile(file, "<i4", min(_STEP_BYTES, BLOCK_BYTES - at) // 4)
             if not len(numbers):
                 break
-            digest.update(numbers.data)  # this lets other threads run meanwhile
+            digest.update(numbers.data)  # releases the GIL
             in_bounds &= bounds.low <= int(numbers.min()) and int(numbers.max()) <= bounds.high
             if bounds.rising:
                 in_bounds &= before <= int(numbers[0]) and bool((numbers[1:] >= numbers[:-1]).all())

@@ -10,9 +10,9 @@ The arrays are those of `SubIndex`, little-endian, without headers: each starts 
 are never changed once the manifest names them. A change of the store is new folders, then a manifest that replaces the
 old one atomically; a folder that no manifest names is garbage.
 
-Manifest keys may be added at the top, to a sub-index, to a file: readers ignore those that they do not know. What a
-reader must not ignore, a writer lists in `requires`; a reader refuses a manifest that requires a feature it lacks.
-`format_version` changes only when the arrays or these rules do.
+Keys may be added to the manifest, its sub-indices and files: readers ignore unknown ones. Features that readers must
+support are listed in `requires`; a reader refuses a manifest with an unknown one. `format_version` changes only when
+the arrays or these rules do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, direct_buckets
 
 MANIFEST = "manifest.json"
-LIVE = "live"  # folder of what was learnt while serving; see `sssd_plugin.datastore.live.folder`
+LIVE = "live"  # folder of learnt text; see `sssd_plugin.datastore.live.folder`
 MAX_VOCAB_SIZE = 1 << 31
 
 Role = Literal["tokens", "suffix_array", "bucket_starts", "sparse_index"]
@@ -52,7 +52,7 @@ def file_name(role: Role) -> str:
 
 
 class SubIndexEntry(BaseModel, frozen=True):
-    """One sub-index: its folder, what is in it, and its files."""
+    """One sub-index: its folder, contents and files."""
 
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
     n_tokens: Count  # separators not counted: the length of the suffix array
@@ -61,8 +61,8 @@ class SubIndexEntry(BaseModel, frozen=True):
     files: dict[Role, FileEntry]
 
     def layout(self, vocab_size: int) -> dict[Role, tuple[int, Bounds]]:
-        """Return how many numbers each file holds, and which they may be. Older stores have no sparse index, which is
-        then made when they are opened."""
+        """Return the length and bounds of each file. Older stores have no sparse index; it is then built when they are
+        opened."""
         n, m, ids = self.n_tokens + self.n_documents, self.n_tokens, Bounds(SEPARATOR, self.max_token)
         layout: dict[Role, tuple[int, Bounds]] = {
             "tokens": (n + PAD, ids),
@@ -82,17 +82,17 @@ class TokenizerEntry(BaseModel, frozen=True):
 
 
 class ChecksummedManifest(BaseModel, frozen=True):
-    """The base of JSON files that say what a folder holds, with a checksum of themselves; `format` and `format_version`
-    are literals with a default in each of them."""
+    """Base of manifests: JSON files with a checksum of themselves; subclasses define `format` and `format_version` as
+    literals with a default."""
 
     DESCRIBES: ClassVar[str]  # the contents of the folder
-    REMEDY: ClassVar[str]  # against damage, where there is nothing to restore
-    ALTERNATIVE: ClassVar[str]  # to an upgrade, against a version that is too new
+    REMEDY: ClassVar[str]  # for damage without a backup
+    ALTERNATIVE: ClassVar[str]  # to an upgrade, for a newer version
     format: str
     format_version: int
 
     def write(self, path: Path) -> None:
-        """Write, or atomically replace, the file, mode 0600; `OSError` if the disk refuses."""
+        """Write, or atomically replace, the file, mode 0600; `OSError` on a disk error."""
         write_atomically(path, self.content())
 
     def content(self) -> bytes:
@@ -101,7 +101,7 @@ class ChecksummedManifest(BaseModel, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read and check the file; raises `DatastoreError` also where it is missing."""
+        """Read and check the file; raises `DatastoreError`, also if it is missing."""
         with reporting("read", path):
             return cls.parse(path.read_bytes(), path)
 
@@ -144,7 +144,7 @@ def checksum(content: dict[str, Any]) -> str:
 
 
 class Manifest(ChecksummedManifest, frozen=True):
-    """What a datastore holds, and how to tell that it is whole."""
+    """Manifest of a datastore: its contents and their checksums."""
 
     DESCRIBES: ClassVar[str] = "a freedraft datastore"
     REMEDY: ClassVar[str] = REBUILD
@@ -152,7 +152,7 @@ class Manifest(ChecksummedManifest, frozen=True):
 
     format: Literal["freedraft-datastore"] = "freedraft-datastore"
     format_version: Literal[1] = 1
-    requires: tuple[str, ...] = ()  # features that a reader must have; none so far
+    requires: tuple[str, ...] = ()  # features that a reader must support; none so far
     vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]  # sub-indices have min(vocab_size, 2^20) direct buckets
     tokenizer: TokenizerEntry | None = None  # None if the store was built from token ids alone
     separator: Literal[-1] = -1
@@ -195,7 +195,7 @@ class Manifest(ChecksummedManifest, frozen=True):
         return sum(sub.size for sub in self.sub_indices)
 
     def files(self, directory: Path) -> list[Checked]:
-        """Return the paths of all array files under `directory`, their entries, and the numbers they may hold."""
+        """Return paths, entries and bounds of all array files under `directory`."""
         return [
             (directory / sub.name / file_name(role), sub.files[role], bounds)
             for sub in self.sub_indices

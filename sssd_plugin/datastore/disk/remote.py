@@ -44,7 +44,7 @@ def open_url(url: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def reaching(url: str) -> Iterator[None]:
-    """Turn whatever a driver raises into one line."""
+    """Context: turn any exception of a driver into an error of one line."""
     try:
         yield
     except (DatastoreError, KeyboardInterrupt):
@@ -61,11 +61,11 @@ def reaching(url: str) -> Iterator[None]:
 
 
 def local_copy(url: str, cache: Path | None = None) -> Path:
-    """Return a local copy of the store at `url`; while it is out of reach, the last one. Raises DatastoreError: the
-    store is missing or damaged, or out of reach and there is no copy.
+    """Return a local copy of the store at `url`; the last one while the URL is unreachable. Raises DatastoreError: the
+    store is missing or damaged, or unreachable without a copy.
 
-    Every file of the copy is compared with its digests; a missing or damaged one is fetched, by one process for all of
-    the host. Copies that nobody has used for a day are removed.
+    Every file of the copy is compared with its digests; missing or damaged ones are fetched, by one process per host.
+    Copies unused for a day are removed.
     """
     folder = (cache or cache_folder()) / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
     try:
@@ -92,7 +92,7 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
 
 
 def _complete(target: Path, content: bytes, files: Any, root: str, url: str) -> None:
-    """Fetch what is missing or damaged. The manifest comes last: a copy that has one was whole."""
+    """Fetch missing and damaged files. The manifest comes last: a copy with one was complete."""
     for path, entry, bounds in Manifest.parse(content, f"{url}/{MANIFEST}").files(target):
         name = path.relative_to(target).as_posix()
         with contextlib.suppress(DatastoreError):
@@ -123,7 +123,7 @@ def _complete(target: Path, content: bytes, files: Any, root: str, url: str) -> 
 
 
 def _last_copy(folder: Path) -> Path | None:
-    """Return the copy that was used last, of those that have a manifest which can be read."""
+    """Return the most recently used copy with a readable manifest."""
     copies = []
     for manifest in folder.glob(f"[!.]*/{MANIFEST}"):
         with contextlib.suppress(OSError, DatastoreError):  # another process removes it, or it is damaged

@@ -35,8 +35,8 @@ class Datastore:
         Args:
             vocab_size: the model's; every id of the store must be below it. None: not checked.
             fingerprint: of the model's tokenizer; must be the store's, if that records one. None: not checked.
-            verify: read all files, compare their digests, and see that compiled code can read them unchecked; sizes are
-                always compared. A store must be verified before it is drafted from.
+            verify: read all files and check digests and numbers, so that compiled code can read them unchecked; sizes
+                are always checked. A store must be verified before it is drafted from.
             sha256: the `digest` that the store must have. None: not checked.
         """
         path = Path(path)
@@ -54,7 +54,7 @@ class Datastore:
         check(files, contents=verify)
         try:
             subs = [_map(path / sub.name, sub) for sub in manifest.sub_indices]
-        except ValueError as error:  # only where nothing was verified
+        except ValueError as error:  # only without `verify`
             raise DatastoreError(f"{path} is corrupted ({error}): {REBUILD}") from None
         return cls(path, manifest, Snapshot(subs))
 
@@ -104,8 +104,8 @@ def audit(store: Datastore, *, full: bool = False) -> None:
     """Check the counts, the tables and the suffix arrays in a store that was opened with `verify`. Raises
     DatastoreError: the first thing that is wrong, with its file.
 
-    That the suffix array is a permutation of the suffixes is checked by sums of its entries and of their squares, and
-    that it is sorted on `SAMPLES` neighbours; with `full` both are proved for every entry.
+    Checks that the suffix array is a permutation by sums of its entries and of their squares, and its order on
+    `SAMPLES` neighbours; with `full` both are proved for every entry.
     """
     for entry, sub in zip(store.manifest.sub_indices, store.snapshot.sub_indices, strict=True):
         tokens, order = sub.tokens[: sub.n], sub.suffix_array
@@ -131,8 +131,8 @@ def audit(store: Datastore, *, full: bool = False) -> None:
 
 @compiled(nogil=True)
 def _facts(tokens, order, full):
-    """Return the number of separators, the largest id, and whether `order` has the sum of the suffixes and of their
-    squares (mod 2^64) and, if `full`, each suffix once."""
+    """Return the number of separators, the largest id, and whether `order` has the right sum and sum of squares (mod
+    2^64) and, if `full`, each suffix once."""
     separators, largest, sums, squares = 0, SEPARATOR, np.uint64(0), np.uint64(0)
     for i in range(len(tokens)):
         largest = max(largest, tokens[i])
@@ -153,7 +153,7 @@ def _facts(tokens, order, full):
 
 @compiled(nogil=True)
 def _first_unsorted(tokens, order, step):
-    """Compare every `step`-th suffix with its successor; return the first that should come later, or -1."""
+    """Compare every `step`-th suffix with its successor; return the first one out of order, or -1."""
     for i in range(0, len(order) - 1, step):
         if before(tokens, order[i + 1], order[i], 0):
             return i

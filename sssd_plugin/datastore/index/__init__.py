@@ -1,1 +1,1 @@
-"""Suffix arrays in memory: sub-indices, runs that documents are merged into, what a batch sees of them, look-ups."""
+"""Suffix arrays in memory: sub-indices, merged runs of documents, views of a batch, look-ups."""

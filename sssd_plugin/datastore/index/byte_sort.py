@@ -1,8 +1,8 @@
 """Sorting suffixes with libdivsufsort, by the package `pydivsufsort`: faster than `suffix_sort`, in more memory.
 
-It sorts bytes. Ids are written in a fixed number of bytes, the most significant one first, so suffixes of bytes that
-begin at an id are in the order of suffixes of ids; the other ones are left out. Suffixes are compared beyond the end of
-their document, so those that `suffix_sort` takes for equal may stand in another order.
+It sorts bytes. Ids are encoded big-endian in a fixed number of bytes, so suffixes of bytes that start at an id have the
+order of suffixes of ids; the others are dropped. Suffixes are compared beyond the end of their document, so those that
+are equal for `suffix_sort` may be in another order.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ def installed() -> bool:
 
 
 def bytes_per_token(largest: int) -> int:
-    # The token, its bytes, the place of each byte (int32), and a sparse index.
+    # The token, its bytes, the position of each byte (int32), and a sparse index.
     return 4 + 5 * _width(largest) + 1
 
 
@@ -53,7 +53,7 @@ def _encode(tokens, width, encoded):
 
 @compiled(nogil=True)
 def _keep_suffixes(tokens, width, places):
-    """Turn the places of bytes into suffixes, in place, and return the number of these."""
+    """Turn positions of bytes into suffixes, in place, and return their number."""
     m = 0
     for place in places:
         if place % width == 0 and tokens[place // width] >= 0:

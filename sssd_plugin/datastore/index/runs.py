@@ -1,5 +1,5 @@
 """`Run`: an immutable sub-index over finished documents in memory, sorted and merged by compiled code without the GIL;
-`View`: what the requests of one batch draft from.
+`View`: the sub-indices that the requests of a batch draft from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex, direct_buc
 from sssd_plugin.datastore.index.suffix_sort import PAD, PADDING, SEPARATOR, merge_into, sorted_arrays, with_tables
 
 _LARGE = 1 << 18  # bytes
-_BUCKETS_FROM = 4  # direct buckets cost 4 bytes an id, so only runs of at least a quarter as many tokens have them
+_BUCKETS_FROM = 4  # direct buckets cost 4 bytes per id: only for runs with at least a quarter as many tokens
 
 
 @compiled(nogil=True)
@@ -28,7 +28,7 @@ def _direct_of(n, direct):
     return direct if _BUCKETS_FROM * n >= direct else 0
 
 
-# Each of these makes the arrays of a run in one call, so that a thread asks for the GIL once and not for every array.
+# Each of these builds the arrays of a run in one call, so that a thread takes the GIL once and not per array.
 
 
 @compiled(nogil=True)
@@ -44,7 +44,7 @@ def _merged(older, older_order, newer, newer_order, direct):
 
 @compiled(nogil=True)
 def _without(tokens, order, excess, keep, direct):
-    """Leave out documents, and say how many are left out only because they start in the first `excess` tokens."""
+    """Drop documents; also return the number dropped only because they start in the first `excess` tokens."""
     n = len(tokens) - PAD
     place = np.full(n, -1, np.int32)
     end, document, cut, start = 0, 0, 0, True
@@ -77,8 +77,8 @@ class Run:
 
     Attributes:
         sub: their sub-index.
-        documents: int64 [d, 3], of each: when it was learnt, in ms since 1970; what stands for its tenant; its number,
-            which rises from one document to the next.
+        documents: int64 [d, 3], per document: time learnt, ms since 1970; number of its tenant; its own number,
+            ascending.
     """
 
     sub: SubIndex
@@ -101,8 +101,8 @@ def sorted_run(documents: Sequence[NDArray[np.int32]], vocab_size: int, about: N
 
 
 def with_document(run: Run | None, document: NDArray[np.int32], vocab_size: int, about: NDArray[np.int64]) -> Run:
-    """Return the run with one more document; about: int64 [1, 3], its row of `Run.documents`. It costs a pass over the
-    run."""
+    """Return the run with one more document, in one pass over the run; about: int64 [1, 3], its row of
+    `Run.documents`."""
     new = sorted_run([document], vocab_size, about)
     return new if run is None else merged(run, new, vocab_size)
 
@@ -115,24 +115,23 @@ def merged(older: Run, newer: Run, vocab_size: int) -> Run:
 
 
 def without(run: Run, vocab_size: int, keep: NDArray[np.bool_], excess: int = 0) -> Run | None:
-    """Leave out documents that `keep` (bool [d]) does not name or that start in the first `excess` tokens; None if none
-    is left."""
+    """Drop documents not in `keep` (bool [d]) or that start in the first `excess` tokens; None if none is left."""
     arrays, cut = _without(run.sub.tokens, run.sub.suffix_array, excess, keep, direct_buckets(vocab_size))
     left = run.documents[cut:][keep[cut:]]
     return Run(SubIndex(*arrays), left) if len(left) else None
 
 
 def warm_up() -> None:
-    """Compile, or load from the cache, what inserting, merging and erasing call."""
+    """Compile, or load from the cache, the functions of inserting, merging and erasing."""
     document, about = np.zeros(4, np.int32), np.zeros((1, 3), np.int64)
     run = with_document(with_document(None, document, 8, about), document, 8, about)
     without(merged(run, run, 8), 8, np.arange(4) > 0, 1)
 
 
 def release(runs: list[Run]) -> list[Run]:
-    """Free those of `runs` that nobody else holds and return the others. The caller must hold them in this list only.
+    """Free those of `runs` without other references and return the rest. The caller must hold them in this list only.
 
-    Unmapping a large array takes milliseconds, with the GIL held: the pages are handed back before, without it.
+    Unmapping a large array takes milliseconds with the GIL held, so its pages are released before, without it.
     """
     alone = [count == _ALONE for count in _holds(runs)]
     for run in compress(runs, alone):
@@ -165,8 +164,8 @@ class View:
         table: int64 [R, 7], rows as in `Snapshot.table`, group after group.
         bounds: int64 [G + 1], where each group's rows start.
         sizes: int64 [G], tokens that each group sees.
-        static_rows: int64 [G], how many of each group's rows, the first ones, are of the store that was built.
-        keeps: what keeps the addresses valid.
+        static_rows: int64 [G], number of each group's first rows that belong to the built store.
+        keeps: references that keep the addresses valid.
         widest: the largest number of sub-indices of a group.
     """
 

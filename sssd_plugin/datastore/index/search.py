@@ -9,14 +9,14 @@ from sssd_plugin.pointers import int32_at
 
 @compiled(nogil=True)
 def narrow(tokens, suffixes, lo, hi, offset, token):
-    """Return the range (lo, hi) of suffixes[lo:hi], which share `offset` tokens, that goes on with `token`."""
+    """Return the part (lo, hi) of suffixes[lo:hi], which share `offset` tokens, that continues with `token`."""
     return narrow_within(tokens, suffixes, (lo, hi), (lo, hi), offset, token)
 
 
 @compiled(nogil=True)
 def narrow_within(tokens, suffixes, start, end, offset, token):
-    """Narrow as `narrow` does, with the start of the part known to lie between the bounds `start` and its end between
-    the bounds `end`, both included."""
+    """Like `narrow`, if the start of the part lies within the bounds `start` and its end within the bounds `end`, both
+    inclusive."""
     (a, b), (c, d) = start, end
     while a < b:
         m = (a + b) >> 1
@@ -24,7 +24,7 @@ def narrow_within(tokens, suffixes, start, end, offset, token):
             a = m + 1
         else:
             b = m
-    # The part is most often tiny, so gallop from its start instead of bisecting all of what is left.
+    # The part is usually tiny, so gallop from its start instead of bisecting the rest.
     first, step = a, 1
     a = max(a, c)
     while a + step <= d and tokens[suffixes[a + step - 1] + offset] <= token:
@@ -48,7 +48,7 @@ def suffixes_of(table, j):
 
 @compiled(nogil=True)
 def bucket(table, j, token):
-    """Return the suffixes of sub-index j that begin with `token`: (lo, hi)."""
+    """Return the suffixes of sub-index j that start with `token`: (lo, hi)."""
     if 0 <= token < table[j, 5]:
         starts = int32_at(table[j, 2], table[j, 5] + 1)
         return starts[token], starts[token + 1]
@@ -60,7 +60,7 @@ def bucket(table, j, token):
 
 @compiled(nogil=True)
 def _first_not_below(sparse, a, b, token):
-    """Return the first place in [a, b) of the sparse index with an entry not below `token`, or b."""
+    """Return the first index in [a, b) of the sparse index with an entry not below `token`, or b."""
     while a < b:
         m = (a + b) >> 1
         if sparse[m] < token:
@@ -72,7 +72,7 @@ def _first_not_below(sparse, a, b, token):
 
 @compiled(nogil=True)
 def narrow_bucket(table, j, lo, hi, token):
-    """Narrow part of a bucket of sub-index j with offset 1, where the sparse index says."""
+    """Like `narrow` with offset 1, for part of a bucket of sub-index j, by the sparse index."""
     tokens, suffixes = suffixes_of(table, j)
     sparse = int32_at(table[j, 6], (table[j, 4] + SPARSE_STEP - 1) // SPARSE_STEP)
     # The entries of suffixes within [lo, hi).
@@ -88,7 +88,7 @@ def narrow_bucket(table, j, lo, hi, token):
 
 @compiled(nogil=True)
 def find_ngram(table, j, tokens, start, length):
-    """Return the range (lo, hi) of the suffixes of sub-index j that begin with tokens[start:start + length]."""
+    """Return the range (lo, hi) of the suffixes of sub-index j that start with tokens[start:start + length]."""
     text, suffixes = suffixes_of(table, j)
     lo, hi = bucket(table, j, tokens[start])
     for offset in range(1, length):

@@ -14,8 +14,8 @@ MAX_DIRECT_BUCKETS = 1 << 20
 MAX_TOKENS = (1 << 31) - 1 - PAD
 
 TABLE_COLUMNS = 7
-"""Of a row of `Snapshot.table`: the addresses of tokens, suffix_array and bucket_starts; n, m and D of `SubIndex`; the
-address of sparse_index."""
+"""Columns of `Snapshot.table`: addresses of tokens, suffix_array and bucket_starts; n, m and D of `SubIndex`; address
+of sparse_index."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,8 +27,8 @@ class SubIndex:
         suffix_array: int32 [m], start of every suffix that does not begin with a separator, in lexicographic order.
         bucket_starts: int32 [D + 1]; `suffix_array[bucket_starts[t]:bucket_starts[t + 1]]` are the suffixes that begin
             with token t < D. Larger ids (D is at most 2^20) are found by binary search.
-        sparse_index: int32 [ceil(m / SPARSE_STEP)], second token of every `SPARSE_STEP`-th suffix; made if not given.
-            Splitting the bucket of a common token takes most of its steps here and not all over memory.
+        sparse_index: int32 [ceil(m / SPARSE_STEP)], second token of every `SPARSE_STEP`-th suffix; built if not given.
+            Narrowing the bucket of a common token reads mostly this array, which saves cache misses.
         row: int64 [TABLE_COLUMNS], of a `Snapshot.table`; valid while the sub-index lives.
     """
 
@@ -77,8 +77,8 @@ def direct_buckets(vocab_size: int) -> int:  # ids that have a bucket of their o
 
 
 class Snapshot:
-    """An immutable set of sub-indices, as one step sees them; `table`, int64 [J, TABLE_COLUMNS], has their
-    addresses and sizes for compiled code, valid while the snapshot lives."""
+    """An immutable set of sub-indices for one step; `table`, int64 [J, TABLE_COLUMNS], has their addresses and sizes
+    for compiled code, valid while the snapshot lives."""
 
     __slots__ = ("sub_indices", "table")
 

@@ -1,7 +1,7 @@
 """Sorting and merging suffixes, in compiled code without the GIL.
 
-Suffixes are compared up to the end of their document and over at most `DEPTH` tokens, which is what look-ups read (a
-match, and a draft behind it, of at most 64 each), so text that repeats for ever costs little more than other.
+Suffixes are compared up to the end of their document and over at most `DEPTH` tokens, as far as look-ups read (a match
+and a draft of at most 64 tokens each), so repetitive text costs little more.
 """
 
 import numpy as np
@@ -71,10 +71,10 @@ def sort_into(tokens, begin, end, order):
                 order[i], order[b] = order[b], p
             else:
                 i += 1
-        # Suffixes of the middle part that are as long as that are equal.
+        # Suffixes of the middle part at this depth are equal.
         sorted_to = b if pivot < 0 or depth + 1 >= DEPTH else a
         parts = ((lo, a, depth), (b, hi, depth), (sorted_to, b, depth + 1))
-        # The largest part is sorted last, so that few are waiting at any time.
+        # The largest part is sorted last, to keep the stack small.
         largest = 0
         for k in range(1, 3):
             if parts[k][1] - parts[k][0] > parts[largest][1] - parts[largest][0]:

@@ -1,1 +1,1 @@
-"""The live datastore: what finished requests wrote, in memory and in an append-only log on disk."""
+"""The live datastore: outputs of finished requests, in memory and in a log on disk or at a URL."""

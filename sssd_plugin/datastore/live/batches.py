@@ -1,11 +1,11 @@
-"""`Batch`: learnt documents in a file at a URL that is written once; `UrlFolder`: the files there.
+"""`Batch`: learnt documents in a write-once file at a URL; `UrlFolder`: the files there.
 
     URL/learnt/manifest.json        tokenizer, isolation, and the key of tenants' digests; that of the first writer
     URL/learnt/<day>.<server>.<last>.<oldest>.<newest>.<digest>    a batch: documents of one server
     URL/learnt/erased.<before>.<tenant>.due    an erasure; `.done` once no batch holds what it covers
 
-The name of a batch describes its contents: the day of its newest document, the greatest number that the server gave to
-one of them, times of the oldest and the newest (ms), and a SHA-256.
+The name of a batch has the day of its newest document, the largest number that its server gave to a document, times of
+the oldest and the newest (ms), and a SHA-256.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BATCH = re.compile(r"\d{4}-\d\d-\d\d\.([0-9a-f]{16})\.(\d{12})\.(\d{13})\.(\d{1
 _ERASED = re.compile(r"erased\.(\d{1,15})\.(all|[0-9a-f]{32})\.(due|done)")
 
 Document = tuple[int, Record]
-"""A document, after the number that its server gave to it."""
+"""A document, preceded by the number that its server gave to it."""
 
 
 class Batch(NamedTuple):
@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """All names below the URL: batches, names of erasures, parts of files that killed processes have left, others."""
+    """All names below the URL: batches, erasures, partial files of killed processes, others."""
 
     batches: list[Batch]
     erasures: dict[Erasure, str]
@@ -86,9 +86,9 @@ def seal(server: str, documents: list[Document]) -> tuple[str, bytes]:
 
 
 def unseal(batch: Batch, data: bytes, vocab_size: int) -> list[Document]:
-    """Return what `seal` was given. Raises DatastoreError: the contents are damaged, not as the name describes them, or
-    hold ids beyond the vocabulary."""
-    with contextlib.suppress(ValueError, OverflowError, OSError):  # sizes and times that cannot be
+    """Return the documents of `seal`. Raises DatastoreError: the contents are damaged, do not match the name, or have
+    ids beyond the vocabulary."""
+    with contextlib.suppress(ValueError, OverflowError, OSError):  # impossible sizes and times
         table = np.frombuffer(data, _DOCUMENT, max(1, int(np.frombuffer(data, "<i8", 1)[0])), 8)
         tokens = np.frombuffer(data, "<i4", offset=8 + table.nbytes).astype(np.int32)
         numbers, times, tenants, lengths = (table[name].tolist() for name in _DOCUMENT.names or ())
@@ -103,8 +103,8 @@ def unseal(batch: Batch, data: bytes, vocab_size: int) -> list[Document]:
 
 
 class UrlFolder:
-    """The folder `learnt` of a URL, whatever fsspec opens and writes to. Raises DatastoreError: a driver is missing;
-    from methods: UnreachableError."""
+    """The folder `learnt` of a URL of any fsspec driver. Raises DatastoreError: the driver is missing; methods raise
+    UnreachableError."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -131,7 +131,7 @@ class UrlFolder:
                 return None
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file, which nobody sees in part."""
+        """Write a file atomically."""
         with reaching(self.url):
             if not self._local:
                 self._files.pipe_file(f"{self._root}/{name}", data)
@@ -140,7 +140,7 @@ class UrlFolder:
             for last in (False, False, True):
                 try:
                     return write_atomically(Path(self._root, name), data, mode=0o666)
-                except FileNotFoundError:  # somebody took the part for one that a killed process has left
+                except FileNotFoundError:  # another process removed the part as a killed process's
                     if last:
                         raise
 
@@ -155,7 +155,7 @@ class UrlFolder:
                     os.link(Path(self._root, part), Path(self._root, name))
                 else:
                     self._files.pipe_file(f"{self._root}/{name}", data, mode="create")
-        except UnreachableError:  # drivers differ in what they raise where it exists
+        except UnreachableError:  # drivers raise different errors for an existing file
             if self.get(name) is None:
                 raise
         if self._local:

@@ -1,8 +1,8 @@
-"""`DocumentFile`: learnt documents in a sqlite3 file, which is repaired where it is damaged.
+"""`DocumentFile`: learnt documents in a sqlite3 file, repaired if damaged.
 
-One row is one document, with its tenant, time and a checksum. The rollback journal (TRUNCATE, synchronous FULL) makes a
-change whole or absent after a crash and leaves no copy of old pages behind, as a write-ahead log would. An erasure
-overwrites (secure_delete), and VACUUM then leaves no copy of a row in the free space of a page.
+One row is one document, with its tenant, time and a checksum. With the rollback journal (TRUNCATE, synchronous FULL) a
+change is complete or absent after a crash, and no copy of old pages remains, unlike with a write-ahead log. An erasure
+overwrites rows (secure_delete), and VACUUM removes copies from the free space of pages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PRAGMAS = (
     "journal_mode = TRUNCATE",
     "cell_size_check = ON",
     "trusted_schema = OFF",
-    "temp_store = MEMORY",  # or VACUUM would write texts to another folder
+    "temp_store = MEMORY",  # VACUUM must not write texts to another folder
 )
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS documents (id INTEGER PRIMARY KEY AUTOINCREMENT,"
@@ -51,16 +51,16 @@ T = TypeVar("T")
 
 
 class UnreadableFileError(DatastoreError):
-    """A file that holds nothing that could be read."""
+    """A file without any readable contents."""
 
 
 class DocumentFile:
-    """An open file, for one thread at a time. `DatastoreError` from all methods: it cannot be opened or used, or holds
-    something else."""
+    """An open file, for one thread at a time. All methods raise DatastoreError: it cannot be opened or used, or is
+    another kind of file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.exists():  # closing a file would end the locks that this process has on it
+        if not path.exists():  # closing it would release this process's locks on it
             with reporting("write", path):
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         with self.reporting():
@@ -69,8 +69,8 @@ class DocumentFile:
         self.transact(lambda: self._must_be_sound("quick_check"))
 
     def transact(self, action: Callable[[], T], kind: str | None = "IMMEDIATE", *, repair: bool = True) -> T:
-        """Run `action` in a transaction: all of it or nothing (kind None: outside of one). Where the file turns out to
-        be damaged, write its readable rows anew, and run it again."""
+        """Run `action` in a transaction (kind None: outside of one). If the file is damaged, rewrite its readable rows
+        and run `action` again."""
         with self.reporting():
             try:
                 return self._once(action, kind)
@@ -81,14 +81,14 @@ class DocumentFile:
                 return self._once(action, kind)
 
     def compact(self) -> None:
-        """Leave no copy of what was erased in the file."""
+        """Remove all copies of erased rows from the file."""
         self.transact(lambda: self._db.execute("VACUUM"), None)
         self.transact(lambda: self._db.execute("PRAGMA user_version = 0"), None)
 
     def check(self) -> tuple[int, int]:
-        """Return the number of documents, and how many of them are damaged. A damaged file raises."""
+        """Return the numbers of documents and of damaged ones. Raises for a damaged file."""
 
-        def check() -> list[bool]:  # nobody else writes meanwhile
+        def check() -> list[bool]:  # no concurrent writer
             self._must_be_sound("integrity_check")
             return [record is None for _, record in self._documents(0)]
 
@@ -100,19 +100,19 @@ class DocumentFile:
         """Turn errors of sqlite3 into one line with the file and the remedy."""
         try:
             yield
-        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where a message quotes a damaged schema
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter if a message quotes a damaged schema
             problem = error if isinstance(error, sqlite3.Error) else _corrupt()
             code = _code(problem)
             kind = UnreadableFileError if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT) else DatastoreError
             raise kind(f"cannot use {self.path}: {problem}; {_REMEDIES.get(code, 'check the disk')}") from None
 
     def _documents(self, after: int) -> Iterator[tuple[int, Record | None]]:
-        """Yield the documents with a greater id than `after`: their ids, and None for one that is damaged."""
+        """Yield ids and documents with ids above `after`; None for a damaged document."""
         for row in self._db.execute(_ROWS, (after,)):
             yield row[0], _record(row)
 
     def _newest(self, table: str) -> int:
-        """Return the greatest id that a row of the table ever had."""
+        """Return the largest id ever used in the table."""
         row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()
         return int(row[0]) if row else 0
 
@@ -147,7 +147,7 @@ class DocumentFile:
                 good.executemany("INSERT INTO erasures VALUES (?, ?, ?, ?)", rows)
             kept = [row for row in self._readable(newest["documents"]) if _record(row) is not None]
             good.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?)", kept)
-            # Ids are not given again: other processes remember the last ones that they have read.
+            # Ids are never reused: other processes remember the last ones that they have read.
             good.execute("DELETE FROM sqlite_sequence")
             good.executemany("INSERT INTO sqlite_sequence VALUES (?, ?)", newest.items())
             good.backup(self._db)
@@ -156,7 +156,7 @@ class DocumentFile:
         logger.error("freedraft: %s was damaged: %d documents of it could be read and are kept", self.path, len(kept))
 
     def _readable(self, newest: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of documents that can be read; a page that cannot be read is passed over."""
+        """Yield the readable rows of documents; unreadable pages are skipped."""
         at = 0
         while True:
             try:

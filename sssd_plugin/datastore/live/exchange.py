@@ -1,8 +1,8 @@
-"""`Exchange`: what servers at one URL learn from each other, in batches; see `batches`.
+"""`Exchange`: servers at one URL learn from each other, by batches; see `batches`.
 
-Whoever writes a batch anew without erased documents gives it the same name, readers leave out documents with numbers
-that they have had, and batches that are too old are removed by name. One listing holds erasures and batches, so no
-reader takes a document that was erased before.
+All servers that rewrite a batch without erased documents give it the same name, readers skip documents that they have
+had (by number), and expired batches are removed by name. One listing has erasures and batches, so no reader takes a
+document that was erased before.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from sssd_plugin.datastore.records import Changes, Erasure, PendingRecords, Reco
 logger = logging.getLogger("freedraft.datastore")
 
 POLL_SECONDS = 2.0
-FINISH_SECONDS = 10.0  # after which servers finish what a killed `forget` has begun
+FINISH_SECONDS = 10.0  # after which servers finish the work of a killed `forget`
 _BATCH_TOKENS = 1 << 16
 _DAY = 86_400_000  # ms
 
 
 class Exchange:
-    """One server's end of a URL, in the place of a `Log`. It is used by one thread, so a URL that is slow or down holds
-    up no start and no request.
+    """One server's side of a URL, used like a `Log`. A single background thread uses it, so a slow or unreachable URL
+    delays no start and no request.
 
     Args:
-        url: whatever fsspec opens and writes to; it need not answer yet.
+        url: of any fsspec driver; it need not be reachable yet.
         isolation: all servers at the URL have the same one; "salt" and "strict" go together.
-        max_tokens: of the newest documents that are read at first.
+        max_tokens: tokens of the newest documents to read at the start.
         max_age: seconds after which a document is erased; None for never.
     """
 
@@ -56,23 +56,22 @@ class Exchange:
         self._reached = self._expiring = False
         self._poll_at, self._oldest = 0.0, 0
         self._handled, self._strange = set[str](), set[str]()  # names of batches, and of other files
-        self._seen = {self._server: 1 << 62}  # by server, the greatest number that was read
-        self._until: dict[bytes | None, int] = {}  # by tenant, None for all, the time until which all is erased
+        self._seen = {self._server: 1 << 62}  # by server, the largest number read
+        self._until: dict[bytes | None, int] = {}  # by tenant (None: all), time until which documents are erased
         self._applied: set[Erasure] = set()
-        self._due: dict[str, float] = {}  # when erasures that are due were first seen
+        self._due: dict[str, float] = {}  # when each due erasure was first seen
         self._unsent: list[Document] = []
         self._open: list[Document] = []  # the batch that grows
         self.key: bytes | None = None  # of the digests of tenants
-        with contextlib.suppress(DatastoreError):  # it was never reached from here
+        with contextlib.suppress(DatastoreError):  # it was never reached from this host
             self.key = bytes.fromhex(LiveManifest.read(self._cached).key)
 
     def load(self) -> list[Record]:
-        """Return nothing: the URL is not waited for."""
+        """Return nothing, without waiting for the URL."""
         return []
 
     def sync(self, changes: Changes, retry: bool = True) -> None:
-        """Publish new documents; add erasures and documents of others to `changes`. retry: whether to do so though it
-        is not due."""
+        """Publish new documents; add erasures and documents of others to `changes`. retry: even if it is not due."""
         if retry or time.monotonic() >= self._poll_at:
             self._poll_at = time.monotonic() + POLL_SECONDS * random.uniform(0.75, 1.25)  # servers do not ask at once
             if not self._reached:
@@ -85,24 +84,24 @@ class Exchange:
             self._finish_erasures(listing)
 
     def expire(self, before: int) -> None:
-        """Take no document that is older (ms), and erase such documents at the URL with the next `sync`."""
+        """Ignore documents before this time (ms), and erase them at the URL with the next `sync`."""
         self._oldest, self._expiring = before, True
         if self._open and self._open[0][1].milliseconds < before:
             self._open = []
 
     def close(self) -> None:
-        """Do nothing: what is left was published, or cannot be."""
+        """Do nothing: documents are published already, or cannot be."""
 
     def connect(self) -> list[Snapshot]:
         """Read the manifest, or write the first one; return the built store at the URL, if there is one. Raises
-        DatastoreError: the model, the server or this version does not fit what is there."""
+        DatastoreError: model, server or version do not match the URL's."""
         manifest = self.manifest()
         if manifest is None:
             if self._list().batches:
                 raise DatastoreError(f"{self.url}/learnt/{MANIFEST} is missing though there are batches: restore it")
             settings = {"vocab_size": self._vocab_size, "fingerprint": self._fingerprint, "isolation": self._isolation}
             self._folder.create(MANIFEST, LiveManifest.model_validate(settings).content())
-            manifest = self.manifest()  # that of whoever was first
+            manifest = self.manifest()  # the first writer's
             assert manifest is not None
         there = manifest.isolation
         manifest.admitting(f"{self.url}/learnt", self._vocab_size, self._fingerprint, there, alone=True)
@@ -115,7 +114,7 @@ class Exchange:
             self._cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             manifest.write(self._cached)
         key, self.key = self.key, bytes.fromhex(manifest.key)
-        if key not in (None, self.key):  # what is learnt under another key is nobody's
+        if key not in (None, self.key):  # text learnt under another key has no tenant
             self.pending.erase(Erasure())
         built = []
         if MANIFEST in self._folder.names(above=True):
@@ -126,8 +125,8 @@ class Exchange:
         return built
 
     def manifest(self) -> LiveManifest | None:
-        """Return the manifest; None if no server has learnt at the URL. Raises DatastoreError: it cannot be read, or
-        servers of an earlier version learnt there."""
+        """Return the manifest; None if no server has learnt at the URL. Raises DatastoreError: it is unreadable, or of
+        servers of an earlier version."""
         if any(re.fullmatch(r"manifest-\d+\.json", name) for name in self._folder.names(above=True)):
             raise DatastoreError(
                 f"{self.url} holds what servers of an earlier version learnt, which this version does not read: choose "
@@ -137,9 +136,9 @@ class Exchange:
         return None if data is None else LiveManifest.parse(data, f"{self.url}/learnt/{MANIFEST}")
 
     def forget(self, erasures: list[Erasure]) -> None:
-        """Erase published documents; each erasure has a time. Servers follow when they look next, and the URL holds
-        none of the documents when this returns."""
-        self._erase(erasures, again_after=2 * POLL_SECONDS)  # until all have looked, they publish as before
+        """Erase published documents; each erasure has a time. Servers follow at their next poll; the URL has none of
+        the documents when this returns."""
+        self._erase(erasures, again_after=2 * POLL_SECONDS)  # until its next poll a server may still publish them
 
     def newest(self) -> int:
         """Return the time of the newest document at the URL, in ms since 1970."""
@@ -151,18 +150,18 @@ class Exchange:
         read = set[str]()
         while fresh := [batch for batch in self._list().batches if batch.name not in read]:
             for batch in fresh:
-                documents = self._read(batch) or []  # none if it was written anew meanwhile
+                documents = self._read(batch) or []  # none if it was rewritten meanwhile
                 found |= {(batch.server, number): record for number, record in documents}
                 read.add(batch.name)
         return [found[key] for key in sorted(found) if not self._covered(found[key])]
 
     def _pull(self, changes: Changes) -> Listing:
-        """Add what is new at the URL to `changes`."""
+        """Add new erasures and documents at the URL to `changes`."""
         listing, now = self._list(), now_ms()
         changes.erasures.extend(erasure for erasure in listing.erasures if erasure not in self._applied)
         if changes.erasures:
             self._open = []  # the server that erases rewrites this batch
-        self._applied = {e for e in listing.erasures if e.until < now}  # the others cover what comes
+        self._applied = {e for e in listing.erasures if e.until < now}  # the others also cover documents to come
         self._handled &= {batch.name for batch in listing.batches}
         fresh, room = [], 4 * self._max_tokens
         for batch in sorted(listing.batches, key=lambda batch: -batch.newest):
@@ -170,26 +169,26 @@ class Exchange:
                 room -= batch.size
                 if room >= 0 and (self._until or batch.last > self._seen.get(batch.server, -1)):
                     fresh.append(batch)
-                else:  # known by number, or older than what fits into memory
+                else:  # known by number, or too old to fit into memory
                     self._handled.add(batch.name)
         order = {batch.server: random.random() for batch in fresh}  # all get their turn, however long reading takes
         gone = set[str]()
         for batch in sorted(fresh, key=lambda batch: (order[batch.server], batch)):
             documents = None if batch.server in gone else self._read(batch)
-            if documents is None:  # written anew: the next listing has it, and later ones of its server must wait
+            if documents is None:  # rewritten: wait for the next listing, also with later batches of its server
                 gone.add(batch.server)
                 continue
             last = self._seen.get(batch.server, -1)
             changes.records.extend(record for n, record in documents if n > last and not self._covered(record))
-            if documents:  # nothing is known of one that is damaged
+            if documents:  # a damaged batch has none
                 self._seen[batch.server] = max(last, batch.last)
-            if any(self._erased(record) for _, record in documents):  # whoever wrote it had not seen the erasure
+            if any(self._erased(record) for _, record in documents):  # its writer had not seen the erasure
                 self._rewrite(batch, documents)
-            self._handled.add(batch.name)  # not before: where it could not be written anew, that is tried again
+            self._handled.add(batch.name)  # last, so that a failed rewrite is tried again
         return listing
 
     def _send(self) -> None:
-        """Publish: the newest batch grows until it is large, or would be too long in time."""
+        """Publish: the newest batch grows until it is too large or spans too much time."""
         self._unsent = [document for document in self._unsent if not self._covered(document[1])]
         while self._unsent:
             n = self._fitting()
@@ -214,9 +213,9 @@ class Exchange:
         return len(self._unsent)
 
     def _finish_erasures(self, listing: Listing) -> None:
-        """Erase documents that are too old, and those that a killed `forget` has left."""
+        """Erase expired documents, and finish erasures of a killed `forget`."""
         old = [batch.newest for batch in listing.batches if batch.oldest < self._oldest] if self._expiring else []
-        if old:  # and nothing that is still to be learnt, where this host's clock is ahead
+        if old:  # but no future documents if this host's clock is ahead
             erasure = Erasure(None, min(self._oldest, max(old) + 1))
             self._applied.add(erasure)
             listing = self._erase([erasure])
@@ -229,7 +228,8 @@ class Exchange:
             self._mark_done(late)
 
     def _erase(self, erasures: list[Erasure], again_after: float = 0.0) -> Listing:
-        """Announce erasures and remove what they cover, twice if `again_after` says so; return what was there."""
+        """Announce erasures and remove covered documents, again after `again_after` seconds if set; return the last
+        listing."""
         self._announce(erasures)
         self._sweep(listing := self._list())
         if again_after:
@@ -264,7 +264,7 @@ class Exchange:
             self._folder.remove(part)
 
     def _rewrite(self, batch: Batch, documents: list[Document] | None) -> None:
-        """Replace a batch by one without what is erased. One that is damaged goes: nobody can tell whose it is."""
+        """Replace a batch by one without erased documents. A damaged one is removed: its tenants are unknown."""
         kept = [document for document in documents or () if not self._erased(document[1])]
         if not documents or len(kept) < len(documents):
             if kept:
@@ -278,7 +278,7 @@ class Exchange:
         return record.milliseconds < max(self._until.get(None, 0), self._until.get(record.tenant, 0))
 
     def _read(self, batch: Batch) -> list[Document] | None:
-        """Return the documents of a batch, none if it is damaged; None if it is gone."""
+        """Return the documents of a batch: empty if it is damaged, None if it was removed."""
         data = self._folder.get(batch.name)
         try:
             return None if data is None else unseal(batch, data, self._vocab_size)
@@ -287,7 +287,7 @@ class Exchange:
             return []
 
     def _list(self) -> Listing:
-        """Return what is there; from then on nothing that is erased is taken, published or kept."""
+        """List the URL and apply its erasures: from then on erased documents are not taken, published or kept."""
         listing = Listing.of(self._folder.names())
         for name in sorted(listing.strange - self._strange):
             logger.error("freedraft: %s/learnt/%s is no batch; it is left out", self.url, name[:200])

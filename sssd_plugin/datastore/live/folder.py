@@ -1,10 +1,10 @@
-"""The folder of a live datastore: its manifest, and the lock that the processes of one host share.
+"""The folder of a live datastore: its manifest, and a lock shared by the processes of one host.
 
     STORE/live/lock             held by every process that learns there; names their host
     STORE/live/manifest.json    what the folder holds
     STORE/live/learnt.sqlite    the documents; see `log`
 
-All of it is of mode 0600. Suffix arrays are not stored: sorting is faster than proving that a stored order is right.
+All files have mode 0600. Suffix arrays are not stored: sorting is faster than verifying a stored order.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ LOCK = "lock"
 FILE = "learnt.sqlite"
 _WAIT_SECONDS = 30.0
 
-REACH = {"salt": 0, "strict": 0, "shared": 1, "off": 1}  # who sees a text: its tenant, or everybody
+REACH = {"salt": 0, "strict": 0, "shared": 1, "off": 1}  # who may be drafted from a text: its tenant, or all
 
 
 class LiveManifest(ChecksummedManifest, frozen=True):
-    """What the folder holds."""
+    """Manifest of the folder."""
 
     DESCRIBES: ClassVar[str] = "a live datastore"
     REMEDY: ClassVar[str] = "remove the folder to start anew"
@@ -42,13 +42,13 @@ class LiveManifest(ChecksummedManifest, frozen=True):
     format_version: Literal[2] = 2
     vocab_size: int
     fingerprint: str | None = None
-    key: Digest = Field(default_factory=lambda: secrets.token_hex(16))  # of the digests that stand for tenants' names
-    isolation: Isolation  # the narrowest under which something was learnt
+    key: Digest = Field(default_factory=lambda: secrets.token_hex(16))  # of the digests that replace tenants' names
+    isolation: Isolation  # narrowest isolation of all learnt text
 
     @classmethod
     def of(cls, folder: Path) -> LiveManifest | None:
         """Return the manifest of a live folder; None if nothing was learnt there. Raises DatastoreError: see
-        `ChecksummedManifest.read`; it is missing though there are documents."""
+        `ChecksummedManifest.read`; or there are documents without a manifest."""
         path = folder / MANIFEST
         with reporting("read", path):
             if path.exists():
@@ -60,8 +60,8 @@ class LiveManifest(ChecksummedManifest, frozen=True):
     def admitting(
         self, folder: Path | str, vocab_size: int, fingerprint: str | None, isolation: Isolation, alone: bool
     ) -> LiveManifest:
-        """Return the manifest for when a server of this tokenizer and isolation learns in the folder, alone or not.
-        Raises DatastoreError: it may not."""
+        """Return the manifest after admitting a server with this tokenizer and isolation, alone or not. Raises
+        DatastoreError: it is not admitted."""
         other = self.fingerprint is not None and fingerprint is not None and self.fingerprint != fingerprint
         if other or self.vocab_size > vocab_size:
             raise DatastoreError(
@@ -85,9 +85,9 @@ class LiveManifest(ChecksummedManifest, frozen=True):
 
 
 class FolderLock:
-    """A lock that the processes of one host share, and no process of another; `alone`: no other had it when this one
-    took it. sqlite3 keeps processes apart by locks of the file system, so where there are none nobody gets this lock.
-    Raises DatastoreError: another host has the lock, the file system has no locks, or the disk refuses."""
+    """A lock shared by the processes of one host only; `alone`: no other process had it when this one took it. sqlite3
+    needs locks of the file system, so without them this lock is refused. Raises DatastoreError: another host has the
+    lock, the file system has no locks, or a disk error."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LOCK
@@ -131,7 +131,7 @@ class FolderLock:
         return True
 
     def share(self) -> None:
-        """Let other processes of this host in."""
+        """Admit other processes of this host."""
         if self._fd is not None:
             fcntl.flock(self._fd, fcntl.LOCK_SH)
 

@@ -1,4 +1,4 @@
-"""`Log`: the documents of a live store in a file that several processes of a host share and follow."""
+"""`Log`: the documents of a live store in a file shared by processes of a host, which follow each other's changes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sssd_plugin.datastore.records import Changes, Erasure, PendingRecords, Reco
 
 logger = logging.getLogger("freedraft.datastore")
 
-ANNOUNCED_SECONDS = 60.0  # how long an erasure stands in the file, for other processes to follow
+ANNOUNCED_SECONDS = 60.0  # time for which an erasure stays in the file, for other processes
 _ROWS_AT_ONCE = 1000
-_DUE = "PRAGMA user_version = 1"  # `compact` is to be called, by any process if this one is killed
+_DUE = "PRAGMA user_version = 1"  # `compact` is due, by any process if this one is killed
 
 
 class Log(DocumentFile):
-    """The file in a folder that the process has locked, for one thread at a time. `pending` only queues; `sync` writes.
-    Beyond `max_tokens` (None: no bound), tenants that hold most lose their oldest documents."""
+    """The file in a folder locked by the process, for one thread at a time. `pending` only queues; `sync` writes.
+    Beyond `max_tokens` (None: no bound), the largest tenants lose their oldest documents."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Log(DocumentFile):
     def open(
         cls, directory: Path, vocab_size: int, max_tokens: int, fingerprint: str | None, isolation: Isolation
     ) -> Self:
-        """Open, or start, the live part of the store in `directory`; raises as `open_live` does."""
+        """Open, or create, the live part of the store in `directory`; raises like `open_live`."""
         folder = Path(directory) / LIVE
         with reporting("write", folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,19 +67,19 @@ class Log(DocumentFile):
             raise
 
     def load(self) -> list[Record]:
-        """Return what is on disk."""
+        """Return all documents on disk."""
         changes = Changes()
         self.sync(changes)
         return changes.records
 
     def sync(self, changes: Changes, retry: bool = True) -> None:
-        """Write what is queued, to the disk itself, and add erasures and documents of other processes to `changes`."""
+        """Write queued documents durably, and add erasures and documents of other processes to `changes`."""
         records, failure = self.pending.take(), None
         try:
             news = self._append(records) if records else self._follow()
         except DatastoreError as error:
             self.pending.give_back(records)
-            news, failure = self._follow(), error  # what is erased is forgotten though nothing can be written
+            news, failure = self._follow(), error  # erasures apply even if nothing can be written
         changes.erasures.extend(news.erasures)
         changes.records.extend(news.records)
         if failure is not None:
@@ -93,7 +93,7 @@ class Log(DocumentFile):
             found = self._db.execute(old, (before,)).fetchone()
         if found:
             self.erase(Erasure(None, before))
-            self._version = -1  # or `_read` would miss this erasure once it is removed, and take all to be erased
+            self._version = -1  # else `_read` would miss this erasure and treat all as erased
             self._end_at = time.monotonic() + ANNOUNCED_SECONDS + 1
             self.compact()
 
@@ -103,8 +103,8 @@ class Log(DocumentFile):
         self._lock.release()
 
     def erase(self, erasure: Erasure) -> tuple[int, int]:
-        """Erase documents, and damaged ones with them, since nobody can tell whose they are; return how many, and their
-        tokens. Other processes follow. Call `compact` then."""
+        """Erase documents, and all damaged ones, since their tenants are unknown; return their number and tokens. Other
+        processes follow. Call `compact` afterwards."""
 
         def erase() -> tuple[int, int]:
             gone = {
@@ -121,13 +121,13 @@ class Log(DocumentFile):
         return self.transact(erase)
 
     def end_erasures(self, alone: bool) -> None:
-        """Remove erasures that were announced long enough ago, or all if no other process needs to know of them; and
-        compact for a process that was killed before it did."""
+        """Remove erasures announced long enough ago, or all if there is no other process; compact if a killed process
+        did not."""
         now = now_ms()
         until = now if alone else now - int(ANNOUNCED_SECONDS * 1000)
 
         def end() -> bool:
-            old = "DELETE FROM erasures WHERE milliseconds <= ? OR milliseconds > ?"  # of a clock that was set back
+            old = "DELETE FROM erasures WHERE milliseconds <= ? OR milliseconds > ?"  # the clock was set back
             if self._db.execute(old, (until, now)).rowcount:
                 self._db.execute(_DUE)
             return bool(self._db.execute("PRAGMA user_version").fetchone()[0])
@@ -136,7 +136,7 @@ class Log(DocumentFile):
             self.compact()
 
     def _follow(self) -> Changes:
-        """Return what other processes have erased and then learnt since the last call; at first all documents."""
+        """Return erasures and then new documents of other processes since the last call; at first all documents."""
         with self.reporting():
             version = self._db.execute("PRAGMA data_version").fetchone()[0]
         if version == self._version:
@@ -146,7 +146,7 @@ class Log(DocumentFile):
         return changes
 
     def _append(self, records: list[Record]) -> Changes:
-        """Write documents, less those that an erasure covers; return as `_follow` does."""
+        """Write documents not covered by an erasure; return like `_follow`."""
 
         def append() -> tuple[Changes, tuple[int, int]]:
             changes, (erasure, newest) = self._read()
@@ -162,11 +162,11 @@ class Log(DocumentFile):
         return changes
 
     def _read(self) -> tuple[Changes, tuple[int, int]]:
-        """Return what came since the last call, and the last erasure and document."""
+        """Return changes since the last call, and the ids of the last erasure and document."""
         (last_erasure, last_document), newest = self._seen, self._newest("erasures")
         rows = self._db.execute("SELECT tenant, before FROM erasures WHERE id > ?", (last_erasure,)).fetchall()
         erasures = [Erasure(tenant, before) for tenant, before in rows]
-        if len(rows) != newest - last_erasure:  # some are gone already: what the file holds is all there is
+        if len(rows) != newest - last_erasure:  # some were removed already: replace everything by the file's contents
             erasures, last_document = [Erasure()], 0
         found = list(self._documents(last_document))
         records = [record for _, record in found if record is not None]
@@ -175,7 +175,7 @@ class Log(DocumentFile):
         return Changes(erasures, records), (newest, found[-1][0] if found else last_document)
 
     def _keep_bounds(self, changes: Changes, written: list[Record]) -> None:
-        """Drop documents beyond the bound, and end erasures that every process knows of."""
+        """Drop documents beyond the bound, and erasures that every process has seen."""
         self._tokens += sum(record.size for record in (*written, *changes.records))
         if self._max_tokens is not None and self._tokens > self._max_tokens:
             kept = self._max_tokens - self._max_tokens // 8

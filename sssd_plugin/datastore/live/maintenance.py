@@ -1,4 +1,4 @@
-"""What is done to a live folder or a URL from outside, whether servers learn there or not."""
+"""Maintenance of a live folder or URL from outside, with or without servers learning there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FILES = FILE, f"{FILE}-journal", f"{FILE}-wal"
 
 
 class Forgotten(NamedTuple):
-    """Documents and tokens erased on disk; `alone` if no server was learning there, which would follow in a second."""
+    """Documents and tokens erased on disk; `alone`: no server was learning there (one would follow within a second)."""
 
     documents: int
     tokens: int
@@ -33,8 +33,7 @@ class Forgotten(NamedTuple):
 
 
 def end_of(before: str | None) -> int | None:
-    """Return an ISO date or time, UTC unless it says otherwise, in ms since 1970; None for None. Raises DatastoreError:
-    not a time."""
+    """Return an ISO date or time (default: UTC) in ms since 1970; None for None. Raises DatastoreError: not a time."""
     if before is None:
         return None
     try:
@@ -45,9 +44,9 @@ def end_of(before: str | None) -> int | None:
 
 
 def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = None) -> Forgotten:
-    """Erase learnt documents: of these tenants (none: of all), from before a time (ms since 1970; None: of any), and
-    damaged ones, since nobody can tell whose they are. Servers of this host that learn there forget them, too. Raises
-    DatastoreError: nothing was ever learnt there, another host learns there, or the disk refuses."""
+    """Erase learnt documents: of these tenants (none: of all), before a time (ms since 1970; None: of any), and all
+    damaged ones, since their tenants are unknown. Servers of this host that learn there forget them, too. Raises
+    DatastoreError: nothing was ever learnt there, another host learns there, or a disk error."""
     folder, manifest = _learnt(directory)
     documents = tokens = 0
     with FolderLock(folder) as lock:
@@ -67,19 +66,19 @@ def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = No
 
 
 def forget_at(url: str, tenants: Sequence[str] = (), before: int | None = None) -> None:
-    """Erase as `forget` does what servers learnt at a URL; before: None is until this returns. Servers follow when they
-    look next. Raises DatastoreError: nothing was ever learnt there, or it is out of reach."""
+    """Like `forget`, for documents that servers learnt at a URL; before: None: until this returns. Servers follow at
+    their next poll. Raises DatastoreError: nothing was ever learnt there, or it is unreachable."""
     exchange, manifest = _exchange(url)
-    # Until all have looked they learn and publish as before; their clocks may be ahead by as much.
+    # Until their next poll servers may publish such documents; their clocks may be ahead by as much.
     now = now_ms()
-    ahead = min(exchange.newest() + 1, now + 86_400_000)  # of a host with a clock that was ahead
+    ahead = min(exchange.newest() + 1, now + 86_400_000)  # for hosts with clocks ahead
     until = max(now + int(2000 * exchanges.POLL_SECONDS), ahead) if before is None else before
     exchange.forget(_erasures(manifest, tenants, until))
 
 
 def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
-    """Check what was learnt, and that no byte of the files names these tenants; return the result in a few words, None
-    if nothing was ever learnt. Raises DatastoreError: the first thing that is wrong, with its remedy."""
+    """Check learnt documents, and that no byte of the files names these tenants; return the result in a few words, None
+    if nothing was ever learnt. Raises DatastoreError: the first problem, with its remedy."""
     if LiveManifest.of(Path(directory) / LIVE) is None:
         return None
     folder, manifest = _learnt(directory)
@@ -106,9 +105,9 @@ def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
 
 
 def export(place: str, out: Path, tenants: Sequence[str], *, accept: bool = False) -> tuple[int, int]:
-    """Write documents that were learnt in the directory of a store or at a URL, of these tenants (none: of all), as
-    token ids with a separator after each; return the number of documents and of their tokens. Raises DatastoreError:
-    nothing was learnt, tenants were kept apart (but for `accept`), or a file cannot be read or written."""
+    """Write documents learnt in the directory of a store or at a URL, of these tenants (none: of all), as token ids
+    with a separator after each; return the numbers of documents and tokens. Raises DatastoreError: nothing was learnt,
+    tenants were kept apart (unless `accept`), or a file cannot be read or written."""
     if "://" in place:
         exchange, manifest = _exchange(place)
         records = exchange.documents()
@@ -129,8 +128,8 @@ def export(place: str, out: Path, tenants: Sequence[str], *, accept: bool = Fals
 
 
 def accept_isolation(directory: Path, isolation: Isolation) -> Isolation:
-    """Let what was learnt be seen as this isolation has it; return what it was before. Raises DatastoreError: nothing
-    was ever learnt there, a process learns there, or the disk refuses."""
+    """Change the isolation of learnt text; return the former one. Raises DatastoreError: nothing was ever learnt there,
+    a process learns there, or a disk error."""
     folder, manifest = _learnt(directory)
     with FolderLock(folder) as lock:
         if not lock.alone:

@@ -11,21 +11,21 @@ from prometheus_client import Counter, Gauge
 if TYPE_CHECKING:
     from sssd_plugin.datastore.live.store import LiveStore
 
-# By attribute of `LiveStats`.
+# Metrics by attribute of `LiveStats`.
 _GAUGES = {
     "tokens": Gauge("freedraft_live_tokens", "Tokens in the live datastore", multiprocess_mode="livesum"),
     "max_sub_indices": Gauge(
         "freedraft_live_sub_indices",
-        "Most live sub-indices that a request is drafted from",
+        "Maximum of live sub-indices per request",
         multiprocess_mode="livemax",
     ),
     "nbytes": Gauge("freedraft_live_bytes", "Memory of the live datastore", multiprocess_mode="livesum"),
-    "tenants": Gauge("freedraft_live_tenants", "Tenants that have learnt something", multiprocess_mode="livesum"),
+    "tenants": Gauge("freedraft_live_tenants", "Tenants with learnt text", multiprocess_mode="livesum"),
 }
 _COUNTERS = {
     "documents": Counter("freedraft_live_documents", "Finished requests that were learnt from"),
     "inserted": Counter("freedraft_live_inserted_tokens", "Tokens that were learnt"),
-    "evicted": Counter("freedraft_live_evicted_tokens", "Learnt tokens that were dropped to make room"),
+    "evicted": Counter("freedraft_live_evicted_tokens", "Learnt tokens dropped to make room"),
     "merges": Counter("freedraft_live_merges", "Merges of live sub-indices in the background"),
     "merge_seconds": Counter("freedraft_live_merge_seconds", "Time that they took"),
 }
@@ -40,7 +40,7 @@ class LiveMetrics:
         self._shown: defaultdict[Counter, float] = defaultdict(float)
 
     def show(self, live: LiveStore) -> None:
-        """Bring the metrics up to date, for at most a hundredth of the time: with many tenants that takes a while."""
+        """Update the metrics, at most 1 % of the time, since many tenants take long."""
         now = time.monotonic()
         if now < self._next:
             return

@@ -1,4 +1,4 @@
-"""`open_live`: the live store of a server; `check_live`: whether it would open."""
+"""`open_live` opens the live store of a server; `check_live` checks that it would open."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def open_live(
     place: Path | str | None, vocab_size: int, *, static: Snapshot | None = None, fingerprint: str | None = None,
     isolation: Isolation = "salt", max_tokens: int = MAX_TOKENS, max_age: float | None = None,
 ) -> LiveStore:  # fmt: skip
-    """Open a live store over a place: the directory of a store, where what is learnt goes into a folder `live`; a URL,
-    as of `Exchange`; or None, in memory only. Processes of one host that open the same directory learn from each other,
-    and those of any host at the same URL. Raises DatastoreError: the directory cannot be read or written, is of another
+    """Open a live store at a place: the directory of a store, where learnt text goes into a folder `live`; a URL, see
+    `Exchange`; or None, in memory only. Processes of one host with the same directory learn from each other, and those
+    of any host with the same URL. Raises DatastoreError: the directory cannot be read or written, has another
     tokenizer, isolation or version, or another host learns there."""
     log: Log | Exchange | None = None
     if "://" in str(place):
@@ -44,8 +44,7 @@ def open_live(
 
 
 def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | None, isolation: Isolation) -> None:
-    """Refuse, before an engine starts, what `open_live` would refuse, and change no live folder. Raises DatastoreError:
-    see `open_live`."""
+    """Raise the errors of `open_live` before an engine starts, without changing a live folder."""
     vocab_size = vocab_size or MAX_VOCAB_SIZE
     if "://" in str(place):
         _check_url(Exchange(str(place), vocab_size, fingerprint, isolation))
@@ -54,7 +53,7 @@ def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | Non
     with reporting("write", folder):
         if not folder.exists():
             folder.mkdir(mode=0o700, parents=True)
-            folder.rmdir()  # or a store could not be built there
+            folder.rmdir()  # a store could not be built there otherwise
             return
     with FolderLock(folder) as lock:
         if manifest := LiveManifest.of(folder):
@@ -62,7 +61,7 @@ def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | Non
 
 
 def _check_url(exchange: Exchange) -> None:
-    """Refuse what `Exchange.connect` refuses; that the URL does not answer within `_CHECK_SECONDS` is no reason."""
+    """Raise the errors of `Exchange.connect`, except that the URL does not answer within `_CHECK_SECONDS`."""
     errors: list[DatastoreError] = [UnreachableError(f"{exchange.url} does not answer")]
 
     def connect() -> None:

@@ -1,8 +1,8 @@
-"""`LearntRuns`: learnt documents in memory, tenant by tenant, sorted while they are drafted from.
+"""`LearntRuns`: learnt documents in memory, per tenant, sorted in the background.
 
-A log-structured merge for each tenant: a document is merged at once into the memtable, a small newest run; full
-memtables become runs, which one background thread merges into larger ones. Runs are immutable, a step's `View` is a
-table of their addresses, and a change is a new view, so a step sees one state for its whole batch.
+A log-structured merge per tenant: a document is merged at once into the memtable, a small newest run; full memtables
+become runs, which one background thread merges into larger ones. Runs are immutable; a step's `View` is a table of
+their addresses, and every change makes a new view, so a step has one state for its whole batch.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ logger = logging.getLogger("freedraft.datastore")
 
 MIN_TOKENS = 1 << 14
 SEARCHED = 8  # sub-indices at most, static ones included (arXiv 2411.05894, 3.1.3)
-MIN_RUNS = 2  # of a tenant, however many static sub-indices are searched
-MEMTABLE_TOKENS = 1 << 12  # in a full memtable: merging a document into it costs a pass over it
-LARGE_TOKENS = 1 << 12  # larger documents are sorted in the background, so that they do not hold up the engine
-NICE = 10  # of the background thread: the engine's threads go first
+MIN_RUNS = 2  # per tenant, regardless of static sub-indices
+MEMTABLE_TOKENS = 1 << 12  # capacity of a memtable: merging a document takes a pass over it
+LARGE_TOKENS = 1 << 12  # larger documents are sorted in the background, to not delay the engine
+NICE = 10  # of the background thread, below the engine's threads
 _MANY_TENANTS = 4096
 _TENANT_SECONDS = 3600.0
 
 
 class LearntRuns:
-    """The part of `LiveStore` that holds and merges runs; see there.
+    """The part of `LiveStore` that holds and merges runs.
 
     Attributes:
-        tenants: by number; 0 is that of requests of none, and of all where they are not kept apart.
-        on_erased: called, in a background thread, when something was erased.
+        tenants: by number; 0: requests without a tenant, or all if tenants are not kept apart.
+        on_erased: called in a background thread after an erasure.
     """
 
     def __init__(self, vocab_size: int, static: Snapshot | None, isolation: Isolation, max_tokens: int) -> None:
@@ -54,10 +54,10 @@ class LearntRuns:
         self.lock = threading.Lock()
         self.tenants = {0: Tenant(b"")}
         self._background = ThreadPoolExecutor(1, "freedraft-live", initializer=_lower_priority)
-        self._tasks = 0  # of the background, queued or running
+        self._tasks = 0  # background tasks, queued or running
         self._failed = self._evicting = False
         self._unused: list[Run] = []
-        self._held = 0  # tokens, those included that wait to be sorted
+        self._held = 0  # tokens, including those that wait to be sorted
         self._waiting = 0
         self._documents = 0  # number of the next document
         self._stats = LiveStats()
@@ -67,7 +67,7 @@ class LearntRuns:
         warm_up()
 
     def erase(self, erasure: Erasure) -> None:
-        """Forget documents in memory: no view made after this has them. Other tenants' requests go on meanwhile."""
+        """Forget documents in memory: later views do not have them. Other tenants' requests are not blocked."""
         with self.lock:
             ended = erasure, self._documents
             tenants = list(self.tenants.items())
@@ -79,9 +79,9 @@ class LearntRuns:
         self.on_erased()
 
     def view(self, tenants: NDArray[np.int64] | None = None) -> tuple[View, NDArray[np.int64] | None]:
-        """Return what requests of these tenants (int64 [B]; None: of none) draft from, another object after each
-        change, and the group of each in it (int64 [B]; None: all are in group 0). An unknown tenant sees the static
-        store only."""
+        """Return the view of requests of these tenants (int64 [B]; None: without tenants), a new object after each
+        change, and the group of each request (int64 [B]; None: all in group 0). An unknown tenant gets the static store
+        only."""
         if tenants is None or not len(tenants) or not self.isolated:
             return self._view_of(0), None
         if (tenants == tenants[0]).all():
@@ -94,20 +94,20 @@ class LearntRuns:
         return joined[1], groups.astype(np.int64)
 
     def use_static(self, static: Snapshot, source: str = "given") -> None:
-        """Replace what every tenant drafts from in addition: the store that was given, or that at the URL."""
+        """Replace the static snapshot of all tenants: the configured store, or the one at the URL."""
         with self.lock:
             self._statics[source] = static
             self._choose_static()
 
     def settle(self, timeout: float = 60.0) -> bool:
-        """Wait until the background has nothing to do; return whether it has not."""
+        """Wait until background tasks are done; return whether they are."""
         end = time.monotonic() + timeout
         while self._tasks and time.monotonic() < end:
             time.sleep(0.001)
         return not self._tasks
 
     def _release(self) -> None:
-        """Free the runs that no step drafts from any more."""
+        """Free runs that are no longer in use."""
         with self.lock:
             unused, self._unused = self._unused, []
         unused = release(unused)
@@ -128,10 +128,10 @@ class LearntRuns:
     # With the lock held.
 
     def _tenant(self, digest: bytes) -> Tenant:
-        """Return a tenant, which is made if it is not known."""
+        """Return a tenant, created if unknown."""
         tenant = self.tenants.get(number_of(digest))
         if tenant is None:
-            if len(self.tenants) % _MANY_TENANTS == 0:  # those without documents are forgotten
+            if len(self.tenants) % _MANY_TENANTS == 0:  # forget those without documents
                 long_ago = time.monotonic() - _TENANT_SECONDS
                 for number, other in list(self.tenants.items()):
                     if number and other.used < long_ago and not (other.tidying or other.waiting or other.all_runs):
@@ -157,7 +157,7 @@ class LearntRuns:
         else:
             owner.memtable = with_document(owner.memtable, records[0].tokens, self.vocab_size, about)
             owner.view = None
-            # At most as many runs as may be searched, however slowly the background merges them.
+            # Never exceed the number of searched runs, even if the background is slow.
             if owner.memtable.n >= MEMTABLE_TOKENS and len(owner.runs) + owner.waiting + 1 < self._max_runs:
                 owner.runs.append(owner.memtable)
                 owner.memtable = None
@@ -177,7 +177,7 @@ class LearntRuns:
             tenant.memtable = without(tenant.memtable, self.vocab_size, keep)
         if tenant.runs or tenant.waiting:
             tenant.erasures.append(ended)
-            if self._failed:  # nobody rewrites runs any more
+            if self._failed:  # runs are no longer rewritten
                 tenant.runs = [run for run in tenant.runs if kept(run, tenant.erasures).all()]
             self._plan(tenant)
         self._held += tenant.n - before
@@ -209,20 +209,20 @@ class LearntRuns:
             self._plan(tenant)
 
     def _swap(self, tenant: Tenant, inputs: list[Run], result: Run | None, added: int = 0) -> int:
-        """Put `result` in the place of runs and of `added` tokens that waited; return how many tokens are gone."""
+        """Replace runs, and `added` waiting tokens, by `result`; return the number of tokens removed."""
         tenant.replace(inputs, result)
         gone = sum(run.n for run in inputs) + added - (result.n if result else 0)
         self._held -= gone
         self._unused += inputs
         return gone
 
-    # In the background thread, which alone replaces runs.
+    # In the background thread, the only one that replaces runs.
 
     def _run(self, task: Callable[[], None]) -> None:
         try:
             if not self._failed:
                 task()
-        except Exception:  # out of memory: keep the runs there are
+        except Exception:  # out of memory: keep the present runs
             self._failed = True
             logger.exception("freedraft: merging live sub-indices failed; nothing more is learnt until a restart")
         finally:
@@ -244,7 +244,7 @@ class LearntRuns:
         return result
 
     def _tidy(self, tenant: Tenant) -> None:
-        """Merge the tenant's runs, and rewrite them without erased documents, until nothing is left to do."""
+        """Merge the tenant's runs, and rewrite them without erased documents, until done."""
         while True:
             with self.lock:
                 inputs = tenant.runs_to_replace(self._max_runs, self.max_tokens // 2)
@@ -256,7 +256,7 @@ class LearntRuns:
                 self._swap(tenant, inputs, result)
 
     def _sort(self, owner: Tenant, records: tuple[Record, ...], about: NDArray[np.int64], size: int) -> None:
-        """Make a run of a large document or of many documents."""
+        """Build a run of a large document or of many documents."""
         run = sorted_run([record.tokens for record in records], self.vocab_size, about)
         with self.lock:
             last = owner.runs[-1:] if len(owner.runs) + 1 >= self._max_runs else []
@@ -287,5 +287,5 @@ class LearntRuns:
 
 
 def _lower_priority() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # some systems cannot
+    with contextlib.suppress(OSError, AttributeError):  # unsupported on some systems
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)

@@ -1,4 +1,4 @@
-"""`LiveStore`: what finished requests wrote becomes datastore at the next step (arXiv 2411.05894, 3.1.3)."""
+"""`LiveStore`: outputs of finished requests become datastore at the next step (arXiv 2411.05894, 3.1.3)."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from sssd_plugin.datastore.records import Changes, Erasure, LiveStats, Record, n
 logger = logging.getLogger("freedraft.datastore")
 
 MAX_TOKENS = 4 << 20
-NOBODY = -1  # number of no tenant: it sees the static store only and teaches nobody
-SYNC_SECONDS = 0.2  # between writes to the log: what arrived since the last one may be lost when the machine stops
+NOBODY = -1  # no tenant: gets the static store only, and is not learnt from
+SYNC_SECONDS = 0.2  # between writes to the log: maximum loss on power failure
 RETRY_SECONDS = 5.0
-AGE_STEPS = 32  # documents that are too old go within the greatest age divided by this
-_BULK_TOKENS = 1 << 10  # of one tenant's documents from elsewhere, which are then sorted together
+AGE_STEPS = 32  # expired documents are removed within max_age / AGE_STEPS
+_BULK_TOKENS = 1 << 10  # of a tenant's documents from the log, from which they are sorted together
 _MAX_WAITING = 1 << 20  # tokens of large documents
 
 
 class LiveStore(LearntRuns):
-    """A datastore in memory, and on disk or in a bucket if wanted, that grows while it is drafted from. Thread-safe.
+    """A growing datastore in memory, optionally on disk or in a bucket. Thread-safe.
 
     Args:
-        vocab_size: token ids must be below it; documents with others are left out.
-        static: what every tenant drafts from in addition.
+        vocab_size: documents with ids of this or above are refused.
+        static: static snapshot of all tenants.
         isolation: as of `SssdOptions`.
-        max_tokens: held at most, separators included. Beyond it, tenants that hold most lose their oldest documents.
+        max_tokens: maximum held, separators included. Beyond it, the largest tenants lose their oldest documents.
         max_age: seconds after which a document is erased; None for never.
-        log: where documents are kept; closed with this. Documents on disk are taken over.
+        log: storage of documents, closed with this store; its documents are loaded.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class LiveStore(LearntRuns):
         return self._log.key if self._log else self._own_key
 
     def tenant(self, name: str | None) -> int:
-        """Return the number of a tenant: 0 for requests of none, NOBODY where nothing may be shared. Only a keyed
-        digest of the name is kept."""
+        """Return the number of a tenant: 0 for requests without one, NOBODY if they may not share. Only a keyed digest
+        of the name is kept."""
         if not name or self.isolation == "off":
             return NOBODY if self.isolation == "strict" else 0
         if self.key is None:
@@ -83,8 +83,8 @@ class LiveStore(LearntRuns):
             return number_of(digest) if self._tenant(digest).digest == digest else NOBODY
 
     def insert(self, tokens: NDArray[np.int32], tenant: int = 0, *, conversation: bool = False) -> bool:
-        """Take a document (int32 [n]), which the next `view` holds, a large one a moment later; return whether it was
-        taken (`stats` counts why not). conversation: it may begin as earlier documents did, which is not taken again.
+        """Insert a document (int32 [n]), visible in the next `view`, a large one a moment later; return whether it was
+        taken (`stats` counts refusals). conversation: skip a beginning that it shares with earlier documents.
         """
         if not len(tokens):
             return False
@@ -102,7 +102,7 @@ class LiveStore(LearntRuns):
         return True
 
     def erase(self, erasure: Erasure) -> None:
-        """Forget documents, those included that are still to be written; see `LearntRuns.erase`."""
+        """Forget documents, also unwritten ones; see `LearntRuns.erase`."""
         if self._log is not None:
             self._log.pending.erase(erasure)
         with self.lock:
@@ -110,7 +110,7 @@ class LiveStore(LearntRuns):
         super().erase(erasure)
 
     def stats(self) -> LiveStats:
-        """Return the present state, without a lock: with many tenants it takes a while."""
+        """Return the present state, without a lock, since many tenants take long."""
         runs = [tenant.all_runs for tenant in list(self.tenants.values())]
         dropped = Counter(self._stats.dropped)
         if self._log is not None:
@@ -121,12 +121,12 @@ class LiveStore(LearntRuns):
         )  # fmt: skip
 
     def flush(self) -> None:
-        """Wait until everything inserted is written, or could not be."""
+        """Wait until all inserted documents are written, or have failed."""
         with self._syncing:
             self._sync(retry=True)
 
     def close(self) -> None:
-        """Write what is queued, stop the background threads and close the log; may be called twice."""
+        """Write queued documents, stop the background threads and close the log; may be called twice."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -144,7 +144,7 @@ class LiveStore(LearntRuns):
         return self._latest
 
     def _reason_against(self, tokens: NDArray[np.int32], tenant: int) -> str:
-        """Return why a document cannot be taken, in a word; nothing if it can."""
+        """Return the reason against a document, in a word; "" if there is none."""
         reasons = {
             "bucket": self.key is None,
             "tenant": tenant not in self.tenants,
@@ -159,7 +159,7 @@ class LiveStore(LearntRuns):
     def _in_vocabulary(self, tokens: NDArray[np.int32]) -> bool:
         return len(tokens) > 0 and int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size
 
-    # In the thread that keeps up with the log and the clock, and frees runs; with `_syncing` held.
+    # In the thread that follows the log and the clock, and frees runs; with `_syncing` held.
 
     def _keep_up(self) -> None:
         while not self._stop.wait(SYNC_SECONDS):
@@ -168,12 +168,12 @@ class LiveStore(LearntRuns):
                     self._expire()
                     self._sync(retry=False)
                 self._release()
-            except Exception:  # learning must not end for it
+            except Exception:  # a failure must not stop learning
                 logger.exception("freedraft: keeping what is learnt failed; it is tried again. Please report this")
 
     def _sync(self, retry: bool) -> None:
-        """Write new documents; apply erasures and take documents of other processes. A log that fails is tried again
-        after a while (retry: now), which is said once."""
+        """Write new documents; apply erasures and documents of other processes. A failing log is retried later (retry:
+        now) and logged once."""
         if self._log is None or (not retry and time.monotonic() < self._retry_at):
             return
         changes = Changes()
@@ -207,8 +207,8 @@ class LiveStore(LearntRuns):
                 logger.warning("freedraft: %s; what is too old is erased later", error)
 
     def _learn(self, records: list[Record]) -> None:
-        """Take documents of the log: one by one where there are few, else sorted together in the background."""
-        if self._failed:  # nothing would be merged or dropped any more
+        """Insert documents of the log: few one by one, many sorted together in the background."""
+        if self._failed:  # nothing is merged or dropped any more
             return
         owned: dict[bytes, list[Record]] = {}
         for record in records:

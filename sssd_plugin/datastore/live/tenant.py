@@ -1,4 +1,4 @@
-"""`Tenant`: the runs of one tenant, and which of them are rewritten next; `KnownBeginnings` of documents."""
+"""`Tenant`: the runs of one tenant, and their next rewrite; `KnownBeginnings` of documents."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ BLOCK = 256  # tokens
 FACTOR = 4
 """A run is merged with its newer neighbour unless it is at least FACTOR times as large."""
 Erasures = list[tuple[Erasure, int]]
-"""Each with the number of the first document that it spares."""
+"""Each with the number of the first document after it."""
 
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """What is learnt from one tenant's requests, or from everybody's where tenants are not kept apart."""
+    """Text learnt from one tenant's requests, or from all if tenants are not kept apart."""
 
-    digest: bytes  # empty for requests of none
+    digest: bytes  # empty without a tenant
     runs: list[Run] = field(default_factory=list)  # oldest and largest first
-    memtable: Run | None = None  # the newest documents, which the next one is merged into
-    waiting: int = 0  # runs that are still to be sorted
+    memtable: Run | None = None  # run of the newest documents, to merge the next one into
+    waiting: int = 0  # runs that wait to be sorted
     erasures: Erasures = field(default_factory=list)  # of documents in `runs` or waiting
     tidying: bool = False  # a background task for `runs` is queued
     used: float = field(default_factory=time.monotonic)  # when a request last named the tenant
-    view: View | None = None  # what its requests draft from; None after a change
+    view: View | None = None  # view of its requests; None after a change
 
     @property
     def all_runs(self) -> list[Run]:
-        memtable = self.memtable  # first: other threads look without a lock
+        memtable = self.memtable  # first: other threads read without a lock
         return [*self.runs, memtable] if memtable else [*self.runs]
 
     @property
     def visible_runs(self) -> list[Run]:
-        """Runs without an erased document: others are not drafted from."""
+        """Runs without erased documents, the only ones to draft from."""
         return [run for run in self.all_runs if kept(run, self.erasures).all()] if self.erasures else self.all_runs
 
     @property
@@ -54,8 +54,8 @@ class Tenant:
         """Return a run with erased documents, or two neighbours to merge; empty if there is nothing to do.
 
         Args:
-            max_runs: bound, the memtable included. Once it is reached, the smallest neighbours are merged, whatever
-                their sizes.
+            max_runs: bound, the memtable included. Once reached, the smallest neighbours are merged regardless of
+                sizes.
             max_tokens: of the merged run.
         """
         runs = self.runs
@@ -71,7 +71,7 @@ class Tenant:
         return runs[close[-1] : close[-1] + 2] if close else []
 
     def replace(self, inputs: list[Run], result: Run | None) -> None:
-        """Put `result` in the place of consecutive runs; after all others if `inputs` is empty."""
+        """Replace consecutive runs by `result`; append it if `inputs` is empty."""
         at = next(i for i, run in enumerate(self.runs) if run is inputs[0]) if inputs else len(self.runs)
         self.runs[at : at + len(inputs)] = [result] if result else []
         self.view = None
@@ -83,12 +83,12 @@ def tenant_digest(key: bytes, name: str) -> bytes:
 
 
 def number_of(digest: bytes) -> int:
-    """Return the number of a tenant, as `Run.documents` holds it; 0 for requests of none."""
+    """Return the number of a tenant for `Run.documents`; 0 without a tenant."""
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
 def kept(run: Run, erasures: Erasures) -> NDArray[np.bool_]:
-    """Return which documents of a run stay: bool [d]."""
+    """Return which documents of a run are not erased: bool [d]."""
     times, writers, numbers = run.documents.T
     keep = np.ones(len(times), bool)
     for erasure, spared in erasures:
@@ -113,8 +113,9 @@ def _keys(tokens, seed):
 
 
 class KnownBeginnings:
-    """Hashes of the blocks with which documents began, so that a conversation is held once though each turn begins with
-    the turns before. The oldest of `max_tokens` go first. A collision would cost a tenant a piece of its own text."""
+    """Hashes of the first blocks of documents, so that a conversation is held once although each turn repeats the
+    earlier ones. Beyond `max_tokens` the oldest are dropped. A collision would cost a tenant a piece of its own
+    text."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_blocks = max(1, max_tokens // BLOCK)
@@ -123,8 +124,8 @@ class KnownBeginnings:
         self.clear = self._known.clear
 
     def new_part(self, tokens: NDArray[np.int32], tenant: int) -> NDArray[np.int32]:
-        """Return the part of a document (int32 [n]) that no earlier one of the tenant began with, and the `DEPTH`
-        tokens before it, so that drafts lead into it; and remember the document."""
+        """Return the part of a document (int32 [n]) that is not the beginning of an earlier one of the tenant, preceded
+        by `DEPTH` tokens as context; and remember the document."""
         keys = _keys(np.ascontiguousarray(tokens, np.int32), 1 + tenant).tolist()
         known = 0
         while known < len(keys) and keys[known] in self._known:

@@ -1,4 +1,4 @@
-"""The network of the learned scorer, and the file that ships with the package, which bench/scorer writes."""
+"""Weights of the learned scorer; `bench/scorer` writes the shipped file."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Weights:
     """Weights of the learned scorer.
 
     Attributes:
-        layer: float32 [ROWS, WIDTH]; out: float32 [WIDTH], that the units are multiplied by.
-        trained_on: sha256 of each file that they were trained on, by its name.
+        layer: float32 [ROWS, WIDTH]; out: float32 [WIDTH], output weights of the units.
+        trained_on: sha256 of each training file, by its name.
         recipe: the command that trained them.
     """
 
@@ -42,8 +42,8 @@ class Weights:
 
     @classmethod
     def load(cls, path: Path | None = None) -> Weights:
-        """Read a weights file; without a path, the one that ships with the package. Raises ValueError: the file is
-        missing or no weights file of this version."""
+        """Read a weights file, by default the shipped one. Raises ValueError: the file is missing or no weights file of
+        this version."""
         source = files(__name__) / "default.json" if path is None else Path(path)
         try:
             data = json.loads(source.read_text())

@@ -1,8 +1,7 @@
-"""Full CUDA graphs in vLLM's model runner V1 for steps whose requests verify different numbers of tokens.
+"""Full CUDA graphs in vLLM's model runner V1 for steps with different draft lengths per request.
 
-By default (FULL_AND_PIECEWISE) full graphs serve only the steps in which every request has 1 + K tokens, which drafting
-seldom gives; all others run piece by piece. Where the attention backend can be captured for any batch, mode FULL has
-full graphs for them too.
+By default (FULL_AND_PIECEWISE) full graphs serve only steps in which every request has 1 + K tokens, which is rare; all
+others run piecewise. If the attention backend can be captured for any batch, mode FULL has full graphs for them, too.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _PREFERRED = "_freedraft_full_graphs"
 
 
 def prefer_full_graphs(compilation_config: Any) -> None:
-    """Let vLLM's CompilationConfig have mode FULL, once the attention backends are known and if they allow it."""
+    """Set mode FULL in vLLM's CompilationConfig once the attention backends are known, if they allow it."""
     wrap_once(type(compilation_config), "resolve_cudagraph_mode_and_sizes", before(_prefer))
     setattr(compilation_config, _PREFERRED, True)
 

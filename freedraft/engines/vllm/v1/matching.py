@@ -1,10 +1,10 @@
 """Verification on model runner V1: the engine's sampler draws every token, and a draft is accepted where it is equal.
 
-At each position of a request's draft, vLLM's `Sampler` is called as plain decoding calls it: with the same logits,
+At each position of a request's draft, vLLM's `Sampler` is called as in plain decoding: with the same logits,
 parameters, earlier tokens and random generator. While it draws the draft's token, the next position is sampled; another
-token ends the request's step. Where every token is the likeliest of its logits and nothing else decides it, one call
-samples all positions. So output does not depend on what was drafted: with a seed it is plain decoding's, and the
-request's generator has drawn once for each token gained.
+token ends the request's step. For greedy batches without other influences one call samples all positions. So output
+does not depend on drafts: with a seed it is plain decoding's, and the request's generator draws once per accepted
+token.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 
 
 class Matching:
-    """Stands in for vLLM's RejectionSampler, whose arguments it takes."""
+    """Replaces vLLM's RejectionSampler, with the same arguments."""
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
 
     def __call__(self, metadata: Any, draft_probs: None, logits: Any, sampling: Any) -> Any:
-        """Return vLLM's SamplerOutput with the tokens that each request gained, int32 [B, positions drawn] padded with
-        -1, and their logprobs where the batch asks for some.
+        """Return vLLM's SamplerOutput with the accepted tokens of each request, int32 [B, positions drawn] padded with
+        -1, and their logprobs if the batch requests them.
 
         Args:
             metadata: SpecDecodeMetadata, the draft tokens of B requests.
-            logits: [draft tokens + B, vocabulary], request by request: behind its last token and each draft token.
+            logits: [draft tokens + B, vocabulary], request by request: after its last token and each draft token.
             sampling: SamplingMetadata of the B requests.
         """
         import torch
@@ -42,7 +42,7 @@ class Matching:
         alive = list(range(len(counts)))
         gained, logprobs = [], []
         for position in range(metadata.max_spec_len + 1):
-            # All rows: parameters and processors of logits go by row. What a row draws after its end is not used.
+            # All rows: parameters and logits processors are per row. Draws after a row's end are not used.
             drawn = self._sampler(
                 logits=logits[first + last.clamp(max=position)],
                 sampling_metadata=replace(
@@ -74,7 +74,7 @@ class Matching:
         return SamplerOutput(ids, LogprobsTensors(*made))
 
     def _greedy(self, logits: Any, sampling: Any, drafts: list[int], counts: list[int]) -> Any:
-        """Return the tokens gained, int32 [B, most draft tokens + 1]."""
+        """Return the accepted tokens, int32 [B, most draft tokens + 1]."""
         import torch
 
         output = self._sampler(logits=logits, sampling_metadata=sampling, predict_bonus_token=True)
@@ -92,7 +92,7 @@ class Matching:
 
 
 def _by_logits_alone(sampling: Any) -> bool:
-    """Whether all requests are greedy, and no parameter of theirs goes by the row or by earlier tokens."""
+    """Whether all requests are greedy, without parameters that depend on the row or on earlier tokens."""
     from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, MinTokensLogitsProcessor
 
     def idle(processor: Any) -> bool:
@@ -107,7 +107,7 @@ def _by_logits_alone(sampling: Any) -> bool:
 
 
 def _ahead(processors: Any, tokens: int) -> Any:
-    """vLLM's LogitsProcessors after `tokens` more tokens of each request, which `min_tokens` alone counts."""
+    """vLLM's LogitsProcessors after `tokens` more tokens of each request; only `min_tokens` depends on their number."""
     from vllm.v1.sample.logits_processor import LogitsProcessors, MinTokensLogitsProcessor
 
     def later(processor: Any) -> Any:

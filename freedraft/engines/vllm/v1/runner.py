@@ -1,7 +1,6 @@
-"""`MethodProposer` and the hooks in vLLM's model runner V1: how a `Method` of ours sees requests and steps.
+"""`MethodProposer` and the hooks in vLLM's model runner V1: pass requests and steps to a `Method`.
 
-vLLM's custom proposers get neither request ids nor the scheduled number of draft tokens, and do not hear when a request
-ends; the hooks tell ours.
+vLLM's custom proposers get neither request ids nor scheduled draft tokens nor the ends of requests; the hooks add them.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 class V1StepState(NamedTuple):
-    """What draft passes need to know of a step. arguments: what vLLM passed to `propose_draft_token_ids`, by name
-    (common_attn_metadata, ...); rows: intp [B], rows of vLLM's batch that the step's requests have."""
+    """`Step.engine` on V1. arguments: of `propose_draft_token_ids`, by name (common_attn_metadata, ...); rows: intp
+    [B], the requests' rows of vLLM's batch."""
 
     runner: Any
     arguments: dict[str, Any]
@@ -55,9 +54,8 @@ class V1StepState(NamedTuple):
 
 
 class MethodProposer:
-    """The proposer that vLLM creates for every method of ours. Of the drafts of tensor-parallel ranks it takes those of
-    the first, so the others make none, and only do its draft passes with it. Raises ValueError: the method cannot work,
-    which stops the start."""
+    """The proposer that vLLM creates for all our methods. vLLM takes the drafts of tensor-parallel rank 0, so the other
+    ranks only run its draft passes with it. Raises ValueError, which stops the start: the method cannot work."""
 
     def __init__(self, vllm_config: Any) -> None:
         from vllm.distributed import get_tp_group
@@ -70,9 +68,9 @@ class MethodProposer:
             prefer_full_graphs(vllm_config.compilation_config)
         self.vllm_config = vllm_config
         self.draft_model: PagedDraftModel | None = None
-        # The tokens that each request may have at its end; not of requests with embeddings for a prompt.
+        # Maximum total tokens by request; requests with prompt embeddings are missing.
         self.limits: dict[str, int] = {}
-        self.guarded: GuardedMethod | None = None  # in the rank that drafts
+        self.guarded: GuardedMethod | None = None  # in the drafting rank
         if get_tp_group().rank_in_group == 0:
             options = self.spec.option_type.parse(ours.options)
             self.session = DraftSession(self.spec, options, context_of_engine(vllm_config))
@@ -80,24 +78,24 @@ class MethodProposer:
             self.tokenizer = tokenizer_of(vllm_config.model_config) if self.guarded.method.learns else None
 
     def load_model(self, target_model: Any) -> None:
-        """vLLM wants proposers to have it; `prepare` comes later."""
+        """Required by vLLM; `prepare` comes later."""
 
     def close(self) -> None:
-        """The engine ends; the process may go on, and is to have its memory back."""
+        """Release all memory: the process may outlive the engine."""
         if self.guarded is not None:
             self.guarded.close()
         self.draft_model = None
 
     def prepare(self, runner: Any) -> None:
-        """The KV cache of vLLM's GPUModelRunner is there; requests come next. Raises UnsupportedModel: the model has no
-        draft passes."""
+        """Called once vLLM's GPUModelRunner has its KV cache, before requests. Raises UnsupportedModel: the model
+        supports no draft passes."""
         if self.guarded is not None:
             logger.info(start_line(self.vllm_config, self.spec.name, v2=False))
         if self.spec.runs_model:
             self.draft_model = prepare_passes(runner, self.vllm_config, self.guarded)
 
     def begin(self, batch: Any, requests: Sequence[Any]) -> None:
-        """vLLM's NewRequestData have their first step, in its InputBatch."""
+        """Add requests (vLLM's NewRequestData) at their first step in its InputBatch."""
         for request in requests:
             if getattr(request, "prompt_embeds", None) is not None:
                 continue
@@ -108,7 +106,7 @@ class MethodProposer:
             self.session.add(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
 
     def draft(self, runner: Any, arguments: dict[str, Any]) -> list[list[int]]:
-        """Draft tokens by row of the batch: none for requests that are in the midst of their prompt."""
+        """Draft tokens by row of the batch; none for requests in prefill."""
         batch, sampled = runner.input_batch, arguments["sampled_token_ids"]
         ids = batch.req_ids[: len(sampled)]
         rows = [row for row, tokens in enumerate(sampled) if len(tokens) and ids[row] in self.limits]
@@ -124,7 +122,7 @@ class MethodProposer:
         return draft_lists(self.session.guarded.draft(step), step, len(sampled))
 
     def finish(self, request_ids: set[str], states: dict[str, Any]) -> None:
-        """These requests have ended; `states`: vLLM's CachedRequestState by id, where it has one."""
+        """Remove requests. states: vLLM's CachedRequestState by id, if it has one."""
         for request_id in request_ids & self.limits.keys():
             del self.limits[request_id]
             state = states.get(request_id)
@@ -132,7 +130,7 @@ class MethodProposer:
             self.session.finish(request_id, output)
 
     def _set_prompt_states(self, step: Step) -> None:
-        """Hand on the hidden states behind the prompts that this step has ended."""
+        """Pass on the prompt states of requests that finished prefill in this step."""
         new = [i for i, request_id in enumerate(step.request_ids) if request_id in self.session.in_prompt]
         arguments = step.engine.arguments
         # The last token of each row that this step computed.
@@ -141,15 +139,15 @@ class MethodProposer:
         self.session.set_prompt_states([step.request_ids[i] for i in new], hidden[ends.to(hidden.device)])
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """vLLM wants proposers to have it; the hook takes its place."""
+        """Required by vLLM; the hook replaces it."""
         raise RuntimeError("freedraft's hook in vLLM's model runner is not in place: run 'freedraft doctor'")
 
 
 def make_step(
     batch: Any, state: V1StepState, *, max_draft_tokens: int, max_model_len: int, limits: Mapping[str, int]
 ) -> Step:
-    """The `Step` behind a call of `propose_draft_token_ids`, of the requests in `state.rows` of vLLM's InputBatch.
-    limits: tokens that each may have at its end."""
+    """The `Step` of a call of `propose_draft_token_ids`, for the requests in `state.rows` of vLLM's InputBatch. limits:
+    maximum total tokens of each."""
     rows, sampled, output = state.rows, state.arguments["sampled_token_ids"], state.arguments["scheduler_output"]
     gained = np.fromiter((len(sampled[row]) for row in rows.tolist()), np.int64, len(rows))
     request_ids: list[str] = [batch.req_ids[row] for row in rows.tolist()]
@@ -159,7 +157,7 @@ def make_step(
     drafted = np.zeros(len(rows), np.int32)
     if scheduled := output.scheduled_spec_decode_tokens:
         tokens = [scheduled.get(request_id, ()) for request_id in request_ids]
-        # The scheduler pads some with -1.
+        # The scheduler may pad with -1.
         drafted[:] = [len(draft) - draft.count(-1) for draft in tokens]
     schedulable = getattr(output, "num_spec_tokens_to_schedule", None)
     most = max_draft_tokens if schedulable is None else min(max_draft_tokens, schedulable)
@@ -182,7 +180,7 @@ def make_step(
 
 
 def draft_lists(draft: DraftBatch | None, step: Step, batch_size: int) -> list[list[int]]:
-    """Draft tokens by row of vLLM's batch, as vLLM wants them; draft: chains, None for none."""
+    """Draft tokens by row of vLLM's batch, in vLLM's form. draft: chains, or None."""
     drafts: list[list[int]] = [[] for _ in range(batch_size)]
     if draft is not None:
         counts = np.minimum(draft.counts - 1, step.capacities).clip(0).tolist()
@@ -192,7 +190,7 @@ def draft_lists(draft: DraftBatch | None, step: Step, batch_size: int) -> list[l
 
 
 def install() -> None:
-    """Hook vLLM's model runner, once per process. Drafters of others see no difference."""
+    """Hook vLLM's model runner, once per process. Other drafters are not affected."""
     from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -225,7 +223,7 @@ def _propose(original: Callable[..., Any]) -> Callable[..., Any]:
     def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (ours := _ours(self)) is None:
             return original(self, *args, **kwargs)
-        # What vLLM's own function does first.
+        # As at the start of vLLM's own function.
         self._draft_probs = None
         self._draft_prob_req_ids = None
         arguments = signature.bind(self, *args, **kwargs).arguments
@@ -241,14 +239,14 @@ def _propose(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _finish(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:
-    """vLLM updates its requests, also for a step of no tokens, which it makes after the last request has ended."""
+    """Before vLLM updates its requests, also in the step without tokens after the last request has ended."""
     if (ours := _ours(runner)) is None:
         return
-    # vLLM lets one request near max_model_len turn drafting off for the whole batch. Ours look at each by itself.
+    # In vLLM one request near max_model_len turns drafting off for the whole batch. Ours are checked one by one.
     length: int = runner.speculative_config.num_speculative_tokens
     runner.effective_drafter_max_model_len = runner.max_model_len + length + 1
     if ours.guarded is not None:
-        # An id that starts anew (resubmitted after an abort, streamed input) loses what was known of it.
+        # An id that starts again (resubmitted after an abort, streamed input) loses its state.
         new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
         if ended := scheduler_output.finished_req_ids | (new & ours.guarded.running):
             ours.guarded.call(ours.finish, ended, runner.requests)
@@ -266,14 +264,14 @@ def _capture(_: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _build_processors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Have all of vLLM's own processors of logits, of which its rejection sampler knows `min_tokens` alone."""
+    """Build all of vLLM's own logits processors; with drafts vLLM itself builds `min_tokens` only."""
 
     def build_logitsprocs(
         vllm_config: Any, device: Any, is_pin_memory: bool, is_pooling_model: bool, custom_logitsprocs: Any = ()
     ) -> Any:
         from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
-        # Custom ones may read what has been written where drafts are not yet: vLLM refuses them.
+        # Custom ones may read the output, which lacks the drafts: vLLM refuses them.
         if custom_logitsprocs or configured(vllm_config).name not in METHODS:
             return original(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
         return LogitsProcessors(made(vllm_config, device, is_pin_memory) for made in BUILTIN_LOGITS_PROCESSORS)

@@ -1,4 +1,4 @@
-"""`Confidences`: how likely draft tokens are accepted, for vLLM's adaptive verification."""
+"""`Confidences`: acceptance probabilities of draft tokens, for vLLM's adaptive verification."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from freedraft.step import Step
 
 
 class Confidences:
-    """How likely each draft token is accepted if those before it are; 0 where there is none. B requests, K = most draft
-    tokens of a request. device: float32 [slots, K], by row of the batch, where vLLM reads them; host: the same, pinned.
+    """Probability that each draft token is accepted if its predecessors are; 0 for no token. B requests, K = most draft
+    tokens of a request. device: float32 [slots, K], by row of the batch, read by vLLM; host: the same, pinned.
     """
 
     def __init__(self, slots: int, length: int, device: torch.device) -> None:
@@ -24,8 +24,8 @@ class Confidences:
     def estimate(
         self, step: Step, draft: DraftBatch | None, rows: NDArray[np.intp], counts: NDArray[np.int32], batch: int
     ) -> None:
-        """Write those of a draft, and learn from the one before. draft: of R requests; None where drafting failed;
-        rows: intp [R], theirs in the batch; counts: int32 [R], draft tokens of each; batch: B."""
+        """Write the probabilities of a draft, and learn from the previous one. draft: of R requests; None if drafting
+        failed; rows: intp [R], the requests' rows of the batch; counts: int32 [R], draft tokens of each; batch: B."""
         host = self.host[:batch].numpy()
         host[:] = 0.0
         self._acceptance.update(step)

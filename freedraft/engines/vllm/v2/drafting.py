@@ -1,4 +1,4 @@
-"""`Drafting`: what the rank that drafts knows of requests and steps, on the host."""
+"""`Drafting`: requests and steps on the host, in the drafting rank."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 
 class V2StepState(NamedTuple):
-    """What draft passes need to know of a step. block_tables: vLLM's BlockTables; states: its RequestState; slots: intp
-    [B], of the step's requests."""
+    """`Step.engine` on V2. block_tables: vLLM's BlockTables; states: its RequestState; slots: intp [B], of the step's
+    requests."""
 
     block_tables: Any
     states: Any
@@ -54,7 +54,7 @@ class V2StepState(NamedTuple):
 
 
 def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees | None:
-    """The trees of a runner; None where its method drafts chains."""
+    """The trees of a runner; None if its method drafts chains."""
     ours = configured(vllm_config)
     if ours.options.get("shape", "chain") == "chain":
         return None
@@ -67,8 +67,8 @@ def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees |
 
 
 class Drafting:
-    """The host's part of a `MethodSpeculator`, whose arguments it has. B requests, K = most draft tokens of a request.
-    drafts: whether this rank does; others have the buffers alone."""
+    """The host part of a `MethodSpeculator`, with the same arguments. B requests, K = most draft tokens of a request.
+    drafts: whether this rank drafts; other ranks have the buffers only."""
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any, *, drafts: bool) -> None:
         self._states, ours = req_states, configured(vllm_config)
@@ -78,7 +78,7 @@ class Drafting:
         self.session: Any = None  # `DraftSession`, in rank 0
         self.guarded: GuardedMethod | None = None  # its method
         self.lengths: BatchLengths | None = None  # learnt while serving
-        self.rows: Rows = []  # of them, what the scheduler is to know
+        self.rows: Rows = []  # draft lengths by batch size, to send to the scheduler
         self.confidences: Confidences | None = None
         tokenizer = None
         if drafts:
@@ -93,40 +93,41 @@ class Drafting:
         self.runner: Any = None  # once it has its KV cache
         self.trees = trees_of(vllm_config, device, req_states)
         self.logits = LogitsCopy()
-        self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]  # by the newest step, the last one
-        self._pending = False  # whether the newest step's tokens are still to be taken
-        self._unrecorded = False  # whether the newest step was taken, and its time is still to be recorded
+        self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]  # newest step, and the one before
+        self._pending = False  # whether the newest step's tokens must still be taken
+        self._unrecorded = False  # whether its time must still be recorded
         self._steps, self._drafted_at = 0, -1
-        self._parts = 1 if self.trees is None else 2  # tokens, and masks of what they follow
+        self._parts = 1 if self.trees is None else 2  # tokens, and ancestor masks
         self._drafts = torch.zeros(self._parts * slots * self.length, dtype=torch.int64, device=device)
         self._proposed = torch.zeros(len(self._drafts), dtype=torch.int64, pin_memory=device.type != "cpu")
 
     def _of_batch(self, buffer: torch.Tensor, batch: int) -> torch.Tensor:
-        """int64 [1 or 2, B, K], contiguous: draft tokens, and masks where there are trees."""
+        """int64 [1 or 2, B, K], contiguous: draft tokens, and masks if there are trees."""
         return buffer[: self._parts * batch * self.length].view(self._parts, batch, self.length)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, requests: Iterable[Any]) -> None:
-        """vLLM's NewRequestData have got slots: new ones, or such as were preempted. One that fails keeps no other."""
+        """Add requests (vLLM's NewRequestData) that got slots: new or resumed ones. A failure affects its request
+        only."""
         for request in requests:
             self.session.guarded.call(partial(self._add, request))
 
     def _add(self, request: Any) -> None:
         request_id, parameters = request.req_id, request.sampling_params
-        if request_id in self.requests.slots:  # an id that starts anew: streamed input
+        if request_id in self.requests.slots:  # an id that starts again: streamed input
             self.requests.finish(request_id)
-        self.logits.forget(request_id)  # they belong to its text before it ended or was preempted
+        self.logits.forget(request_id)  # of its text before it ended or was preempted
         if request_id in self.requests.ended:
             self._tell_end(request_id)
-        if getattr(request, "prompt_embeds", None) is None:  # whose tokens are not known
+        if getattr(request, "prompt_embeds", None) is None:  # tokens of prompt embeddings are unknown
             slot, tokens = self._states.req_id_to_index[request_id], request.prefill_token_ids
             known = self.requests.add(request_id, slot, tokens, request.prompt_len, parameters)
             extra = getattr(parameters, "extra_args", None)
             self.session.add(request_id, known, getattr(request, SALT, None) or None, extra)
 
     def end(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
-        """These requests have ended, and those have lost their slots."""
+        """Remove finished requests, and release the slots of preempted ones."""
         for request_id in preempted:
             self.requests.preempt(request_id)
         for request_id in finished:
@@ -145,15 +146,15 @@ class Drafting:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def catch_up(self) -> None:
-        """Take the newest step's tokens now."""
+        """Take the newest step's tokens, without drafting."""
         self.session.guarded.call(self._catch_up)
 
     def _launch(
         self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor, hidden_states: torch.Tensor,
         over: NDArray[np.bool_],
     ) -> bool:  # fmt: skip
-        """Ask for what a step gains, behind its own work, and fill `drafts`, int64 [B, K], with each request's newest
-        token. over: bool [B], whose prompts are over."""
+        """Queue the copy of a step's accepted tokens after its work, and fill `drafts`, int64 [B, K], with each
+        request's newest token. over: bool [B], requests that finished prefill."""
         self._catch_up()
         self._gained.reverse()
         self._copy_gained(input_batch, num_sampled, drafts)
@@ -166,10 +167,10 @@ class Drafting:
         self._gained[0].copy(input_batch, num_sampled, self._states, generations, self._steps, drafts)
 
     def _draft(self, most: int, batch: Any) -> bool:
-        """Draft behind the newest step, at most `most` tokens for each request, and where there is an InputBatch no
-        more than it verifies; whether there may be drafts, of which `_proposed` is full then."""
+        """Draft after the newest step, at most `most` tokens per request, and if there is an InputBatch no more than it
+        verifies. Returns whether `_proposed` was filled."""
         gained, requests = self._gained[0], self.requests
-        least = (requests.lengths[gained.slots] + 1).astype(np.int32)  # who gain nothing have no drafts, either
+        least = (requests.lengths[gained.slots] + 1).astype(np.int32)  # without new tokens there are no drafts
         room = requests.room(gained.slots, least, most, self._branching(gained.slots))
         room[requests.generations[gained.slots] != gained.generations] = 0
         if batch is not None:
@@ -177,7 +178,7 @@ class Drafting:
             if (counts := batch.num_draft_tokens_per_req) is not None:
                 verified[batch.idx_mapping_np[: batch.num_reqs]] = counts[: batch.num_reqs]
             room = np.minimum(room, verified[gained.slots])
-        if not self._pending or not room.any():  # nobody has to wait
+        if not self._pending or not room.any():  # no wait is needed
             return False
         rows, drafted = self._take()
         if not (drafting := room[rows] > 0).all():
@@ -195,12 +196,12 @@ class Drafting:
             requests.nodes[slots, 0], requests.nodes[slots, 1:] = step.roots, proposed[0, rows]
             if self.confidences is not None:
                 self.confidences.estimate(step, draft, rows, counts, len(gained.slots))
-        proposed[0, :, most:] = -1  # as vLLM has it
+        proposed[0, :, most:] = -1  # as in vLLM
         return True
 
     def _take(self) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-        """Take the newest step's tokens. Returns intp [R], the rows of those who gained some; int32 [R], how many draft
-        tokens of ours each verified."""
+        """Take the newest step's tokens. Returns intp [R], rows of requests with new tokens; int32 [R], our draft
+        tokens that each verified."""
         gained, self._pending = self._gained[0], False
         rows = self.requests.append(gained.slots, gained.generations, gained.wait())
         if (logits := self.logits.take()) is not None:
@@ -213,7 +214,7 @@ class Drafting:
         return rows, drafted
 
     def _record(self) -> None:
-        """Learn the time of the step that was taken last."""
+        """Record the time of the last taken step."""
         assert self.lengths is not None
         gained, before = self._gained
         tokens = gained.wait()
@@ -222,8 +223,8 @@ class Drafting:
             self.lengths.record_step(len(tokens), gained.query_tokens, context, seconds)
 
     def _recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
-        """What the target says behind each root, which the host knows where it has drafted behind the last step, and
-        behind each draft token of ours that a step verifies."""
+        """Copy the target's logits after each root and each of our draft tokens that a step verifies, for requests that
+        were drafted for after the last step."""
         slots, scheduled = input_batch.idx_mapping_np[: input_batch.num_reqs], input_batch.num_draft_tokens_per_req
         lengths = np.minimum(self.requests.drafted[slots], scheduled[: len(slots)]).astype(np.int64)
         rows, first = np.flatnonzero(self.requests.drafted_behind[slots] == self._steps), input_batch.cu_num_logits_np
@@ -233,7 +234,7 @@ class Drafting:
             self.logits.put_nodes(request_ids, nodes, lengths[rows], first[rows].astype(np.int64), logits, parents)
 
     def _catch_up(self) -> None:
-        """Take the tokens of a step that was not drafted for."""
+        """Take the tokens of a step without drafting."""
         if self._pending and len((taken := self._take())[0]):
             self.session.guarded.observe(self._step(*taken, 0))
         if self._unrecorded and self.lengths is not None:
@@ -241,13 +242,13 @@ class Drafting:
         self._unrecorded = False
 
     def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor, over: NDArray[np.bool_]) -> None:
-        """Hand on the hidden states behind the prompts that this step has ended; over: bool [B], prompts that are."""
+        """Pass on the prompt states of requests that finished prefill in this step; over: bool [B], which did."""
         ids = input_batch.req_ids
         rows = [row for row in np.flatnonzero(over).tolist() if ids[row] in self.session.in_prompt]
         if rows:
             ends = input_batch.query_start_loc_np[1:][rows] - 1
             if (drafts := input_batch.num_draft_tokens_per_req) is not None:
-                ends = ends - drafts[rows]  # behind the prompt's last token there may be placeholders for draft tokens
+                ends = ends - drafts[rows]  # placeholders for draft tokens may follow the prompt's last token
             self.session.set_prompt_states([ids[row] for row in rows], hidden_states[ends.tolist()])
 
     def _decide(self, batch: int) -> Rows:
@@ -257,11 +258,12 @@ class Drafting:
         return self.lengths.decide(batch, max(context, 1.0))
 
     def _branching(self, slots: NDArray[np.int32]) -> NDArray[np.bool_] | None:
-        """bool [R], which requests may have trees; None where nobody may."""
+        """bool [R], which requests may have trees; None if no request may."""
         return None if self.trees is None else self.trees.allowed[slots]
 
     def _step(self, rows: NDArray[np.intp], drafted: NDArray[np.int32], most: int) -> Step:
-        """The newest step, of these requests, which may have `most` draft tokens; drafted: as `_take` says."""
+        """The newest step, for these requests, with at most `most` draft tokens each; drafted: as returned by
+        `_take`."""
         gained = self._gained[0]
         known, slots = gained.wait(), gained.slots[rows]
         contexts = known[rows, 1].astype(np.int32)
@@ -270,7 +272,7 @@ class Drafting:
         state = None
         if self.runner is not None:
             state = V2StepState(self.runner.block_tables, self._states, slots.astype(np.intp))
-        # For clocks of the method's own: not where the step before was not drafted for, or this one is looked at later.
+        # For the method's own clock; unusable if the previous step was not drafted for, or if this one is taken later.
         on_time = most > 0 and self._drafted_at == gained.number - 1
         timed = on_time and gained.query_tokens and len(rows) == len(gained.slots)
         return Step(

@@ -1,4 +1,4 @@
-"""`GainedTokens`: what a step has accepted, on its way from the device to the host."""
+"""`GainedTokens`: asynchronous copy of a step's accepted tokens to the host."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 
 class GainedTokens:
-    """What a step has accepted, on its way to the host. B requests, K = most draft tokens of a request. request_ids: B
-    ids; slots, generations: int [B], see `Requests`; scheduled: int32 [B], draft tokens that each was to verify;
-    query_tokens: of the step; 0 if it did more than decode."""
+    """Accepted tokens of a step. B requests, K = most draft tokens of a request. request_ids: B ids; slots,
+    generations: int [B], see `Requests`; scheduled: int32 [B], scheduled draft tokens of each; query_tokens: of the
+    step; 0 if it did more than decode."""
 
     def __init__(self, slots: int, length: int, device: torch.device) -> None:
         self._device = torch.zeros(slots, length + 3, dtype=torch.int32, device=device)
@@ -36,7 +36,7 @@ class GainedTokens:
         self, input_batch: Any, num_sampled: torch.Tensor, states: Any, generations: NDArray[np.int64], number: int,
         drafts: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Start the copy, behind the step's own work. num_sampled: int32 [B], tokens that each request gained; states:
+        """Start the copy, queued after the step's own work. num_sampled: int32 [B], new tokens of each request; states:
         vLLM's RequestState; generations: int64 [slots]; drafts: int64 [B, K], filled with each request's newest
         token."""
         batch = input_batch.num_reqs
@@ -57,14 +57,14 @@ class GainedTokens:
         self._arrived = False
 
     def wait(self) -> NDArray[np.int32]:
-        """int32 [B, K + 3]: how many tokens each request gained, how many it has, and its newest K + 1."""
+        """int32 [B, K + 3]: number of new tokens of each request, number of all, and its newest K + 1."""
         if self._event is not None and not self._arrived:
             self._event.synchronize()
         self._arrived = True
         return self._host[: len(self.slots)].numpy()
 
     def seconds_since(self, other: GainedTokens) -> float:
-        """Seconds from the end of another step to that of this one, on the device; both are over."""
+        """Seconds on the device from the end of another step to the end of this one; both must be finished."""
         if self._event is None or other._event is None:
             return self._ended - other._ended
         return 1e-3 * float(other._event.elapsed_time(self._event))

@@ -1,6 +1,6 @@
-"""The hooks in vLLM's model runner V2, by which a `MethodSpeculator` gets there and hears of requests and logits.
+"""The hooks in vLLM's model runner V2 that install a `MethodSpeculator` and pass it requests and logits.
 
-V2 takes its speculator for method "ngram_gpu" from a module's attribute, which is where ours comes in.
+V2 takes its speculator for method "ngram_gpu" from a module attribute, which is replaced by ours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SPECULATOR = "_freedraft_speculator"  # Attribute of vLLM's RejectionSampler and
 
 
 def install() -> None:
-    """Hook vLLM's model runner V2, once per process. Speculators of others see no difference."""
+    """Hook vLLM's model runner V2, once per process. Other speculators are not affected."""
     from vllm.v1.worker import gpu_worker
     from vllm.v1.worker.gpu import cudagraph_utils
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -68,13 +68,13 @@ def _ours(runner: Any) -> MethodSpeculator | None:
 
 
 def _drafting(runner: Any) -> MethodSpeculator | None:
-    """Our speculator, in the rank that drafts, while requests are real."""
+    """Our speculator in the drafting rank, except during warm-up."""
     ours = _ours(runner)
     return ours if ours is not None and ours.guarded is not None and not ours.warming_up else None
 
 
 def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM compiles kernels with requests that it makes up: nothing is drafted for them, or learnt from them."""
+    """vLLM compiles kernels with dummy requests: they are not drafted for, or learnt from."""
 
     def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (ours := _ours(self.model_runner)) is None:
@@ -105,7 +105,7 @@ def _passes(runner: Any) -> int | None:
 def _end(runner: Any, scheduler_output: Any) -> None:
     if (ours := _drafting(runner)) is not None:
         if scheduler_output.finished_req_ids and not scheduler_output.total_num_scheduled_tokens:
-            ours.catch_up()  # no step follows, and the newest is over
+            ours.catch_up()  # no step follows the newest one
         ours.end(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
 
 
@@ -147,7 +147,7 @@ def _prepare_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _join(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
-    """The last that happens before the model runs, in a step of requests and in one that vLLM makes up."""
+    """The last hook before the model runs, in steps of requests and in dummy steps."""
     ours = getattr(model_state, SPECULATOR, None)
     if ours is not None and ours.verifying is input_batch:
         ours.join(input_batch)

@@ -1,5 +1,5 @@
 """Draft lengths in model runner V2: sent from the worker that learns them to vLLM's scheduler, with the output of a
-step; and CUDA graphs of steps that verify drafts of several lengths."""
+step; and CUDA graphs of steps with several draft lengths."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LENGTHS = "_freedraft_lengths"  # Attribute of vLLM's ModelRunnerOutput
 
 
 def send_lengths(output: Any, rows: Rows) -> None:
-    """Add them to vLLM's AsyncOutput."""
+    """Attach draft lengths by batch size to vLLM's AsyncOutput."""
     if (model_runner_output := getattr(output, "model_runner_output", None)) is not None:
         setattr(model_runner_output, LENGTHS, rows)
 
 
 def receive_lengths() -> None:
-    """Make the scheduler use what comes: its table of draft lengths by batch size."""
+    """Make the scheduler update its table of draft lengths by batch size from received rows."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     wrap_once(Scheduler, "update_from_output", before(_update_table))
@@ -43,7 +43,7 @@ class GraphLengths(list[tuple[int, int, int]]):
 
 
 def whole_table(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Batch sizes that stand for draft lengths are not cut off where no batch is as large."""
+    """Keep rows of a `GraphLengths` beyond the largest batch size: they only list draft lengths."""
 
     def build_dynamic_sd_schedule_lookup(table: Any, vllm_max_batch_size: int, *args: Any, **kwargs: Any) -> Any:
         largest = max(vllm_max_batch_size, len(table)) if isinstance(table, GraphLengths) else vllm_max_batch_size
@@ -53,7 +53,7 @@ def whole_table(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_nearest(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM looks for a graph among those of the nearest size alone, which may all be of other lengths (as of 0.33)."""
+    """vLLM looks for a graph among those of the nearest size only, which may all be of other lengths (as of 0.33)."""
 
     def _init_candidates(self: Any) -> None:
         original(self)
@@ -64,8 +64,8 @@ def find_nearest(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def put_nearest_first(candidates: dict[tuple[int, int], list[Any]], graphs: list[Any]) -> None:
-    """By tokens and LoRAs of a step: of every query length the smallest graph that holds it, then what vLLM has there.
-    graphs: its BatchExecutionDescriptors."""
+    """Order candidates by tokens and LoRAs of a step: of every query length the smallest graph that fits, then vLLM's
+    others. graphs: its BatchExecutionDescriptors."""
     nearest: dict[tuple[int, int], dict[tuple[int, int], Any]] = {}
     for graph in sorted(graphs, key=lambda graph: -graph.num_tokens):
         if graph.uniform_token_count is not None:

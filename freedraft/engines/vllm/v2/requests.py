@@ -1,4 +1,4 @@
-"""`Requests`: the tokens of vLLM's running requests on the host, by the slot that model runner V2 gave them."""
+"""`Requests`: the tokens of vLLM's running requests on the host, by slot of model runner V2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from freedraft.engines.vllm.outputs import longest_answer, output_of
 
 
 class Left(NamedTuple):
-    """A request that has given its slot back. output: the tokens that it wrote; parameters: vLLM's SamplingParams."""
+    """A request that has left its slot. output: its output tokens; parameters: vLLM's SamplingParams."""
 
     slot: int
     generation: int
@@ -22,27 +22,27 @@ class Left(NamedTuple):
 
 
 class Requests:
-    """Tokens by slot, and slots by id. What a step gains belongs to the generations of the slots that it was launched
-    with, whatever happens to the slots meanwhile.
+    """Tokens by slot, and slots by id. A step's new tokens belong to the generations of its slots at launch: if a slot
+    has been reassigned since, they are dropped.
 
     Args:
         slots: number of slots; max_model_len: most tokens of a request; length: K, most draft tokens of one.
 
     Attributes:
         tokens: int32 [slots, max_model_len].
-        lengths: int64 [slots], tokens known of each request; -1 where the slot is free.
-        generations: int64 [slots], how many requests have left each slot.
-        limits: int64 [slots], the tokens that each request may have at its end.
-        drafted: int32 [slots], draft tokens of ours that each request's next step verifies.
-        drafted_behind: int64 [slots], the number of the step behind which these were drafted, -1 for none.
-        nodes: int32 [slots, K + 1], the root that these follow, and they themselves.
+        lengths: int64 [slots], tokens held of each request; -1 for a free slot.
+        generations: int64 [slots], number of requests that have left each slot.
+        limits: int64 [slots], maximum total tokens of each request.
+        drafted: int32 [slots], our draft tokens that each request's next step verifies.
+        drafted_behind: int64 [slots], number of the step after which these were drafted, -1 for none.
+        nodes: int32 [slots, K + 1], root and draft tokens.
         parents: int32 [slots, K + 1], as in `DraftBatch`.
         slots: the slot of each request that has one, by id.
-        ended: requests that have ended, of which a step may still bring tokens, by id.
+        ended: finished requests, by id, for which a step may still return tokens.
     """
 
     def __init__(self, slots: int, max_model_len: int, length: int, tokenizer: Any = None) -> None:
-        self.tokens: NDArray[np.int32] = np.empty((slots, max_model_len), np.int32)  # pages are taken as they fill
+        self.tokens: NDArray[np.int32] = np.empty((slots, max_model_len), np.int32)  # memory is used as it fills
         self.lengths, self.drafted_behind = np.full((2, slots), -1, np.int64)
         self.generations, self.limits, self._prompts = np.zeros((3, slots), np.int64)
         self.drafted: NDArray[np.int32] = np.zeros(slots, np.int32)
@@ -57,9 +57,8 @@ class Requests:
         return len(self.slots) + len(self._preempted) + len(self.ended)
 
     def add(self, request_id: str, slot: int, tokens: list[int], prompt: int, parameters: Any) -> NDArray[np.int32]:
-        """A request has got a slot, with `tokens` known of it: its prompt, and what it wrote before a preemption.
-        prompt: length of its prompt; parameters: vLLM's SamplingParams, which say where its output ends. Returns int32
-        [n], a view of these tokens."""
+        """Add a request with its tokens so far: its prompt, and output before a preemption. prompt: length of the
+        prompt; parameters: vLLM's SamplingParams, which limit its output. Returns int32 [n], a view of the tokens."""
         self._preempted.pop(request_id, None)
         self.slots[request_id] = slot
         self.tokens[slot, : len(tokens)] = tokens
@@ -71,12 +70,12 @@ class Requests:
     def append(
         self, slots: NDArray[np.int32], generations: NDArray[np.int64], gained: NDArray[np.int32]
     ) -> NDArray[np.intp]:
-        """A step is over. Returns intp [R], the rows of the requests that gained some and are still there; not those of
-        whom others are missing.
+        """Append a step's new tokens. Returns intp [R], rows of requests with new tokens that are still in their slot
+        and miss no earlier ones.
 
         Args:
-            slots, generations: of B requests, as they were when the step was launched.
-            gained: int32 [B, K + 3], how many tokens each gained, how many it has, and the newest of these.
+            slots, generations: of B requests, at the launch of the step.
+            gained: int32 [B, K + 3], see `GainedTokens.wait`.
         """
         counts, lengths, newest = gained[:, 0], gained[:, 1], gained[:, 2:]
         known = (counts > 0) & (self.lengths[slots] == lengths - counts) & (self.generations[slots] == generations)
@@ -95,24 +94,24 @@ class Requests:
     def room(
         self, slots: NDArray[np.int32], contexts: NDArray[np.int32], most: int, branching: NDArray[np.bool_] | None
     ) -> NDArray[np.int32]:
-        """int32 [R], the draft tokens that each of R requests may have, at most `most`. contexts: int32 [R], tokens of
-        each; branching: bool [R], which may have trees, None for none."""
+        """int32 [R], maximum of draft tokens per request, at most `most`. contexts: int32 [R], tokens of each;
+        branching: bool [R], which may have trees; None: none."""
         if branching is None:
             return room(self.limits[slots], contexts, most)
         return room(self.limits[slots], contexts, most, trees=branching, widest=self.tokens.shape[1] - 1 - contexts)
 
     def preempt(self, request_id: str) -> None:
-        """A request has lost its slot; it gets another one, or finishes."""
+        """Release the slot of a preempted request."""
         if (left := self._leave(request_id)) is not None:
             self._preempted[request_id] = left
 
     def finish(self, request_id: str) -> None:
-        """A request has ended; see `take_ended`."""
+        """Release the slot of a finished request; see `take_ended`."""
         if (left := self._preempted.pop(request_id, None) or self._leave(request_id)) is not None:
             self.ended[request_id] = left
 
     def take_ended(self, request_id: str) -> NDArray[np.int32]:
-        """int32 [n], what a request that has ended wrote, without what steps accepted beyond its end."""
+        """Remove a finished request; int32 [n], its output without tokens that steps accepted beyond its end."""
         left = self.ended.pop(request_id)
         return output_of(left.parameters, left.output, self._tokenizer)
 

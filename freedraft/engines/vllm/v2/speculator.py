@@ -1,10 +1,10 @@
-"""`MethodSpeculator`: how a `Method` of ours sees requests and steps in vLLM's model runner V2.
+"""`MethodSpeculator`: passes requests and steps of vLLM's model runner V2 to a `Method`.
 
-Model runner V2 prepares the next step on the device while the host is behind, so what a step accepted is asked for by
-one copy to pinned memory (`propose`), and waited for when the next one is ready but for its drafts, which go back by
-one copy (`join`).
+Model runner V2 prepares the next step on the device while the host lags behind. So accepted tokens are requested by one
+copy to pinned memory (`propose`), and awaited when the next step lacks only its drafts, which go back by one copy
+(`join`).
 
-Every tensor-parallel rank verifies its own copy of the drafts: rank 0 drafts, and the others get its tokens.
+Every tensor-parallel rank verifies its own copy of the drafts, which rank 0 makes and broadcasts.
 """
 
 from __future__ import annotations
@@ -52,56 +52,56 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         self._vllm_config, self._ranks = vllm_config, get_tp_group()
         config, ours = vllm_config.speculative_config, configured(vllm_config)
         self._schedule = getattr(config, SCHEDULE)
-        if ours.lengths:  # until `prepare`, so that vLLM lists CUDA graphs for each of them, when it profiles and later
+        if ours.lengths:  # until `prepare`, so that vLLM lists CUDA graphs for each length, also when profiling
             setattr(config, SCHEDULE, GraphLengths(ours.lengths))
-        # vLLM has the tokens of all requests on the device for its own n-grams, which read them; ours do not.
+        # vLLM keeps the tokens of all requests on the device for its own n-grams; ours do not read them there.
         tokens = req_states.all_token_ids
         shape = tuple(tokens.gpu.shape)
         req_states.all_token_ids = StagedWriteTensor(shape, tokens.dtype, device, uva_instead_of_gpu=True)
         super().__init__(vllm_config, device, req_states, drafts=self._ranks.rank_in_group == 0)
         self.draft_model: PagedDraftModel | None = None
-        self._awaited: tuple[torch.Tensor, int] | None = None  # slots, and most draft tokens of each, until `join`
+        self._awaited: tuple[torch.Tensor, int] | None = None  # until `join`: slots, and most draft tokens of each
         self.joins_at_once, self.joins_last = True, False  # until there is a runner
-        self.verifying: Any = None  # vLLM's InputBatch, once its inputs are there
+        self.verifying: Any = None  # vLLM's InputBatch, once its inputs are prepared
         self.warming_up = False  # see `warm_up`
         if getattr(config, ADAPTIVE, False):
             self.verify_adaptively(device)
 
     @property
     def matches(self) -> bool:
-        """Whether drafts are verified by `match`, and not by a way of vLLM's that the user has chosen."""
+        """Whether `match` verifies drafts, and not another method of vLLM chosen by the user."""
         return bool(self._vllm_config.speculative_config.rejection_sample_method == "standard")
 
     def close(self) -> None:
-        """The engine ends; the process may go on, and is to have its memory back."""
+        """Release all memory: the process may outlive the engine."""
         if self.guarded is not None:
             self.guarded.close()
         self.guarded = self.session = self.runner = self.draft_model = self.trees = None
 
     def warm_up(self, now: bool) -> None:
-        """Whether vLLM makes up requests now, to compile kernels; their outcomes say nothing."""
+        """Set whether vLLM runs dummy requests now, to compile kernels; their outcomes are ignored."""
         self.warming_up = now
         if self.trees is not None:
             self.trees.warm_up(now)
 
     def verify_adaptively(self, device: torch.device) -> None:
-        """Give vLLM's adaptive verification the confidences that it reads, by these names."""
+        """Provide confidences to vLLM's adaptive verification, under the names that it reads."""
         self.confidences = Confidences(self.requests.lengths.size, self.length, device)
         self.joins_at_once = True
         self.enable_adaptive_verification = True
         self.draft_token_confidence_probs = self.confidences.device
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """The model is loaded, and vLLM knows what graphs to capture; we have none."""
+        """Required by vLLM; we capture no graphs here."""
 
     def capture(self) -> None:
-        """vLLM has captured CUDA graphs of its own."""
+        """Capture graphs of draft passes, after vLLM's own graphs."""
         if self.draft_model is not None:
             self.draft_model.capture(self.runner.block_tables.block_tables[0].gpu.shape[1])
 
     def prepare(self, runner: Any) -> None:
-        """The KV cache of vLLM's GPUModelRunner is there; requests come next. Raises UnsupportedModel: the model has no
-        draft passes."""
+        """Called once vLLM's GPUModelRunner has its KV cache, before requests. Raises UnsupportedModel: the model
+        supports no draft passes."""
         name = configured(self._vllm_config).name
         setattr(self._vllm_config.speculative_config, SCHEDULE, self._schedule)
         if self.guarded is not None:
@@ -112,9 +112,9 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         if self.trees is not None and not DraftRanks(self._ranks).agree(self.trees.prepare(runner)):
             self.trees, self._parts = None, 1
         self.runner = runner
-        # Where vLLM sends drafts on, cuts its inputs in parts, or reads confidences before there are inputs.
+        # If vLLM forwards drafts, splits its inputs, or reads confidences before inputs are prepared.
         self.joins_at_once = bool(runner.pp_handler or runner.pcp_manager or self.confidences)
-        # Where nothing but the model itself reads drafts.
+        # If only the model itself reads drafts.
         usual = type(runner.model_state).prepare_inputs is DefaultModelState.prepare_inputs
         readers = self.trees, METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
         self.joins_last = usual and not any(readers)
@@ -128,9 +128,9 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         *args: Any, dummy_run: bool = False, is_profile: bool = False, num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """int64 [B, K] on the device: each request's newest token in the place of drafts, which `join` makes; where
-        vLLM asks for them at once, the drafts. input_batch: vLLM's InputBatch of the step that has just been launched;
-        num_sampled: int32 [B], tokens that each request gained; last_sampled: int64 [slots, 1]."""
+        """int64 [B, K] on the device: each request's newest token as placeholder for drafts, which `join` makes; the
+        drafts themselves if vLLM needs them at once. input_batch: vLLM's InputBatch of the step just launched;
+        num_sampled: int32 [B], new tokens of each request; last_sampled: int64 [slots, 1]."""
         self._steps += 1
         batch, guarded, confidences = input_batch.num_reqs, self.guarded, self.confidences
         packed = self._of_batch(self._drafts, batch)
@@ -145,14 +145,14 @@ class MethodSpeculator(Drafting, BaseSpeculator):
                 confidences.device[:batch].zero_()
             return drafts
         prompts = self._states.prefill_len.np[input_batch.idx_mapping_np[:batch]]
-        over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= prompts  # in which the bound is exact
+        over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= prompts  # the bound is exact in prefill
         if guarded is not None:
             if not guarded.call(self._launch, input_batch, num_sampled, drafts, last_hidden_states, over):
                 drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:batch].long()][:, None].expand_as(drafts))
             if self.lengths is not None:
                 self.rows = guarded.call(self._decide, batch) or []
         most = self.length if num_speculative_tokens is None else num_speculative_tokens
-        # What was gained, if anything, is looked at later, when nobody has to wait for it.
+        # New tokens, if any, are read later, without a wait.
         self._awaited = (input_batch.idx_mapping[:batch], most) if most > 0 and over.any() else None
         if confidences is not None and self._awaited is None:
             confidences.device[:batch].zero_()
@@ -161,9 +161,9 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         return drafts
 
     def join(self, batch: Any = None) -> None:
-        """Wait for the newest step's tokens, if that is still to be drafted for, and draft. All ranks do so at the same
-        place. batch: vLLM's InputBatch of the step that verifies the drafts, whose inputs are prepared; None where vLLM
-        takes what `propose` returns."""
+        """Wait for the newest step's tokens, unless it has been drafted for, and draft. Called at the same point on all
+        ranks. batch: vLLM's InputBatch, with prepared inputs, of the step that verifies the drafts; None if vLLM uses
+        the result of `propose`."""
         if self._awaited is None:
             return
         (slots, most), self._awaited = self._awaited, None
@@ -185,7 +185,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
                 self._ranks.broadcast(confidences.device[: len(slots)], src=0)
         if self.trees is not None:
             self.trees.put(slots, packed[1])
-        if batch is not None:  # where others have got slots meanwhile, these have no drafts yet, and read none
+        if batch is not None:  # requests that got slots since have no drafts, and read none
             states = self._states
             states.draft_tokens[slots] = packed[0]
             combine_sampled_and_draft_tokens(
@@ -195,7 +195,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
             )  # fmt: skip
 
     def take_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
-        """A step has been run; logits: float [R, V], those of a request behind each other."""
+        """Recycle a step's logits: float [R, V], rows of a request consecutive."""
         guarded, trees = self.guarded, self.trees
         if guarded is not None and guarded.needs_logits:
             if self.warming_up:

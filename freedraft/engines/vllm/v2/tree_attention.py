@@ -1,9 +1,9 @@
 """vLLM's Triton and FlashAttention backends, which in steps that verify trees give each draft node its ancestors.
 
 In all other steps they are the stock backends. Both have the same KV cache and metadata, so that one kernel serves
-both. Where a step has trees beside prompts, the stock kernel attends for all and ours then for the trees again; where
-all requests decode, ours attends for all of them. What nodes read stands in buffers that stay where they are, so that
-full CUDA graphs of such steps can be replayed with other trees.
+both. In a step with trees and prompts the stock kernel runs for all requests, then ours for the trees; if all requests
+decode, ours runs for all. The inputs of nodes lie in fixed buffers, so that full CUDA graphs can be replayed with other
+trees.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ATTRIBUTE = "_freedraft_trees"  # Attribute of vLLM's VllmConfig: `TreeBuffers`,
 
 
 class TreeBuffers:
-    """What the tokens of a step read, where CUDA graphs find it.
+    """Fixed buffers of tree queries, for CUDA graphs.
 
     Args:
         requests, tokens: most of a step; max_queries: most nodes of a tree, root included.
@@ -30,8 +30,8 @@ class TreeBuffers:
     Attributes:
         prefixes, masks, trees: as in `TreeQueries`, of the newest step with drafts.
         enabled: whether graphs and steps use them at all.
-        verifying: whether the step that is prepared verifies trees; mixed: whether it has prompts besides.
-        warming_up: whether it is made up, so that kernels are compiled.
+        verifying: whether the present step verifies trees; mixed: whether it also has prompts.
+        warming_up: whether it is a dummy step to compile kernels.
     """
 
     def __init__(self, requests: int, tokens: int, max_queries: int, device: torch.device) -> None:
@@ -42,13 +42,13 @@ class TreeBuffers:
         self.enabled = self.verifying = self.mixed = self.warming_up = False
 
     def queries(self, starts: torch.Tensor, seq_lens: torch.Tensor) -> TreeQueries:
-        """Those of a step. starts: int32 [B + 1]; seq_lens: int32 [B]."""
+        """The queries of a step. starts: int32 [B + 1]; seq_lens: int32 [B]."""
         return TreeQueries(starts, seq_lens, self.prefixes, self.masks, self.trees[: len(seq_lens)])
 
 
 class TreeStep(NamedTuple):
-    """What attention needs in a step that verifies trees. compiled_for: contexts that kernels are compiled for before
-    they are needed; none in steps of requests."""
+    """Attention's inputs in a step that verifies trees. compiled_for: contexts to compile kernels for in warm-up; empty
+    in steps of requests."""
 
     queries: TreeQueries
     max_queries: int
@@ -77,7 +77,7 @@ class TreeMetadata:
         buffers = self._buffers
         metadata.trees = None
         if buffers is not None and buffers.verifying:
-            # Blocks for the most queries, however many there are: so one kernel does for all draft lengths.
+            # Blocks for the most queries, so that one kernel serves all draft lengths.
             metadata.trees = step = self._step(buffers, metadata, buffers.max_queries, buffers.mixed)
             if buffers.warming_up:
                 limit: int = self.vllm_config.model_config.max_model_len
@@ -88,7 +88,7 @@ class TreeMetadata:
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         metadata: Any = super().build_for_cudagraph_capture(common_attn_metadata)  # type: ignore[misc]
         buffers = self._buffers
-        # Graphs of more than one query are of steps that verify drafts: others have prompts, and run without.
+        # Graphs of more than one query are of steps that verify drafts; steps with prompts run without graphs.
         if buffers is not None and buffers.enabled and metadata.max_query_len > 1:
             metadata.trees = self._step(buffers, metadata, min(metadata.max_query_len, buffers.max_queries), False)
         return metadata
@@ -111,7 +111,7 @@ class TreeAttention:
     head_size: int
 
     def why_not(self) -> str | None:
-        """What this layer has that our kernel has not; None if nothing."""
+        """A feature of this layer that our kernel lacks; None if there is none."""
         layer: Any = self
         extras = {
             "a sliding window": layer.sliding_window != (-1, -1) or getattr(layer, "chunk_lookback", -1) >= 0,
@@ -142,7 +142,7 @@ class TreeAttention:
                 trees_only=trees_only, scratch=trees.scratch,
             )  # fmt: skip
 
-        for context in trees.compiled_for:  # by one request, whose keys are read in the most parts
+        for context in trees.compiled_for:  # for one request, which splits its keys into the most parts
             attend(trees.queries.first(), context, False)
             attend(trees.queries.first(), context, True)
         if trees.mixed:
@@ -156,7 +156,7 @@ class TreeAttention:
 
 
 def _with_trees(stock: Any) -> type[AttentionBackend]:
-    """A backend under the stock one's name, whose implementation and metadata know trees."""
+    """A backend with the stock one's name and support for trees."""
     impl = type(f"Tree{stock.get_impl_cls().__name__}", (TreeAttention, stock.get_impl_cls()), {})
     builder = type(f"Tree{stock.get_builder_cls().__name__}", (TreeMetadata, stock.get_builder_cls()), {})
     members = {"get_impl_cls": staticmethod(lambda: impl), "get_builder_cls": staticmethod(lambda: builder)}
@@ -167,7 +167,7 @@ TritonTreeBackend, FlashTreeBackend = _with_trees(TritonAttentionBackend), _with
 
 
 def register(flash: bool) -> None:
-    """Register them in the stock ones' places, unless somebody else's stand there."""
+    """Register our backends in place of the stock ones, unless others are registered there."""
     places = {AttentionBackendEnum.TRITON_ATTN: "TritonTreeBackend"}
     if flash:
         places[AttentionBackendEnum.FLASH_ATTN] = "FlashTreeBackend"

@@ -1,8 +1,8 @@
-"""`Trees`: draft trees in vLLM's model runner V2, from the draft to the KV of what is accepted.
+"""`Trees`: draft trees in vLLM's model runner V2, from the draft to the KV of the accepted path.
 
-The runner takes a tree for a chain of as many draft tokens: the scheduler, KV slots and counts know no more than its
-length. What each node follows stays on the device, by the slot of its request. Positions become those of depths, and
-attention that of ancestors, after KV slots have been chosen; the accepted path's KV moves to where a chain's would be.
+The runner treats a tree as a chain of the same number of draft tokens: the scheduler, KV slots and counts know its
+length only. Ancestor masks stay on the device, by slot. After KV slots have been chosen, positions are set by depth and
+attention by ancestors; the accepted path's KV moves to where a chain's would be.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from freedraft.engines.vllm.v2.tree_attention import ATTRIBUTE, TreeAttention, T
 
 logger = logging.getLogger(__name__)
 
-_STOCK_PROCESSORS = 3  # of logits: biases, penalties, bad words
+_STOCK_PROCESSORS = 3  # logits processors: biases, penalties, bad words
 
 
 class Trees:
@@ -37,8 +37,8 @@ class Trees:
         device: of the model; states: the runner's RequestState.
 
     Attributes:
-        enabled: whether drafts may be trees; False until the KV cache is there.
-        allowed: bool [slots], whether the request there may have one.
+        enabled: whether drafts may be trees; False before the KV cache exists.
+        allowed: bool [slots], whether the slot's request may have trees.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, states: RequestState) -> None:
@@ -53,20 +53,20 @@ class Trees:
         self._parents = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._counts = torch.zeros(slots, dtype=torch.int32, device=device)
         self._pool: KVPool | None = None
-        self._batch: Any = None  # vLLM's InputBatch, while it verifies
+        self._batch: Any = None  # vLLM's InputBatch while it verifies trees
         self._positions: torch.Tensor | None = None  # int64 [T], while it runs a chain's, then by depth
         self._slots: torch.Tensor | None = None  # int64 [T], its KV slots
         setattr(vllm_config, ATTRIBUTE, self._buffers)
-        register(flash=self._asked)  # whose own kernel is faster where there are no trees, and perhaps where there are
+        register(flash=self._asked)  # its own kernel is faster without trees, and perhaps with them
 
     def prepare(self, runner: Any) -> bool:
-        """The KV cache of vLLM's GPUModelRunner is there: say whether drafts are trees."""
+        """Called once vLLM's GPUModelRunner has its KV cache: log and return whether drafts are trees."""
         name = configured(self._vllm_config).name
         try:
             if (reason := why_chains(runner, self._vllm_config)) is None:
                 attention = runner.attn_groups[0][0].backend.get_name()
                 self._pool = KVPool([cache.transpose(1, 2).view(-1, *_row(cache)) for cache in runner.kv_caches])
-        except Exception as error:  # a vLLM or a model that is built otherwise
+        except Exception as error:  # another structure of vLLM or of the model
             reason = f"they cannot be prepared here ({(str(error) or repr(error)).splitlines()[0]})"
         if reason is not None:
             level = logging.WARNING if self._asked else logging.INFO
@@ -77,28 +77,28 @@ class Trees:
         return True
 
     def add(self, requests: Iterable[Any]) -> None:
-        """vLLM's NewRequestData have got slots."""
+        """Add requests (vLLM's NewRequestData) that got slots."""
         for request in requests:
             slot = self._states.req_id_to_index[request.req_id]
             self.allowed[slot] = self.enabled and (self._buffers.warming_up or not needs_chain(request))
 
     def warm_up(self, now: bool) -> None:
-        """Whether vLLM makes up requests now, whose drafts are to be trees whatever they ask for."""
+        """Set whether vLLM runs dummy requests now, which always have trees."""
         self._buffers.warming_up = now
 
     def warm_up_verification(self) -> None:
-        """Compile what verifies trees."""
+        """Compile the kernels that verify trees."""
         if self.enabled:
             # Slot 0 is of a page that nobody has.
             warm_up_verification((1 + self._masks.shape[1],), self._masks.device, pool=self._pool)
 
     def put(self, slots: torch.Tensor, masks: torch.Tensor) -> None:
-        """What requests verify next. slots: int64 [B]; masks: int64 [B, K], as `NodeMasks`."""
+        """Set the trees that requests verify next. slots: int64 [B]; masks: int64 [B, K], as in `NodeMasks`."""
         self._masks[slots] = masks
 
     def prepare_step(self, batch: Any, slot_mappings: torch.Tensor) -> None:
-        """KV slots are chosen; positions and attention metadata come next. batch: vLLM's InputBatch; slot_mappings:
-        int64 [1, T]."""
+        """Set positions by depth and tree queries; called between the choice of KV slots and attention metadata. batch:
+        vLLM's InputBatch; slot_mappings: int64 [1, T]."""
         self._batch, self._positions, buffers = None, None, self._buffers
         buffers.verifying = False
         if not self.enabled or batch.num_draft_tokens == 0:
@@ -118,15 +118,16 @@ class Trees:
             self._batch, buffers.verifying, buffers.mixed = batch, True, bool(batch.has_prefill)
 
     def restore_positions(self, batch: Any) -> None:
-        """The model has run: give InputBatch a chain's positions back, by which vLLM tells drafts from prompts."""
+        """Restore a chain's positions in InputBatch after the model has run: vLLM distinguishes drafts from prompts by
+        them."""
         self._buffers.verifying = False
         if self._positions is not None:
             batch.positions, self._positions = self._positions, batch.positions
 
     def verify(self, sampler: Any, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Verify drafts of some requests of the step, one behind the other, and move the KV of what is accepted.
-        sampler: vLLM's RejectionSampler; given: arguments of its `_verify`, whose results are returned: processed
-        logits, float [R, V]; int64 [B, 1 + K], tokens; int32 [B], how many of them."""
+        """Verify the drafts of consecutive requests of the step, and move the KV of accepted paths. sampler: vLLM's
+        RejectionSampler; given: arguments of its `_verify`. Returns its results: processed logits, float [R, V]; int64
+        [B, 1 + K], tokens; int32 [B], their number."""
         batch, slots = self._batch, given["idx_mapping_np"]
         if batch is None:
             return match(sampler, given).sampled()
@@ -134,7 +135,7 @@ class Trees:
         first = int(np.flatnonzero(batch.idx_mapping_np == slots[0])[0])  # of the step's requests
         row = int(batch.cu_num_logits_np[first])
         token = batch.logits_indices[row : row + len(given["pos"])]
-        counts = self._counts[first : first + len(slots)].clone()  # at an address that kernels are compiled for
+        counts = self._counts[first : first + len(slots)].clone()  # aligned as the compiled kernels expect
         outcome = match(sampler, given | {"pos": self._positions[token]}, self._parents[token], counts)
         # Slot 0 is of a page that nobody has.
         kv_slots = torch.where(outcome.inside, self._slots[token][outcome.rows], 0)
@@ -143,12 +144,12 @@ class Trees:
 
 
 def _row(cache: torch.Tensor) -> tuple[int, int]:
-    """Heads, and numbers of each, of a layer's cache: float [P, H, S, D]."""
+    """Heads H, and numbers D per head, of a layer's cache: float [P, H, S, D]."""
     return cache.shape[1], cache.shape[3]
 
 
 def why_chains(runner: Any, vllm_config: Any) -> str | None:
-    """Why drafts of this engine must be chains, in words for the user; None where they may be trees."""
+    """Why drafts of this engine must be chains, in words for the user; None if they may be trees."""
     model, parallel, ours = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
     sampler = runner.sampler
     engine = {
@@ -195,13 +196,13 @@ def why_chains(runner: Any, vllm_config: Any) -> str | None:
 
 
 def _rows_are_slots(cache: torch.Tensor) -> bool:
-    """Whether all that a token has in a layer's cache, [P, H, S, D], is one piece, and the pieces are its slots."""
+    """Whether a token's data in a layer's cache, [P, H, S, D], is contiguous, one piece per slot."""
     tokens = cache.transpose(1, 2)
     return tokens[0, 0].is_contiguous() and tokens.stride(0) == tokens.shape[1] * tokens.stride(1)
 
 
 def needs_chain(request: Any) -> bool:
-    """Whether what vLLM's NewRequestData asks for goes by the tokens before, which in its samplers are a chain's."""
+    """Whether parameters of vLLM's NewRequestData depend on earlier tokens, which vLLM's samplers take from a chain."""
     parameters = request.sampling_params
     return parameters is None or bool(
         parameters.structured_outputs is not None

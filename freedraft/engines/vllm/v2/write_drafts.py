@@ -1,4 +1,4 @@
-"""Drafts on their way to the device, in model runner V2: tokens, and masks that say what they follow."""
+"""Copies drafts of model runner V2 to the device, as tokens and ancestor masks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def write_drafts(
     parents: NDArray[np.int32],
     slots: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """Write drafts into rows of `proposed`; int32 [R], how many draft tokens each request got.
+    """Write drafts into rows of `proposed`; return int32 [R], draft tokens of each request.
 
     Args:
-        draft: of R requests, None for none, nodes of a tree by falling score; capacities: int32 [R], most draft tokens
-            of each.
-        branches: bool [R], whether a request may have a tree; of others the chain of first children is left. None
-            where none may.
-        proposed: int64 [1 or 2, B, K], out: tokens, and masks (`NodeMasks`) where there may be trees; what is not
-            written keeps what it holds, each request's newest token and 0.
+        draft: of R requests, or None; nodes of a tree by descending score. capacities: int32 [R], most draft tokens of
+            each.
+        branches: bool [R], whether a request may have a tree; others keep the chain of first children. None: no request
+            may.
+        proposed: int64 [1 or 2, B, K], out: tokens, and masks (`NodeMasks`) if there may be trees; prefilled with each
+            request's newest token and 0.
         parents: int32 [slots, K + 1], out, by `slots`: int32 [R].
     """
     counts = np.zeros(len(rows), np.int32)
