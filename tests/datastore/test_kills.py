@@ -27,7 +27,6 @@ from sssd_plugin.datastore.records import Erasure, Record, now_ms
 VOCAB = 4000
 TENANTS = str(tenant_key("even")), str(tenant_key("odd"))
 TAUGHT = 40  # documents of a round that are stored before the killed process starts
-KILLS = 25
 # What was learnt longer ago than this before a kill must be there.
 LOST_SECONDS = 2.0
 # Seconds between looks at a URL while processes are killed, so that a second has many of them.
@@ -87,7 +86,9 @@ def compact(place: str, progress: Path, first: int) -> None:
 WORKS: dict[str, Callable[[str, Path, int], None]] = {
     "learning": learn, "forgetting": forget, "exchanging": learn, "compacting": compact
 }  # fmt: skip
+FEW, MANY = 8, 25  # kills, in `make test` and in `make test-all`
 OF_PLACE = {"folder": ("learning", "forgetting", "compacting"), "url": ("learning", "forgetting", "exchanging")}
+CASES = [(where, name) for where, names in OF_PLACE.items() for name in names]
 
 
 def run_and_kill(name: str, place: str, progress: Path, first: int) -> tuple[float, dict[int, float], bool]:
@@ -113,10 +114,12 @@ def begin(work: Callable[[str, Path, int], None], place: str, progress: Path, fi
     work(place, progress, first)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(("where", "name"), [(where, name) for where, names in OF_PLACE.items() for name in names])
+@pytest.mark.parametrize(
+    ("where", "name", "kills"),
+    [("folder", "forgetting", FEW), *(pytest.param(*case, MANY, marks=pytest.mark.extended) for case in CASES)],
+)
 def test_kills_of_processes_that_learn_and_forget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, name: str, kills: int
 ) -> None:
     """What is there afterwards is what there was and what was learnt, or that without one tenant's text."""
     monkeypatch.setattr(exchange, "POLL_SECONDS", PERIOD)
@@ -127,7 +130,7 @@ def test_kills_of_processes_that_learn_and_forget(
     url = where == "url"
     place = f"file://{tmp_path}/bucket" if url else f"{tmp_path}/store"
     kept, first = set[int](), 0
-    for _ in range(KILLS):
+    for _ in range(kills):
         server, taught = open_live(place, VOCAB), range(first, first + TAUGHT)
         for number in taught:
             insert(server, number)

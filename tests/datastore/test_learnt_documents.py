@@ -21,8 +21,7 @@ from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.opening import check_live, open_live
 from sssd_plugin.datastore.records import Changes, Erasure, Record
 from tests.support.disks import full_disk
-from tests.support.stores import read_only_folder
-from tests.support.waiting import wait_until
+from tests.support.stores import read_only_folder, refused
 
 VOCAB = 1000
 
@@ -86,12 +85,11 @@ def check(directory: Path, **settings) -> None:
     check_live(directory, **({"vocab_size": VOCAB, "fingerprint": None, "isolation": "strict"} | settings))
 
 
-def refused(directory: Path, words: str, **settings) -> None:
-    """By the start and by what looks beforehand, in one line."""
+def no_start(directory: Path, words: str, **settings) -> None:
+    """Refused by the start and by what looks beforehand, in one line."""
     for attempt in (log_of, check):
-        with pytest.raises(DatastoreError, match=words) as error:
+        with refused(words):
             attempt(directory, **settings)
-        assert "\n" not in str(error.value)
 
 
 def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
@@ -208,15 +206,19 @@ def test_a_bad_manifest_stops_the_start_and_loses_nothing(tmp_path: Path, change
     manifest.unlink()
     if change is not None:
         manifest.write_bytes(change)
-    refused(tmp_path, f"manifest.json.*{words}")
+    no_start(tmp_path, f"manifest.json.*{words}")
     assert file_of(tmp_path).read_bytes() == content
 
 
-def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, [[1, 2]])
-    file_of(tmp_path).write_bytes(b"something else entirely " * 100)
-    with pytest.raises(DatastoreError, match="not a database; restore it, or remove it to start anew"):
-        log_of(tmp_path)
+def test_what_is_something_else_stops_the_start(tmp_path: Path) -> None:
+    write(tmp_path / "a", [[1, 2]])
+    file_of(tmp_path / "a").write_bytes(b"something else entirely " * 100)
+    with refused("not a database; restore it, or remove it to start anew"):
+        log_of(tmp_path / "a")
+    file = tmp_path / "file"
+    file.write_text("x")
+    no_start(file, str(file))
+    assert file.read_text() == "x"
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -224,7 +226,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "looking makes nothing"
     log_of(tmp_path, fingerprint="a" * 64).close()
     for settings in ({"fingerprint": "b" * 64}, {"vocab_size": VOCAB - 1}):
-        refused(tmp_path, "another model's tokenizer", **settings)
+        no_start(tmp_path, "another model's tokenizer", **settings)
     log_of(tmp_path, fingerprint="a" * 64).close()
 
 
@@ -232,70 +234,46 @@ def test_a_wider_isolation_is_refused(tmp_path: Path) -> None:
     log_of(tmp_path, isolation="shared").close()
     log_of(tmp_path, isolation="strict").close()  # from now on there may be text of one tenant only
     for wider in ("shared", "off"):
-        refused(tmp_path, f"'{wider}' would show it to everybody: .* {wider} --accept", isolation=wider)
+        no_start(tmp_path, f"'{wider}' would show it to everybody: .* {wider} --accept", isolation=wider)
     log_of(tmp_path).close()
 
 
 def test_a_narrower_isolation_waits_until_a_wider_server_has_ended(tmp_path: Path) -> None:
     """Which would follow what is learnt of one tenant, and draft from it for everybody."""
     wide = log_of(tmp_path, isolation="shared")
-    refused(tmp_path, "a server with isolation 'shared' learns in .*: stop it first", isolation="strict")
+    no_start(tmp_path, "a server with isolation 'shared' learns in .*: stop it first", isolation="strict")
     wide.close()
     log_of(tmp_path, isolation="strict").close()
-
-
-def test_two_servers_learn_in_one_folder_and_from_each_other(tmp_path: Path) -> None:
-    first = open_live(tmp_path, VOCAB, isolation="shared")
-    second = open_live(tmp_path, VOCAB, isolation="shared")
-    first.insert(np.array([1, 2, 3], np.int32))
-    second.insert(np.array([4, 5], np.int32))
-    wait_until(lambda: min(first.stats().tokens, second.stats().tokens) >= 7)
-    time.sleep(0.5)
-    assert first.stats().tokens == second.stats().tokens == 7, "once each"
-    first.close(), second.close()
-    assert sorted(read(tmp_path, isolation="shared")) == [[1, 2, 3], [4, 5]]
 
 
 def test_no_two_hosts_learn_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = log_of(tmp_path)
     monkeypatch.setattr(folder_module, "_host", lambda: b"1234 elsewhere")
-    refused(tmp_path, "choose a datastore of this host's own")
+    no_start(tmp_path, "choose a datastore of this host's own")
     here.close()
     there = log_of(tmp_path)
     monkeypatch.undo()
-    with pytest.raises(DatastoreError, match="a process on elsewhere learns in"):
+    with refused("a process on elsewhere learns in"):
         log_of(tmp_path)
     there.close()
     log_of(tmp_path).close()
 
 
-def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where files cannot be locked or written; a full disk is not taken for one without locks."""
+
     def flock(*arguments: object) -> None:
         raise OSError(95, "Operation not supported")
 
     (tmp_path / "live").mkdir()
-    monkeypatch.setattr(fcntl, "flock", flock)
-    refused(tmp_path, r"file system without locks .* choose a datastore on another disk")
-
-
-def test_a_full_disk_is_not_taken_for_one_without_locks(tmp_path: Path) -> None:
-    (tmp_path / "live").mkdir()
-    with full_disk(), pytest.raises(DatastoreError, match="File too large") as error:
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", flock)
+        no_start(tmp_path, r"file system without locks .* choose a datastore on another disk")
+    with full_disk(), refused("^(?!.*locks).*File too large"):
         log_of(tmp_path)
-    assert "locks" not in str(error.value)
     log_of(tmp_path).close()
-
-
-def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.write_text("x")
-    refused(file, str(file))
-    assert file.read_text() == "x"
-
-
-def test_a_folder_that_may_not_be_written_is_refused() -> None:
     with read_only_folder() as folder:
-        refused(folder, "cannot write .* give this user access")
+        no_start(folder, "cannot write .* give this user access")
 
 
 def test_a_full_disk_stops_nothing_and_writing_is_tried_again(tmp_path: Path, caplog) -> None:
@@ -326,7 +304,7 @@ def test_an_erasure_is_followed_though_nothing_can_be_written(tmp_path: Path) ->
     log.pending.append(record([1] * 9000))
     other.erase(erasure)
     changes = Changes()
-    with pytest.raises(DatastoreError, match="full"):
+    with refused("full"):
         log.sync(changes)
     assert changes.erasures == [erasure] and log.pending.take()
     log.close(), other.close()

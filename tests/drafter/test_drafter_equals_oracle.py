@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
-from drafting import Pair, python_sources, random_weights
+from drafting import Pair, accepted, python_sources, random_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -136,14 +136,7 @@ def test_real_text(scoring: str, shape: str) -> None:
         position = 500
         while position < len(text):
             pair.extend({name: text[:position]})
-            batch = pair.compare([name], shape=shape)
-            node = 0
-            while position < len(text):
-                children = [i for i in range(1, batch.counts[0]) if batch.parents[0, i] == node]
-                node = next((i for i in children if batch.tokens[0, i] == text[position]), -1)
-                position += 1
-                if node < 0:
-                    break
+            position += 1 + accepted(pair.compare([name], shape=shape), 0, text[position:])
             steps += 1
         produced += len(text) - 500
         pair.finish(name)

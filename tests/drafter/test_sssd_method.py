@@ -74,17 +74,6 @@ def test_policies(options: dict[str, Any], kind: type) -> None:
     assert method((1, 8), **options).min_score == 0.0
 
 
-def test_requests_of_no_tenant_are_counted_as_not_learnt_from() -> None:
-    """Which is what an alert goes by, where nobody has a `cache_salt`."""
-    sssd = method(isolation="strict")
-    for tenant, dropped in ((None, {"tenant": 1}), ("somebody", {"tenant": 1})):
-        sssd.begin("a", np.array(PROMPT, np.int32), tenant, {})
-        sssd.finish("a", np.array([1, 2, 3], np.int32), False)
-        assert sssd.live is not None and sssd.live.stats().dropped == dropped
-    assert sssd.live.stats().documents == 1
-    sssd.close()
-
-
 @pytest.mark.parametrize(
     ("recycle", "scoring", "gives_logits", "recycles", "says"),
     [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from typer.testing import CliRunner, Result
 
@@ -19,6 +20,7 @@ from sssd_plugin.datastore.cli import app
 from sssd_plugin.datastore.disk.checksum import write_array
 from sssd_plugin.datastore.disk.format import Manifest, checksum, file_name, read_manifest
 from sssd_plugin.datastore.disk.store import Datastore
+from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.datastore.index.suffix_sort import DEPTH
 
@@ -66,6 +68,22 @@ def documents_at(store: Path) -> list[list[int]]:
 def run(*args: object, input: str | None = None) -> Result:
     """A command of `freedraft datastore`."""
     return CliRunner().invoke(app, [str(arg) for arg in args], input=input)
+
+
+def one_line(*args: object, input: str | None = None) -> str:
+    """The one line with which a command of `freedraft datastore` fails."""
+    result = run(*args, input=input)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
+
+
+@contextmanager
+def refused(words: str) -> Iterator[pytest.ExceptionInfo[DatastoreError]]:
+    """What happens here raises an error of one line that matches `words`."""
+    with pytest.raises(DatastoreError, match=words) as error:
+        yield error
+    assert "\n" not in str(error.value)
 
 
 def keys_of(sub: SubIndex) -> NDArray[np.int32]:
