@@ -182,7 +182,7 @@ def test_fourteen_bytes_a_token(n: int, piece: int) -> None:
     index = RequestIndex()
     index.replace("r", int32(text[:piece]))
     for start in range(piece, n, piece):
-        new, ends = int32(text[start : start + piece]), int32([min(n, start + piece)])
-        assert index.update(index.slot_ids(["r"]), new, np.array([0]), np.array([len(new)]), ends) == []
+        new, contexts = int32(text[start : start + piece]), int32([min(n, start + piece)])
+        assert index.update(index.slot_ids(["r"]), new, np.array([0]), np.array([len(new)]), contexts) == []
     assert len(index.tokens("r")) == n
     assert 12 * n < index.nbytes() <= 14 * n
