@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import stat
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,27 +20,6 @@ from tests.support.disks import full_disk
 from tests.support.stores import read_only_folder, refused
 
 VOCAB = 1000
-
-LEARN_FOREVER = """
-import sys, time
-import numpy as np
-from sssd_plugin.datastore.live import runs
-from sssd_plugin.datastore.live import store as live
-from sssd_plugin.datastore.live.opening import open_live
-
-runs.MEMTABLE_TOKENS, live.SYNC_SECONDS = 64, 0.02
-store = open_live(sys.argv[1], 1000, max_tokens=1 << 15, isolation="shared")
-number = int(sys.argv[2])
-print("ready", flush=True)
-while True:
-    text = np.array([number // 1000, number % 1000, *([number % 7] * (number % 50))], np.int32)
-    while not store.insert(text):  # faster than the background can drop the oldest
-        time.sleep(0.001)
-    number += 1
-    if number % 20 == 0:
-        store.flush()
-        print(number, flush=True)
-"""
 
 
 def log_of(directory: Path, **settings) -> Log:
@@ -342,32 +317,6 @@ def test_nothing_is_logged_of_texts_or_tenants(tmp_path: Path, caplog: pytest.Lo
     open_live(tmp_path, VOCAB).close()
     assert not any("777" in record.getMessage() or "secret" in record.getMessage() for record in caplog.records)
     assert not any(b"secret" in path.read_bytes() for path in (tmp_path / "live").iterdir())
-
-
-def test_a_kill_at_any_moment_loses_nothing_that_was_flushed(tmp_path: Path) -> None:
-    """A process that appends, drops old documents and merges, killed at random moments."""
-    rng = np.random.default_rng()
-    confirmed = number = 0
-    for _ in range(10):
-        process = subprocess.Popen(
-            [sys.executable, "-c", LEARN_FOREVER, str(tmp_path), str(number)], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(float(rng.random()) * 0.25)
-        process.send_signal(signal.SIGKILL)
-        lines = process.stdout.read().split("\n")
-        process.wait()
-        confirmed = max([confirmed, *(int(line) for line in lines[:-1])])
-        texts = read(tmp_path, max_tokens=1 << 15, isolation="shared")
-        found = [text[0] * 1000 + text[1] for text in texts]
-        assert all(t[2:] == [n % 7] * (n % 50) for t, n in zip(texts, found, strict=True)), "never wrong data"
-        assert found == list(range(found[0], found[0] + len(found))) if found else confirmed == 0
-        assert not found or found[-1] + 1 >= confirmed
-        number = found[-1] + 1 if found else 0
-        # What memory has dropped, an eighth of it at a time, goes from the file with the next write.
-        assert sum(len(text) + 1 for text in texts) <= (1 << 15) + (1 << 12)
-    assert confirmed > 100
 
 
 def test_a_transaction_that_fails_leaves_nothing_half_done(tmp_path: Path) -> None:
