@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -236,35 +237,29 @@ def test_changed_inputs_begin_anew(tmp_path: Path, inputs: Path, tokenizer_folde
     assert checkpoint().n_tokens == 0
 
 
-def test_a_mixed_batch_is_not_cut(tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stop", range(4))
+def test_a_mixed_batch_is_not_cut(tmp_path: Path, tokenizer_folder: Path, monkeypatch, stop: int) -> None:
     """Text that waits for its batch while token ids come: what is not in the file must not count as read."""
-    from sssd_plugin.datastore.build import checkpoint as module
-
     pieces = [Piece("def return", True, 10), Piece(np.array([1, 2]), False, 8), Piece("self import", True, 11),
               Piece(np.array([3, -1]), True, 8)]  # fmt: skip
     (tmp_path / "x.txt").write_text("x")
-    monkeypatch.setattr(module, "CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("sssd_plugin.datastore.build.checkpoint.CHECKPOINT_SECONDS", 0.0)
     tokenizer = load(tokenizer_folder)
-    whole: list[int] = []
-    for stop in range(len(pieces) + 1):
 
-        def read(inputs: object, fields: object, stop: int = stop):
-            for number, piece in enumerate(pieces):
-                if number == stop:
-                    raise KeyboardInterrupt
-                yield piece
+    def tokens(target: str, stops: bool = False) -> list[int]:
+        def read(*arguments: object) -> Iterator[Piece]:
+            yield from pieces[: stop if stops else None]
+            if stops:
+                raise KeyboardInterrupt
 
-        monkeypatch.setattr(module, "read_pieces", read)
-        target = tmp_path / f"store{stop}"
-        if stop < len(pieces):
-            broken = BuildCheckpoint(target, find_inputs([tmp_path / "x.txt"]), ["text"], None, 1000)
-            with pytest.raises(KeyboardInterrupt), contextlib.closing(broken):
-                list(broken.blocks(tokenizer))
-        monkeypatch.setattr(module, "read_pieces", lambda *a: iter(pieces))
-        with BuildCheckpoint(target, find_inputs([tmp_path / "x.txt"]), ["text"], None, 1000) as checkpoint:
-            found = np.concatenate([block.tokens for block in checkpoint.blocks(tokenizer)]).tolist()
-        whole = whole or found
-        assert found == whole
+        monkeypatch.setattr("sssd_plugin.datastore.build.checkpoint.read_pieces", read)
+        checkpoint = BuildCheckpoint(tmp_path / target, find_inputs([tmp_path / "x.txt"]), ["text"], None, 1000)
+        with contextlib.closing(checkpoint):
+            return np.concatenate([block.tokens for block in checkpoint.blocks(tokenizer)]).tolist()
+
+    with pytest.raises(KeyboardInterrupt):
+        tokens("store", stops=True)
+    assert tokens("store") == tokens("plain")
 
 
 def test_one_build_at_a_time_and_ids_are_checked(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from sssd_plugin.datastore.disk.checksum import write_array
 from sssd_plugin.datastore.disk.format import Manifest, checksum, file_name, read_manifest
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.datastore.index.suffix_sort import DEPTH
 
@@ -94,22 +95,10 @@ def keys_of(sub: SubIndex) -> NDArray[np.int32]:
 
 
 def look_up(sub: SubIndex, query: Sequence[int]) -> set[int]:
-    """Where `query` occurs, by bisection of the suffix array inside the bucket of its first token."""
-    tokens, order = sub.tokens, sub.suffix_array
-    if query[0] < len(sub.bucket_starts) - 1:
-        low, high = (int(x) for x in sub.bucket_starts[query[0] : query[0] + 2])
-    else:
-        low, high = 0, len(order)
-
-    def first(key: Callable[[list[int]], bool]) -> int:
-        a, b = low, high
-        while a < b:
-            m = (a + b) // 2
-            a, b = (a, m) if key(tokens[order[m] : order[m] + len(query)].tolist()) else (m + 1, b)
-        return a
-
-    wanted = list(query)
-    return {int(p) for p in order[first(lambda s: s >= wanted) : first(lambda s: s > wanted)]}
+    """Where `query` occurs, as a draft looks it up."""
+    snapshot = Snapshot([sub])
+    low, high = find_ngram(snapshot.table, 0, int32(query), 0, len(query))
+    return set(sub.suffix_array[low:high].tolist())
 
 
 def brute_force(sub: SubIndex, query: Sequence[int]) -> set[int]:
