@@ -134,7 +134,7 @@ INVALID = ["is not a valid manifest"]
     ("changes", "words"),
     [
         ({"format_version": 2}, ["format version 2", "upgrade freedraft"]),
-        ({"format_version": 99, "checksum": "wrong"}, ["format version 99", "upgrade freedraft"]),
+        ({"format_version": 99, "checksum": "0" * 8}, ["format version 99", "upgrade freedraft"]),
         ({"requires": ["tenants"]}, ["requires tenants", "upgrade freedraft"]),
         *(({key: value}, INVALID) for key, value in {"vocab_size": "many", "sub_indices": {}, "requires": 5}.items()),
         ({"vocab_size": 2**31 + 1}, INVALID),

@@ -176,10 +176,10 @@ def test_a_bad_manifest_stops_the_start_and_loses_nothing(tmp_path: Path, change
 
 
 def test_what_is_something_else_stops_the_start(tmp_path: Path) -> None:
-    write(tmp_path / "a", [[1, 2]])
-    file_of(tmp_path / "a").write_bytes(b"something else entirely " * 100)
+    write(tmp_path, [[1, 2]])
+    file_of(tmp_path).write_bytes(b"something else entirely " * 100)
     with refused("not a database; restore it, or remove it to start anew"):
-        log_of(tmp_path / "a")
+        log_of(tmp_path)
     file = tmp_path / "file"
     file.write_text("x")
     no_start(file, str(file))

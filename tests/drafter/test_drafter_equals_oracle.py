@@ -69,31 +69,24 @@ def step(data: st.DataObject, pair: Pair, token: st.SearchStrategy[int]) -> None
             pair.finish(name)
 
 
+# Beyond the direct buckets, up to 2^31 - 1; some collide in the request's hash table.
+HUGE_IDS = st.sampled_from([0, 1, 2**20 - 1, 2**20, 2**24, 2**24 + 1, 2**31 - 2, 2**31 - 1])
+
+
 @pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("ids", [None, HUGE_IDS], ids=["few ids", "huge ids"])
 @given(data=st.data())
-@settings(max_examples=70, **EXAMPLES)
-def test_tiny_vocabularies(scoring: str, weight_files: list[Path | None], data: st.DataObject) -> None:
-    vocab_size, sub_indices, prompts, token = data.draw(worlds())
+@settings(max_examples=50, **EXAMPLES)
+def test_random_worlds(
+    scoring: str, ids: st.SearchStrategy[int] | None, weight_files: list[Path | None], data: st.DataObject
+) -> None:
+    vocab_size, sub_indices, prompts, token = data.draw(worlds(ids))
     weights = data.draw(st.sampled_from(weight_files))
     pair = Pair(sub_indices, scoring=scoring, vocab_size=vocab_size, weights=weights)
     pair.extend({str(i): prompt for i, prompt in enumerate(prompts)})
     for _ in range(data.draw(st.integers(1, 4))):
         pair.compare(**options(data))
         step(data, pair, token)
-    pair.compare(max_nodes=16)
-
-
-@pytest.mark.parametrize("scoring", SCORINGS)
-@given(data=st.data())
-@settings(max_examples=30, **EXAMPLES)
-def test_huge_ids(scoring: str, data: st.DataObject) -> None:
-    """Ids beyond the direct buckets, up to 2^31 - 1; some collide in the request's hash table."""
-    ids = st.sampled_from([0, 1, 2**20 - 1, 2**20, 2**24, 2**24 + 1, 2**31 - 2, 2**31 - 1])
-    vocab_size, sub_indices, prompts, _ = data.draw(worlds(ids))
-    pair = Pair(sub_indices, scoring=scoring, vocab_size=vocab_size)
-    pair.extend({str(i): prompt for i, prompt in enumerate(prompts)})
-    pair.compare(**options(data))
-    step(data, pair, ids)
     pair.compare(max_nodes=16)
 
 
