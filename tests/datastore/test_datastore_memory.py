@@ -112,7 +112,7 @@ def test_memory_that_runs_out_is_one_line(tmp_path: Path, ids: Path, monkeypatch
 def test_a_ray_address_that_no_cluster_listens_at(
     tmp_path: Path, ids: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    monkeypatch.setattr("sssd_plugin.datastore.build.ray_sorting.HEALTH_SECONDS", 4.0)
+    monkeypatch.setattr("sssd_plugin.datastore.build.ray_sorting.HEALTH_SECONDS", 1.0)
     started = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as server:
         other = address == "something else"
