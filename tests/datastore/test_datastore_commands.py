@@ -1,22 +1,23 @@
+"""Commands over stores, merging them, and commands over what was learnt."""
+
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from freedraft.tenants import tenant_key
+from sssd_plugin.datastore.disk.format import TokenizerEntry
 from sssd_plugin.datastore.disk.store import Datastore
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.live.opening import open_live
 from sssd_plugin.datastore.tokenizer import fingerprint, load
-from tests.support.stores import edit_manifest, leftovers, run
+from tests.support.stores import build_store, documents_at, documents_of, edit_manifest, leftovers, one_line, run
 
-
-def error(*args: object) -> str:
-    """The one line with which a command fails."""
-    result = run(*args)
-    assert result.exit_code == 1, result.output
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
-    return result.stderr
+VOCAB = 100  # of stores made of token ids
 
 
 @pytest.fixture
@@ -26,19 +27,16 @@ def source(tmp_path: Path, text: str) -> Path:
     return file
 
 
-@pytest.fixture
-def store(tmp_path: Path, source: Path, tokenizer_folder: Path) -> Path:
-    result = run("build", tmp_path / "store", source, "--tokenizer", tokenizer_folder, "--quiet")
-    assert result.exit_code == 0, result.output
-    return tmp_path / "store"
-
-
 def test_build_info_verify(tmp_path: Path, source: Path, tokenizer_folder: Path) -> None:
     out = tmp_path / "store"
-    result = run("build", out, source, "--tokenizer", tokenizer_folder, "--sub-index-tokens", 5_000)
+    args = ("build", out, source, "--tokenizer", tokenizer_folder, "--sub-index-tokens", 500)
+    result = run(*args)
     assert result.exit_code == 0, result.output
     assert "tokens in" in result.stdout and "us/token" in result.stdout
     assert "100%" in result.stderr and "/s" in result.stderr, "progress and rate"
+    assert "warning: " in result.stderr and "larger --memory" in result.stderr, "many sub-indices"
+    assert "exists: choose another path, or give --force" in one_line(*args, "-q")
+    assert run(*args, "-q", "--force").exit_code == 0 and leftovers(tmp_path) == []
     with Datastore.open(out, fingerprint=fingerprint(load(tokenizer_folder))) as opened:
         manifest = opened.manifest
     assert manifest.n_documents >= 50 and len(manifest.sub_indices) > 1
@@ -56,29 +54,14 @@ def test_build_info_verify(tmp_path: Path, source: Path, tokenizer_folder: Path)
         assert result.exit_code == 0 and "good" in result.stdout, result.output
 
 
-def test_a_warning_when_sub_indices_are_too_many(tmp_path: Path, source: Path, tokenizer_folder: Path) -> None:
-    result = run("build", tmp_path / "s", source, "--tokenizer", tokenizer_folder, "--sub-index-tokens", 500, "-q")
-    assert result.exit_code == 0
-    assert "warning: " in result.stderr and "larger --memory" in result.stderr
-
-
 def test_token_files_need_no_tokenizer(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([1, 2, -1, 2**31 - 1], np.int64))
-    assert "give --tokenizer (or --vocab-size)" in error("build", tmp_path / "s", tmp_path / "a.npy")
-    assert "token id 2147483647 is outside the vocabulary of 100" in error(
-        "build", tmp_path / "s", tmp_path / "a.npy", "--vocab-size", 100, "-q"
-    )
-    assert run("build", tmp_path / "s", tmp_path / "a.npy", "--vocab-size", 2**31, "-q").exit_code == 0
+    args = ("build", tmp_path / "s", tmp_path / "a.npy", "-q")
+    assert "give --tokenizer (or --vocab-size)" in one_line(*args)
+    assert "token id 2147483647 is outside the vocabulary of 100" in one_line(*args, "--vocab-size", 100)
+    assert run(*args, "--vocab-size", 2**31).exit_code == 0
     assert "not recorded" in run("info", tmp_path / "s").stdout
     assert run("verify", tmp_path / "s", "--full").exit_code == 0
-
-
-def test_force(store: Path, source: Path, tokenizer_folder: Path) -> None:
-    args = ("build", store, source, "--tokenizer", tokenizer_folder, "-q")
-    assert "exists: choose another path, or give --force" in error(*args)
-    assert run(*args, "--force").exit_code == 0
-    assert run("verify", store).exit_code == 0
-    assert leftovers(store.parent) == []
 
 
 @pytest.mark.parametrize(
@@ -90,32 +73,124 @@ def test_force(store: Path, source: Path, tokenizer_folder: Path) -> None:
         (("--vocab-size", "-5"), "vocabulary size must be from 1"),
         (("--field", "body"), "has no field 'body'"),
         (("--ray", "auto", "--workers", "2"), "not both"),
-        (("--tokenizer", "/nowhere"), "no tokenizer at /nowhere"),
     ],
 )
 def test_bad_values(
     tmp_path: Path, source: Path, tokenizer_folder: Path, options: tuple[str, ...], complaint: str
 ) -> None:
     args = ("build", tmp_path / "out", source, "-q", "--tokenizer", tokenizer_folder)
-    assert complaint in error(*args, *options)
+    assert complaint in one_line(*args, *options)
     assert not (tmp_path / "out").exists() and leftovers(tmp_path) == []
 
 
-def test_verify_and_info_of_bad_stores(tmp_path: Path, store: Path, tokenizer_folder: Path) -> None:
-    for command in ("info", "verify"):
-        assert "no datastore at" in error(command, tmp_path / "nowhere")
-        assert "is not a datastore" in error(command, tmp_path)
-    assert "token ids up to" in error("verify", store, "--vocab-size", 5)
-    other = tmp_path / "other"
+def test_verify_and_info_of_bad_stores(tmp_path: Path, source: Path, tokenizer_folder: Path) -> None:
+    store, other = tmp_path / "store", tmp_path / "other"
+    assert run("build", store, source, "--tokenizer", tokenizer_folder, "--quiet").exit_code == 0
     other.mkdir()
+    for command in ("info", "verify"):
+        assert "no datastore at" in one_line(command, tmp_path / "nowhere")
+        assert "is not a datastore" in one_line(command, tmp_path)
+    assert "token ids up to" in one_line("verify", store, "--vocab-size", 5)
     tokenizer = load(tokenizer_folder)
     tokenizer.add_tokens(["something else"])
     tokenizer.save(str(other / "tokenizer.json"))
-    assert "another tokenizer" in error("verify", store, "--tokenizer", other)
+    assert "another tokenizer" in one_line("verify", store, "--tokenizer", other)
     file = next(store.rglob("suffix_array.i32"))
     content = bytearray(file.read_bytes())
     content[77] ^= 4
     file.write_bytes(content)
-    assert f"{file} is corrupted" in error("verify", store)
+    assert f"{file} is corrupted" in one_line("verify", store)
     edit_manifest(store, lambda manifest: manifest.update(format_version=2))
-    assert "upgrade freedraft" in error("info", store)
+    assert "upgrade freedraft" in one_line("info", store)
+
+
+def learn(directory: Path, texts: dict[str | None, list[int]]) -> None:
+    store = open_live(directory, VOCAB, isolation="shared")
+    for name, text in texts.items():
+        store.insert(np.array(text, np.int32), store.tenant(tenant_key(name)))
+    store.close()
+
+
+def learnt_at(directory: Path) -> list[list[int]]:
+    store = open_live(directory, VOCAB, isolation="shared")
+    found = [text for run_ in store.tenants[0].all_runs for text in documents_of(run_.sub)]
+    store.close()
+    return sorted(found)
+
+
+def test_forget_tenants_of_a_file_or_of_standard_input(tmp_path: Path) -> None:
+    learn(tmp_path, {"a": [1, 2], "b": [3, 4], "c d": [7], None: [5, 6]})
+    (tmp_path / "names").write_text("a\n\nnobody\n")
+    result = run("forget", tmp_path, "--tenants", tmp_path / "names")
+    assert result.exit_code == 0 and "1 documents, 2 tokens" in result.output
+    assert learnt_at(tmp_path) == [[3, 4], [5, 6], [7]]
+    result = run("forget", tmp_path, "--tenants", "-", input='["c d", ""]\n')
+    assert result.exit_code == 0 and "1 documents, 1 tokens" in result.output
+    assert run("verify", tmp_path, "--erased", tmp_path / "names").exit_code == 0
+    assert "still names this tenant" in one_line("verify", tmp_path, "--erased", "-", input="b\n")
+
+
+def test_forget_what_is_old(tmp_path: Path) -> None:
+    learn(tmp_path, {"a": [1, 2], "b": [3, 4]})
+    time.sleep(1.1)
+    moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime())
+    learn(tmp_path, {"a": [7, 8]})
+    for tenants, left in ((("--tenants", "-"), [[3, 4], [7, 8]]), ((), [[7, 8]])):
+        assert run("forget", tmp_path, "--before", moment, *tenants, input="a").exit_code == 0
+        assert learnt_at(tmp_path) == left
+
+
+def test_forget_says_what_it_needs(tmp_path: Path) -> None:
+    for arguments, words in (
+        ((tmp_path,), "--tenants FILE"),
+        ((tmp_path, "--tenants", "-"), "names no tenant"),
+        ((tmp_path, "--tenants", tmp_path / "none"), "correct the path"),
+        ((tmp_path, "--before", "2020-01-01"), "learnt nothing"),
+    ):
+        assert words in one_line("forget", *arguments)
+    learn(tmp_path, {"a": [1]})
+    assert "not a time" in one_line("forget", tmp_path, "--before", "yesterday")
+    assert learnt_at(tmp_path) == [[1]]
+
+
+def test_a_wider_isolation_must_be_accepted(tmp_path: Path) -> None:
+    open_live(tmp_path, VOCAB, isolation="strict").close()
+    with pytest.raises(DatastoreError, match="--accept"):
+        learnt_at(tmp_path)
+    assert "--accept" in one_line("isolation", tmp_path, "shared")
+    held = open_live(tmp_path, VOCAB)
+    assert "stop it first" in one_line("isolation", tmp_path, "shared", "--accept")
+    held.close()
+    accepted = run("isolation", tmp_path, "shared", "--accept")
+    assert accepted.exit_code == 0 and "isolation 'shared', before 'strict'" in accepted.output
+    assert learnt_at(tmp_path) == []
+
+
+def test_merge_stores(tmp_path: Path) -> None:
+    texts = [[[1, 2, 3], [4, 5]], [[6, 7]], [[8], [9, 10, 11]]]
+    for number, documents in enumerate(texts):
+        build_store(tmp_path / str(number), documents, VOCAB, sub_index_tokens=64)
+    result = run("merge", tmp_path / "all", *(tmp_path / str(number) for number in range(3)))
+    assert result.exit_code == 0, result.output
+    assert documents_at(tmp_path / "all") == [text for documents in texts for text in documents]
+    assert run("verify", tmp_path / "all", "--full").exit_code == 0
+
+
+def test_stores_of_different_tokenizers_are_not_merged(tmp_path: Path) -> None:
+    makers = [TokenizerEntry(name=c, fingerprint=c * 64) for c in "ab"]
+    for maker in makers:
+        build_store(tmp_path / maker.name, [[1, 2]], VOCAB, tokenizer=maker)
+    build_store(tmp_path / "c", [[1, 2]], VOCAB)
+    for other, words in (("b", "different tokenizers"), ("c", "do not record")):
+        assert words in one_line("merge", tmp_path / "all", tmp_path / "a", tmp_path / other)
+    assert not (tmp_path / "all").exists()
+
+
+def test_a_build_does_not_replace_what_was_learnt_at(tmp_path: Path) -> None:
+    target = tmp_path / "store"
+    build_store(target, [[1, 2, 3]], VOCAB)
+    learn(target, {None: [4, 5]})
+    with pytest.raises(DatastoreError, match="learnt while serving"):
+        build_store(target, [[7, 8]], VOCAB, replace=True)
+    assert learnt_at(target) == [[4, 5]]
+    assert documents_at(target) == [[1, 2, 3]]

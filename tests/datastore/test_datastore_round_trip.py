@@ -115,37 +115,26 @@ def test_tokens_may_come_in_any_pieces(tmp_path: Path) -> None:
         assert documents_at(tmp_path / str(size)) == [[1, 2], [3, 4, 5], [6]]
 
 
-def test_permissions(tmp_path: Path) -> None:
-    build_store(tmp_path / "store", [[1, 2, 3]], 10)
+def test_files_are_for_their_owner_and_shared_by_processes(tmp_path: Path) -> None:
+    """All arrays are read-only maps of the files, so that the page cache holds the only copy."""
+    build_store(tmp_path / "store", [[1, 2, 3]] * 50, 10)
     for path in [tmp_path / "store", *(tmp_path / "store").rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    with Datastore.open(tmp_path / "store") as store:
+        assert store.snapshot.sub_indices
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+        assert len(lines) == 4 and {line[1] for line in lines} == {"r--s"}
 
 
-def test_close_lets_go_but_a_snapshot_stays_valid(tmp_path: Path) -> None:
+def test_snapshots_outlive_their_store_and_its_replacement(tmp_path: Path) -> None:
     build_store(tmp_path / "store", [[1, 2, 3]], 10)
     store = Datastore.open(tmp_path / "store")
     snapshot = store.snapshot
+    build_store(tmp_path / "store", [[4, 5]], 10, replace=True)
+    assert documents_of(store.snapshot.sub_indices[0]) == [[1, 2, 3]]
     store.close()
     store.close()
     with pytest.raises(ValueError, match="closed"):
         _ = store.snapshot
     assert documents_of(snapshot.sub_indices[0]) == [[1, 2, 3]]
-
-
-def test_replacing_keeps_open_stores_valid(tmp_path: Path) -> None:
-    build_store(tmp_path / "store", [[1, 2, 3]], 10)
-    with Datastore.open(tmp_path / "store") as old:
-        build_store(tmp_path / "store", [[4, 5]], 10, replace=True)
-        assert documents_of(old.snapshot.sub_indices[0]) == [[1, 2, 3]]
-    assert documents_at(tmp_path / "store") == [[4, 5]]
-    assert leftovers(tmp_path) == []
-
-
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc")
-def test_processes_share_one_copy(tmp_path: Path) -> None:
-    """All arrays are shared read-only maps of the files, so that the page cache holds the only copy."""
-    build_store(tmp_path / "store", [[1, 2, 3]] * 50, 10)
-    with Datastore.open(tmp_path / "store") as store:
-        assert store.snapshot.sub_indices
-        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
-        assert len(lines) == 4 and {line[1] for line in lines} == {"r--s"}
+    assert documents_at(tmp_path / "store") == [[4, 5]] and leftovers(tmp_path) == []

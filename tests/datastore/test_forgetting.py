@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -237,40 +234,3 @@ def test_forgetting_with_damaged_data(tmp_path: Path, damage: str) -> None:
     assert kept[1] == 0
     assert kept == [60, 0, 60] if damage == "bit" else min(kept[0], kept[2]) >= 50 if damage == "page" else True
     store.close()
-
-
-FORGET = """
-import sys
-from pathlib import Path
-from sssd_plugin.datastore.live.maintenance import forget
-print("ready", flush=True)
-forget(Path(sys.argv[1]), ["salt 1"])
-print("done", flush=True)
-"""
-
-
-def test_killed_while_forgetting(tmp_path: Path) -> None:
-    """At any moment: all of it is there or nothing, and what the command had confirmed does not come back."""
-    rng = np.random.default_rng()
-    confirmed = 0
-    for number in range(8):
-        store = open_live(tmp_path, VOCAB)
-        teach(store, 2, 40, first=40 * number)
-        store.close()
-        process = subprocess.Popen([sys.executable, "-c", FORGET, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        time.sleep(float(rng.random()) * 0.06)
-        process.send_signal(signal.SIGKILL)
-        done = "done" in process.stdout.read()
-        process.wait()
-        confirmed += done
-        store = open_live(tmp_path, VOCAB)
-        others, mine = (len(held(store, tenant)) for tenant in range(2))
-        assert others == 40 * (number + 1)
-        assert mine == 0 if done else mine % 40 == 0
-        store.close()
-        if mine == 0:
-            assert left_on_disk(tmp_path, 1) == 0
-            assert verify_live(tmp_path, ["salt 1"]) is not None
-        else:
-            forget(tmp_path, ["salt 1"])

@@ -17,25 +17,17 @@ from typing import Any, cast, get_args
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.disk.checksum import write_array
 from sssd_plugin.datastore.disk.format import MANIFEST, ROLES, Role, checksum, file_name
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.drafter import Drafter, Shape
 from sssd_plugin.options import Scoring
+from tests.support.stores import build_store
 
 VOCAB = 200
 EXTREMES = [-(1 << 31), -33, -2, -1, 0, 1, VOCAB - 1, VOCAB, 70_000, 1 << 20, (1 << 31) - 33, (1 << 31) - 1]
 STRANGE = [-1, 0, 1, 7, 1 << 31, 1 << 63, "", "../..", "/", "\0", None, [], {}, 1.5, True]
-
-
-def build(target: Path) -> None:  # of two sub-indices
-    rng = np.random.default_rng(1)
-    with StoreBuilder(target, vocab_size=VOCAB, sub_index_tokens=3000) as builder:
-        for _ in range(40):
-            builder.append(np.append(rng.zipf(1.4, 120) % (VOCAB - 1), -1))
-        builder.finish()
 
 
 def mutate(store: Path, rng: np.random.Generator) -> str:
@@ -125,7 +117,8 @@ def attempts(whole: Path, seeds: range, log: Path) -> None:
 def test_each_is_refused_in_one_line_or_harmless(tmp_path: Path, stores: int = 300) -> None:
     """In a process of its own, which may crash: then another one goes on after the seed that did it."""
     whole, log = tmp_path / "whole", tmp_path / "log"
-    build(whole)
+    rng = np.random.default_rng(1)
+    build_store(whole, [rng.zipf(1.4, 120) % (VOCAB - 1) for _ in range(40)], VOCAB, sub_index_tokens=3000)
     ended: dict[int, str] = {}
     while len(ended) < stores:
         arguments = (whole, range(len(ended), stores), log)

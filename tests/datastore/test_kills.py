@@ -27,7 +27,7 @@ from sssd_plugin.datastore.records import Erasure, Record, now_ms
 VOCAB = 4000
 TENANTS = str(tenant_key("even")), str(tenant_key("odd"))
 TAUGHT = 40  # documents of a round that are stored before the killed process starts
-KILLS = 25
+ROOM = 1 << 14  # tokens, of a store that overflows
 # What was learnt longer ago than this before a kill must be there.
 LOST_SECONDS = 2.0
 # Seconds between looks at a URL while processes are killed, so that a second has many of them.
@@ -68,6 +68,17 @@ def learn(place: str, progress: Path, first: int) -> None:
             time.sleep(0.002 if "://" in place else 0.0002)
 
 
+def overflow(place: str, progress: Path, first: int) -> None:
+    """Learn more than there is room for, and write down what was flushed: as if long ago, so that it must be there."""
+    store = open_live(place, VOCAB, max_tokens=ROOM)
+    with progress.open("a", buffering=1) as out:
+        for number in range(first, 600 * VOCAB):
+            insert(store, number)
+            if number % 20 == 0:
+                store.flush()
+                out.write(f"{number} 0\n")
+
+
 def forget(place: str, progress: Path, first: int) -> None:
     if "://" in place:
         maintenance.forget_at(place, [TENANTS[1]])
@@ -85,9 +96,14 @@ def compact(place: str, progress: Path, first: int) -> None:
 
 
 WORKS: dict[str, Callable[[str, Path, int], None]] = {
-    "learning": learn, "forgetting": forget, "exchanging": learn, "compacting": compact
+    "learning": learn, "overflowing": overflow, "forgetting": forget, "exchanging": learn, "compacting": compact
 }  # fmt: skip
-OF_PLACE = {"folder": ("learning", "forgetting", "compacting"), "url": ("learning", "forgetting", "exchanging")}
+FEW, MANY = 8, 25  # kills, in `make test` and in `make test-all`
+OF_FOLDER = ("learning", "overflowing", "forgetting", "compacting")
+CASES = [
+    *(("folder", name) for name in OF_FOLDER),
+    *(("url", name) for name in ("learning", "forgetting", "exchanging")),
+]
 
 
 def run_and_kill(name: str, place: str, progress: Path, first: int) -> tuple[float, dict[int, float], bool]:
@@ -98,7 +114,7 @@ def run_and_kill(name: str, place: str, progress: Path, first: int) -> tuple[flo
     process.start()
     while not progress.read_text():
         time.sleep(0.0002)
-    longest = 1.2 if work is learn else 0.5 if "://" in place else 0.06
+    longest = 1.2 if work is learn else 0.5 if "://" in place else 0.25 if work is overflow else 0.06
     time.sleep(float(np.random.default_rng().random()) * longest)
     killed = time.time()
     process.kill()
@@ -113,10 +129,16 @@ def begin(work: Callable[[str, Path, int], None], place: str, progress: Path, fi
     work(place, progress, first)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(("where", "name"), [(where, name) for where, names in OF_PLACE.items() for name in names])
+@pytest.mark.parametrize(
+    ("where", "name", "kills"),
+    [
+        ("folder", "forgetting", FEW),
+        ("folder", "overflowing", FEW),
+        *(pytest.param(*case, MANY, marks=pytest.mark.extended) for case in CASES),
+    ],
+)
 def test_kills_of_processes_that_learn_and_forget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, name: str, kills: int
 ) -> None:
     """What is there afterwards is what there was and what was learnt, or that without one tenant's text."""
     monkeypatch.setattr(exchange, "POLL_SECONDS", PERIOD)
@@ -126,9 +148,10 @@ def test_kills_of_processes_that_learn_and_forget(
     monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
     url = where == "url"
     place = f"file://{tmp_path}/bucket" if url else f"{tmp_path}/store"
-    kept, first = set[int](), 0
-    for _ in range(KILLS):
-        server, taught = open_live(place, VOCAB), range(first, first + TAUGHT)
+    kept, first, oldest = set[int](), 0, [0, 0]
+    room = {"max_tokens": ROOM} if name == "overflowing" else {}
+    for _ in range(kills):
+        server, taught = open_live(place, VOCAB, **room), range(first, first + TAUGHT)
         for number in taught:
             insert(server, number)
         server.flush()
@@ -155,9 +178,15 @@ def test_kills_of_processes_that_learn_and_forget(
         if name == "forgetting" and (done or not left):
             files = (path for path in tmp_path.rglob("*") if path.is_file())
             assert not any(COPY in path.read_bytes() for path in files), "an erasure left a copy"
+        if room:  # each tenant's oldest documents went, an eighth of what fits at a time
+            assert sum(len(document.tokens) + 1 for document in found) <= ROOM + ROOM // 8
+            oldest = [min(n for n in texts if n % 2 == tenant) for tenant in range(2)]
+            kept = {n for n in kept if n >= oldest[n % 2]}
         new = sorted(n for n in texts if n >= first)
-        assert url or new == list(range(first, first + len(new))), "a document is missing before others"
+        whole = [n for n in range(first, max([*new, -1]) + 1) if n >= oldest[n % 2]]
+        assert url or new == whole, "a document is missing before others"
         kept |= set(new)
         assert set(texts) == kept
-        assert all(killed - at < LOST_SECONDS for n, at in learnt.items() if n not in texts)
+        assert all(killed - at < LOST_SECONDS for n, at in learnt.items() if n not in texts and n >= oldest[n % 2])
         first = max([first, *(n + 1 for n in (*texts, *learnt))])
+    assert not room or min(oldest) > 0, "nothing was dropped"

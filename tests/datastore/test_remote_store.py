@@ -12,9 +12,8 @@ import pytest
 
 from sssd_plugin.datastore.disk.format import ROLES
 from sssd_plugin.datastore.disk.remote import local_copy
-from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.options import SssdOptions
-from tests.support.stores import build_store, documents_at, run
+from tests.support.stores import build_store, documents_at, refused, run
 
 fsspec = pytest.importorskip("fsspec")
 TEXTS = [[1, 2, 3], [4, 5]]
@@ -94,9 +93,8 @@ def test_options_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.Monkey
     environment = {"FREEDRAFT_DATASTORE": url, "FREEDRAFT_LIVE": "true"}  # each is read for itself
     for fleet in (SssdOptions.read({"datastore": url, "live": True}, {}), SssdOptions.read({}, environment)):
         assert (fleet.datastore, fleet.static_store) == (url, None)
-    with pytest.raises(DatastoreError, match="no datastore at memory://nowhere") as error:
+    with refused("no datastore at memory://nowhere"):
         _ = SssdOptions.read({"datastore": "memory://nowhere"}, {}).static_store
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +103,8 @@ def test_options_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.Monkey
      ("http://127.0.0.1:9/store", "127.0.0.1:9")],
 )  # fmt: skip
 def test_what_cannot_be_reached_is_one_line(tmp_path: Path, wrong: str, words: str) -> None:
-    with pytest.raises(DatastoreError, match=words) as error:
+    with refused(words):
         local_copy(wrong, tmp_path / "cache")
-    assert "\n" not in str(error.value)
 
 
 def test_a_store_that_is_damaged_there_is_no_copy(tmp_path: Path, url: str) -> None:
@@ -116,12 +113,12 @@ def test_a_store_that_is_damaged_there_is_no_copy(tmp_path: Path, url: str) -> N
     content = bytearray(memory.cat_file(name))
     content[0] ^= 1
     memory.pipe_file(name, bytes(content))
-    with pytest.raises(DatastoreError, match=r"corrupted") as error:
+    with refused("corrupted") as error:
         local_copy(url, tmp_path / "cache")
     assert f"{url}/" in str(error.value) and str(tmp_path / "cache") not in str(error.value)
     assert not [p for p in (tmp_path / "cache").rglob("*") if "suffix_array" in p.name or p.name == "manifest.json"]
     memory.rm_file(name)
-    with pytest.raises(DatastoreError, match="no datastore at"):
+    with refused("no datastore at"):
         local_copy(url, tmp_path / "cache")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
-from drafting import Pair, python_sources, random_weights
+from drafting import Pair, accepted, python_sources, random_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -69,31 +69,24 @@ def step(data: st.DataObject, pair: Pair, token: st.SearchStrategy[int]) -> None
             pair.finish(name)
 
 
+# Beyond the direct buckets, up to 2^31 - 1; some collide in the request's hash table.
+HUGE_IDS = st.sampled_from([0, 1, 2**20 - 1, 2**20, 2**24, 2**24 + 1, 2**31 - 2, 2**31 - 1])
+
+
 @pytest.mark.parametrize("scoring", SCORINGS)
+@pytest.mark.parametrize("ids", [None, HUGE_IDS], ids=["few ids", "huge ids"])
 @given(data=st.data())
-@settings(max_examples=70, **EXAMPLES)
-def test_tiny_vocabularies(scoring: str, weight_files: list[Path | None], data: st.DataObject) -> None:
-    vocab_size, sub_indices, prompts, token = data.draw(worlds())
+@settings(max_examples=50, **EXAMPLES)
+def test_random_worlds(
+    scoring: str, ids: st.SearchStrategy[int] | None, weight_files: list[Path | None], data: st.DataObject
+) -> None:
+    vocab_size, sub_indices, prompts, token = data.draw(worlds(ids))
     weights = data.draw(st.sampled_from(weight_files))
     pair = Pair(sub_indices, scoring=scoring, vocab_size=vocab_size, weights=weights)
     pair.extend({str(i): prompt for i, prompt in enumerate(prompts)})
     for _ in range(data.draw(st.integers(1, 4))):
         pair.compare(**options(data))
         step(data, pair, token)
-    pair.compare(max_nodes=16)
-
-
-@pytest.mark.parametrize("scoring", SCORINGS)
-@given(data=st.data())
-@settings(max_examples=30, **EXAMPLES)
-def test_huge_ids(scoring: str, data: st.DataObject) -> None:
-    """Ids beyond the direct buckets, up to 2^31 - 1; some collide in the request's hash table."""
-    ids = st.sampled_from([0, 1, 2**20 - 1, 2**20, 2**24, 2**24 + 1, 2**31 - 2, 2**31 - 1])
-    vocab_size, sub_indices, prompts, _ = data.draw(worlds(ids))
-    pair = Pair(sub_indices, scoring=scoring, vocab_size=vocab_size)
-    pair.extend({str(i): prompt for i, prompt in enumerate(prompts)})
-    pair.compare(**options(data))
-    step(data, pair, ids)
     pair.compare(max_nodes=16)
 
 
@@ -136,14 +129,7 @@ def test_real_text(scoring: str, shape: str) -> None:
         position = 500
         while position < len(text):
             pair.extend({name: text[:position]})
-            batch = pair.compare([name], shape=shape)
-            node = 0
-            while position < len(text):
-                children = [i for i in range(1, batch.counts[0]) if batch.parents[0, i] == node]
-                node = next((i for i in children if batch.tokens[0, i] == text[position]), -1)
-                position += 1
-                if node < 0:
-                    break
+            position += 1 + accepted(pair.compare([name], shape=shape), 0, text[position:])
             steps += 1
         produced += len(text) - 500
         pair.finish(name)

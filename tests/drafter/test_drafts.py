@@ -37,13 +37,6 @@ def copied(batch: DraftBatch) -> list[list[tuple[int, int, float]]]:
     ]
 
 
-def children_of(nodes: list[tuple[int, int, float]]) -> dict[int, list[int]]:
-    children: dict[int, list[int]] = {}
-    for i, (_, parent, _) in enumerate(nodes[1:], 1):
-        children.setdefault(parent, []).append(i)
-    return children
-
-
 @pytest.mark.parametrize("shape", ["tree", "chain"])
 @pytest.mark.parametrize("scoring", SCORINGS)
 @given(
@@ -62,20 +55,6 @@ def test_nothing_outside_of_the_vocabulary_is_drafted(
     assert ((tokens >= 0) & (tokens < 5)).all()
     followed = {b for a, b in itertools.pairwise([*request, 0]) if a == 0} & set(range(5))
     assert shape == "chain" or followed <= set(tokens.tolist())
-
-
-@pytest.mark.parametrize("scoring", SCORINGS)
-def test_requests_do_not_see_each_other(scoring: str) -> None:
-    """Requests over disjoint alphabets, no store: each drafts its own tokens, and the same as it would alone."""
-    rng = np.random.default_rng(0)
-    requests = [(rng.integers(0, 5, 60) + 5 * i).tolist() for i in range(8)]
-    drafter, names = drafter_over([], requests, scoring)
-    together = copied(drafter.draft(names, max_nodes=16))
-    for i, (request, nodes) in enumerate(zip(requests, together, strict=True)):
-        assert len(nodes) == 16
-        assert {token // 5 for token, _, _ in nodes} == {i}
-        alone, names_alone = drafter_over([], [request], scoring)
-        assert copied(alone.draft(names_alone, max_nodes=16)) == [nodes]
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
@@ -100,10 +79,10 @@ def test_scores_are_probabilities() -> None:
     batch.check()
     nodes_with_many = 0
     for nodes in copied(batch):
-        for parent, children in children_of(nodes).items():
-            total = sum(nodes[i][2] for i in children) / nodes[parent][2]
-            assert total <= 1 + 1e-5
-            nodes_with_many += len(children) > 1 and total > 0.5
+        for parent, (_, _, above) in enumerate(nodes):
+            scores = [score for _, p, score in nodes[1:] if p == parent]
+            assert sum(scores) <= above * (1 + 1e-5)
+            nodes_with_many += len(scores) > 1 and sum(scores) > 0.5 * above
     assert nodes_with_many > 4  # not for want of children
 
 
@@ -119,26 +98,6 @@ def test_scores_fall_from_node_to_node(scoring: str, data: st.DataObject) -> Non
         assert all(a[2] >= b[2] for a, b in itertools.pairwise(row))
     batch.counts[:] = np.minimum(batch.counts, data.draw(st.integers(0, 16)))
     batch.check()
-
-
-@pytest.mark.parametrize("scoring", SCORINGS)
-def test_shapes_and_limits(scoring: str) -> None:
-    source = python_sources()["queue"]
-    drafter, names = drafter_over([[source]], [source[200:260], source[300:420]], scoring, 50_000)
-    for max_nodes in (1, 2, 5, 64):
-        for shape in ("tree", "chain"):
-            batch = drafter.draft(names, max_nodes=max_nodes, shape=shape)  # type: ignore[arg-type]
-            batch.check()
-            assert batch.counts.min() >= 1 and batch.counts.max() <= max_nodes
-            if shape == "chain":
-                assert [len(batch.chain(b)) for b in range(2)] == (batch.counts - 1).tolist()
-    # A best-first tree grows by its last node only; a higher bar cuts it short.
-    small, large = (copied(drafter.draft(names, max_nodes=n)) for n in (8, 16))
-    if scoring == "paper":
-        assert [nodes[:8] for nodes in large] == small
-    for bar in (0.05, 0.5, 0.999999):
-        for above, nodes in zip(copied(drafter.draft(names, max_nodes=16, min_score=bar)), large, strict=True):
-            assert above == [node for node in nodes if node[2] > bar or node[1] < 0]
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)

@@ -1,4 +1,4 @@
-"""The output of a finished request and its tenant reach the store: the method, without an engine."""
+"""SSSD as an engine sees it, without one: what it learns and for whom, tokens that it missed, shapes, policies."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from transformers import LlamaConfig
 
+from freedraft.cost.controller import Auto
+from freedraft.cost.policies import Fixed, Knee
 from freedraft.step import EngineContext
 from freedraft.tenants import parse_tenant, tenant_key
 from sssd_plugin.method import SssdMethod
@@ -19,10 +21,11 @@ from tests.support.steps import make_step
 VOCAB, NODES = 200, 8
 
 
-def method(**options: Any) -> SssdMethod:
-    context = EngineContext(
-        hf_config=LlamaConfig(vocab_size=VOCAB), vocab_size=VOCAB, max_draft_tokens=NODES - 1, widths=(1, NODES)
-    )
+CONFIG = LlamaConfig(vocab_size=VOCAB)
+
+
+def method(widths: tuple[int, ...] | None = (1, NODES), **options: Any) -> SssdMethod:
+    context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, max_draft_tokens=NODES - 1, widths=widths)
     return SssdMethod(SssdOptions(**({"policy": "fixed", "live": True} | options)), context)
 
 
@@ -175,3 +178,75 @@ def test_other_tenants_move_how_much_is_verified_and_nothing_else() -> None:
     assert whole[0][:4] == text[5:9]
     assert all(part == whole[0][: len(part)] for part in whole), "the same drafts, some cut short"
     assert not np.array_equal(*odds), "how much of them is verified is learnt from others, too"
+
+
+PROMPT = [*range(100, 130), 1, 2, 3, *range(100, 110)]
+
+
+def chain(sssd: SssdMethod, text: list[int]) -> list[int]:
+    draft = sssd.draft(make_step(["a"], [text[-1:]], texts=[text]))
+    draft.check()
+    return draft.chain(0)
+
+
+def test_tokens_that_it_missed_are_read_from_the_engine() -> None:
+    """A step that it was not asked about, a request that it never met, one that was rolled back."""
+    sssd, text = method(None), [*PROMPT, 110]
+    sssd.begin("a", np.array(PROMPT, np.int32), None, {})
+    assert chain(sssd, text) == [*range(111, 118)]
+    text += [111, 112, 113]
+    assert chain(sssd, text) == [*range(114, 121)], "two of these three tokens came in steps that it did not see"
+    assert sssd.drafter.tokens("a").tolist() == text
+    text = [*text[:-2], 120]
+    assert chain(sssd, text) == [*range(121, 128)], "rolled back"
+    assert sssd.drafter.tokens("a").tolist() == text
+    fresh = method(None)
+    assert chain(fresh, text) == [*range(121, 128)]
+
+
+@pytest.mark.parametrize(("widths", "shape"), [(None, "chain"), ((1, 2, 4, 8), "tree")])
+def test_chains_where_lengths_may_differ_and_trees_where_they_may_not(
+    widths: tuple[int, ...] | None, shape: str
+) -> None:
+    sssd = method(widths)
+    text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 5, 9, 1, 2]
+    step = make_step(["a"], [text], texts=[text], widths=widths)
+    draft = sssd.draft(step)
+    draft.check()
+    branches = len(set(draft.parents[0, 1 : draft.counts[0]].tolist())) < draft.counts[0] - 1
+    assert branches == (shape == "tree")
+
+
+POLICIES = [({"policy": "auto"}, Auto), ({"policy": "knee"}, Knee), ({"policy": "fixed"}, Fixed)]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"), [*POLICIES, ({"policy": None}, Auto), ({"policy": None, "knee": 7}, Knee)]
+)
+def test_policies(options: dict[str, Any], kind: type) -> None:
+    sssd = method(None, **options)
+    assert type(sssd.controller) is kind
+    assert sssd.min_score == (0.0 if kind is Auto else sssd.controller.profile.token_cost)
+    assert method(None, **options, min_score=0.3).min_score == 0.3
+    assert method(**options).min_score == 0.0
+
+
+@pytest.mark.parametrize(
+    ("recycle", "scoring", "gives_logits", "recycles", "says"),
+    [
+        ("auto", "learned", True, True, ""),
+        ("on", "learned", True, True, ""),
+        ("off", "learned", True, False, ""),
+        ("auto", "learned", False, False, ""),
+        ("on", "learned", False, False, "option 'recycle' is on, but this engine gives no logits"),
+        ("on", "paper", True, False, "option 'recycle' is on, but scoring 'paper' takes no logits"),
+    ],
+)
+def test_logits_are_recycled_where_they_come(
+    recycle: Any, scoring: Any, gives_logits: bool, recycles: bool, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, gives_logits=gives_logits)
+    sssd = SssdMethod(SssdOptions(recycle=recycle, scoring=scoring), context)
+    assert sssd.needs_logits == recycles == (len(sssd.drafter._entries) > 0)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == bool(says) and all(says in line for line in warned)

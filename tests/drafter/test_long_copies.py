@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from drafting import replace
+from drafting import accepted, replace
 from numpy.typing import NDArray
 
 from bench.scorer.long_contexts import edit
@@ -32,16 +32,9 @@ def tokens_per_step(prompt: NDArray[np.int32], answer: NDArray[np.int32], shape:
     drafter.replace("r", prompt)
     while position < len(tokens):
         batch = drafter.draft(["r"], max_nodes=NODES, shape=shape)
-        node, gained = 0, 1
-        while position + gained <= len(tokens):
-            token = tokens[position + gained - 1]
-            children = [i for i in range(1, batch.counts[0]) if batch.parents[0, i] == node]
-            node = next((i for i in children if batch.tokens[0, i] == token), -1)
-            if node < 0:
-                break
-            gained += 1
-        new, position, steps = tokens[position : position + gained], position + gained, steps + 1
-        drafter.update(["r"], new, np.array([0]), np.array([len(new)]), int32([min(position, len(tokens))]))
+        new = tokens[position : position + 1 + accepted(batch, 0, tokens[position:])]
+        position, steps = position + len(new), steps + 1
+        drafter.update(["r"], new, np.array([0]), np.array([len(new)]), int32([position]))
     drafter.close()
     return len(answer) / steps
 

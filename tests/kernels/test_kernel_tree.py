@@ -1,4 +1,4 @@
-"""Draft trees on the device, and the package without Triton."""
+"""Draft trees on the device, token ids, positions and masks of their pass, and the package without Triton."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from freedraft_kernels import TreeBatch
-from random_trees import on, random_batch
+from freedraft_kernels import TreeBatch, tree_inputs
+from hypothesis import given, settings
+from implementations import EXAMPLES, by_each
+from random_trees import batches, on, path_to, random_batch
+
+from freedraft.draft import DraftBatch
 
 
 def test_copy_is_independent_of_the_host_arrays() -> None:
@@ -26,7 +30,7 @@ def test_copy_is_independent_of_the_host_arrays() -> None:
 def test_bad_input() -> None:
     ints, counts = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     array, few = np.zeros((2, 3), np.int32), np.zeros(2, np.int32)
-    for make, given, words in (
+    for make, arguments, words in (
         (TreeBatch, (ints, ints.new_zeros(2, 4), ints, counts), r"parents has shape \[2, 4\], expected \[2, 3\]"),
         (TreeBatch, (ints.long(), ints, ints, counts), "tokens is torch.int64, expected torch.int32"),
         (TreeBatch, (ints, ints, ints, ints.new_zeros(3)), r"counts has shape \[3\], expected \[2\]"),
@@ -36,7 +40,7 @@ def test_bad_input() -> None:
         (TreeBatch.from_numpy, (array, array, array, array[:, 0][:1]), "counts has shape"),
     ):
         with pytest.raises(ValueError, match=words):
-            make(*given)
+            make(*arguments)
 
 
 def test_works_without_triton() -> None:
@@ -58,3 +62,52 @@ else:
 """
     source = Path(sys.modules["freedraft_kernels"].__file__ or "").parent.parent
     subprocess.run([sys.executable, "-c", program], check=True, cwd=source)
+
+
+def expected(drafts: DraftBatch, lengths: list[int], full: bool) -> tuple[list[int], list[int], list[bool]]:
+    ids, positions, cells = [], [], []
+    for b in range(drafts.batch_size):
+        for i in range(drafts.max_nodes):
+            inside = i < drafts.counts[b]
+            path = path_to(drafts, b, i) if inside else [i]
+            ids.append(int(drafts.tokens[b, i]) if inside else 0)
+            positions.append(lengths[b] + (len(path) - 1 if inside else 0))
+            cells += [True] * (lengths[b] if full else 0) + [j in path for j in range(drafts.max_nodes)]
+    return ids, positions, cells
+
+
+@by_each
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(batches())
+def test_tree_inputs(backend: str, device: str, case: tuple[DraftBatch, int, int]) -> None:
+    """Also full masks with more room than the contexts take, and with less."""
+    drafts, _, seed = case
+    tree, nodes = on(device, drafts), drafts.max_nodes
+    lengths = [(seed >> (3 * b)) % (1200 if seed % 3 == 0 else 23) for b in range(drafts.batch_size)]
+    seq_lens = torch.tensor(lengths, dtype=torch.int32 if seed % 2 else torch.int64, device=device)
+    for bound in (None, sum(lengths), seed % (2 * sum(lengths) + 1)):
+        layout = {"layout": "query"} if bound is None else {"layout": "full", "seq_lens_sum": bound}
+        inputs = tree_inputs(tree, seq_lens, **layout, backend=backend)
+        ids, positions, cells = expected(drafts, lengths, bound is not None)
+        assert inputs.input_ids.dtype == inputs.positions.dtype == torch.int64 and inputs.mask.dtype == torch.bool
+        assert inputs.input_ids.tolist() == ids and inputs.positions.tolist() == positions
+        size = nodes * ((bound or 0) + nodes * drafts.batch_size)
+        assert inputs.mask.shape == ((drafts.batch_size, nodes, nodes) if bound is None else (size,))
+        assert inputs.mask.flatten()[: len(cells)].tolist() == cells[:size]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seq_lens": torch.tensor([1, 2, 3])}, r"seq_lens has shape \[3\], expected \[2\]"),
+        ({"seq_lens": torch.tensor([1.0, 2.0])}, "seq_lens is torch.float32"),
+        ({"layout": "square"}, "layout is 'square'"),
+        ({"layout": "full"}, "seq_lens_sum is None: the full layout needs it"),
+        ({"layout": "full", "seq_lens_sum": -1}, "seq_lens_sum is -1"),
+        ({"backend": "cuda"}, "backend is 'cuda'"),
+    ],
+)
+def test_bad_inputs_of_a_pass(changes: dict, words: str) -> None:
+    tree = on("cpu", random_batch(np.random.default_rng(0), 2, 4, 9))
+    with pytest.raises(ValueError, match=words):
+        tree_inputs(tree, **{"seq_lens": torch.tensor([1, 2]), "layout": "query"} | changes)

@@ -1,7 +1,4 @@
-"""Attention of draft trees, and what tokens of a step read: against plain Python, over random trees, contexts, pages.
-
-The Triton kernels are compared with the references in `test_triton_tree_attention.py`.
-"""
+"""Attention of draft trees, and what tokens of a step read, against plain Python over random trees and contexts."""
 
 from __future__ import annotations
 
@@ -11,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 from freedraft_kernels import NodeMasks, TreeQueries, tree_attention, write_tree_queries
+from freedraft_kernels.tree_attention import scratch_size, split_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from implementations import DEVICE, EXAMPLES, GPU, by_each, runs_triton
 from random_trees import path_to, random_batch
 
 from freedraft.draft import DraftBatch
@@ -113,11 +112,12 @@ def tokens_of(case: Case, request: int) -> range:
     return range(int(case.starts[request]), int(case.starts[request + 1]))
 
 
-@settings(max_examples=80, deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_what_tokens_read(seed: int) -> None:
-    case = random_case(seed)
-    queries, (positions, parents, counts) = queries_of(case)
+@by_each
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 7, 16, 64]))
+def test_what_tokens_read(backend: str, device: str, seed: int, width: int) -> None:
+    case = random_case(seed, width)
+    queries, (positions, parents, counts) = queries_of(case, device, backend)
     assert counts.tolist() == case.counts and queries.trees.tolist() == case.trees
     assert positions.tolist() == case.stands and parents.tolist() == case.follows
     for token, seen in enumerate(case.sees):
@@ -171,7 +171,7 @@ def attended(case: Case, cache: Cache, max_queries: int, trees_only: bool = Fals
 
 
 def check(case: Case, cache: Cache, trees_only: bool = False, device: str = "cpu", backend: str = "auto") -> None:
-    queries, _ = queries_of(case, device)
+    queries, _ = queries_of(case, device, backend)
     out = torch.full_like(cache.query, 7).to(device)
     width = case.masks.masks.shape[1] + 1
     query, keys, values, pages = (t.to(device) for t in cache[:4])
@@ -186,11 +186,58 @@ def check(case: Case, cache: Cache, trees_only: bool = False, device: str = "cpu
             assert (out[token] == 7).all(), "a request that was to be left alone"
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([(4, 4), (6, 2), (8, 1)]), st.sampled_from([16, 48]), st.booleans())
-def test_attention(seed: int, heads: tuple[int, int], page: int, trees_only: bool) -> None:
-    case = random_case(seed, width=16)
-    check(case, random_cache(case, *heads, 32, page, torch.float32, seed), trees_only)
+@by_each
+@settings(max_examples=60 if GPU else 12, deadline=None)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([(2, 2, 64), (6, 2, 80), (4, 1, 128), (3, 1, 256), (4, 4, 32), (8, 1, 32)]),
+    st.sampled_from([16, 48]),
+    st.sampled_from([torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]),  # numpy has no bfloat16
+    st.booleans(),
+)
+def test_attention(
+    backend: str, device: str, seed: int, shape: tuple[int, int, int], page: int, dtype: torch.dtype, trees_only: bool
+) -> None:
+    case = random_case(seed, width=12, requests=3)
+    check(case, random_cache(case, *shape, page, dtype, seed), trees_only, device, backend)
+
+
+@runs_triton
+def test_attention_with_keys_in_parts_by_triton() -> None:
+    case = random_case(5, width=64, requests=3)
+    long = case.seq_lens + 400
+    more = case._replace(
+        seq_lens=long,
+        masks=NodeMasks(case.masks.masks, case.masks.prompts + 400),
+        sees=[np.pad(seen, (400, 0), constant_values=True) for seen in case.sees],
+        stands=[at + 400 for at in case.stands],
+    )
+    assert split_keys(len(long), 4, 2, 65, int(long.max())) > 1
+    check(more, random_cache(more, 4, 2, 64, 16, torch.float32, 1), False, DEVICE, "triton")
+
+
+def test_keys_are_split_where_that_fills_a_gpu() -> None:
+    assert [split_keys(requests, 32, 8, 33, 1 << 17) for requests in (1, 8, 64)] == [16, 2, 1]
+    assert split_keys(1, 32, 8, 33, 100) == 1, "a short context is read at once"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from([(32, 8), (28, 4), (64, 8), (8, 1), (4, 2), (9, 3)]),
+    st.integers(1, 300),
+    st.integers(2, 65),
+    st.integers(1, 1 << 17),
+    st.data(),
+)
+def test_scratch_is_enough_for_all_smaller_steps(
+    heads: tuple[int, int], requests: int, queries: int, keys: int, data: st.DataObject
+) -> None:
+    """Of fewer queries keys are split further, as in CUDA graphs of K/2 and K/4 draft tokens."""
+    size = scratch_size(requests, *heads, 128, queries, keys)
+    n, q, k = (data.draw(st.integers(1, most)) for most in (requests, queries, keys))
+    parts = split_keys(n, *heads, q, k)
+    rows = n * q * heads[0] * parts  # each of what a head reads, its maximum and its sum
+    assert parts == 1 or rows * (128 + 2) <= size
 
 
 def test_bad_arguments_are_named() -> None:

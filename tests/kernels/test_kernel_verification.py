@@ -1,4 +1,4 @@
-"""Verification by the reference: the right path, and exactly the target's distribution."""
+"""Verification: the right path, and exactly the target's distribution."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from freedraft_kernels import TreeBatch, verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from implementations import EXAMPLES, by_each
 from random_trees import batches, children, on, random_batch
 
 from freedraft.draft import DraftBatch
@@ -32,13 +33,14 @@ def walk(drafts: DraftBatch, row: int, targets: np.ndarray) -> tuple[list[int], 
         path.append(hits[0])
 
 
-@settings(max_examples=80, deadline=None)
-@given(batches(max_vocab=4))
-def test_greedy(case: tuple[DraftBatch, int, int]) -> None:
+@by_each
+@settings(max_examples=2 * EXAMPLES, deadline=None)
+@given(batches(max_nodes=20, max_vocab=4))
+def test_greedy(backend: str, device: str, case: tuple[DraftBatch, int, int]) -> None:
     drafts, vocab, seed = case
     kind = np.int64 if seed % 2 else np.int32
     targets = np.random.default_rng(seed).integers(0, vocab, drafts.tokens.shape).astype(kind)
-    got = verify(on("cpu", drafts), torch.from_numpy(targets), backend="reference")
+    got = verify(on(device, drafts), torch.from_numpy(targets).to(device), backend=backend)
     for b in range(drafts.batch_size):
         path, tokens = walk(drafts, b, targets)
         room = drafts.max_nodes

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from typer.testing import CliRunner, Result
 
@@ -19,6 +20,8 @@ from sssd_plugin.datastore.cli import app
 from sssd_plugin.datastore.disk.checksum import write_array
 from sssd_plugin.datastore.disk.format import Manifest, checksum, file_name, read_manifest
 from sssd_plugin.datastore.disk.store import Datastore
+from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.datastore.index.suffix_sort import DEPTH
 
@@ -68,6 +71,22 @@ def run(*args: object, input: str | None = None) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args], input=input)
 
 
+def one_line(*args: object, input: str | None = None) -> str:
+    """The one line with which a command of `freedraft datastore` fails."""
+    result = run(*args, input=input)
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    return result.stderr
+
+
+@contextmanager
+def refused(words: str) -> Iterator[pytest.ExceptionInfo[DatastoreError]]:
+    """What happens here raises an error of one line that matches `words`."""
+    with pytest.raises(DatastoreError, match=words) as error:
+        yield error
+    assert "\n" not in str(error.value)
+
+
 def keys_of(sub: SubIndex) -> NDArray[np.int32]:
     """What each suffix is sorted by, in their order: int32 [m, DEPTH], separators from the end of its document on."""
     places = sub.suffix_array[:, None].astype(np.int64) + np.arange(DEPTH)
@@ -76,22 +95,10 @@ def keys_of(sub: SubIndex) -> NDArray[np.int32]:
 
 
 def look_up(sub: SubIndex, query: Sequence[int]) -> set[int]:
-    """Where `query` occurs, by bisection of the suffix array inside the bucket of its first token."""
-    tokens, order = sub.tokens, sub.suffix_array
-    if query[0] < len(sub.bucket_starts) - 1:
-        low, high = (int(x) for x in sub.bucket_starts[query[0] : query[0] + 2])
-    else:
-        low, high = 0, len(order)
-
-    def first(key: Callable[[list[int]], bool]) -> int:
-        a, b = low, high
-        while a < b:
-            m = (a + b) // 2
-            a, b = (a, m) if key(tokens[order[m] : order[m] + len(query)].tolist()) else (m + 1, b)
-        return a
-
-    wanted = list(query)
-    return {int(p) for p in order[first(lambda s: s >= wanted) : first(lambda s: s > wanted)]}
+    """Where `query` occurs, as a draft looks it up."""
+    snapshot = Snapshot([sub])
+    low, high = find_ngram(snapshot.table, 0, int32(query), 0, len(query))
+    return set(sub.suffix_array[low:high].tolist())
 
 
 def brute_force(sub: SubIndex, query: Sequence[int]) -> set[int]:

@@ -1,16 +1,103 @@
-"""Every kernel compiles to machine code of real GPUs. That needs no GPU: Triton ships the assembler."""
+"""Triton: the tests of all operations in its interpreter, what a warm-up compiles, and compiling for real GPUs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from freedraft_kernels import KVPool, TreeBatch, top_tokens, tree_inputs, verify, warm_up
+from freedraft_kernels.dispatch import interpreting, use_triton
+from implementations import DEVICE, GPU, runs_triton
+from random_trees import on, random_batch
 
-triton = pytest.importorskip("triton")
+from tests.support.triton_launches import record_launches
 
-from freedraft_kernels.dispatch import interpreting  # noqa: E402
+pytest.importorskip("triton")
 
-pytestmark = pytest.mark.skipif(interpreting(), reason="interpreted kernels are not compiled")
+
+@pytest.mark.skipif(GPU or interpreting(), reason="the tests of Triton run in this process")
+def test_in_the_interpreter() -> None:
+    """All tests of this folder that run Triton; skipped are this one, that which needs a GPU, and compiling."""
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "-k",
+            "triton and not without",
+            Path(__file__).parent,
+        ],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
+    assert "10 passed, 4 skipped" in run.stdout, run.stdout[-2000:]
+
+
+@runs_triton
+@pytest.mark.skipif(GPU, reason="records launches in the interpreter")
+def test_a_warm_up_compiles_what_steps_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = record_launches(monkeypatch, run=False)  # what comes out is not looked at
+    vocab, widths, max_batch = 40, (1, 2, 4, 6, 8), 9
+    buffers = [torch.zeros(400, 2, 8) for _ in range(2)]
+    pool = KVPool(buffers)
+    warm_up(widths, max_batch, torch.zeros(1, vocab), top=4, pool=pool)
+    warm, rng = set(launched), np.random.default_rng(0)
+    launched.clear()
+    for batch in range(1, max_batch + 1):
+        for nodes in widths:
+            parents = np.maximum(np.arange(nodes) - 1, 0)[None].repeat(batch, 0).astype(np.int32)
+            parents[:, 0] = -1
+            depths = np.arange(nodes, dtype=np.int32)[None].repeat(batch, 0)
+            counts = rng.integers(1, nodes + 1, batch).astype(np.int32)
+            tree = TreeBatch.from_numpy(parents + 2, parents, depths, counts)
+            lengths = torch.from_numpy(rng.integers(1, 30, batch))
+            tree_inputs(tree, lengths, layout="full", seq_lens_sum=int(lengths.sum()))
+            logits = torch.randn(batch, nodes, vocab)
+            top_tokens(logits.view(-1, vocab), 4)
+            verified = verify(tree, logits.argmax(-1))
+            pool.compact(torch.randperm(400)[: batch * nodes].view(batch, nodes), verified)
+    assert len({name for name, _ in launched}) >= 4
+    assert launched <= warm, launched - warm
+
+
+@runs_triton
+def test_dispatch() -> None:
+    assert use_triton(torch.device(DEVICE)) and not use_triton(torch.device(DEVICE), "reference")
+
+
+@runs_triton
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+def test_no_operation_synchronises() -> None:
+    rng = np.random.default_rng(0)
+    drafts = random_batch(rng, 4, 8, 50)
+    tree, seq_lens = on(DEVICE, drafts), torch.tensor([5, 6, 7, 8], device=DEVICE)
+    targets = torch.zeros(4, 8, dtype=torch.int64, device=DEVICE)
+    pool, slots = KVPool([torch.zeros(64, 2, 8, device=DEVICE)]), torch.arange(32, device=DEVICE).view(4, 8)
+
+    def step(backend: str) -> None:
+        tree_inputs(tree, seq_lens, layout="query", backend=backend)  # type: ignore[arg-type]
+        tree_inputs(tree, seq_lens, layout="full", seq_lens_sum=26, backend=backend)  # type: ignore[arg-type]
+        pool.compact(slots, verify(tree, targets, backend=backend), backend=backend)  # type: ignore[arg-type]
+
+    for backend in ("triton", "reference"):
+        step(backend)  # compiles, and copies the pool's table to the device once
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step(backend)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
 
 # Of arguments by name, unless a case says otherwise; all others are int32 numbers.
 TYPES = {"size": "i64", "stride": "i64", "scale": "fp32", "mask": "*u8"}
@@ -73,8 +160,10 @@ def cases() -> dict[str, Case]:
     }
 
 
+@pytest.mark.skipif(interpreting(), reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile(capability: int) -> None:
+    """To machine code of real GPUs, which needs none: Triton ships the assembler."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 

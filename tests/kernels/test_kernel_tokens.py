@@ -1,0 +1,104 @@
+"""`top_tokens` against a full sort, and `newest_tokens` against Python lists."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from freedraft_kernels import newest_tokens, top_tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from implementations import EXAMPLES, by_each
+
+
+def random_logits(rows: int, vocab: int, values: int, seed: int) -> torch.Tensor:
+    """Of few different values, so that many are equal, with zeros of either sign and infinities among them."""
+    rng = np.random.default_rng(seed)
+    special = rng.choice([0.0, -0.0, -np.inf, -1e-45, 1e-45], (rows, vocab))
+    logits = np.where(rng.random((rows, vocab)) < 0.2, special, rng.integers(-values, values, (rows, vocab)) / 3)
+    return torch.tensor(logits, dtype=torch.float32)
+
+
+def by_sorting(row: list[float], count: int) -> list[int]:
+    """The likeliest tokens; none of a row with NaN or +inf."""
+    if not all(value < np.inf for value in row):
+        return [-1] * count
+    order = sorted(range(len(row)), key=lambda token: (-row[token], token))
+    return [token if np.isfinite(row[token]) else -1 for token in order[:count]]
+
+
+@by_each
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    st.integers(0, 4),
+    st.one_of(st.integers(8, 700), st.sampled_from([4096, 9000])),
+    st.one_of(st.just(1), st.integers(1, 1000)),
+    st.integers(1, 8),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(0, 2**32 - 1),
+)
+def test_top_tokens_are_what_sorting_gives(
+    backend: str, device: str, rows: int, vocab: int, values: int, count: int, dtype: torch.dtype, seed: int
+) -> None:
+    logits = random_logits(rows, vocab, values, seed).to(dtype)
+    if seed % 3 and rows:
+        logits[0, seed % vocab] = [torch.nan, torch.inf][seed % 2]
+    tokens, log_probs = (part.cpu() for part in top_tokens(logits.to(device), count, backend=backend))
+    assert tokens.tolist() == [by_sorting(row, count) for row in logits.tolist()]
+    expected = torch.log_softmax(logits.double(), -1).gather(1, tokens.clamp(min=0).long())
+    torch.testing.assert_close(
+        log_probs.double(), expected.masked_fill(tokens < 0, -torch.inf), rtol=0, atol=1e-4, equal_nan=False
+    )
+
+
+def test_a_row_without_finite_logits_has_none() -> None:
+    logits = torch.tensor([[1.0] * 69 + [float("nan")], [float("-inf")] * 70, [float("-inf")] * 69 + [1.0]])
+    tokens, log_probs = top_tokens(logits, 2)
+    assert tokens.tolist() == [[-1, -1], [-1, -1], [69, -1]]
+    assert log_probs[2].tolist() == [0.0, -torch.inf] and not torch.isfinite(log_probs[:2]).any()
+
+
+@pytest.mark.parametrize("shape, count", [((3,), 1), ((2, 4), 5), ((2, 4), 0)])
+def test_wrong_shapes_of_top_tokens(shape: tuple[int, ...], count: int) -> None:
+    with pytest.raises(ValueError, match="logits has shape"):
+        top_tokens(torch.zeros(shape), count)
+
+
+@by_each
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.randoms(use_true_random=False), st.integers(1, 17))
+def test_newest_tokens_are_what_lists_give(backend: str, device: str, lengths: list[int], random, length: int) -> None:
+    slots = random.sample(range(len(lengths)), len(lengths))
+    texts = [[100 * slot + i for i in range(known)] for slot, known in enumerate(lengths)]
+    tokens = torch.full((len(texts), 41), -7, dtype=torch.int32)[:, :40]
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = torch.tensor(text)
+    gained = torch.arange(len(slots), dtype=torch.int32) % (length + 2)
+    out = torch.full((len(slots), length + 3), -1, dtype=torch.int32, device=device)
+    drafts = torch.full((len(slots), length), -1, device=device)
+    where = torch.tensor(slots, dtype=torch.int32, device=device)
+    known = torch.tensor(lengths, dtype=torch.int32, device=device)
+    newest_tokens(tokens.to(device), known, where, gained.to(device), out, drafts, backend=backend)
+    for b, slot in enumerate(slots):
+        padded = [texts[slot][0]] * (length + 1) + texts[slot]
+        assert out[b].tolist() == [int(gained[b]), lengths[slot], *padded[-length - 1 :]]
+        assert drafts[b].tolist() == [texts[slot][-1]] * length
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("tokens", torch.zeros(2, 5)),
+        ("lengths", torch.zeros(3, dtype=torch.int32)),
+        ("slots", torch.zeros(1)),
+        ("gained", torch.zeros(2, dtype=torch.int32)),
+        ("out", torch.zeros(1, 4, dtype=torch.int32)),
+    ],
+)
+def test_wrong_arguments_of_newest_tokens(name: str, value: torch.Tensor) -> None:
+    ints = torch.int32
+    good = {"tokens": torch.zeros(2, 5, dtype=ints), "lengths": torch.ones(2, dtype=ints)}
+    good |= {"slots": torch.zeros(1, dtype=ints), "gained": torch.zeros(1, dtype=ints)}
+    good |= {"out": torch.zeros(1, 5, dtype=ints), "drafts": torch.zeros(1, 2, dtype=torch.int64)}
+    with pytest.raises(ValueError, match=name):
+        newest_tokens(**good | {name: value})
