@@ -121,7 +121,7 @@ class Engine:
         tree.check()
         for b, name in enumerate(names):
             assert tree.tokens[b, 0] == self.text[name][-1]
-            nodes = {(p, t): i for i, (p, t) in enumerate(zip(tree.parents[b], tree.tokens[b], strict=True)) if i}
+            nodes = {(tree.parents[b, i], tree.tokens[b, i]): i for i in range(1, tree.counts[b])}
             new, at = [], 0
             while at is not None:
                 new.append(int(true_next(tree.tokens[b, at])))
