@@ -84,14 +84,14 @@ print(sum(sum(s.cache_hits.values()) for s in stats), sum(sum(s.cache_misses.val
     assert hits > 0 and misses == 0
 
 
-@pytest.mark.parametrize("damage", [b"", b"half"])
-def test_half_a_file_is_compiled_again(package: Path, damage: bytes) -> None:
+def test_half_a_file_is_compiled_again(package: Path) -> None:
     run(package, 1)
     files = list((package / "freedraft" / "__pycache__").glob("*.nbc"))
     assert files
-    for file in files:
-        file.write_bytes(damage)
-    assert run(package, 1) == "2 0\n"
+    for damage in (b"", b"half"):
+        for file in files:
+            file.write_bytes(damage)
+        assert run(package, 1) == "2 0\n"
     assert run(package, 1) == "2 1\n"
 
 

@@ -113,7 +113,7 @@ def test_several_write_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
 
     def write(letter: bytes) -> None:
-        for _ in range(200):
+        for _ in range(50):
             write_atomically(path, letter * 500_000, durable=False)
             assert_whole(path)
 

@@ -101,6 +101,10 @@ def tracked() -> list[Path]:
 
 
 def test_every_module_imports_with_no_engine_installed() -> None:
+    """Entry points, too, which an engine loads at start: importing them must not need the other engine."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    points = [project["scripts"], *project["entry-points"].values()]
+    targets = {value.partition(":")[0] for group in points for value in group.values()}
     names = [
         name
         for package in ("freedraft_kernels", "freedraft", *PLUGINS)
@@ -109,15 +113,7 @@ def test_every_module_imports_with_no_engine_installed() -> None:
         if not (is_engine_seam(path) and tops(path) & set(ENGINES))
     ]
     assert {name.partition(".")[0] for name in names} == set(SOURCE_ROOTS)
-    assert run_isolated(names, blocked=ENGINES)["failed"] == {}
-
-
-def test_entry_points_import_with_no_engine_installed() -> None:
-    """An engine loads them at start, whichever of the two it is: importing them must not need the other one."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    targets = {value.partition(":")[0] for group in project["entry-points"].values() for value in group.values()}
-    targets |= {value.partition(":")[0] for value in project["scripts"].values()}
-    assert run_isolated(sorted(targets), blocked=ENGINES)["failed"] == {}
+    assert run_isolated(sorted({*names, *targets}), blocked=ENGINES)["failed"] == {}
 
 
 def test_importing_the_packages_is_light() -> None:

@@ -79,14 +79,17 @@ def test_schedules_have_no_gaps_and_lengths_fall() -> None:
 @pytest.mark.parametrize("hardware", ["h100", "cpu"])
 def test_the_line_at_start_names_the_largest_batch_size_that_pays(hardware: str) -> None:
     said = outlook(engine_context(), HardwareProfile.load(hardware))
-    bound = re.search(r"up to (\d+) requests at a time \((\d\.\d) times plain decoding at 1\)", said)
-    assert bound and hardware in said
-    most = int(bound[1])
+    found = re.search(
+        r"pay (at any number of|up to (\d+)) requests at a time \((\d\.\d) times plain decoding at 1\)", said
+    )
+    assert found and hardware in said
+    most = int(found[2] or 256)
     gains = {}
     for batch in (1, most, 2 * most):
         by_length = rates(roofline_on(hardware), batch, range(1, 10), 1024, CHAIN_TOKENS_PER_STEP)
         gains[batch] = max(by_length) / by_length[0]
-    assert gains[most] >= 1.05 > gains[2 * most] and gains[1] == pytest.approx(float(bound[2]), abs=0.06)
+    assert gains[most] >= 1.05 and (gains[2 * most] < 1.05 or most == 256)
+    assert gains[1] == pytest.approx(float(found[3]), abs=0.06)
 
 
 def test_draft_passes_take_what_arithmetic_says() -> None:

@@ -54,13 +54,13 @@ def test_where_nothing_pays_it_is_plain_but_for_probes(engine: type, batch: int)
 
 
 def test_batch_sizes_that_alternate_have_lengths_of_their_own() -> None:
-    served, lengths = V2(flat), {1: [], 200: []}
+    served, lengths = V2(flat), {1: [], 100: []}
     for i in range(200):
-        batch = 1 if i % 2 else 200
+        batch = 1 if i % 2 else 100
         lengths[batch] += (served.run(batch, Text(0.6), 20)[:, 2] / batch).tolist()
-    assert served.table[1] == 8 and served.table[200] == 0
+    assert served.table[1] == 8 and served.table[100] == 0
     # A probe is taken back also if the next step is of another size.
-    assert all(np.mean(np.array(lengths[batch][1000:]) == best) > 0.85 for batch, best in ((1, 8), (200, 0)))
+    assert all(np.mean(np.array(lengths[batch][1000:]) == best) > 0.85 for batch, best in ((1, 8), (100, 0)))
 
 
 def test_drafting_that_costs_more_than_it_brings_stops_but_for_glances() -> None:

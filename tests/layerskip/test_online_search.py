@@ -214,7 +214,7 @@ def test_a_search_takes_its_share_of_serving_time(
     traffic.now += 10.0
     assert policy.search(lambda: False) is None and not traffic.spent
     found = []
-    for _ in range(30000):
+    for _ in range(15000):
         traffic.now += 0.03
         found.append(policy.search(lambda: True))
     found = [new for new in found if new is not None]
