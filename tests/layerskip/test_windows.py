@@ -129,6 +129,14 @@ def test_a_request_that_is_shorter_than_every_window() -> None:
     assert counted(Recipes([some], [SMALL.window], 1), [some], 100) == [(recipes[0], 1, 1)]
 
 
+def test_requests_vote_for_their_skip_sets() -> None:
+    one, other = (SkipSet(4, frozenset({i}), frozenset()) for i in (1, 2))
+    recipes = Recipes([one, other], [SMALL.window, None], 1)
+    small, whole, _, other_whole = recipes.all
+    assert counted(recipes, [one, one], 9000, 100) == [(small, 2, 2), (whole, 2, 2)]
+    assert counted(recipes, [other, one, one], 90, 100, 100) == [(whole, 2, 3), (other_whole, 1, 3)]
+
+
 def test_a_window_that_surprises_is_tried_again() -> None:
     """Not the one that looked best before."""
     driver = driver_of(0.30, 0.35)
