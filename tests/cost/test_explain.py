@@ -1,11 +1,9 @@
-"""What the cost model says before anything is served: `freedraft explain`, lengths by batch size, the line at start."""
+"""What the cost model says before anything is served: `freedraft explain`, and lengths by batch size."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +16,8 @@ from freedraft.config import ConfigError
 from freedraft.cost import profiling
 from freedraft.cost.explain import CHAIN_TOKENS_PER_STEP, expected_tokens, explain, parse_curve
 from freedraft.cost.hardware import HardwareProfile
-from freedraft.cost.outlook import outlook, outlook_of_passes
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.schedule import CONTEXT, draft_lengths
-from freedraft.draft_pass import Window
-from layerskip_plugin.skip_set import SkipSet
 from tests.support.disks import full_disk
 
 
@@ -74,38 +69,6 @@ def test_schedules_have_no_gaps_and_lengths_fall() -> None:
     for (_, last, length), (first, _, shorter) in itertools.pairwise(schedule.rows):
         assert first == last + 1 and shorter < length <= 8
     assert draft_lengths(engine_context({}), "auto", hardware="h100") == schedule, "of a model of unknown shape"
-
-
-@pytest.mark.parametrize("hardware", ["h100", "cpu"])
-def test_the_line_at_start_names_the_largest_batch_size_that_pays(hardware: str) -> None:
-    said = outlook(engine_context(), HardwareProfile.load(hardware))
-    found = re.search(
-        r"pay (at any number of|up to (\d+)) requests at a time \((\d\.\d) times plain decoding at 1\)", said
-    )
-    assert found and hardware in said
-    most = int(found[2] or 256)
-    gains = {}
-    for batch in (1, most, 2 * most):
-        by_length = rates(roofline_on(hardware), batch, range(1, 10), 1024, CHAIN_TOKENS_PER_STEP)
-        gains[batch] = max(by_length) / by_length[0]
-    assert gains[most] >= 1.05 and (gains[2 * most] < 1.05 or most == 256)
-    assert gains[1] == pytest.approx(float(found[3]), abs=0.06)
-
-
-def test_draft_passes_take_what_arithmetic_says() -> None:
-    """One of a window, which reads all weights and little of the cache; and one without half of the sublayers."""
-    context, h100, whole = engine_context(), HardwareProfile.load("h100"), SkipSet.empty(32)
-    half = SkipSet(32, frozenset(range(16)), frozenset(range(16)))
-    weights, cache, head = 2 * 7.5e9, 131072.0, 2 * 4096 * 128256
-    for recipes, parts in (
-        ((whole, replace(whole, window=Window(16, 496))), lambda n, tokens: weights + n * min(tokens, 512) * cache),
-        ((half,), lambda n, tokens: (weights + head + n * tokens * cache) / 2),
-    ):
-        said = outlook_of_passes(context, h100, recipes)
-        shares = [int(share) / 100 for share in re.findall(r"(\d+)%", said)]
-        expected = [parts(n, tokens) / (weights + n * tokens * cache) for n, tokens in ((1, 1024), (16, 16384))]
-        assert shares == pytest.approx(expected, abs=0.05) and "\n" not in said
-    assert "not known" in outlook_of_passes(engine_context({}), h100, [whole])
 
 
 @pytest.fixture
