@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import typer
@@ -59,24 +60,19 @@ def run(*args: str) -> Result:
     return runner.invoke(cli.app, list(args))
 
 
-def test_version() -> None:
-    result = run("--version")
-    assert (result.exit_code, result.stdout) == (0, f"freedraft {__version__}\n")
-
-
-def test_commands_of_plugins_run(commands: types.ModuleType) -> None:
+def test_version_and_commands_of_plugins(commands: types.ModuleType) -> None:
+    assert run("--version").stdout == f"freedraft {__version__}\n"
     assert run("store", "info", "x").stdout == "info of x\n"
     assert run("calibrate", "rate", "--rate", "0.25").stdout == "trained at 0.25\n"
 
 
 def test_help_lists_own_and_plugin_commands_and_names_broken_ones(commands: types.ModuleType) -> None:
-    result = run("--help")
-    assert result.exit_code == 0
-    for word in ("doctor", "store", "calibrate", "crash", "gone", "cannot be loaded"):
-        assert word in result.stdout
-    inner = run("calibrate", "--help")
-    assert inner.exit_code == 0
-    assert all(word in inner.stdout for word in ("rate", "knee", "lost", "Train a thing"))
+    for args, words in (
+        (["--help"], ("doctor", "store", "calibrate", "crash", "gone", "cannot be loaded")),
+        (["calibrate", "--help"], ("rate", "knee", "lost", "Train a thing")),
+    ):
+        result = run(*args)
+        assert result.exit_code == 0 and all(word in result.stdout for word in words)
 
 
 @pytest.mark.parametrize(
@@ -97,19 +93,14 @@ def test_what_fails_says_why_in_one_line(commands: types.ModuleType, args: tuple
 def test_an_unknown_command_is_a_usage_error(commands: types.ModuleType) -> None:
     for args in (("nothing",), ("calibrate", "nothing"), ("store", "nothing")):
         result = run(*args)
-        assert result.exit_code == 2
-        assert "nothing" in result.stderr
+        assert result.exit_code == 2 and "nothing" in result.stderr
 
 
-def test_debug_shows_the_traceback(commands: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(cli.DEBUG, "1")
-    assert isinstance(run("store", "build").exception, ValueError)
-    monkeypatch.setenv(cli.DEBUG, "0")
-    assert isinstance(run("store", "build").exception, SystemExit)
-
-
-def test_a_bug_is_not_dressed_up_as_a_user_error(commands: types.ModuleType) -> None:
+def test_tracebacks_are_of_bugs_and_for_who_debugs(commands: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(run("crash").exception, RuntimeError)
+    for debug, kind in (("1", ValueError), ("0", SystemExit)):
+        monkeypatch.setenv(cli.DEBUG, debug)
+        assert isinstance(run("store", "build").exception, kind)
 
 
 def test_the_installed_commands_all_load() -> None:
@@ -123,3 +114,18 @@ def test_commands_and_options_of_earlier_versions_are_refused_in_one_line(retire
     result = run(command, word)
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
     assert f"'{word}' is no longer supported: {cli.RETIRED[retired]}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [("bayesian", "bayes_opt.acquisition"), ("knn", "sklearn.cluster"), ("disco", "sklearn.neural_network")],
+)
+def test_calibrations_say_what_they_need_before_they_load_a_model(
+    command: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packages that come with extras: what is said where one is missing."""
+    monkeypatch.setitem(sys.modules, module, None)
+    given = [] if command == "disco" else ["--model", str(tmp_path)]
+    result = run("calibrate", command, str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "out.json"), *given)
+    assert result.exit_code == 2
+    assert f"calibrate {command} needs {module}" in result.output and "pip install '.[calibrate]'" in result.output

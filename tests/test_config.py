@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 
-from freedraft.config import ConfigError, PluginOptions, configs_dir, read_yaml
+from freedraft.config import ConfigError, PluginOptions, read_yaml
 from sssd_plugin.options import SssdOptions
 
 
@@ -18,18 +18,15 @@ def refusal(options: type[PluginOptions], flags: dict, environ: dict[str, str]) 
 
 
 def test_flags_win_over_file_over_environment(tmp_path: Path) -> None:
+    """Values of the environment are converted, and those of others with the prefix are no mistake."""
     file = tmp_path / "options.yaml"
     file.write_text("knee: 20\nmin_score: 0.25\n")
     environ = {"FREEDRAFT_CONFIG": str(file), "FREEDRAFT_KNEE": "3", "FREEDRAFT_SCORING": "paper", "HOME": "x"}
     options = SssdOptions.read({"min_score": 0.5}, environ)
     assert (options.knee, options.min_score, options.scoring) == (20, 0.5, "paper")
-
-
-def test_values_of_the_environment_are_converted() -> None:
     options = SssdOptions.read({}, {"FREEDRAFT_KNEE": "7", "FREEDRAFT_DATASTORE": "~/store", "FREEDRAFT_WEIGHTS": ""})
-    assert options.knee == 7
-    assert options.datastore == Path.home() / "store"
-    assert options.weights is None
+    assert (options.knee, options.datastore, options.weights) == (7, Path.home() / "store", None)
+    assert SssdOptions.read({}, {"FREEDRAFT_TEST_MODEL": "m", "FREEDRAFT_CACHE": "c"}) == SssdOptions()
 
 
 @pytest.mark.parametrize(
@@ -54,24 +51,13 @@ def test_what_is_wrong_is_one_line_with_name_and_remedy(flags: dict, environ: di
     assert all(word in message for word in words)
 
 
-def test_variables_of_others_with_the_prefix_are_no_mistake() -> None:
-    assert SssdOptions.read({}, {"FREEDRAFT_TEST_MODEL": "m", "FREEDRAFT_CACHE": "c"}) == SssdOptions()
-
-
-@pytest.mark.parametrize("content", ["- a\n- b\n", "knee: [", "\x00", "nee: 3\n", "knee: six\n"])
-def test_a_wrong_file_is_named(tmp_path: Path, content: str) -> None:
+def test_a_wrong_file_is_named_and_an_empty_one_is_no_options(tmp_path: Path) -> None:
     file = tmp_path / "options.yaml"
-    file.write_text(content)
-    assert str(file) in refusal(SssdOptions, {}, {"FREEDRAFT_CONFIG": str(file)})
-
-
-def test_an_empty_file_is_no_options(tmp_path: Path) -> None:
-    (tmp_path / "empty.yaml").touch()
-    assert read_yaml(tmp_path / "empty.yaml") == {}
-
-
-def test_shipped_configs_are_found() -> None:
-    assert (configs_dir() / "hardware" / "cpu.yaml").is_file()
+    for content in ("- a\n- b\n", "knee: [", "\x00", "nee: 3\n", "knee: six\n"):
+        file.write_text(content)
+        assert str(file) in refusal(SssdOptions, {}, {"FREEDRAFT_CONFIG": str(file)})
+    file.write_text("")
+    assert read_yaml(file) == {}
 
 
 class OptionsWithRetired(PluginOptions):

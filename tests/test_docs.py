@@ -1,19 +1,39 @@
-"""The documentation: generated pages are up to date, links lead somewhere, examples run, images pass the linter."""
+"""The documentation: generated pages are up to date, links lead somewhere, what is named exists, commands and metrics
+among it; examples run, images pass the linter."""
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
+from prometheus_client import REGISTRY
 
+from freedraft import cli
+from freedraft.config import PREFIX
+from freedraft.metrics import Metrics
+from layerskip_plugin.options import LayerSkipOptions
+from sssd_plugin.options import SssdOptions
 from tests.support import repeat_drafter
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md")])
+COMMAND_PAGES = [page for page in PAGES if page.name != "results.md"]  # its commands are those of the commits it names
+OPTIONS = {"sssd": {*SssdOptions.model_fields}, "layerskip": {*LayerSkipOptions.model_fields}}
+OPTIONS["freedraft"] = OPTIONS["sssd"] | OPTIONS["layerskip"]
+ENGINE_KEYS = {"method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size"}
+
+
+def of_pages(pages: list[Path]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def anchors(page: Path) -> set[str]:
@@ -28,7 +48,7 @@ def test_generated_pages_are_up_to_date(name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@of_pages(PAGES)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -40,11 +60,10 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(there), f"{target} has no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_files_and_commands_that_are_named_exist(page: Path) -> None:
-    for name in re.findall(
-        r"`((?:bench|docs|docker|configs|freedraft|sssd_plugin|layerskip_plugin|tests)/[\w./-]+)`", page.read_text()
-    ):
+@of_pages(PAGES)
+def test_files_that_are_named_exist(page: Path) -> None:
+    folders = "bench|docs|docker|configs|freedraft|sssd_plugin|layerskip_plugin|tests"
+    for name in re.findall(rf"`((?:{folders})/[\w./-]+)`", page.read_text()):
         assert (ROOT / name).exists(), f"{name} is not there"
 
 
@@ -88,11 +107,101 @@ def test_images_pass_the_linter() -> None:
     hadolint = str(beside) if beside.exists() else shutil.which("hadolint")
     if hadolint is None:
         pytest.skip("hadolint is not installed")
-    images = sorted((ROOT / "docker").glob("*.Dockerfile"))
-    done = subprocess.run(
-        [hadolint, "-c", str(ROOT / "docker" / ".hadolint.yaml"), *map(str, images)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [hadolint, "-c", ROOT / "docker" / ".hadolint.yaml", *(ROOT / "docker").glob("*.Dockerfile")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Words of each line in code blocks, and of inline code, that calls one of ours."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
+    for line in lines:
+        if re.match(r"(\S+/)?(freedraft|make|python|vllm|FREEDRAFT_\w+=\S+)\s", line):
+            yield shlex.split(re.sub(r"\s#\s.*", "", line))
+
+
+def command_of(words: list[str]) -> tuple[typer.core.TyperCommand, list[str]]:
+    """The command of `freedraft` that these words call, and what follows its name."""
+    found = typer.main.get_command(cli.app)
+    context = found.make_context("freedraft", [], resilient_parsing=True)
+    while words and hasattr(found, "get_command"):
+        inner = found.get_command(context, words[0])
+        if inner is None:
+            break
+        found, words = inner, words[1:]
+        context = found.make_context(words[0] if words else "x", [], resilient_parsing=True)
+    return found, words
+
+
+def flags(words: list[str]) -> set[str]:
+    return {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+
+
+@of_pages(COMMAND_PAGES)
+def test_commands_of_ours(page: Path) -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for words in commands(page):
+        program = Path(words[0]).name
+        if program == "freedraft" and "|" not in words:
+            command, rest = command_of(words[1:])
+            assert not hasattr(command, "get_command") or not rest or rest[0].startswith("-"), f"no command: {words}"
+            known = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+            assert flags(rest) <= known | {"--help", "--version"}, words
+        elif program == "make":
+            goals = [w for w in words[1:] if re.fullmatch(r"[a-z][\w-]*", w)]
+            assert set(goals[:1]) <= targets, words
+        elif program == "python" and len(words) > 1 and words[1].startswith("bench/"):
+            source = (ROOT / words[1]).read_text(encoding="utf-8")
+            assert all(f'"{flag}"' in source for flag in flags(words[2:])), words
+
+
+@of_pages(COMMAND_PAGES)
+def test_options_of_methods(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for config in re.findall(r"--speculative-config '(\{[^']*\})'", text):
+        options = {"method": None} if "..." in config else json.loads(config)
+        if options["method"] in OPTIONS:
+            assert options.keys() <= OPTIONS[options["method"]] | ENGINE_KEYS, config
+    every = {f"{PREFIX}{name.upper()}" for name in OPTIONS["freedraft"] | {*repeat_drafter.RepeatOptions.model_fields}}
+    every |= {f"{PREFIX}{name}" for name in ("CONFIG", "DEBUG", "CACHE", "TEST_MODEL")}
+    named = {name for name in re.findall(rf"\b{PREFIX}[A-Z_]+\b", text) if not name.endswith("_")}
+    assert named <= every, named - every
+
+
+SUFFIX = {"counter": ["_total"], "summary": ["_sum", "_count"], "gauge": [""]}
+
+
+def exported() -> set[str]:
+    """Names as Prometheus scrapes them, of everything that sssd shows."""
+    import sssd_plugin.datastore.live.metrics
+    import sssd_plugin.metrics  # noqa: F401
+
+    Metrics.of("named")
+    families = [family for family in REGISTRY.collect() if family.name.startswith("freedraft_")]
+    return {family.name + suffix for family in families for suffix in SUFFIX[family.type]}
+
+
+def named(text: str) -> set[str]:
+    return set(re.findall(r"\bfreedraft_[a-z_]+", text))
+
+
+def test_the_page_explains_every_metric_and_no_other() -> None:
+    page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    assert named(page) == exported()
+
+
+def test_the_dashboard_asks_for_what_there_is() -> None:
+    board = json.loads((ROOT / "configs" / "grafana" / "freedraft.json").read_text(encoding="utf-8"))
+    expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert len(board["panels"]) >= 8 and all(named(e) and named(e) <= exported() for e in expressions)
+    places = {(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]}
+    assert len(places) == len(board["panels"]), "two panels in one place"
+
+
+def test_alerts_ask_for_what_there_is() -> None:
+    groups = yaml.safe_load((ROOT / "configs" / "prometheus" / "freedraft.yaml").read_text(encoding="utf-8"))["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(rules) >= 4 and all(named(rule["expr"]) and named(rule["expr"]) <= exported() for rule in rules)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -45,11 +46,16 @@ sys.stdin.read()
 """
 
 
-def start(code: str, path: Path) -> subprocess.Popen[str]:
+@contextmanager
+def running(code: str, path: Path) -> Iterator[None]:
+    """Another process, until it is killed; what it forks ends with its input."""
     command = [sys.executable, "-c", code, str(path)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline()
-    return process
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline()
+            yield
+        finally:
+            process.kill()
 
 
 def assert_whole(path: Path) -> None:
@@ -59,13 +65,9 @@ def assert_whole(path: Path) -> None:
 
 def test_whoever_reads_sees_one_version_even_after_a_kill(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    process = start(OVERWRITE, path)
-    try:
+    with running(OVERWRITE, path):
         for _ in range(200):
             assert_whole(path)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
     assert_whole(path)
 
 
@@ -91,10 +93,8 @@ def test_a_disk_that_refuses_leaves_what_was(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OSError, match="No space left"):
         write_json_atomically(path, {"new": 1}, durable=durable)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
-    with (
-        pytest.raises(ValueError, match=f"^cannot write {path}: No space left on device$"),
-        one_line_error("write", path),
-    ):
+    said = f"^cannot write {path}: No space left on device$"
+    with pytest.raises(ValueError, match=said), one_line_error("write", path):
         write_json_atomically(path, {"new": 1}, durable=durable)
 
 
@@ -113,7 +113,7 @@ def test_several_write_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
 
     def write(letter: bytes) -> None:
-        for _ in range(200):
+        for _ in range(50):
             write_atomically(path, letter * 500_000, durable=False)
             assert_whole(path)
 
@@ -123,26 +123,16 @@ def test_several_write_the_same_file(tmp_path: Path) -> None:
 
 
 def test_a_lock_is_free_though_a_fork_has_its_file(tmp_path: Path) -> None:
-    process = start(FORK, tmp_path)
-    try:
+    with running(FORK, tmp_path):
         FileLock(tmp_path).release()
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.wait()
 
 
 @pytest.mark.parametrize("folder", [False, True])
 def test_a_lock_goes_with_its_process(tmp_path: Path, folder: bool) -> None:
     path = tmp_path if folder else tmp_path / "lock"
     FileLock(path, create=not folder).release()
-    process = start(HOLD, path)
-    try:
-        with pytest.raises(BlockingIOError):
-            FileLock(path)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+    with running(HOLD, path), pytest.raises(BlockingIOError):
+        FileLock(path)
     lock = FileLock(path, wait=True)
     assert lock.enforced
     with pytest.raises(BlockingIOError):

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from prometheus_client import REGISTRY
 
 from freedraft.config import PluginOptions
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
-from freedraft.guarded_method import FIRST_PAUSE, FORGIVEN, LONGEST_PAUSE, GuardedMethod
+from freedraft.engines.draft_ranks import DraftRanks
+from freedraft.guarded_method import FIRST_PAUSE, FORGIVEN, LONGEST_PAUSE, EngineMustEnd, GuardedMethod
 from freedraft.method import Method, MethodSpec
 from freedraft.step import EngineContext, Step
 from tests.support.steps import make_step
@@ -54,27 +56,20 @@ def value(name: str) -> float:
     return REGISTRY.get_sample_value(f"freedraft_{name}", {"method": "fragile"}) or 0.0
 
 
-def failures() -> float:
-    return value("failures_total")
-
-
-def step() -> Step:
-    return make_step(["a"], [[7]], drafted=2)
+STEP = make_step(["a"], [[7]], drafted=2)
 
 
 def test_a_failure_is_counted_and_followed_by_pauses_that_double(
     guarded: GuardedMethod, caplog: pytest.LogCaptureFixture
 ) -> None:
     guarded.method.fails = {"propose"}
-    before, tried = failures(), []
-    with caplog.at_level(logging.ERROR):
-        for number in range(40 * FIRST_PAUSE):
-            calls = guarded.method.calls.count("propose")
-            assert guarded.draft(step()) is None
-            if guarded.method.calls.count("propose") > calls:
-                tried.append(number)
+    before, tried = value("failures_total"), []
+    for number in range(40 * FIRST_PAUSE):
+        calls = len(guarded.method.calls)
+        assert guarded.draft(STEP) is None
+        tried += [number] * (len(guarded.method.calls) - calls)
     assert np.diff(tried).tolist() == [FIRST_PAUSE * 2**i + 1 for i in range(len(tried) - 1)]
-    assert failures() - before == len(tried) > 3
+    assert value("failures_total") - before == len(tried) > 3
     assert len(caplog.records) == len(tried) and all(record.exc_info for record in caplog.records)
 
 
@@ -82,29 +77,22 @@ def test_it_drafts_again_and_is_forgiven(guarded: GuardedMethod) -> None:
     method = guarded.method
     method.fails = {"propose"}
     for _ in range(2 * FIRST_PAUSE + 3):
-        guarded.draft(step())
+        guarded.draft(STEP)
     method.fails = set()
-    for _ in range(LONGEST_PAUSE):
-        if guarded.draft(step()) is not None:
-            break
-    else:
-        pytest.fail("it never drafted again")
-    for _ in range(FORGIVEN):
-        assert guarded.draft(step()) is not None
+    assert any(guarded.draft(STEP) is not None for _ in range(LONGEST_PAUSE)), "it never drafted again"
+    assert all(guarded.draft(STEP) is not None for _ in range(FORGIVEN))
     method.fails = {"propose"}
-    guarded.draft(step())
-    calls = len(method.calls)
-    for _ in range(FIRST_PAUSE):
-        guarded.draft(step())
-    assert len(method.calls) == calls
-    guarded.draft(step())
-    assert len(method.calls) == calls + 1, "the pause is a first one again"
+    calls = []
+    for _ in range(FIRST_PAUSE + 2):
+        guarded.draft(STEP)
+        calls.append(len(method.calls))
+    assert calls == [calls[0]] * (FIRST_PAUSE + 1) + [calls[0] + 1], "the pause is a first one again"
 
 
 def test_requests_begin_and_finish_during_a_pause(guarded: GuardedMethod) -> None:
     guarded.method.fails = {"propose", "begin", "finish"}
     guarded.begin("a", np.zeros(3, np.int32))
-    guarded.draft(step())
+    guarded.draft(STEP)
     guarded.begin("b", np.zeros(3, np.int32))
     assert guarded.running == {"a", "b"}
     for request_id in "ab":
@@ -123,70 +111,54 @@ def test_what_a_step_verified_its_budget_and_its_time_are_counted(guarded: Guard
     assert value("budget_tokens") == 0
 
 
-def device_faults() -> list[Exception]:
-    """As torch, cudart, NCCL and Triton raise them."""
-    import torch
-
-    class Busy(torch.AcceleratorError):
-        """A kind of it."""
-
-    return [
-        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
-        Busy("CUDA error: device busy"),
-        torch.cuda.CudaError.__new__(torch.cuda.CudaError),  # whose words only a driver has
-        torch.distributed.DistBackendError("NCCL error: unhandled system error"),
-        RuntimeError("Triton Error [CUDA]: unspecified launch failure"),
-    ]
+def fail(error: Exception) -> None:
+    raise error
 
 
-def passing() -> list[Exception]:
-    """What leaves the device as it was."""
-    import torch
-
-    return [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("Triton Error [CUDA]: invalid argument"),
-        torch.AcceleratorError("CUDA error: out of memory"),
-        torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture"),
-    ]
+class Busy(torch.AcceleratorError):
+    """A kind of it."""
 
 
-@pytest.mark.parametrize("number", range(5))
+# As torch, cudart, NCCL and Triton raise them.
+FAULTS = [
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    Busy("CUDA error: device busy"),
+    torch.cuda.CudaError.__new__(torch.cuda.CudaError),  # only a driver has its words
+    torch.distributed.DistBackendError("NCCL error: unhandled system error"),
+    RuntimeError("Triton Error [CUDA]: unspecified launch failure"),
+]
+# What leaves the device as it was.
+PASSING = [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("Triton Error [CUDA]: invalid argument"),
+    torch.AcceleratorError("CUDA error: out of memory"),
+    torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 def test_faults_of_a_device_are_the_engines(
-    guarded: GuardedMethod, number: int, caplog: pytest.LogCaptureFixture
+    guarded: GuardedMethod, fault: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No step after them can succeed: they are raised as they are, without a word of drafting before them."""
-    fault, before = device_faults()[number], failures()
-
-    def fail() -> None:
-        raise fault
-
+    before = value("failures_total")
     with pytest.raises(type(fault)) as raised, caplog.at_level(logging.DEBUG):
-        guarded.call(fail)
-    assert raised.value is fault and failures() == before and not caplog.records
-    assert guarded.draft(step()) is not None, "and no pause follows"
+        guarded.call(fail, fault)
+    assert raised.value is fault and value("failures_total") == before and not caplog.records
+    assert guarded.draft(STEP) is not None, "and no pause follows"
 
 
 def test_a_rank_whose_device_fails_in_a_draft_pass_raises_that(caplog: pytest.LogCaptureFixture) -> None:
     """And not that drafting has ended the engine, which is for what leaves other ranks waiting."""
-    from freedraft.engines.draft_ranks import DraftRanks
-    from freedraft.guarded_method import EngineMustEnd
-
     ranks = DraftRanks.__new__(DraftRanks)
     ranks.several = True
-    fault = device_faults()[0]
-    with pytest.raises(type(fault)), caplog.at_level(logging.DEBUG), ranks.together():
-        raise fault
+    with pytest.raises(torch.AcceleratorError), caplog.at_level(logging.DEBUG), ranks.together():
+        raise FAULTS[0]
     assert not caplog.records
-    for error in (ValueError("a mistake"), *passing()):
+    for error in (ValueError("a mistake"), *PASSING):
         with pytest.raises(EngineMustEnd), ranks.together():
             raise error
 
 
 def test_what_leaves_the_device_alone_is_survived(guarded: GuardedMethod) -> None:
-    for error in passing():
-
-        def fail(error: Exception = error) -> None:
-            raise error
-
-        assert guarded.call(fail) is None
+    assert [guarded.call(fail, error) for error in PASSING] == [None] * len(PASSING)

@@ -10,7 +10,7 @@ import pytest
 
 from freedraft.config import ConfigError, PluginOptions
 from freedraft.cost.acceptance import PASS_KINDS
-from freedraft.cost.controller import Auto, make_controller
+from freedraft.cost.controller import make_controller
 from freedraft.draft import DraftBatch
 from freedraft.draft_pass import DraftPassEstimate
 from freedraft.hybrid.method import HybridMethod
@@ -26,10 +26,10 @@ CONFIG = SimpleNamespace(to_dict=lambda: SHAPE)
 def chains(step: Step, rows: np.ndarray, lengths: Any, first: int, score: float, kind: int) -> DraftBatch:
     """Chains of tokens that count up from `first` for some requests, roots for the others."""
     draft = DraftBatch.empty(step.batch_size, int(max(lengths, default=0)) + 1)
-    draft.tokens[:], draft.depths[:] = np.arange(draft.max_nodes) + first - 1, np.arange(draft.max_nodes)
-    draft.tokens[:, 0], draft.parents[:] = step.roots, np.arange(-1, draft.max_nodes - 1)
-    draft.scores[:], draft.kinds[:] = score ** np.arange(draft.max_nodes), kind
-    draft.counts[:] = 1
+    draft.depths[:] = np.arange(draft.max_nodes)
+    draft.parents[:], draft.tokens[:] = draft.depths - 1, draft.depths + first - 1
+    draft.scores[:], draft.kinds[:] = score**draft.depths, kind
+    draft.tokens[:, 0], draft.counts[:] = step.roots, 1
     draft.counts[rows] = np.asarray(lengths) + 1
     return draft
 
@@ -92,8 +92,7 @@ class Model(ModelMethod):
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(METHODS):
         monkeypatch.delitem(METHODS, name)
-    parts = (("host", Host, HostOptions), ("model", Model, ModelOptions))
-    for role, kind, options in parts:
+    for role, kind, options in (("host", Host, HostOptions), ("model", Model, ModelOptions)):
         spec = MethodSpec(role, f"{__name__}:{kind.__name__}", options, role=role, runs_model=role == "model")
         monkeypatch.setitem(METHODS, role, spec)
     option_type.cache_clear()
@@ -107,13 +106,12 @@ def method(**context: Any) -> HybridMethod:
 
 def drive(hybrid: HybridMethod, names: list[str], steps: int, accept: str = "host") -> None:
     """Steps in which what one of the two drafts is accepted; the controller is told times, not measured ones."""
-    auto = hybrid.controller
-    assert isinstance(auto, Auto)
-    gained, drafted = [[5]] * len(names), [0] * len(names)
+    times, batch = hybrid.controller.times, len(names)
+    gained, drafted = [[5]] * batch, [0] * batch
     for _ in range(steps):
         for _ in range(2):
-            auto.times.update(len(names), len(names), 300.0, 0.030)
-            auto.times.update(len(names), 6 * len(names), 300.0, 0.032)
+            times.update(batch, batch, 300.0, 0.030)
+            times.update(batch, 6 * batch, 300.0, 0.032)
         draft = hybrid.draft(make_step(names, gained, drafted=drafted))
         draft.check()
         drafted = (draft.counts - 1).tolist()
@@ -159,14 +157,12 @@ def test_a_gap_in_copied_text_gets_no_passes(registered: None) -> None:
 
 @pytest.mark.parametrize("widths", [None, (1, 2, 4, 8)])
 def test_what_a_request_may_have_is_kept(registered: None, widths: tuple[int, ...] | None) -> None:
-    hybrid = method(widths=widths)
-    capacities = [0, 1, 7, 2]
-    names = ["copy-1", "copy-2", "new-1", "new-2"]
+    hybrid, capacities = method(widths=widths), [0, 1, 7, 2]
+    step = make_step(["copy-1", "copy-2", "new-1", "new-2"], [[1]] * 4, capacities=capacities, widths=widths)
     for _ in range(20):
         for _ in range(2):
             hybrid.controller.times.update(4, 4, 300.0, 0.030)
-        draft = hybrid.draft(make_step(names, [[1]] * 4, capacities=capacities, widths=widths))
-        assert (draft.counts - 1 <= capacities).all()
+        assert (hybrid.draft(step).counts - 1 <= capacities).all()
 
 
 def test_both_hear_of_the_end_and_options_go_to_their_owners(registered: None) -> None:

@@ -13,8 +13,6 @@ from freedraft import cli, metrics, top
 from freedraft.config import ConfigError
 from freedraft.metrics import Metrics
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 @pytest.fixture(scope="module")
 def drafter() -> Metrics:
@@ -27,28 +25,22 @@ def port() -> int:
     return served
 
 
-def cells(table: object) -> dict[str, list[str]]:
-    columns = [list(column._cells) for column in table.columns]  # type: ignore[attr-defined]
-    return {str(row[0]): [str(cell) for cell in row[1:]] for row in zip(*columns, strict=True)}
-
-
 def test_rates_between_two_readings(drafter: Metrics) -> None:
     url = f"http://127.0.0.1:{port()}/metrics"
     drafter.requests.set(3)
     drafter.speedup.set(1.25)
     before = top.read(url)
-    drafter.request_steps.inc(40)
-    drafter.tokens.inc(90)
-    drafter.drafted.inc(100)
-    drafter.accepted.inc(50)
+    for counter, more in (("request_steps", 40), ("tokens", 90), ("drafted", 100), ("accepted", 50)):
+        getattr(drafter, counter).inc(more)
     drafter.seconds.observe(2e-4)
     drafter.seconds.observe(4e-4)
-    shown = cells(top.view(top.read(url), before, 4.0))
     at = sorted(label for name, label in before if name == "request_steps_total").index("topped")
-    found = {title: row[at] for title, row in shown.items()}
-    assert found["requests"] == "3" and found["tokens per second"] == "22.50"
-    assert found["tokens per request and step"] == "2.25" and found["of draft tokens, accepted"] == "0.50"
-    assert found["over plain, by policy auto"] == "1.25" and found["microseconds to draft, per step"] == "300"
+    columns = [list(column.cells) for column in top.view(top.read(url), before, 4.0).columns]
+    shown = dict(zip(map(str, columns[0]), map(str, columns[1 + at]), strict=True))
+    expected = {"requests": "3", "tokens per second": "22.50", "tokens per request and step": "2.25",
+                "of draft tokens, accepted": "0.50", "over plain, by policy auto": "1.25",
+                "microseconds to draft, per step": "300"}  # fmt: skip
+    assert shown.items() >= expected.items()
 
 
 def test_the_command(drafter: Metrics) -> None:

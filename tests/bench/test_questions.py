@@ -22,22 +22,16 @@ def row(number: int, category: str) -> dict[str, object]:
 
 def test_first_turns_and_groups_of_spec_bench(tmp_path: Path) -> None:
     found = questions.load(write(tmp_path / "q.jsonl", row(81, "writing"), row(91, "coding"), row(161, "rag")))
-    assert [(q.name, q.group, q.text) for q in found] == [
-        ("q:81", "mt_bench", "question 81"),
-        ("q:91", "mt_bench", "question 91"),
-        ("q:161", "rag", "question 161"),
-    ]
-
-
-def asked(path: Path, **sizes: int) -> list[questions.Question]:
-    rows = [row(100 * g + i, group) for g, (group, size) in enumerate(sizes.items()) for i in range(size)]
-    return questions.load(write(path, *rows))
+    expected = ((81, "mt_bench"), (91, "mt_bench"), (161, "rag"))
+    assert [(q.name, q.group, q.text) for q in found] == [(f"q:{n}", group, f"question {n}") for n, group in expected]
 
 
 @pytest.mark.parametrize("concurrency", [1, 4, 13, 64, 128])
 def test_every_block_keeps_so_many_requests_running_on_all_groups(tmp_path: Path, concurrency: int) -> None:
     """Each question once, in the same order for everybody, the groups mixed as evenly as they can be."""
-    found = asked(tmp_path / "q.jsonl", qa=80, rag=80, translation=80, long=32)
+    sizes = {"qa": 80, "rag": 80, "translation": 80, "long": 32}
+    rows = [row(100 * g + i, group) for g, (group, size) in enumerate(sizes.items()) for i in range(size)]
+    found = questions.load(write(tmp_path / "q.jsonl", *rows))
     blocks = questions.blocks(found, concurrency, 8)
     assert blocks == questions.blocks(found, concurrency, 8)
     assert sorted(q.name for block in blocks for q in block) == sorted(q.name for q in found)
@@ -82,22 +76,15 @@ def test_quotes_ask_for_what_stands_in_their_text() -> None:
 
 def test_turns_of_sessions_have_all_before_them(tmp_path: Path) -> None:
     path, said = tmp_path / "shop.jsonl", [("system", "rules"), ("user", "x" * 18_001), ("user", "hello")]
-    said += [
-        ("assistant", "look"),
-        ("tool", "found"),
-        ("assistant", "done"),
-        ("user", "y" * 16_995),
-        ("assistant", "z"),
-    ]
+    said += [("assistant", "look"), ("tool", "found"), ("assistant", "done")]
+    said += [("user", "y" * 16_995), ("assistant", "z")]
     messages = [{"role": role, "content": content} for role, content in said]
     write(path, {"session": "s", "messages": messages})
     first, second = questions.read(f"sessions:{path}")
     assert (first.name, first.group, second.name) == ("shop:s:2", "shop", "shop:s:4")
     assert [(m["role"], m["content"]) for m in first.chat] == [("system", "rules"), ("user", "hello")]
     assert second.chat == [*first.chat, {"role": "assistant", "content": "look"}, {"role": "user", "content": "found"}]
-    write(path, {"session": "s"})
-    with pytest.raises(jsonl.FileError, match="messages"):
-        questions.read(f"sessions:{path}")
-    write(path, {"session": "s", "messages": []})
-    with pytest.raises(questions.QuestionError, match="no turn"):
-        questions.read(f"sessions:{path}")
+    for row, kind, says in (({}, jsonl.FileError, "messages"), ({"messages": []}, questions.QuestionError, "no turn")):
+        write(path, {"session": "s"} | row)
+        with pytest.raises(kind, match=says):
+            questions.read(f"sessions:{path}")

@@ -1,73 +1,58 @@
-"""The controller against machines and traffic that are known, and its shares against plain enumeration."""
+"""The parts of policy "auto": shares against plain enumeration, acceptance, times and lengths."""
 
 from __future__ import annotations
 
+import copy
 import itertools
-import math
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from known import ROOFLINE
+from known import LLAMA3_8B, ROOFLINE, engine_context
+from simulated import chains
 
 from freedraft.cost.acceptance import SIZE, Acceptance
 from freedraft.cost.allocation import allocate, allocate_width
+from freedraft.cost.batch_lengths import BatchLengths, candidate_lengths
 from freedraft.cost.controller import Auto, make_controller
 from freedraft.cost.policies import Fixed, Knee
-from freedraft.cost.probes import PROBE_EVERY
 from freedraft.draft import DraftBatch
-from freedraft.step import EngineContext
 from layerskip_plugin.skip_set import SkipSet
+from sssd_plugin.drafter import Drafter
 from tests.support.continuations import observe
 from tests.support.steps import make_step
 
-
-def controller(longest: int = 8, **options: object) -> Auto:
-    return Auto(ROOFLINE, longest, **options)
-
-
-def chains(p: list[list[float]], kinds: int = 0) -> DraftBatch:
-    """Chains of nodes with these probabilities given their parents; token i at depth i."""
-    draft = DraftBatch.empty(len(p), 1 + max(map(len, p), default=0))
-    for b, row in enumerate(p):
-        n = len(row)
-        draft.counts[b] = n + 1
-        draft.tokens[b, 1 : n + 1] = draft.depths[b, 1 : n + 1] = np.arange(1, n + 1)
-        draft.parents[b, 1 : n + 1] = np.arange(n)
-        draft.parents[b, 0], draft.scores[b, 0] = -1, 1.0
-        draft.scores[b, 1 : n + 1] = np.cumprod(row)
-        draft.kinds[b] = kinds
-    return draft
-
-
+LENGTHS = candidate_lengths(8)
 growth = st.lists(st.floats(0.0, 0.4), min_size=16, max_size=16)
 probabilities = st.lists(st.lists(st.floats(0.01, 0.99), max_size=4), min_size=1, max_size=3)
 
 
+def paths(p: list[list[float]]) -> np.ndarray:
+    """float64 [B, 5]: probability of every node of chains; 0 beyond their ends."""
+    return np.cumprod([[1.0, *row, *[0.0] * (4 - len(row))] for row in p], axis=1)
+
+
 @settings(max_examples=200, deadline=None)
-@given(probabilities, growth, st.integers(-1, 12))
+@given(probabilities, growth, st.just(-1) | st.integers(0, 12))
 def test_shares_are_the_best_of_all(p: list[list[float]], growth: list[float], forced: int) -> None:
-    draft = chains(p)
+    batch, path, counts = len(p), paths(p), chains(p).counts
     seconds = np.cumprod(1 + np.array(growth)) * 0.02  # by query tokens
-    path = np.cumprod(np.pad([[*row, *[1] * (4 - len(row))] for row in p], ((0, 0), (1, 0)), constant_values=1), axis=1)
-    batch = len(p)
 
     def tokens(cut: tuple[int, ...]) -> float:
-        return batch + sum(path[b, 1 : n + 1].sum() for b, n in enumerate(cut))
+        return sum(path[b, : n + 1].sum() for b, n in enumerate(cut))
 
     def rate(cut: tuple[int, ...]) -> float:
         return tokens(cut) / seconds[batch + sum(cut)]
 
     cuts = list(itertools.product(*(range(len(row) + 1) for row in p)))
-    counts = draft.counts.copy()
     chosen, gain, longest = allocate(path, counts, seconds[batch:], 0.0, forced)
-    cut = tuple(int(n) - 1 for n in counts)
+    cut = tuple((counts - 1).tolist())
     assert sum(cut) == chosen and longest == max(cut) + 1
     if forced >= 0:
-        wanted = min(forced, sum(map(len, p)))
-        assert chosen == wanted
-        assert tokens(cut) == pytest.approx(max(tokens(c) for c in cuts if sum(c) == wanted))
+        assert chosen == min(forced, sum(map(len, p)))
+        assert tokens(cut) == pytest.approx(max(tokens(c) for c in cuts if sum(c) == chosen))
     else:
         assert rate(cut) == pytest.approx(max(map(rate, cuts)))
         assert gain == pytest.approx(rate(cut) / rate((0,) * batch) - 1) and gain >= 0
@@ -76,25 +61,21 @@ def test_shares_are_the_best_of_all(p: list[list[float]], growth: list[float], f
 @settings(max_examples=100, deadline=None)
 @given(probabilities, growth)
 def test_the_width_is_the_best_of_all(p: list[list[float]], growth: list[float]) -> None:
-    draft, batch = chains(p), len(p)
+    batch, path, counts = len(p), paths(p), chains(p).counts
+    before, widths = counts.copy(), np.array([1, 2, 4, 5], np.int32)
     seconds = np.cumprod(1 + np.array(growth)) * 0.02  # by query tokens
-    path = np.cumprod(np.pad([[*row, *[0] * (4 - len(row))] for row in p], ((0, 0), (1, 0)), constant_values=1), axis=1)
-    widths = np.array([1, 2, 4, 5], np.int32)
-    most = max(map(len, p)) + 1
-    candidates = [w for i, w in enumerate(widths) if i == 0 or widths[i - 1] < most]
+    candidates = [w for i, w in enumerate(widths) if i == 0 or widths[i - 1] < before.max()]
     rates = {w: path[:, :w].sum() / seconds[batch * w] for w in candidates}
-    counts = draft.counts.copy()
     width, gain, longest = allocate_width(path, counts, seconds[batch * np.array([1, *widths])], 0.0, -1, widths)
     assert rates[width] == pytest.approx(max(rates.values()))
     assert gain == pytest.approx(rates[width] / rates[1] - 1)
-    assert np.array_equal(counts, np.minimum(draft.counts, width)) and longest == counts.max()
+    assert np.array_equal(counts, np.minimum(before, width)) and longest == counts.max()
 
 
 def test_acceptance_learns_what_scores_are_worth() -> None:
     acceptance, rng = Acceptance(), np.random.default_rng(0)
     draft = chains([[0.6, 0.6]], kinds=3)
-    before = acceptance.probabilities(draft)[0]
-    assert before == pytest.approx([1, 0.6, 0.36])
+    assert acceptance.probabilities(draft)[0] == pytest.approx([1, 0.6, 0.36])
     for _ in range(1500):
         hits = list(itertools.takewhile(lambda p: rng.random() < p, (0.2, 0.9)))
         observe(acceptance, draft, [[*range(1, len(hits) + 1), 99]])
@@ -113,130 +94,18 @@ def test_an_outcome_counts_once_per_child_of_the_true_path() -> None:
     assert np.isfinite(acceptance.bias).all() and acceptance.bias.shape == (SIZE,)
 
 
-class Machine:
-    """A clock, a machine of known step times, and text of which drafts are right with a known probability."""
-
-    def __init__(self, seconds, batch: int = 1) -> None:
-        self.now, self.seconds, self.batch = 100.0, seconds, batch
-        self.rng = np.random.default_rng(5)
-        self.ids = [f"r{i}" for i in range(batch)]
-        self.position = 0
-
-    def clock(self) -> float:
-        return self.now
-
-    def run(self, control: Auto, steps: int, accept: float, scored: float = 0.5, length: int = 8) -> list[int]:
-        """Draft tokens verified, by step."""
-        chosen = []
-        source = np.zeros(self.batch * 16, np.int32)
-        gained = np.ones(self.batch, np.int64)
-        query_tokens = self.batch
-        for _ in range(steps):
-            texts = [source[b * 16 : b * 16 + gained[b]] for b in range(self.batch)]
-            step = make_step(self.ids, texts, previous=(self.batch, query_tokens))
-            control.update(step)
-            n, counts = 0, np.ones(self.batch, np.int32)
-            if longest := control.max_draft_len(step):
-                draft = chains([[scored] * min(longest, length)] * self.batch)
-                n = control.truncate(draft)
-                counts = draft.counts
-            control.end(step)
-            query_tokens = self.batch + n
-            self.now += self.seconds(self.batch, query_tokens)
-            for b in range(self.batch):
-                hits = 0
-                while hits < 8 and self.rng.random() < accept:
-                    hits += 1
-                # The true text goes on as drafted for `hits` tokens; what was not verified is generated as one token.
-                gained[b] = min(hits, int(counts[b]) - 1) + 1
-                source[b * 16 : b * 16 + 16] = 99
-                source[b * 16 : b * 16 + hits] = np.arange(1, hits + 1)
-            chosen.append(n)
-        return chosen
-
-
-def flat(batch: int, query_tokens: int) -> float:
-    return 0.02 + 0.002 * max(0, query_tokens - 6)
-
-
-def steep(batch: int, query_tokens: int) -> float:
-    return 0.004 * query_tokens
-
-
-def test_it_finds_the_knee_of_the_machine() -> None:
-    machine = Machine(flat)
-    control = controller(clock=machine.clock)
-    lengths = machine.run(control, 400, accept=0.7)
-    rate = [sum(0.7**i for i in range(n + 1)) / flat(1, 1 + n) for n in range(9)]
-    best = int(np.argmax(rate))
-    achieved = np.mean([rate[n] for n in lengths[200:]])
-    assert achieved >= 0.98 * rate[best], (best, np.bincount(lengths[200:]))
-
-
-@pytest.mark.parametrize("batch", [1, 4, 16])
-def test_where_nothing_pays_it_is_plain_but_for_probes(batch: int) -> None:
-    machine = Machine(steep, batch)
-    control = controller(clock=machine.clock)
-    lengths = machine.run(control, 1500, accept=0.6)
-    assert np.count_nonzero(lengths[500:]) <= 1000 / PROBE_EVERY
-    assert control.times.count(batch, batch, 300.0) > 100
-
-
-def test_drafting_that_costs_more_than_it_brings_stops_but_for_glances() -> None:
-    machine = Machine(flat)
-    control = controller(clock=machine.clock)
-    drafted = 0
-    original = control.truncate
-
-    def slow_truncate(draft: DraftBatch) -> int:
-        nonlocal drafted
-        drafted += 1
-        machine.now += 0.004  # a fifth of a step
-        return original(draft)
-
-    control.truncate = slow_truncate  # type: ignore[method-assign]
-    machine.run(control, 300, accept=0.05)
-    drafted = 0
-    machine.run(control, 1000, accept=0.05)
-    assert 1 <= drafted <= 100, "4 ms each, of 20 s: at most a hundredth, and probes"
-    assert max(machine.run(control, 300, accept=0.95)[200:]) >= 4, "it comes back"
-
-
-def test_a_clock_that_jumps_does_no_harm() -> None:
-    machine = Machine(flat)
-    control = controller(clock=machine.clock)
-    machine.run(control, 200, accept=0.7)
-    known = control.times.seconds(1, np.arange(1, 10), 300.0).copy()
-    for jump in (-1e6, 1e9, math.nan, -5.0):
-        machine.now = (100.0 if math.isnan(machine.now) else machine.now) + jump
-        machine.run(control, 1, accept=0.7)
-    machine.now = 100.0
-    machine.run(control, 3, accept=0.7)
-    assert np.allclose(control.times.seconds(1, np.arange(1, 10), 300.0), known, rtol=0.1)
-
-
-def test_step_times_survive_a_restart(tmp_path) -> None:
-    machine = Machine(steep)
-    control = controller(clock=machine.clock, path=tmp_path / "times.json")
-    machine.run(control, 400, accept=0.6)
-    control.save()
-    again = controller(clock=machine.clock, path=tmp_path / "times.json")
-    assert np.count_nonzero(machine.run(again, 90, accept=0.6)) <= 3
-
-
 @pytest.mark.parametrize("besides", [0.0, 0.01])
 def test_what_rounds_take_besides_is_noticed(besides: float) -> None:
     """A pass takes .4 of a step, and each round more that nobody is charged for."""
-    now = 0.0
-    auto = controller(clock=lambda: now)
-    recipe, batch = SkipSet(30, frozenset({1}), frozenset()), 1
+    now, recipe = 0.0, SkipSet(30, frozenset({1}), frozenset())
+    auto = Auto(ROOFLINE, 8, clock=lambda: now)
     for number in range(200):
-        previous = (batch, 2 if number % 3 == 1 else 1) if number else None
+        previous = (1, 2 if number % 3 == 1 else 1) if number else None
         step = make_step(["a"], [[3]], previous=previous, texts=[[1, 2, 3]])
         auto.update(step)
         if number % 3 == 0:
             now += 0.02
-            auto.record_pass(recipe, batch, 0.02)
+            auto.record_pass(recipe, 1, 0.02)
             now += besides
         auto.end(step)
         now += 0.05
@@ -246,42 +115,96 @@ def test_what_rounds_take_besides_is_noticed(besides: float) -> None:
 
 
 def test_a_step_that_did_other_work_teaches_no_time() -> None:
-    machine = Machine(flat)
-    control = controller(clock=machine.clock)
+    now = 0.0
+    auto = Auto(ROOFLINE, 8, clock=lambda: now)
     for previous in ((1, 1), None, None):
         step = make_step(["a"], [[1]], previous=previous)
-        control.update(step)
-        control.end(step)
-        machine.now += 0.02
-    assert control.times.seen == 0
-    control.interrupt()
-    control.update(make_step(["a"], [[1]], previous=(1, 1)))
-    assert control.times.seen == 0, "what lies between is not known"
-
-
-class _Config:
-    def __init__(self, values: dict) -> None:
-        self.values = values
-
-    def to_dict(self) -> dict:
-        return self.values
-
-
-@pytest.mark.parametrize("readable", [True, False])
-def test_a_model_that_cannot_be_read_is_left_to_the_rule(readable: bool, caplog: pytest.LogCaptureFixture) -> None:
-    config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
-    context = EngineContext(hf_config=_Config(config if readable else {}), max_draft_tokens=8, dtype="torch.float32")
-    control = make_controller(context)
-    assert type(control) is (Auto if readable else Knee)
-    warnings = [record for record in caplog.records if "policy 'knee' decides" in record.message]
-    assert len(warnings) == (not readable)
-    assert control.max_draft_len(make_step(["a"], [[1]])) > 0, "and the rule still answers"
-    assert type(make_controller(context, "knee")) is Knee and type(make_controller(context, "fixed")) is Fixed
+        auto.update(step)
+        auto.end(step)
+        now += 0.02
+    auto.interrupt()
+    auto.update(make_step(["a"], [[1]], previous=(1, 1)))
+    assert auto.times.seen == 0, "what lies between is not known"
 
 
 def test_steps_without_drafts_are_known_though_the_width_of_one_node_is_left_out() -> None:
-    auto = controller(15, widths=np.array([4, 16], np.int32))
+    auto = Auto(ROOFLINE, 15, widths=np.array([4, 16], np.int32))
     assert not auto.baseline_known(2)
     for _ in range(20):
         auto.times.update(2, 8, 1.0, 1e-2)
     assert auto.baseline_known(2)
+
+
+def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made() -> None:
+    """Of drafts of 4 that are all accepted, and of 1 that is not."""
+    for asked, gained in ((4, [1, 2, 3, 4, 99]), (1, [99])):
+        lengths = BatchLengths(ROOFLINE, LENGTHS)
+        for _ in range(300):
+            step = make_step(["a"], [gained], capacities=asked)
+            lengths.update(step)
+            lengths.truncate(chains([[0.5] * lengths.max_draft_len(step)]))
+        tokens = dict(zip(LENGTHS, lengths.tokens().tolist(), strict=True))
+        accepted = asked > 1
+        assert tokens[4] == pytest.approx(1 + 4 * accepted, abs=0.3) and tokens[8] >= tokens[4]
+        assert tokens[8] == pytest.approx(1 + 8 * accepted, abs=1.5)
+
+
+def test_one_tree_says_what_all_shorter_lengths_bring() -> None:
+    """The drafter's tree of fewer nodes is the first part of the larger one, and is expected to bring as much alone."""
+    drafter, names = Drafter(vocab_size=8, max_nodes=9), ["a", "b"]
+    for name, seed in zip(names, (1, 2), strict=True):
+        drafter.replace(name, np.random.default_rng(seed).integers(0, 8, 300).astype(np.int32))
+
+    def looked_at(length: int) -> tuple[dict[int, float], DraftBatch]:
+        lengths = BatchLengths(ROOFLINE, LENGTHS)
+        lengths.max_draft_len(make_step(names, [[1], [1]], capacities=length))
+        draft = drafter.draft(names, max_nodes=length + 1, shape="tree")
+        lengths.look(draft)
+        return dict(zip(LENGTHS, lengths.tokens().tolist(), strict=True)), copy.deepcopy(draft)
+
+    by_length, whole = looked_at(8)
+    assert (whole.counts == 9).all() and (whole.parents[:, 1:] != np.arange(8)).any(), "trees, and no chains"
+    for length in LENGTHS[1:]:
+        alone, part = looked_at(length)
+        for field in ("tokens", "parents", "depths", "scores", "kinds"):
+            assert np.array_equal(getattr(part, field)[:, : length + 1], getattr(whole, field)[:, : length + 1]), field
+        assert alone[length] == pytest.approx(by_length[length])
+
+
+def test_large_batches_have_lengths_that_can_be_priced() -> None:
+    lengths = BatchLengths(ROOFLINE, LENGTHS)
+    assert len(lengths.seconds(1024, 300.0)) == 4, "none of 8"
+    assert len(lengths.seconds(9000, 300.0)) == 1
+    assert lengths.decide(9000, 300.0)[-1][2] == 0
+
+
+@pytest.mark.parametrize(
+    ("longest", "lengths"),
+    [(1, (0, 1)), (2, (0, 1, 2)), (5, (0, 1, 2, 4, 5)), (8, (0, 1, 2, 4, 8)), (32, (0, 2, 4, 8, 32))],
+)
+def test_a_large_bound_keeps_the_short_lengths(longest: int, lengths: tuple[int, ...]) -> None:
+    assert candidate_lengths(longest) == lengths
+
+
+@pytest.mark.parametrize(
+    ("policy", "lengths", "config", "kind"),
+    [
+        ("auto", None, LLAMA3_8B, Auto),
+        ("auto", None, {}, Knee),  # with a warning
+        ("knee", None, LLAMA3_8B, Knee),
+        ("fixed", None, LLAMA3_8B, Fixed),
+        ("auto", LENGTHS, LLAMA3_8B, BatchLengths),
+        ("auto", (8,), LLAMA3_8B, Fixed),  # the user's own table
+        ("knee", LENGTHS, LLAMA3_8B, Fixed),
+        ("fixed", LENGTHS, LLAMA3_8B, Fixed),
+    ],
+)
+def test_the_controller_of_an_engine(
+    policy: Any, lengths: tuple[int, ...] | None, config: dict, kind: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the model cannot be read, the rule answers."""
+    controller = make_controller(engine_context(config, lengths=lengths), policy)
+    assert type(controller) is kind
+    warnings = [record for record in caplog.records if "policy 'knee' decides" in record.message]
+    assert len(warnings) == (not config)
+    assert controller.max_draft_len(make_step(["a"], [[1]])) > 0

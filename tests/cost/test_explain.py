@@ -1,32 +1,34 @@
+"""What the cost model says before anything is served: `freedraft explain`, and lengths by batch size."""
+
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from known import LLAMA3_8B
+from known import LLAMA3_8B, engine_context, roofline_on
 from typer.testing import CliRunner
 
 from freedraft.cli import app
 from freedraft.config import ConfigError
 from freedraft.cost import profiling
-from freedraft.cost.explain import expected_tokens, explain, parse_curve
+from freedraft.cost.explain import CHAIN_TOKENS_PER_STEP, expected_tokens, explain, parse_curve
 from freedraft.cost.hardware import HardwareProfile
-from freedraft.cost.model_shape import ModelShape
-from freedraft.cost.profiling import write
 from freedraft.cost.roofline import Roofline
+from freedraft.cost.schedule import CONTEXT, draft_lengths
 from tests.support.disks import full_disk
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B))
-    return tmp_path
+def rates(roofline: Roofline, batch: int, nodes: range, context: int, curve: dict[int, float]) -> list[float]:
+    """Tokens of a request per second, by nodes of its drafts."""
+    tokens = expected_tokens(np.array(nodes), curve)
+    return [t / float(roofline.seconds(batch, batch * n, context)) for n, t in zip(nodes, tokens, strict=True)]
 
 
 def test_lengths_shrink_as_batches_grow_and_beat_plain() -> None:
-    rows = explain(Roofline(ModelShape.from_config(LLAMA3_8B), HardwareProfile.load("h200")), 1024)
+    rows = explain(roofline_on("h200"), 1024)
     lengths = [row.best for row in rows]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] >= 16 and lengths[-1] <= 2
     assert all(row.speedup >= 1.0 for row in rows)
@@ -35,15 +37,11 @@ def test_lengths_shrink_as_batches_grow_and_beat_plain() -> None:
 
 
 def test_the_best_length_is_the_best_of_all() -> None:
-    roofline = Roofline(ModelShape.from_config(LLAMA3_8B), HardwareProfile.load("l40s"))
     curve = {1: 1.0, 2: 1.4, 8: 2.0}
-    for row in explain(roofline, 4096, max_nodes=12, curve=curve):
-        rates = [
-            float(expected_tokens(np.array([n]), curve)[0]) / float(roofline.seconds(row.batch, row.batch * n, 4096))
-            for n in range(1, 13)
-        ]
-        assert row.best == int(np.argmax(rates)) + 1
-        assert row.speedup == pytest.approx(max(rates) / rates[0])
+    for row in explain(roofline_on("l40s"), 4096, max_nodes=12, curve=curve):
+        by_length = rates(roofline_on("l40s"), row.batch, range(1, 13), 4096, curve)
+        assert row.best == int(np.argmax(by_length)) + 1
+        assert row.speedup == pytest.approx(max(by_length) / by_length[0])
 
 
 def test_curves() -> None:
@@ -51,6 +49,32 @@ def test_curves() -> None:
     for wrong in ("", "4", "4:x", "4:5", "4:0.5", "4:1.7,8:1.5"):
         with pytest.raises(ConfigError, match="--tokens-per-step"):
             parse_curve(wrong)
+
+
+@pytest.mark.parametrize("hardware", ["h100", "h200", "a100", "cpu"])
+@pytest.mark.parametrize("most", [1, 4, 8])
+def test_no_other_length_of_a_schedule_has_more_tokens_per_second(hardware: str, most: int) -> None:
+    schedule = draft_lengths(engine_context(max_draft_tokens=most), "auto", hardware=hardware)
+    assert schedule is not None and schedule.learnt[0] == 0 and schedule.learnt[-1] == most
+    for batch in (1, 3, 6, 24, 96, 384):
+        (chosen,) = [length for first, last, length in schedule.rows if first <= batch <= last]
+        by_length = rates(roofline_on(hardware), batch, range(1, most + 2), CONTEXT, CHAIN_TOKENS_PER_STEP)
+        assert by_length[chosen] >= 0.97 * max(by_length[length] for length in schedule.learnt), batch
+
+
+def test_schedules_have_no_gaps_and_lengths_fall() -> None:
+    schedule = draft_lengths(engine_context(), "knee", hardware="h100")
+    assert schedule is not None and schedule.rows[0][0] == 1 and schedule.rows[-1][2] == 0
+    assert not schedule.learnt, "a rule stays as it is"
+    for (_, last, length), (first, _, shorter) in itertools.pairwise(schedule.rows):
+        assert first == last + 1 and shorter < length <= 8
+    assert draft_lengths(engine_context({}), "auto", hardware="h100") == schedule, "of a model of unknown shape"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B))
+    return tmp_path
 
 
 def test_the_command_prints_and_draws(model: Path) -> None:
@@ -89,9 +113,9 @@ def test_a_machine_is_measured_and_its_profile_loads(tmp_path: Path, monkeypatch
     again = CliRunner().invoke(app, ["profile", "--device", "tpu", "--out", str(out)])
     assert again.exit_code == 2 and "tpu" in again.output
     with pytest.raises(ConfigError, match="--force"):
-        write(profile, out)
+        profiling.write(profile, out)
     with full_disk(20), pytest.raises(ConfigError, match="cannot write"):
-        write(profile, out, force=True)
+        profiling.write(profile, out, force=True)
     assert HardwareProfile.load(out) == profile  # the one that was there
-    write(profile, out, force=True)
+    profiling.write(profile, out, force=True)
     assert HardwareProfile.load(out) == profile

@@ -6,23 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from known import LLAMA3_8B, engine_context, profile
 
 from freedraft.config import ConfigError
 from freedraft.cost import hardware
+from freedraft.cost.controller import make_controller
 from freedraft.cost.hardware import HardwareProfile, choose_profile
 from freedraft.cost.policies import Controller, Fixed, Knee
 from freedraft.draft import DraftBatch
 from tests.support.steps import make_step
-
-
-def profile(**values: object) -> HardwareProfile:
-    return HardwareProfile(**({"name": "x", "peak_flops": 1e14, "bandwidth": 1e12, "source": "measured"} | values))
-
-
-def test_ridge_is_flops_per_byte_unless_a_knee_is_given() -> None:
-    # The worked example of arXiv 2411.05894, appendix B: 165 TFLOP/s and 0.95 TB/s, b * s_q = 174.
-    assert profile(peak_flops=165e12, bandwidth=0.95e12).ridge == 174
-    assert profile(peak_flops=165e12, bandwidth=0.95e12, knee=6).ridge == 6
 
 
 def budget(controller: Controller, batch: int) -> int:
@@ -35,11 +27,12 @@ def width(controller: Controller, batch: int) -> int:
     return controller.max_draft_len(make_step([f"r{i}" for i in range(batch)], [[1]] * batch)) + 1
 
 
-def test_width_of_the_papers_example() -> None:
-    # s_q = 174 / 8, rounded.
-    machine = profile(peak_flops=165e12, bandwidth=0.95e12)
-    assert width(Knee(machine, 63, range(1, 64)), 8) == 22
-    assert width(Knee(machine, 63, (1, 2, 4, 8, 16, 32)), 8) == 16
+def test_the_papers_example() -> None:
+    """165 TFLOP/s and 0.95 TB/s: free up to b * s_q = 174, s_q = 22 at b = 8; with 1/h in it, as in the equation,
+    181."""
+    assert profile().ridge == 174 and round(1 / (0.95 / 165 - 1 / 4096)) == 181
+    assert width(Knee(profile(), 63, range(1, 64)), 8) == 22
+    assert width(Knee(profile(), 63, (1, 2, 4, 8, 16, 32)), 8) == 16
 
 
 @pytest.mark.parametrize(("batch", "tokens"), [(0, 0), (1, 5), (2, 4), (3, 3), (5, 1), (6, 0), (7, 0), (100, 0)])
@@ -91,32 +84,22 @@ def test_shipped_profiles() -> None:
         assert loaded.max_nodes(1) in (32, None)
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA GeForce GTX 1080", "a100"),
-        (None, "cpu"),
-    ],
-)
+DEVICES = {
+    "NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA L40S": "l40s",
+    "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA GeForce GTX 1080": "a100", None: "cpu",
+}  # fmt: skip
+
+
 def test_auto_takes_the_profile_of_the_device(
-    monkeypatch: pytest.MonkeyPatch, device: str | None, name: str, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(hardware, "device_name", lambda: device)
-    assert choose_profile("auto").name == name
-    assert ("GTX 1080" in caplog.text) == (device is not None and "1080" in device)
+    for device, name in DEVICES.items():
+        monkeypatch.setattr(hardware, "device_name", lambda device=device: device)
+        assert choose_profile("auto").name == name
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "GTX 1080" in caplog.text
 
 
 GOOD = "name: mine\npeak_flops: 1.0e+12\nbandwidth: 1.0e+11\nsource: measured\n"
-
-
-def test_a_profile_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text(GOOD)
-    assert choose_profile(str(tmp_path / "mine.yaml")).ridge == 10
 
 
 @pytest.mark.parametrize(
@@ -131,8 +114,10 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
         ("", "peak_flops"),
     ],
 )
-def test_nonsense_in_a_profile_is_named(tmp_path: Path, content: str, word: str) -> None:
+def test_a_profile_of_ones_own_and_nonsense_in_it(tmp_path: Path, content: str, word: str) -> None:
     path = tmp_path / "mine.yaml"
+    path.write_text(GOOD)
+    assert choose_profile(str(path)).ridge == 10
     path.write_text(content)
     with pytest.raises(ConfigError) as error:
         choose_profile(str(path))
@@ -142,15 +127,8 @@ def test_nonsense_in_a_profile_is_named(tmp_path: Path, content: str, word: str)
 @pytest.mark.parametrize(("bits", "ridge"), [(None, 295), (8, 148), (4, 74)])
 def test_the_knee_of_quantised_weights(bits: int | None, ridge: int) -> None:
     """A quarter of the bytes is read in a quarter of the time, and as much is computed with it."""
-    from transformers import LlamaConfig
-
-    from freedraft.cost.controller import make_controller
-    from freedraft.step import EngineContext
-
-    config = LlamaConfig(**({"quantization_config": {"quant_method": "gptq", "bits": bits}} if bits else {}))
-    context = EngineContext(hf_config=config, max_draft_tokens=8)
-    assert HardwareProfile.load("h100").ridge == 295
-    controller = make_controller(context, "knee", hardware="h100")
-    assert isinstance(controller, Knee) and controller.knee == ridge
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": bits}} if bits else {}
+    context = engine_context(LLAMA3_8B | quantised)
+    assert make_controller(context, "knee", hardware="h100").knee == ridge
     assert make_controller(context, "knee", hardware="h100", knee=7).knee == 7
     assert make_controller(context, "knee", hardware="cpu").knee == 6, "a measured knee stays"

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from known import LLAMA3_8B
+from known import LLAMA3_8B, profile
 
 from freedraft.config import ConfigError
-from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
-from freedraft.cost.roofline import Roofline, operations
+from freedraft.cost.roofline import Operation, Roofline, operations
 from layerskip_plugin.skip_set import SkipSet
 
 
-def profile(**values: object) -> HardwareProfile:
-    return HardwareProfile(**({"name": "x", "peak_flops": 165e12, "bandwidth": 0.95e12, "source": "measured"} | values))
+def operation(name: str, shape: ModelShape, *sizes: float, **rest: bool) -> Operation:
+    (found,) = [row for row in operations(shape, *sizes, **rest) if row.name == name]
+    return found
 
 
 def rows(b: int, s: int, kv: int, p: int) -> dict[str, tuple[float, float, float, float]]:
@@ -54,13 +54,6 @@ def test_every_row_of_table_2(b: int, s: int, kv: int, p: int) -> None:
     assert set(found) == {*table, "logits"}
 
 
-def test_the_worked_example() -> None:
-    # 165 TFLOP/s and 0.95 TB/s: free up to b * s_q = 174, s_q = 22 at b = 8; with 1/h in it, as in the equation, 181.
-    assert profile().ridge == 174
-    assert round(profile().ridge / 8) == 22
-    assert round(1 / (0.95 / 165 - 1 / 4096)) == 181
-
-
 def test_the_weights_of_a_step_are_the_models() -> None:
     """At one token, the bytes read are the parameters of the model: 8.03 billion less the embedding's 0.53."""
     read = sum(row.read * row.count for row in operations(ModelShape.from_config(LLAMA3_8B), 1, 1, 0, mask=False))
@@ -71,15 +64,11 @@ MIXTRAL = LLAMA3_8B | {"model_type": "mixtral", "num_local_experts": 8, "num_exp
 
 
 def test_experts_are_read_as_tokens_touch_them() -> None:
-    def expert_bytes(n: int) -> float:
-        found = operations(ModelShape.from_config(MIXTRAL), n, 1, 0)
-        return sum(row.read * row.count for row in found if row.name == "experts: Z") / 32
-
-    one = 2 * 4096 * 14336
-    assert expert_bytes(1) == pytest.approx(2 * one, rel=0.01)
-    assert expert_bytes(2) == pytest.approx(2 * one * (2 - 2 / 8), rel=0.01)  # 8 (1 - (3/4)^2) = 3.5 of 8
-    assert expert_bytes(64) == pytest.approx(8 * one, rel=0.1)
-    flops = {n: sum(r.flops * r.count for r in operations(ModelShape.from_config(MIXTRAL), n, 1, 0)) for n in (1, 64)}
+    shape, one = ModelShape.from_config(MIXTRAL), 2 * 4096 * 14336
+    for tokens, experts, rel in ((1, 2, 0.01), (2, 3.5, 0.01), (64, 8, 0.1)):  # 8 (1 - (3/4)^2) = 3.5 of 8
+        row = operation("experts: Z", shape, tokens, 1, 0)
+        assert row.read * row.count / 32 == pytest.approx(experts * one, rel=rel)
+    flops = {n: sum(r.flops * r.count for r in operations(shape, n, 1, 0)) for n in (1, 64)}
     assert flops[64] == pytest.approx(64 * flops[1], rel=1e-9), "computing does not depend on which experts"
 
 
@@ -95,9 +84,7 @@ DEEPSEEK = {
 def test_latent_attention_reads_one_small_entry_per_token() -> None:
     shape = ModelShape.from_config(DEEPSEEK)
     assert shape.experts is not None and shape.experts.layers == 58
-    near, far = (
-        next(r for r in operations(shape, 4, 1, kv, mask=False) if r.name == "attention") for kv in (0, 10_000)
-    )
+    near, far = (operation("attention", shape, 4, 1, kv, mask=False) for kv in (0, 10_000))
     assert far.read - near.read == pytest.approx(2 * 4 * 10_000 * (512 + 64))
     # 37 billion parameters are active per token (the published figure; it counts neither embedding nor all of MLA).
     read = sum(r.read * r.count for r in operations(shape, 1, 1, 0, mask=False)) / 2
@@ -110,7 +97,7 @@ def test_shapes_of_other_families() -> None:
     )
     assert (gpt2.hidden, gpt2.kv_heads, gpt2.intermediate, gpt2.gated) == (768, 12, 3072, False)
     qwen3 = ModelShape.from_config(LLAMA3_8B | {"head_dim": 256})
-    assert next(r for r in operations(qwen3, 1, 1, 0) if r.name == "Q").flops == 2 * 4096 * 32 * 256
+    assert operation("Q", qwen3, 1, 1, 0).flops == 2 * 4096 * 32 * 256
     awq = ModelShape.from_config(LLAMA3_8B | {"quantization_config": {"quant_method": "awq", "bits": 4}})
     assert awq.weight_bytes == 0.5 and awq.activation_bytes == 2
     nested = ModelShape.from_config({"model_type": "vlm", "text_config": LLAMA3_8B})
@@ -124,6 +111,8 @@ def test_shapes_of_other_families() -> None:
 @pytest.mark.parametrize(
     ("change", "word"),
     [
+        (None, "give a model folder"),
+        ("{", "not valid JSON"),
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": "many"}, "many"),
         ({"torch_dtype": "int3"}, "int3"),
@@ -133,19 +122,13 @@ def test_shapes_of_other_families() -> None:
         ({"num_local_experts": 8}, "num_experts_per_tok"),
     ],
 )
-def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, change: dict, word: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_8B | change))
+def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, change: dict | str | None, word: str) -> None:
+    if change is not None:
+        content = change if isinstance(change, str) else json.dumps(LLAMA3_8B | change)
+        (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError) as error:
         ModelShape.load(tmp_path)
     assert word in str(error.value) and "\n" not in str(error.value)
-
-
-def test_no_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="give a model folder"):
-        ModelShape.load(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ConfigError, match="not valid JSON"):
-        ModelShape.load(tmp_path)
 
 
 def test_a_draft_pass_reads_what_it_keeps() -> None:
@@ -153,7 +136,7 @@ def test_a_draft_pass_reads_what_it_keeps() -> None:
     shape = ModelShape.from_config(LLAMA3_8B)
     roofline = Roofline(shape, profile())
     half = SkipSet(shape.layers, frozenset(range(0, shape.layers, 2)), frozenset(range(1, shape.layers, 2)))
-    logits = next(row for row in operations(shape, 1, 1, 100, mask=False) if row.name == "logits")
+    logits = operation("logits", shape, 1, 1, 100, mask=False)
     head = float(logits.seconds(profile().flops(shape.dtype), profile().bandwidth))
     whole = float(roofline.pass_seconds(SkipSet.empty(shape.layers), 1, 100))
     assert whole == pytest.approx(float(roofline.seconds(1, 1, 100)))
@@ -174,8 +157,7 @@ def test_fewer_kv_heads_than_ranks() -> None:
 
 
 def attention_read(config: dict[str, object], kv_dtype: str | None = None, context: float = 100_000.0) -> float:
-    shape = ModelShape.from_config(config, kv_dtype=kv_dtype)
-    return next(row.read for row in operations(shape, 8, 1, context, mask=False) if row.name == "attention")
+    return operation("attention", ModelShape.from_config(config, kv_dtype=kv_dtype), 8, 1, context, mask=False).read
 
 
 @pytest.mark.parametrize(

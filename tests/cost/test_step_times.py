@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,24 +16,17 @@ from freedraft.draft_pass import Window
 from layerskip_plugin.skip_set import SkipSet
 
 
-def times() -> StepTimes:
-    return StepTimes(ROOFLINE)
-
-
 def machine(batch: int, query_tokens: int) -> float:
     """A machine with its knee at 6 tokens, far below the roofline's 18."""
     return 0.020 + 0.0015 * max(0, query_tokens - 6) + 0.0002 * batch
 
 
 def test_outliers_are_clipped_and_impossible_times_dropped() -> None:
-    learnt = times()
-    rng = np.random.default_rng(1)
+    learnt = StepTimes(ROOFLINE)
+    slow, tokens = np.random.default_rng(1).random(600) < 0.04, np.arange(1, 9)
     for i in range(600):
-        q = 1 + i % 8
-        slow = 8.0 if rng.random() < 0.04 else 1.0
-        learnt.update(1, q, 300.0, machine(1, q) * slow)
-    for q in range(1, 9):
-        assert learnt.seconds(1, q, 300.0) == pytest.approx(machine(1, q), rel=0.08), q
+        learnt.update(1, 1 + i % 8, 300.0, machine(1, 1 + i % 8) * (8.0 if slow[i] else 1.0))
+    assert learnt.seconds(1, tokens, 300.0) == pytest.approx([machine(1, q) for q in tokens], rel=0.08)
     before = learnt.seconds(1, 4, 300.0)
     for wrong in (0.0, -1.0, math.nan, math.inf, 1e9, 1e-9):
         assert not learnt.update(1, 4, 300.0, wrong)
@@ -52,11 +46,8 @@ def test_saved_and_reloaded(tmp_path: Path, damage: str, caplog: pytest.LogCaptu
     assert [p.name for p in path.parent.iterdir()] == ["times.json"] and not caplog.text
     text = path.read_text()
     data = json.loads(text)
-    texts = {
-        "half": text[: len(text) // 2],
-        "nan": json.dumps(data | {"level": math.nan}),
-        "cell": json.dumps(data | {"cells": [[99, 0, 0, 0.0, 1]]}),
-    } | dict.fromkeys(("none", "other model"), text)
+    texts = {"none": text, "other model": text, "half": text[: len(text) // 2]}
+    texts |= {"nan": json.dumps(data | {"level": math.nan}), "cell": json.dumps(data | {"cells": [[99, 0, 0, 0.0, 1]]})}
     path.write_text(texts.get(damage, damage))
     again = StepTimes(Roofline(SHAPE, PROFILE, tensor_parallel=2 if damage == "other model" else 1), path)
     assert (again.seen > 0) == (damage == "none")
@@ -71,7 +62,7 @@ RECIPE = SkipSet(30, frozenset(range(10, 20)), frozenset(range(10, 16)))
 
 
 def test_a_draft_pass_costs_its_share_until_it_is_timed() -> None:
-    learnt = times()
+    learnt = StepTimes(ROOFLINE)
     for _ in range(30):
         learnt.update(1, 1, 300.0, 0.030)
     prior = float(learnt.pass_seconds(RECIPE, 1, 300.0))
@@ -88,21 +79,19 @@ def test_a_draft_pass_costs_its_share_until_it_is_timed() -> None:
 def test_times_grow_with_the_context_within_what_was_seen() -> None:
     """Seen at 3 k tokens only: at 3.9 k, in the same bucket, and at 7.5 k, a plain step takes longer, and a pass that
     reads 512 tokens does not."""
-    learnt = times()
+    learnt = StepTimes(ROOFLINE)
     window = replace(SkipSet.empty(30), window=Window(16, 496))
     for _ in range(30):
         learnt.update(4, 4, 3000.0, 2 * float(learnt.roofline.seconds(4, 4, 3000.0)))
         learnt.update_pass(window, 4, 3000.0, 2 * float(learnt.roofline.seconds(4, 4, 512.0)))
     for context in (3000.0, 3900.0, 7500.0):
-        expected = 2 * float(learnt.roofline.seconds(4, 4, context))
-        assert float(learnt.seconds(4, 4, context)) == pytest.approx(expected, rel=0.05)
-        expected = 2 * float(learnt.roofline.seconds(4, 4, 512.0))
-        assert float(learnt.pass_seconds(window, 4, context)) == pytest.approx(expected, rel=0.05)
+        for found, read in ((learnt.seconds(4, 4, context), context), (learnt.pass_seconds(window, 4, context), 512.0)):
+            assert float(found) == pytest.approx(2 * float(learnt.roofline.seconds(4, 4, read)), rel=0.05)
 
 
 def test_a_busy_moment_does_not_change_what_is_compared() -> None:
     """Steps of a busy second must not make the passes of the quiet one before it look cheap."""
-    learnt = times()
+    learnt = StepTimes(ROOFLINE)
     for _ in range(60):
         learnt.update(1, 1, 300.0, 0.010)
         learnt.update_pass(RECIPE, 1, 300.0, 0.009)
@@ -114,19 +103,20 @@ def test_a_busy_moment_does_not_change_what_is_compared() -> None:
 
 def test_growth_by_query_tokens_is_known_at_a_context_of_which_only_plain_steps_were_timed() -> None:
     """Verification of 12 tokens takes three times a plain step where it was measured: so it does further on."""
-    learnt = times()
+    learnt = StepTimes(ROOFLINE)
     predicted = learnt.roofline.seconds
     for _ in range(20):
         learnt.update(4, 4, 3000.0, predicted(4, 4, 3000.0))
         learnt.update(4, 12, 3000.0, 3 * predicted(4, 12, 3000.0))
     for _ in range(3):
         learnt.update(4, 4, 20000.0, 1.3 * predicted(4, 4, 20000.0))
-    by_roofline = predicted(4, 12, 20000.0) / predicted(4, 4, 20000.0)
-    growth = learnt.seconds(4, 12, 20000.0) / learnt.seconds(4, 4, 20000.0)
-    assert growth == pytest.approx(3 * by_roofline, rel=0.05)
+
+    def growth(seconds: Callable, context: float) -> float:
+        return seconds(4, 12, context) / seconds(4, 4, context)
+
+    assert growth(learnt.seconds, 20000.0) == pytest.approx(3 * growth(predicted, 20000.0), rel=0.05)
     for _ in range(40):  # what is measured there counts, and only there
         for q in (4, 12):
             learnt.update(4, q, 20000.0, 1.3 * predicted(4, q, 20000.0))
-    growth = learnt.seconds(4, 12, 20000.0) / learnt.seconds(4, 4, 20000.0)
-    assert growth == pytest.approx(by_roofline, rel=0.05)
-    assert learnt.seconds(4, 12, 3000.0) / learnt.seconds(4, 4, 3000.0) > 2.5
+    assert growth(learnt.seconds, 20000.0) == pytest.approx(growth(predicted, 20000.0), rel=0.05)
+    assert growth(learnt.seconds, 3000.0) > 2.5

@@ -22,10 +22,9 @@ class Line:
     """Seconds by size: straight lines between the points, and beyond the last two."""
 
     def __init__(self, points: Mapping[int, float]) -> None:
-        self.at = np.array(sorted(points), np.float64)
-        self.seconds = np.array([points[int(x)] for x in self.at])
-        steps = np.diff(self.seconds) / np.diff(self.at) if len(self.at) > 1 else np.zeros(1)
-        self.slope = max(0.0, float(steps[-1]))
+        self.at, self.seconds = np.array(sorted(points.items()), np.float64).T
+        slopes = np.diff(self.seconds) / np.diff(self.at)
+        self.slope = max([0.0, *slopes[-1:]])
 
     def __call__(self, size: ArrayLike) -> NDArray[np.float64]:
         size = np.asarray(size, np.float64)
@@ -111,7 +110,7 @@ class Driver:
 
     def luck(self, drafted: NDArray[np.int32], chance: ArrayLike, longest: int) -> NDArray[np.int32]:
         """Accepted tokens, where each is accepted with this chance."""
-        lucky = self.rng.random((len(drafted), longest)) < np.broadcast_to(chance, (len(drafted),))[:, None]
+        lucky = self.rng.random((len(drafted), longest)) < np.reshape(chance, (-1, 1))
         return np.minimum(np.cumprod(lucky, 1).sum(1), drafted).astype(np.int32)
 
     def serve(

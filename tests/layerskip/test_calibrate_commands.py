@@ -94,18 +94,14 @@ def test_the_share_of_most_tokens_per_time(
     assert {skip.sublayers for skip in Domains.load(tmp_path / "k.json", 3).sets} == {(2, 3)}
 
 
-def test_bayesian(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "b.json"
-    run("bayesian", data("one"), "--out", out, "--share", 0.34, "--tokens", 24, "--iterations", 12, "--prompts", 4)
-    assert SkipSet.load(out, 3, fingerprint(model)).sublayers == (2, 3)
-    assert [p.name for p in tmp_path.glob("b.json*")] == ["b.json"]
-
-
-def test_knapsack(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "p.json"
-    run("knapsack", data("one"), "--out", out, "--contexts", "64,16", "--tokens", 24)
-    plan = Plan.load(out, 3, fingerprint(model))
+def test_bayesian_and_knapsack(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
+    found, planned = tmp_path / "b.json", tmp_path / "p.json"
+    run("bayesian", data("one"), "--out", found, "--share", 0.34, "--tokens", 24, "--iterations", 12, "--prompts", 4)
+    assert SkipSet.load(found, 3, fingerprint(model)).sublayers == (2, 3)
+    run("knapsack", data("one"), "--out", planned, "--contexts", "64,16", "--tokens", 24)
+    plan = Plan.load(planned, 3, fingerprint(model))
     assert plan.contexts == (16, 64) and plan.hardware
+    assert sorted(p.name for p in tmp_path.glob("*.json*")) == ["b.json", "one.jsonl", "p.json"]
 
 
 def test_knn(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
@@ -161,23 +157,18 @@ def test_inspect_shows_layers(run: Callable, tmp_path: Path) -> None:
         ("knn", ["--engine-args={}"], "calibrate: '--engine-args' is no longer supported: transformers runs the model"),
         ("knn", [], "at least two domains"),
         ("knn", ["--clusters", 3], "3 from 4 prompts: ask for at least 2, and give at least 6 prompts"),
+        ("knn", ["single.jsonl"], "domain single has 1 prompt"),
+        ("skip-set", ["bad.jsonl"], "bad.jsonl line 2"),
+        ("skip-set", ["--out", "no/o.json"], "does not exist"),
     ],
 )
 def test_bad_input_ends_in_one_line(
-    run: Callable, data: Callable, tmp_path: Path, command: str, options: list, says: str
-) -> None:
-    said = run(command, data("one"), "--out", tmp_path / "o.json", *options, code=2)
+    run: Callable, data: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, options: list,
+    says: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    data("single", prompts=1)
+    Path("bad.jsonl").write_text('{"prompt": "w1"}\n{"answer": "w1"}\n')
+    said = run(command, data("one"), "--out", "o.json", *options, code=2)
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and says in errors[0] and not (tmp_path / "o.json").exists()
-
-
-def test_files_that_cannot_be_used(run: Callable, data: Callable, tmp_path: Path) -> None:
-    one = data("single", prompts=1)
-    said = run("knn", one, data("two"), "--out", tmp_path / "o.json", code=2)
-    assert "domain single has 1 prompt" in said
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "w1"}\n{"answer": "w1"}\n')
-    said = run("skip-set", bad, "--out", tmp_path / "o.json", code=2)
-    assert "bad.jsonl line 2" in said
-    said = run("skip-set", data("two"), "--out", tmp_path / "no" / "o.json", code=2)
-    assert "does not exist" in said
+    assert len(errors) == 1 and says in errors[0] and not Path("o.json").exists()

@@ -19,24 +19,21 @@ def test_candidates_by_confidence():
 
 
 def drafts(rng, batch, depth, candidates, vocab=50):
-    tokens = np.stack([[rng.permutation(vocab)[:candidates] for _ in range(depth)] for _ in range(batch)])
+    tokens = rng.permuted(np.tile(np.arange(vocab), (batch, depth, 1)), axis=-1)[:, :, :candidates]
     raw = np.sort(rng.dirichlet(np.ones(vocab) * rng.uniform(0.02, 1.0), (batch, depth)), -1)[:, :, ::-1]
     return tokens.astype(np.int32), raw[:, :, :candidates].astype(np.float32)
 
 
-def slow(root, tokens, probabilities, drafted, max_nodes, siblings_too):
-    """Nodes of one tree as (path of tokens -> score): the chain, then its best siblings while nodes are left."""
-    length = min(drafted, max_nodes - 1)
-    chain = {tuple(tokens[: j + 1, 0].tolist()): float(np.prod(probabilities[: j + 1, 0])) for j in range(length)}
-    siblings = []
+def slow(tokens, probabilities, length, siblings_too):
+    """Nodes of one tree as (path of tokens -> score): the chain, and all of its siblings."""
+    chain, siblings, path, score = {}, {}, (), 1.0
     for j in range(length):
-        before = float(np.prod(probabilities[:j, 0]))
         for r in range(1, min(int(candidates_at(probabilities[j, :1])[0]), tokens.shape[1])):
-            score = before * float(probabilities[j, r])
             if siblings_too and probabilities[j, r] > 0:
-                siblings.append(((*tokens[:j, 0].tolist(), int(tokens[j, r])), score))
-    siblings.sort(key=lambda item: -item[1])
-    return chain, dict(siblings[: max_nodes - 1 - length]), dict(siblings)
+                siblings[*path, int(tokens[j, r])] = score * float(probabilities[j, r])
+        path, score = (*path, int(tokens[j, 0])), score * float(probabilities[j, 0])
+        chain[path] = score
+    return chain, siblings
 
 
 @settings(max_examples=150, deadline=None)
@@ -46,8 +43,6 @@ def slow(root, tokens, probabilities, drafted, max_nodes, siblings_too):
 def test_equals_the_slow_version(seed, batch, depth, candidates, max_nodes, siblings_too):
     rng = np.random.default_rng(seed)
     tokens, probabilities = drafts(rng, batch, depth, candidates)
-    if depth == 0:
-        tokens, probabilities = tokens.reshape(batch, 0, 1), probabilities.reshape(batch, 0, 1)
     drafted = rng.integers(0, depth + 1, batch).astype(np.int32)
     roots = rng.integers(0, 50, batch).astype(np.int32)
     made = Round([str(b) for b in range(batch)], SkipSet.empty(2), depth, tokens.shape[2])
@@ -61,16 +56,14 @@ def test_equals_the_slow_version(seed, batch, depth, candidates, max_nodes, sibl
         for i in range(1, n):
             of[i] = (*of[int(tree.parents[b, i])], int(tree.tokens[b, i]))
             paths[of[i]] = float(tree.scores[b, i])
-        chain, siblings, candidates_of = slow(
-            roots[b], tokens[b], probabilities[b], int(drafted[b]), max_nodes, siblings_too
-        )
-        length = len(chain)
+        length = min(int(drafted[b]), max_nodes - 1)
+        chain, siblings = slow(tokens[b], probabilities[b], length, siblings_too)
         assert [of[i] for i in range(1, length + 1)] == list(chain), (
             "the chain stands in front: nothing has to be moved"
         )
-        assert (tree.parents[b, 1 : length + 1] == np.arange(length)).all()
-        assert len(paths) == n - 1 == length + len(siblings)
+        assert (tree.parents[b, 1 : length + 1] == np.arange(length)).all() and len(paths) == n - 1
         for path, score in paths.items():
-            assert score == pytest.approx((chain | candidates_of)[path], rel=1e-5)
-        # Of equal scores any may be taken.
-        assert sorted(paths.values()) == pytest.approx(sorted((chain | siblings).values()), rel=1e-5)
+            assert score == pytest.approx((chain | siblings)[path], rel=1e-5)
+        # The best siblings while nodes are left; of equal scores any may be taken.
+        best = sorted(siblings.values(), reverse=True)[: max_nodes - 1 - length]
+        assert sorted(paths.values()) == pytest.approx(sorted([*chain.values(), *best]), rel=1e-5)

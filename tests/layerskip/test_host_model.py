@@ -68,14 +68,10 @@ def texts() -> list[list[int]]:
 def test_drafted_states_are_those_of_the_engine_way(host: HostModel, texts: list[list[int]]) -> None:
     sample = host.sample(texts, 12, seed=1)
     sets = [host.skip([]), *random_sets(host, 6, 2)]
-    ours = host.final_states(sets, sample)
-    for j, skip in enumerate(sets):
-        row = 0
-        for text in sample.texts:
-            for p in text.kept.tolist():
-                expected = drafted(host.model, text.tokens[: p + 1].tolist(), skip)
-                assert torch.allclose(ours[j, row], expected, atol=2e-4), (skip, p)
-                row += 1
+    prefixes = [text.tokens[: p + 1].tolist() for text in sample.texts for p in text.kept.tolist()]
+    for skip, states in zip(sets, host.final_states(sets, sample), strict=True):
+        expected = torch.stack([drafted(host.model, prefix, skip) for prefix in prefixes])
+        assert torch.allclose(states, expected, atol=2e-4), skip
 
 
 def test_scores_are_agreement_and_cosine(
@@ -139,26 +135,26 @@ def test_a_quantised_checkpoint_is_loaded(tmp_path: Path, texts: list[list[int]]
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     assert tensors["model.layers.0.mlp.up_proj.weight_packed"].dtype == torch.int32
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    (tmp_path / "config.json").write_text(
-        json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": config})
-    )
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
     expected = scores_of(HostModel(rough_model()), texts)
     assert scores_of(HostModel.load(tmp_path, "auto"), texts)[1] == pytest.approx(expected[1], abs=0.02)
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
     """Also layers with the names of Llama's, but with a scaled residual, and what transformers does not load."""
-    with pytest.raises(ValueError, match="not a decoder built like Llama"):
-        HostModel(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=32)))
-    model = rough_model()
-    model.model.layers[1].post_feedforward_layernorm = torch.nn.Identity()
-    with pytest.raises(ValueError, match="post_feedforward_layernorm"):
-        HostModel(model)
-    model = rough_model()
-    model.model.layers[0].self_attn.register_forward_hook(lambda m, a, out: (out[0] * 0.5, *out[1:]))
-    with pytest.raises(ValueError, match="compute something else"):
-        HostModel(model)
-    model.save_pretrained(tmp_path)
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=32))
+    normed, scaled = rough_model(), rough_model()
+    normed.model.layers[1].post_feedforward_layernorm = torch.nn.Identity()
+    scaled.model.layers[0].self_attn.register_forward_hook(lambda m, a, out: (out[0] * 0.5, *out[1:]))
+    for model, says in (
+        (gpt2, "not a decoder built like Llama"),
+        (normed, "post_feedforward_layernorm"),
+        (scaled, "compute something else"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            HostModel(model)
+    scaled.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"model: transformers does not load .*safetensors"):
         HostModel.load(tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -40,12 +39,11 @@ def test_with_all_survivors_it_is_exhaustive_search(host: HostModel, sample: Sam
     sets = [host.skip(np.flatnonzero(bits)) for bits in itertools.product([False, True], repeat=6)]
     agreement, cosine = host.scores(sets, sample)
     best: dict[int, tuple[float, float]] = {}
-    for skip, a, c in zip(sets, agreement, cosine, strict=True):
-        w = weight_of(skip, weights)
-        best[w] = max(best.get(w, (-1.0, -2.0)), (float(a), float(c)))
-    assert [c.weight for c in found] == sorted(best)
+    for skip, *scores in zip(sets, agreement.tolist(), cosine.tolist(), strict=True):
+        weight = weight_of(skip, weights)
+        best[weight] = max(best.get(weight, (-1.0, -2.0)), tuple(scores))
+    assert [c.weight for c in found] == sorted(best) == [weight_of(c.skip, weights) for c in found]
     for candidate in found:
-        assert weight_of(candidate.skip, weights) == candidate.weight
         assert (candidate.agreement, candidate.cosine) == pytest.approx(best[candidate.weight], abs=1e-5)
     assert found[0].skip == host.skip([]) and found[0].agreement == 1
 
@@ -54,8 +52,7 @@ def test_one_survivor_is_the_recursion_of_the_paper(host: HostModel, sample: Sam
     weights, max_weight, protected = (1, 2), 5, {3}
     table: dict[int, tuple[float, torch.Tensor, tuple[int, ...]]] = {0: (1.0, sample.states(0), ())}
     for i in range(host.sublayers):
-        w, whole = weights[i % 2], sample.states(i + 1)
-        new: dict[int, tuple[float, torch.Tensor, tuple[int, ...]]] = {}
+        w, whole, new = weights[i % 2], sample.states(i + 1), {}
         for j in range(max_weight + 1):
             options = []
             if j in table:
@@ -106,21 +103,15 @@ def test_the_choice_is_that_of_most_tokens_per_time() -> None:
         assert not pays or careful.rate < best.rate, "few trials are not taken at their word"
 
 
-def plan() -> Plan:
-    small, large = SkipSet.of_sublayers([3], 4, "m"), SkipSet.of_sublayers([2, 3, 5], 4, "m")
-    choices = (Choice(SkipSet.empty(4, "m"), 0, 5.0), Choice(small, 2, 4.0))
-    return Plan((100, 400, 1600), (*choices, Choice(large, 6, 3.0)), "one CPU")
-
-
 def test_plan_goes_by_context() -> None:
     """Plain decoding is measured again where the policy measures; else its set is not even built."""
-    slow = SkipSet.of_sublayers([5], 4, "m")
-    tried = replace(plan(), choices=(Choice(slow, 0, 5.0, trial_length=3), *plan().choices[1:]))
+    slow, small, large = (SkipSet.of_sublayers(skipped, 4, "m") for skipped in ([5], [3], [2, 3, 5]))
+    choices = (Choice(slow, 0, 5.0, trial_length=3), Choice(small, 2, 4.0), Choice(large, 6, 3.0))
     context = np.array([1, 199, 200, 799, 800, 9000], np.int32)
-    small, large = (choice.skip for choice in plan().choices[1:])
     for measured, length, sets in ((False, 0, [small, large]), (True, 3, [slow, small, large])):
-        selection = Knapsack(tried, measured)
+        selection = Knapsack(Plan((100, 400, 1600), choices, "one CPU"), measured)
         assert selection.max_lengths(context).tolist() == [length, length, 2, 2, 6, 6]
         assert list(selection.sets.values()) == sets
         assert selection.choose(list("abcdef"), context)[2:] == [small, small, large, large]
-    assert [len(skip) for skip in Knapsack(Plan((100,), plan().choices[:1], "")).sets.values()] == [0]
+    plain = Plan((100,), (Choice(SkipSet.empty(4, "m"), 0, 5.0),), "")
+    assert [len(skip) for skip in Knapsack(plain).sets.values()] == [0]

@@ -21,13 +21,12 @@ from layerskip_plugin.selection.online_search import KnapSpec
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.steps import make_step
 
-VOCAB, LAYERS = 32, 2
+VOCAB, LAYERS, NODES = 32, 2, 6
 SETS = {
     "empty": SkipSet.empty(LAYERS),
     "half": SkipSet(LAYERS, frozenset({1}), frozenset()),
     "all": SkipSet(LAYERS, frozenset({0, 1}), frozenset({0, 1})),
 }
-STEP = {1: 1.0, 24: 1.1}
 SHAPE = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
          "num_attention_heads": 2, "vocab_size": VOCAB}  # fmt: skip
 CONFIG = SimpleNamespace(**SHAPE, to_dict=lambda: SHAPE)
@@ -87,16 +86,9 @@ class Model(DraftModel, DraftRound):
 class Engine:
     """Verifies what the method drafts, greedily. Steps take no time: what they cost is said, not measured."""
 
-    def __init__(
-        self, lookahead=None, *, tree=True, chains=False, nodes=6, sets=SETS, costs=None, waits=False, record=None
-    ):
-        self.model = Model(waits)
-        context = EngineContext(
-            hf_config=CONFIG,
-            vocab_size=VOCAB,
-            max_draft_tokens=nodes - 1,
-            widths=None if chains else tuple(range(1, nodes + 1)),
-        )
+    def __init__(self, lookahead=None, *, tree=True, chains=False, sets=SETS, costs=None, waits=False, record=None):
+        self.model, self.widths = Model(waits), None if chains else tuple(range(1, NODES + 1))
+        context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, max_draft_tokens=NODES - 1, widths=self.widths)
         options = LayerSkipOptions(tree=tree, lookahead="fixed" if costs is None else "cost", record=record)
         self.method = method = LayerSkipMethod(options, context)
         method.selection = Static(sets)
@@ -107,7 +99,6 @@ class Engine:
             lookahead = Cost(method.auto, method.recipes.all)
         method.lookahead = lookahead
         method.prepare(self.model)
-        self.widths = context.widths
         self.text, self.gained, self.drafted = {}, {}, {}
         self.previous = None
 
@@ -115,31 +106,14 @@ class Engine:
         self.text[name], self.gained[name], self.drafted[name] = [first], [first], 0
         self.method.begin(name, np.array([first], np.int32), None, {"skip_set": skip_set} if skip_set else {})
 
-    def start(self, **firsts):
-        """A step of requests that begin with these tokens, of which the method knows."""
-        for name, first in firsts.items():
-            self.add(name, first)
-        step = self.as_step(list(firsts))
-        self.method.update(step)
-        return step
-
-    def serve(self, steps, **firsts):
-        """The nodes of the first request's draft in each of some steps; requests are added if they are new."""
-        for name, first in firsts.items():
-            if name not in self.text:
-                self.add(name, first)
-        return [int(self.step(list(firsts)).counts[0]) for _ in range(steps)]
+    def serve(self, steps, name):
+        """The nodes of a request's draft in each of some steps."""
+        return [int(self.step([name]).counts[0]) for _ in range(steps)]
 
     def as_step(self, names):
-        return make_step(
-            names,
-            [self.gained[name] for name in names],
-            capacities=5,
-            drafted=[self.drafted[name] for name in names],
-            widths=self.widths,
-            previous=self.previous,
-            texts=[self.text[name] for name in names],
-        )
+        gained, drafted, texts = ([of[name] for name in names] for of in (self.gained, self.drafted, self.text))
+        step = {"capacities": NODES - 1, "widths": self.widths, "previous": self.previous}
+        return make_step(names, gained, drafted=drafted, texts=texts, **step)
 
     def step(self, names):
         """One step of these requests; the draft."""
@@ -147,26 +121,15 @@ class Engine:
         tree.check()
         for b, name in enumerate(names):
             assert tree.tokens[b, 0] == self.text[name][-1]
-            at, new = 0, []
-            while True:
+            nodes = {(tree.parents[b, i], tree.tokens[b, i]): i for i in range(1, tree.counts[b])}
+            new, at = [], 0
+            while at is not None:
                 new.append(int(true_next(tree.tokens[b, at])))
-                below = [
-                    i for i in range(1, tree.counts[b]) if tree.parents[b, i] == at and tree.tokens[b, i] == new[-1]
-                ]
-                if not below:
-                    break
-                at = below[0]
+                at = nodes.get((at, new[-1]))
             self.text[name] += new
             self.gained[name], self.drafted[name] = new, int(tree.counts[b]) - 1
         self.previous = len(names), int(tree.counts.sum())
         return tree
-
-
-def text(first, length):
-    out = [first]
-    while len(out) < length:
-        out.append(int(true_next(out[-1])))
-    return out
 
 
 @pytest.mark.parametrize("chosen", SETS)
@@ -177,7 +140,7 @@ def test_what_is_learnt_is_what_was_accepted(shape, chosen):
     policy = Fixed(3)
     seen = []
     policy.record_acceptance = lambda o: seen.append(
-        dict(zip(o.request_ids, zip(*(x.tolist() for x in (o.verified, o.accepted, o.path)), strict=True), strict=True))
+        {name: tuple(map(int, n)) for name, *n in zip(o.request_ids, o.verified, o.accepted, o.path, strict=True)}
     )
     engine = Engine(policy, tree=shape == "tree", chains=shape == "chain engine")
     for name, first in (("a", 1), ("b", 2), ("c", 3), ("d", 4)):
@@ -194,12 +157,11 @@ def test_what_is_learnt_is_what_was_accepted(shape, chosen):
         seen.clear()
         expected = {}
         for row, name in enumerate(order):
-            chain = tree.tokens[row, 1:4].tolist()
             new = engine.text[name][before[name] :]
-            same = [x == y for x, y in zip(chain, new[:-1], strict=False)]
-            expected[name] = (3, int(np.cumprod(same).sum()) if same else 0, len(new) - 1)
-    for name in "abcd":
-        assert engine.text[name] == text(engine.text[name][0], len(engine.text[name]))
+            same = [x == y for x, y in zip(tree.tokens[row, 1:4], new[:-1], strict=False)]
+            expected[name] = (3, int(np.cumprod(same).sum()), len(new) - 1)
+    for text in engine.text.values():
+        assert text[1:] == [true_next(token) for token in text[:-1]]
     if shape == "tree":
         assert len(engine.text["c"]) > len(orders) + 1, "a sibling beside a wrong token was never accepted"
 
@@ -214,11 +176,9 @@ def test_a_device_that_would_wait_is_read_back_once(policy, chosen, count):
         for name, first in (("a", 1), ("b", 2), ("c", 3)):
             engine.add(name, first, chosen)
     for _ in range(30):
-        drafts = [engine.step(["a", "b", "c"]) for engine in engines]
-        counts = drafts[0].counts
-        assert (drafts[1].counts == counts).all()
-        for b in range(3):
-            assert (drafts[0].tokens[b, : counts[b]] == drafts[1].tokens[b, : counts[b]]).all()
+        one, other = (engine.step(["a", "b", "c"]) for engine in engines)
+        assert one.counts.tolist() == other.counts.tolist()
+        assert all((one.tokens[b, :n] == other.tokens[b, :n]).all() for b, n in enumerate(one.counts))
     assert count is None or engines[1].model.reads == [count] * 30
     assert set(engines[0].model.reads) == {1}
 
@@ -242,8 +202,7 @@ def test_what_was_cut_off_is_not_judged():
     policy.record_acceptance = lambda outcome: seen.append((outcome.verified.tolist(), outcome.accepted.tolist()))
     engine = Engine(policy, chains=True)
     engine.add("a", 1)
-    tree = engine.method.draft(engine.as_step(["a"]))
-    chain = tree.tokens[0, 1:4].tolist()
+    chain = engine.method.draft(engine.as_step(["a"])).tokens[0, 1:4].tolist()
     engine.text["a"] += chain
     engine.gained["a"], engine.drafted["a"] = chain, 2  # two accepted, and the third as the model's own
     engine.method.update(engine.as_step(["a"]))
@@ -252,15 +211,9 @@ def test_what_was_cut_off_is_not_judged():
 
 def test_requests_with_different_sets_draft_with_the_most_frequent_one():
     engine = Engine(Confidence(0.7))
-    for name, first, chosen in (
-        ("a", 1, "empty"),
-        ("b", 2, "half"),
-        ("c", 3, "half"),
-        ("d", 4, None),
-        ("e", 5, "half"),
-    ):
+    for first, (name, chosen) in enumerate(zip("abcde", ("empty", "half", "half", None, "half"), strict=True), 1):
         engine.add(name, first, chosen)
-    engine.step(["a", "b", "c", "d", "e"])
+    engine.step(list("abcde"))
     assert {skipped for skipped, *_ in engine.model.passes} == {1}
     assert engine.model.passes[0][2] == [0, 1, 2, 3, 4]
     # Only who is sure goes on; the token that it was not sure of is kept and verified.
@@ -277,8 +230,9 @@ def test_requests_with_different_sets_draft_with_the_most_frequent_one():
 
 
 def test_recorded_verifications_have_prices(tmp_path):
-    engine = Engine(costs=(0.2, STEP), sets={"empty": SETS["empty"]}, record=tmp_path / "seen.npz")
-    engine.serve(20, a=1)
+    engine = Engine(costs=(0.2, {1: 1.0, 24: 1.1}), sets={"empty": SETS["empty"]}, record=tmp_path / "seen.npz")
+    engine.add("a", 1)
+    engine.serve(20, "a")
     engine.method.close()
     seen = Verifications.load(tmp_path / "seen.npz")
     assert len(seen) > 0
@@ -289,8 +243,7 @@ def test_drafts_of_other_sets_are_not_recorded(tmp_path):
     engine = Engine(Fixed(3), record=tmp_path / "seen.npz")
     for name, chosen, recorded in (("a", "half", False), ("b", "empty", True)):
         engine.add(name, 1, chosen)
-        for _ in range(3):
-            engine.step([name])
+        engine.serve(3, name)
         engine.method.finish(name, None, False)
         assert (engine.method.recorder.kept > 0) == recorded
 
@@ -305,8 +258,9 @@ def test_models_that_are_refused():
 
 def test_a_set_that_a_search_found_is_built_later_where_building_it_failed(monkeypatch):
     engine = Engine(Fixed(3))
+    engine.add("a", 1)
     method, found = engine.method, SkipSet.empty(LAYERS)
-    assert engine.serve(2, a=1)[-1] > 1
+    assert engine.serve(2, "a")[-1] > 1
     search = iter([found])
     method.selection, method._scorer = KnapSpec(LAYERS, None, None, None), object()
     monkeypatch.setattr(method.selection, "search", lambda ready: next(search, None))
@@ -315,5 +269,5 @@ def test_a_set_that_a_search_found_is_built_later_where_building_it_failed(monke
         short_of_memory.setattr(Model, "build", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
         with pytest.raises(RuntimeError, match="no memory"):
             engine.step(["a"])
-    assert engine.serve(2, a=1)[-1] > 1, "drafted with the new set"
+    assert engine.serve(2, "a")[-1] > 1, "drafted with the new set"
     assert list(method.draft_passes) == [found]

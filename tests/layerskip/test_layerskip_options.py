@@ -12,7 +12,7 @@ from lookahead_tools import RECIPE, KnownCosts
 
 from freedraft.config import ConfigError
 from freedraft.step import EngineContext
-from layerskip_plugin.lookahead import Confidence, Cost, DraftVerify, Fixed
+from layerskip_plugin.lookahead import Confidence, Cost, DraftVerify, Fixed, Lookahead
 from layerskip_plugin.options import LayerSkipOptions, SelectionName
 from layerskip_plugin.selection.base import Selection
 from layerskip_plugin.selection.knapsack import Choice, Plan
@@ -42,10 +42,11 @@ def selections(tmp_path: Path) -> dict[str, Path]:
     skip = SkipSet.of_sublayers([2], 4, MODEL)
     for name, length in (("knapsack", 3), ("plain", 0)):
         Plan((10,), (Choice(skip, length, 1.0, 3 - length),), "here").save(tmp_path / f"{name}.json", {})
+    skip.save(tmp_path / "skip.json")
     anchors = np.eye(2, 6, dtype=np.float32)
     domains = Domains(("a", "b"), (skip,) * 3, np.zeros(6, np.float32), anchors, np.array([0, 1], np.int32), 0.5)
     domains.save(tmp_path / "knn.json", {})
-    return {name: tmp_path / f"{name}.json" for name in ("knapsack", "plain", "knn")}
+    return {path.stem: path for path in tmp_path.glob("*.json")}
 
 
 def selection(hardware: str = "here", sizes: Any = (), **options: Any) -> Selection:
@@ -53,30 +54,15 @@ def selection(hardware: str = "here", sizes: Any = (), **options: Any) -> Select
     return LayerSkipOptions.parse(options).make_selection(config, lambda skips: np.zeros(len(skips)), hardware)
 
 
-@pytest.mark.parametrize("form", [list, lambda paths: ",".join(map(str, paths)), lambda paths: [*map(str, paths)]])
-def test_several_files(files: list[Path], form: Any) -> None:
-    options = LayerSkipOptions.parse({"skip_set": form(files)})
-    assert list(options.skip_sets(CONFIG)) == ["little", "much"]
-    # What travels between processes of an engine says the same.
-    assert LayerSkipOptions.parse(options.model_dump(mode="json", exclude_none=True)) == options
-
-
-def test_one_file_and_none(files: list[Path]) -> None:
+def test_several_files_one_and_none(files: list[Path]) -> None:
+    for form in (files, ",".join(map(str, files)), [*map(str, files)]):
+        options = LayerSkipOptions.parse({"skip_set": form})
+        assert list(options.skip_sets(CONFIG)) == ["little", "much"]
+        # What travels between processes of an engine says the same.
+        assert LayerSkipOptions.parse(options.model_dump(mode="json", exclude_none=True)) == options
     assert selection(skip_set=str(files[1])).sets["much"].attention == {1, 2}
     assert [len(s) for s in selection().sets.values()] == [0]
     assert LayerSkipOptions.read({}, {"FREEDRAFT_SKIP_SET": str(files[0])}).skip_set == (files[0],)
-
-
-def test_sets_that_are_refused(files: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no/such.json is not a file.*freedraft calibrate"):
-        LayerSkipOptions.parse({"skip_set": "no/such.json"})
-    with pytest.raises(ConfigError, match="at most 4"):
-        LayerSkipOptions.parse({"skip_set": [*files, *files, files[0]]})
-    (tmp_path / "more").mkdir()
-    namesake = tmp_path / "more" / "much.json"
-    namesake.write_bytes(files[1].read_bytes())
-    with pytest.raises(ValueError, match="two files are called much"):
-        selection(skip_set=[files[1], namesake])
 
 
 @pytest.mark.parametrize("name", get_args(SelectionName))
@@ -107,38 +93,34 @@ def test_a_search_or_a_plan(selections: dict[str, Path]) -> None:
         ({"selection": "knapsack", "skip_set": "knn"}, "does not go with selection knapsack"),
         ({"selection_file": "/no/such/file"}, "'selection_file' /no/such/file is not a file.*freedraft calibrate"),
         ({"skip_set": "knn"}, "has the format 'freedraft knn 1', not 'freedraft skip set 1'"),
+        ({"skip_set": "no/such.json"}, r"no/such.json is not a file.*freedraft calibrate"),
+        ({"skip_set": "skip,skip,skip,skip,skip"}, "at most 4"),
+        ({"skip_set": "skip,skip"}, "two files are called skip"),
         ({"selection": "knn", "selection_file": "knn", "sizes": {"hidden_size": 5}}, "another model"),
         ({"selection": "knapsack", "selection_file": "knapsack", "sizes": {"num_hidden_layers": 5}}, "4 layers, this"),
     ],
 )
 def test_what_cannot_be_used_is_refused(selections: dict[str, Path], options: dict[str, Any], says: str) -> None:
-    files = {
-        key: selections.get(options[key], options[key]) for key in ("selection_file", "skip_set") if key in options
-    }
+    for key in {"selection_file", "skip_set"} & options.keys():
+        options = options | {key: ",".join(str(selections.get(name, name)) for name in options[key].split(","))}
     with pytest.raises(ValueError, match=says):
-        selection(**options | files)
+        selection(**options)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("cost", Cost), ("fixed", Fixed), ("confidence", Confidence), ("adaptive", DraftVerify)]
-)
-def test_policies(name: str, kind: type) -> None:
-    options = LayerSkipOptions.parse({"lookahead": name})
-    assert isinstance(options.make_lookahead(CHAINS, [RECIPE], COSTS), kind)
+def lookahead(context: EngineContext = CHAINS, **options: Any) -> Lookahead:
+    return LayerSkipOptions.parse(options).make_lookahead(context, [RECIPE], COSTS)
 
 
-def test_how_far_fixed_drafts() -> None:
-    lengths = [
-        LayerSkipOptions.parse({"lookahead": "fixed"} | given).make_lookahead(context, [RECIPE], COSTS).length
-        for given in ({}, {"length": 3})
-        for context in (CHAINS, TREES)
-    ]
-    assert lengths == [7, 5, 3, 3]
+def test_policies() -> None:
+    for name, kind in (("cost", Cost), ("fixed", Fixed), ("confidence", Confidence), ("adaptive", DraftVerify)):
+        assert type(lookahead(lookahead=name)) is kind
+    lengths = [lookahead(context, lookahead="fixed").length for context in (CHAINS, TREES)]
+    assert [*lengths, lookahead(lookahead="fixed", length=3).length] == [7, 5, 3]
 
 
 def test_policies_and_records_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="freedraft calibrate disco"):
-        LayerSkipOptions.parse({"lookahead": "disco"}).make_lookahead(CHAINS, [RECIPE], COSTS)
+        lookahead(lookahead="disco")
     for options, says in (
         ({"lookahead": "roc"}, "'lookahead=roc' is no longer supported: set lookahead to cost or confidence"),
         ({"disco": "/no/such/file"}, "'disco' /no/such/file is not a file"),

@@ -49,12 +49,12 @@ def test_off_where_nothing_pays_and_on_again_when_it_does() -> None:
 
 
 def test_a_larger_batch_drafts_less_where_verification_is_bound_by_compute() -> None:
-    step, shares, lengths = {n: max(1.0, 0.06 * n) for n in range(1, 200)}, {}, {}
+    shares, lengths = [], []
     for batch in (1, 8, 32):
-        driver = Driver(cost({1: 0.3, 32: 0.45}, step))
-        shares[batch] = share(driver.serve(300, 0.9, 8, 0.9, [Candidate(RECIPE, batch, batch)]))
-        lengths[batch] = np.mean(driver.lengths[len(driver.lengths) // 2 :])
-    assert lengths[1] > lengths[8] + 1 and shares[32] < 0.1
+        driver = Driver(cost({1: 0.3, 32: 0.45}, {1: 1.0, 17: 1.0, 200: 12.0}))
+        shares.append(share(driver.serve(300, 0.9, 8, 0.9, [Candidate(RECIPE, batch, batch)])))
+        lengths.append(np.mean(driver.lengths[len(driver.lengths) // 2 :]))
+    assert lengths[0] > lengths[1] + 1 and shares[2] < 0.1
 
 
 def test_confidence_decides_between_requests() -> None:
@@ -70,11 +70,6 @@ def test_confidence_decides_between_requests() -> None:
 SETS = [SkipSet(4, frozenset({i}), frozenset()) for i in range(4)]
 
 
-def several(draft: float, step: dict[int, float]) -> Cost:
-    """Four skip sets of one price."""
-    return Cost(KnownCosts({recipe: {1: draft} for recipe in SETS}, step), SETS)
-
-
 @pytest.mark.parametrize(
     ("votes", "rates", "draft", "best"),
     [
@@ -85,7 +80,7 @@ def several(draft: float, step: dict[int, float]) -> Cost:
     ],
 )
 def test_all_draft_with_the_set_that_is_worth_most_to_those_that_have_it(votes, rates, draft, best) -> None:
-    policy = several(draft, {1: 1.0, 20: 1.2})
+    policy = Cost(KnownCosts({recipe: {1: draft} for recipe in SETS}, {1: 1.0, 20: 1.2}), SETS)
     accepted_at(policy, rates)
     candidates = [Candidate(recipe, n, 4) for recipe, n in zip(SETS, votes, strict=True) if n]
     assert policy.choose(candidates, 4, 300.0) == SETS[best] == policy.recipe_of_round()
@@ -103,29 +98,15 @@ def test_the_longest_draft_makes_all_requests_as_wide() -> None:
         rates = policy.rates(RECIPE, 1, 8)
         for m in range(1, 6):
             # Tokens are drafted as long as those before were accepted with certainty enough: to length d.
-            lengths = [(chance ** (d - 1) * (1 - chance * (d < m)), d) for d in range(1, m + 1)]
             seconds = 0.0
-            for p, d in lengths:
-                width = min(w for w in widths if w >= d + 1)
+            for d in range(1, m + 1):
+                p, width = chance ** (d - 1) * (1 - chance * (d < m)), min(w for w in widths if w >= d + 1)
                 seconds += p * (c * d + float(policy.costs.step(8 * width)))
             gain = sum(chance**d for d in range(1, m + 1))
             assert rates[m] == pytest.approx((8 + gain) / seconds)
-
-
-def test_a_step_without_drafts_is_as_wide_as_the_smallest_width() -> None:
-    """Whose CUDA graphs may be those of four nodes, where those of one could not be captured."""
-    policy = cost({1: 0.01}, {8: 1.0, 32: 2.0}, widths=(4, 8), longest=5)
-    assert policy.rates(RECIPE, 1, 8)[0] == pytest.approx(8 / 2.0)
-
-
-def steps_until_on(driver: Driver, alpha: float, most: int) -> int:
-    """Steps until drafting is on for 10 steps in a row."""
-    in_a_row = 0
-    for step in range(most):
-        in_a_row = in_a_row + 1 if driver.serve(1, alpha) != [None] and driver.policy.on else 0
-        if in_a_row == 10:
-            return step
-    return most
+    # A step without drafts is as wide as the smallest width, which is four where graphs of one could not be captured.
+    wide = cost({1: 0.01}, {8: 1.0, 32: 2.0}, widths=(4, 8), longest=5)
+    assert wide.rates(RECIPE, 1, 8)[0] == pytest.approx(8 / 2.0)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -137,7 +118,8 @@ def test_acceptance_that_rises_is_noticed(seed: int) -> None:
         assert share(driver.serve(3000, 0.35, confidence=0.35)) < 0.2 and not policy.on
         if new:
             policy.use([RECIPE])
-        assert steps_until_on(driver, 0.97, 600) < most
+        on = [driver.serve(1, 0.97) != [None] and policy.on for _ in range(most)]
+        assert any(all(on[step : step + 10]) for step in range(most - 9)), "for ten steps in a row"
 
 
 @pytest.mark.parametrize(("overrun", "on"), [(1.0, True), (1.1, True), (1.3, False)])

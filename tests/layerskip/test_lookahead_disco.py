@@ -31,9 +31,8 @@ def records(
     judged = np.append(np.ones((rounds, 1), np.bool_), np.cumprod(good, 1)[:, :-1].astype(np.bool_), 1)
     number, position = np.nonzero(judged)
     request = (number * 40 // rounds).astype(np.int32)
-    return Verifications(
-        top[judged], entropy[judged], position.astype(np.int32), good[judged], request, number.astype(np.int32), "m"
-    )
+    position, number = position.astype(np.int32), number.astype(np.int32)
+    return Verifications(top[judged], entropy[judged], position, good[judged], request, number, "m")
 
 
 def test_the_classifier_wins_where_entropy_tells_more_and_drafting_pays() -> None:
@@ -105,11 +104,8 @@ def test_the_recorder_keeps_what_was_judged(tmp_path: Path, caplog: pytest.LogCa
         top, entropy = rng.random((3, 3, 10), np.float32), rng.random((3, 3), np.float32)
         accepted = rng.integers(0, drafted + 1).astype(np.int32)
         recorder.record(outcome(ids, drafted, accepted, top, entropy))
-        expected += [
-            (top[i, k], entropy[i, k], k, k < accepted[i])
-            for i in range(3)
-            for k in range(min(drafted[i], accepted[i] + 1))
-        ]
+        judged = [(i, k) for i in range(3) for k in range(min(drafted[i], accepted[i] + 1))]
+        expected += [(top[i, k], entropy[i, k], k, k < accepted[i]) for i, k in judged]
         recorder.finish(f"c{step}", idle=False)
     with full_disk(20):
         recorder.close()
@@ -117,9 +113,9 @@ def test_the_recorder_keeps_what_was_judged(tmp_path: Path, caplog: pytest.LogCa
     recorder.close()
     held = Verifications.load(tmp_path / "r.npz")
     assert held.model == "m" and held.prices == (0.5, 0.02) and len(held) == len(expected)
-    for i, (top, entropy, position, good) in enumerate(expected):
-        assert (held.top[i] == top).all() and held.entropy[i] == entropy
-        assert held.position[i] == position and held.accepted[i] == good
+    columns = zip(*expected, strict=True)
+    for found, wanted in zip((held.top, held.entropy, held.position, held.accepted), columns, strict=True):
+        assert np.array_equal(found, wanted)
     starts = np.flatnonzero(held.position == 0)
     assert len({(held.request[i], held.round[i]) for i in starts}) == len(starts) == 60
     assert len(set(held.request.tolist())) == 22
@@ -127,7 +123,6 @@ def test_the_recorder_keeps_what_was_judged(tmp_path: Path, caplog: pytest.LogCa
 
 def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.npz").write_bytes(b"PK nothing")
-    with pytest.raises(ValueError, match="no file of recorded verifications"):
-        Verifications.load(tmp_path / "r.npz")
-    with pytest.raises(ValueError, match="cannot read"):
-        Verifications.load(tmp_path / "missing.npz")
+    for name, says in (("r.npz", "no file of recorded verifications"), ("missing.npz", "cannot read")):
+        with pytest.raises(ValueError, match=says):
+            Verifications.load(tmp_path / name)

@@ -28,14 +28,15 @@ class Traffic:
     """Matchness falls with the importance of what is skipped; scores of a window are off by luck, by default that of 32
     tokens. Time passes only while sets are scored or searched."""
 
-    def __init__(self, hardest: float = 0.3, seed: int = 0, luck: float | None = None, seconds: float = 0.001) -> None:
-        self.rng, self.luck = np.random.default_rng(seed), luck
-        self.importance = self.rng.permutation(np.geomspace(0.001, hardest, 2 * LAYERS))
+    def __init__(
+        self, hardest: float = 0.3, seed: int = 0, luck: float | None = None, seconds: float = 0.001,
+        equal: bool = False,
+    ) -> None:  # fmt: skip
+        """equal: whether all sublayers are as important as the hardest."""
+        self.rng, self.luck, self.seconds = np.random.default_rng(seed), luck, seconds
+        self.importance = self.rng.permutation(np.geomspace(hardest if equal else 0.001, hardest, 2 * LAYERS))
         self.times: PassTimes | None = times()
-        self.now, self.seconds = 0.0, seconds
-        self.spent: list[float] = []
-        self.calls: list[list[SkipSet]] = []
-        self.weights: list[tuple[int, int]] = []
+        self.now, self.spent, self.calls, self.weights = 0.0, [], [], []
 
     def true(self, skip: SkipSet) -> float:
         return float(np.prod(1 - self.importance[list(skip.sublayers)]))
@@ -91,9 +92,6 @@ class Traffic:
         return max(self.rate(SkipSet.of_sublayers(order[:n], LAYERS)) for n in range(LAYERS + 1))
 
 
-# -- proposals and Self-SD ---------------------------------------------------------------------------------------------
-
-
 def test_proposals_have_the_right_size_and_spare_protected_sublayers() -> None:
     space = BitSearch(LAYERS, "m", protected=[0, 1, 18], size=7)
     for propose in (space.uniform, space.random, space.bayesian):
@@ -123,16 +121,12 @@ def test_self_sd_finds_better_sets_than_random_search_and_goes_on_from_what_was_
 def test_self_sd_minimises_time_per_token() -> None:
     """Attention is dear here: the fastest set skips it rather than MLP."""
     priced = PassTimes(attention=3.0, mlp=1.0, head=20.0, verify=lambda n: 60.0 + 0.1 * n)
-    traffic = Traffic(luck=0.0)
-    traffic.importance[:] = 0.04
+    traffic = Traffic(0.04, luck=0.0, equal=True)
     found = bayesian.search(traffic.evaluate, BitSearch(LAYERS), 60, priced)
     sets = [SkipSet(LAYERS, frozenset(range(a)), frozenset(range(m))) for a in range(11) for m in range(11)]
     fastest = min(bayesian.seconds_per_token(s, traffic.true(s), priced) for s in sets)
     assert len(found.attention) > len(found.mlp)
     assert bayesian.seconds_per_token(found, traffic.true(found), priced) < 1.02 * fastest
-
-
-# -- SWIFT -------------------------------------------------------------------------------------------------------------
 
 
 def test_swift_scores_its_incumbent_again_in_every_batch_and_improves() -> None:
@@ -152,25 +146,16 @@ def test_swift_scores_its_incumbent_again_in_every_batch_and_improves() -> None:
     assert policy.candidates < 1000 and not policy.searching
 
 
-def test_swift_is_not_fooled_by_luck() -> None:
+def test_swift_is_not_fooled_by_luck_and_ends_with_a_good_set_or_when_nothing_better_is_found() -> None:
     """With scores of a 32-token window, a set no better in truth seldom replaces the incumbent."""
-    traffic = Traffic(luck=0.08)
-    traffic.importance[:] = 0.05
+    traffic = Traffic(0.05, luck=0.08, equal=True)
     policy = traffic.swift(patience=10**6)
     assert sum(policy.step() for _ in range(100)) < 0.2 * len(traffic.calls)
-
-
-@pytest.mark.parametrize(("importance", "most"), [(0.001, 30), (0.05, 100)])
-def test_swift_ends_with_a_good_set_or_when_nothing_better_is_found(importance: float, most: int) -> None:
-    traffic = Traffic(luck=0.0)
-    traffic.importance[:] = importance
-    policy = traffic.swift(patience=60)
-    while policy.searching:
-        policy.step()
-    assert policy.candidates <= most and (policy.matchness > 0.95) == (importance < 0.01)
-
-
-# -- KnapSpec ----------------------------------------------------------------------------------------------------------
+    for importance, most in ((0.001, 30), (0.05, 100)):
+        policy = Traffic(importance, luck=0.0, equal=True).swift(patience=60)
+        while policy.searching:
+            policy.step()
+        assert policy.candidates <= most and (policy.matchness > 0.95) == (importance < 0.01)
 
 
 @pytest.mark.parametrize("seconds", [0.001, 0.25])
@@ -192,8 +177,7 @@ def test_knapspec_finds_a_set_of_about_the_most_tokens_per_time(seconds: float) 
 
 def test_knapspec_follows_what_sublayers_take() -> None:
     """As context grows, attention costs more, and more of it is skipped; weights are the times' ratio."""
-    traffic = Traffic()
-    traffic.importance[:] = 0.03
+    traffic = Traffic(0.03, equal=True)
     policy = traffic.knapspec()
     skipped = []
     for attention, mlp, weights in ((0.25, 1.0, (1, 4)), (4.0, 1.0, (4, 1))):
@@ -206,8 +190,7 @@ def test_knapspec_follows_what_sublayers_take() -> None:
 
 
 def test_knapspec_never_drafts_with_what_does_not_pay_and_searches_nothing_without_times() -> None:
-    traffic = Traffic()
-    traffic.importance[:] = 0.25
+    traffic = Traffic(0.25, equal=True)
     policy, traffic.times = traffic.knapspec(), None
     assert not any(policy.step() for _ in range(10)) and not traffic.spent
     traffic.times = times(verify=12.0)
@@ -217,11 +200,8 @@ def test_knapspec_never_drafts_with_what_does_not_pay_and_searches_nothing_witho
     assert not policy.incumbent and policy.candidates > 20
 
 
-# -- their time --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["swift", "knapspec"])
-@pytest.mark.parametrize(("share", "seconds"), [(0.01, 0.002), (0.05, 0.02), (0.05, 0.2)])
+@pytest.mark.parametrize(("share", "seconds"), [(0.01, 0.002), (0.05, 0.2)])
 def test_a_search_takes_its_share_of_serving_time(
     name: str, share: float, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,10 +214,10 @@ def test_a_search_takes_its_share_of_serving_time(
     traffic.now += 10.0
     assert policy.search(lambda: False) is None and not traffic.spent
     found = []
-    for _ in range(30000):
+    for _ in range(15000):
         traffic.now += 0.03
-        new = policy.search(lambda: True)
-        found += [new] if new is not None else []
+        found.append(policy.search(lambda: True))
+    found = [new for new in found if new is not None]
     assert max(traffic.spent[2:]) <= 1.0 or name == "swift"
     assert 0.5 * share * traffic.now < sum(traffic.spent) < 1.02 * share * traffic.now + 1.0
     assert found and found[-1] == policy.sets[name] and policy.candidates > 30
