@@ -7,6 +7,7 @@ together in one process.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from vllm_cases import (
     TOKENS,
     PlainTiny,
     Prompts,
+    generate,
     parameters,
     penalised,
     sample,
@@ -28,10 +30,9 @@ from vllm_cases import (
     seeded_case,
     structured,
     token_prompts,
-    tokens_of,
     with_logprobs,
 )
-from vllm_engines import engine, runner_of
+from vllm_engines import check_nothing_is_left, engine, runner_of, running
 
 from tests.support import prompts
 from tests.support.models import save
@@ -47,6 +48,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def vllm_installed() -> None:
     pytest.importorskip("vllm")
+
+
+@pytest.fixture(autouse=True)
+def nothing_failed_or_leaked() -> Iterator[None]:
+    """After each test, of an engine in this process that goes on."""
+    yield
+    for llm in running:
+        check_nothing_is_left(llm)
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +93,7 @@ def plain_demo(demo_model: Path, demo_prompts: Prompts, long_prompts: Prompts) -
         "sampled": ([prompts.SHORT[5]], parameters(60, ignore_eos=True, **SAMPLED)),
     }
     with engine(demo_model, max_model_len=MAX_MODEL_LEN, max_num_seqs=8) as llm:
-        return {name: tokens_of(llm.generate(*given, use_tqdm=False)) for name, given in asked.items()}
+        return {name: generate(llm, *given) for name, given in asked.items()}
 
 
 @pytest.fixture(scope="session")
@@ -99,7 +108,7 @@ def plain_tiny(tiny_model: Path, live_prompts: Prompts) -> PlainTiny:
             {setting: sample(llm, setting) for setting in SETTINGS},
             with_logprobs(llm.generate(*seeded(), use_tqdm=False)),
             sample(llm, (0.0, 1.0, 0, False), 1)[0],
-            tokens_of(llm.generate(live_prompts, parameters(30, ignore_eos=True, detokenize=False), use_tqdm=False)),
+            generate(llm, live_prompts, parameters(30, ignore_eos=True, detokenize=False)),
             runner_of(llm).model,
         )
 

@@ -8,14 +8,12 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from vllm_server import complete, get
 
-from bench.lib.servers import free_port
-from tests.support.waiting import wait_until
+from bench.lib.servers import build, running
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROMPT = "one two three four one two three four one two three four one two"
@@ -53,12 +51,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def accepted(port: int) -> float:
-    page = get(port, "/metrics")[1]
+    page = get(port, "/metrics")
     return sum(map(float, re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", page, re.MULTILINE)))
 
 
 @pytest.mark.extended
-def test_four_commands(environment: Path, wheel: Path, demo_model: Path, tmp_path: Path) -> None:
+def test_four_commands(
+    environment: Path, wheel: Path, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(*command: object) -> str:
         arguments = [str(part) for part in command]
         done = subprocess.run(arguments, cwd=tmp_path, env=clean(), capture_output=True, text=True, check=False)
@@ -71,28 +71,12 @@ def test_four_commands(environment: Path, wheel: Path, demo_model: Path, tmp_pat
     assert environment.parent.parent in where.parents
 
     # 2: the engine's own command and one flag.
-    port = free_port()
-    flag = ["--speculative-config", '{"method": "sssd", "num_speculative_tokens": 8}']
-    command = [str(environment), "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo_model.resolve())]
-    command += ["--served-model-name", "m", "--port", str(port), "--host", "127.0.0.1", "--max-model-len", "256"]
-    command += ["--enforce-eager", *flag]
-    small = clean(VLLM_CPU_KVCACHE_SPACE="1", NUMBA_CACHE_DIR=str(tmp_path / "numba"))
-    log = tmp_path / "log"
-    with log.open("w") as out:
-        server = subprocess.Popen(command, cwd=tmp_path, env=small, stdout=out, stderr=out)
-
-    def answers() -> bool:
-        assert server.poll() is None, log.read_text()[-4000:]
-        with suppress(OSError):
-            return get(port, "/health")[0] == 200
-        return False
-
-    try:
-        wait_until(answers, 420)
+    monkeypatch.chdir(tmp_path)
+    flag = {"speculative": {"method": "sssd", "num_speculative_tokens": 8}}
+    server = build("newcomer", "vllm", demo_model.resolve(), tmp_path / "log", python=str(environment), **flag)
+    server.env = clean(VLLM_CPU_KVCACHE_SPACE="1", NUMBA_CACHE_DIR=str(tmp_path / "numba"))
+    with running(server):
         # 3 and 4: ask, and look at vLLM's own metrics.
-        assert accepted(port) == 0
-        complete(port, PROMPT)
-        assert accepted(port) > 0
-    finally:
-        server.terminate()
-        server.wait(60)
+        assert accepted(server.port) == 0
+        complete(server.port, PROMPT)
+        assert accepted(server.port) > 0

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm_cases import TOKENS, parameters, tokens_of
-from vllm_engines import engine, failures, runner_of, settle, spied
+from vllm_cases import greedily
+from vllm_engines import engine, runner_of, settle, spied
 
 from freedraft.config import ConfigError
 from freedraft.fingerprints import hardware_name
@@ -41,7 +41,7 @@ def plain(plain_demo: dict[str, list[list[int]]]) -> list[list[int]]:
 
 
 def generate(llm: Any, prompts: list) -> list[list[int]]:
-    return tokens_of(llm.generate(prompts, parameters(TOKENS), use_tqdm=False))
+    return greedily(llm, prompts)
 
 
 @pytest.fixture(scope="module")
@@ -54,33 +54,19 @@ def swift_engine(plain: list, demo_model: Path) -> Iterator[Any]:
         yield llm
 
 
-@pytest.fixture(autouse=True)
-def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "swift_engine" in request.fixturenames:
-        llm = request.getfixturevalue("swift_engine")
-        settle(llm)
-        proposer = runner_of(llm).drafter
-        assert not failures(proposer) and not proposer.guarded.method.selection.requests
-
-
 @contextmanager
 def selecting(llm: Any, selection: Any) -> Iterator[Any]:
     """Another selection in the same engine, with its sets built as at the start."""
     method = runner_of(llm).drafter.guarded.method
-    names = ("selection", "needs_prompt_states", "_scorer")
-    before = {name: getattr(method, name) for name in names}
-    method.selection, method._scorer = selection, None
-    method.needs_prompt_states = selection.needs_prompt_states
-    build_all(method)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(method, "_scorer", None)
+        for name, value in {"selection": selection, "needs_prompt_states": selection.needs_prompt_states}.items():
+            patch.setattr(method, name, value)
+        build_all(method)
         yield method
-    finally:
         settle(llm)
         assert not method.selection.requests
-        for name, value in before.items():
-            setattr(method, name, value)
-        build_all(method)
+    build_all(method)
 
 
 def build_all(method: Any) -> None:

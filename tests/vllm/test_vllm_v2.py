@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm_cases import TINY, PlainTiny, Prompts, alone, recycled, seeded_case
+from vllm_cases import TINY, PlainTiny, Prompts, alone, greedy_case, recycled, save_sets, seeded_case, token_prompts
 
 from freedraft.step import EngineContext
-from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support import prompts as texts
 from tests.support import repeat_drafter
 from tests.support.models import continuations, save
@@ -27,6 +26,8 @@ from tests.support.models import tiny_model as make_tiny
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
 TOKENS = 30
+SMALL = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_batched_tokens": 64}
+CRAMPED = {"num_gpu_blocks_override": 9, "block_size": 32}
 SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True}
 
 
@@ -54,34 +55,23 @@ def run(script: str, model: Path, given: Any, timeout: float = 840, attention: s
 @pytest.fixture(scope="module")
 def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> dict[str, Any]:
     """What an engine with too little room for all requests says, which is asked one case after the other."""
-    ids = [prompt["prompt_token_ids"] for prompt in live_prompts]
-    greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
-    cases = {
-        "greedy": {"prompts": ids, "parameters": greedy},
-        "again": {"prompts": ids, "parameters": greedy},
-        "aborted": {"prompts": ids, "parameters": greedy, "abort": 6},
-        "long": {"prompts": [3 * ids[0], 3 * ids[1]], "parameters": greedy | {"max_tokens": 10}},
-        "long again": {"prompts": [3 * ids[0], 3 * ids[1]], "parameters": greedy | {"max_tokens": 10}},
-        "seeded": seeded_case(),
-        "seeded, aborted": seeded_case() | {"abort": 6},
-        "seeded, alone": alone(seeded_case(), 2),
-    }
-    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 64}
+    long = token_prompts([3 * prompt["prompt_token_ids"] for prompt in live_prompts[:2]])
+    cases = {name: greedy_case(live_prompts) for name in ("greedy", "again")}
+    cases["aborted"] = greedy_case(live_prompts, abort=6)
+    cases |= {name: greedy_case(long, 10) for name in ("long", "long again")}
+    cases |= {"seeded": seeded_case(), "seeded, aborted": seeded_case() | {"abort": 6}}
+    cases["seeded, alone"] = alone(seeded_case(), 2)
     # Steps of three and four requests are not drafted for: what they gain is taken later.
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 0], [5, 64, 3]]}
-    return serve(
-        tiny_model, cases=cases, speculative_config=SSSD | schedule, num_gpu_blocks_override=9, block_size=32, **engine
-    )
+    return serve(tiny_model, cases=cases, speculative_config=SSSD | schedule, max_num_seqs=32, **SMALL | CRAMPED)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("v2", [True, False])
 def test_an_engine_that_has_ended_leaves_no_model(tiny_model: Path, tmp_path: Path, v2: bool) -> None:
     """In a process that goes on, as notebooks and trainers do; without speculation, too."""
-    file = tmp_path / "skip.json"
-    config = json.loads((tiny_model / "config.json").read_text())
-    SkipSet(config["num_hidden_layers"], [1], [], model_fingerprint(config)).save(file)
-    skipping = {"method": "layerskip", "num_speculative_tokens": 2, "skip_set": str(file), "lookahead": "fixed"}
+    (file,) = save_sets(tiny_model, tmp_path, skip=({1}, set()))
+    skipping = {"method": "layerskip", "num_speculative_tokens": 2, "skip_set": file, "lookahead": "fixed"}
     assert run("end.py", tiny_model, [None, skipping], v2=v2) == [True, True]
 
 
@@ -241,24 +231,19 @@ def split(tokens: list[int]) -> list[list[int]]:
 def test_draft_lengths_are_learnt_while_serving(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
     """vLLM's scheduler drafts what our worker has learnt; confidences go along, for adaptive verification. Requests
     that vLLM makes up to compile kernels teach nothing."""
-    ids = [prompt["prompt_token_ids"] for prompt in live_prompts]
-    greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
-    cases = {f"{i} at once": {"prompts": ids[:i], "parameters": greedy} for i in (1, 2, 1, len(ids))}
+    cases = {f"{i} at once": greedy_case(live_prompts[:i]) for i in (1, 2, len(live_prompts))}
     options = SSSD | {"policy": "auto", "hardware": "h100", "num_speculative_tokens": 4, "isolation": "shared"}
-    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 32, "adaptive": True, "warm_up": True}
-    found = serve(tiny_model, cases=cases, speculative_config=options, **engine)
+    given = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 32, "adaptive": True, "warm_up": True}
+    found = serve(tiny_model, cases=cases, speculative_config=options, **given)
     assert found["warm up"]["before"] and found["warm up"]["before"] == found["warm up"]["after"]
     assert max(found["warm up"]["steps"]) > 32
     for name, case in cases.items():
         assert found[name] == plain_tiny.answers[: len(case["prompts"])]
     engine = found["engine"]
     assert not engine["failures"]
-    assert engine["graph lengths"] == [
-        [0, 1, 2, 4],
-        [0, 1, 2, 4],
-    ]  # when memory is profiled, and when they are captured
+    assert engine["graph lengths"] == 2 * [[0, 1, 2, 4]], "when memory is profiled, and when they are captured"
     # At first by the cost model, which has one length for batches this small; then by what steps take and accept.
-    assert {length for first, _, length in engine["schedule"] if first <= len(ids)} == {4}
+    assert {length for first, _, length in engine["schedule"] if first <= len(live_prompts)} == {4}
     assert len(engine["verified"]) >= 3 and len(engine["decided"]) >= 3
     assert set(engine["verified"]) | set(engine["lookup"]) <= {0, 1, 2, 4}
     own = [(c, n) for confidences, drafted in engine["confidences"] for c, n in zip(confidences, drafted, strict=True)]
@@ -270,59 +255,36 @@ def test_draft_lengths_are_learnt_while_serving(tiny_model: Path, plain_tiny: Pl
 
 def two_skip_sets(model: Path, folder: Path) -> dict[str, Any]:
     """Options of a method that skips nothing for some requests, and something for others."""
-    config = json.loads((model / "config.json").read_text())
-    layers = config["num_hidden_layers"]
-    SkipSet.empty(layers, model_fingerprint(config)).save(folder / "empty.json")
-    some = SkipSet(layers, frozenset({0}), frozenset({layers - 1}), model_fingerprint(config))
-    some.save(folder / "some.json")
-    options = {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed"}
-    return options | {"skip_set": [str(folder / "empty.json"), str(folder / "some.json")]}
+    sets = save_sets(model, folder, empty=(set(), set()), some=({0}, {1}))
+    return {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed", "skip_set": sets}
 
 
 @pytest.fixture(scope="module")
-def skipped(
-    tiny_model: Path, live_prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Any], list[str]]:
+def skipped(tiny_model: Path, live_prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """An engine with too little room for all requests, whose model drafts for itself, with two skip sets."""
     options = two_skip_sets(tiny_model, tmp_path_factory.mktemp("skip_sets"))
-    ids = [prompt["prompt_token_ids"] for prompt in live_prompts]
-    greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
-    cases = {
-        name: {"prompts": ids, "parameters": greedy | {"extra_args": {"skip_set": name}}} for name in ("empty", "some")
-    }
-    cases["aborted"] = cases["some"] | {"abort": 6}
-    cases["seeded"] = seeded_case()
-    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 64}
-    found = serve(
-        tiny_model, cases=cases, speculative_config=options, num_gpu_blocks_override=9, block_size=32, **engine
-    )
-    return found, ["empty", "some", "aborted"]
+    cases = {name: greedy_case(live_prompts, skip_set=name) for name in ("empty", "some")}
+    cases |= {"aborted": cases["some"] | {"abort": 6}, "seeded": seeded_case()}
+    return serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=16, **SMALL | CRAMPED)
 
 
-def test_layer_skipping_leaves_greedy_answers_alone(
-    skipped: tuple[dict[str, Any], list[str]], plain_tiny: PlainTiny
-) -> None:
-    found, cases = skipped
-    for case in cases:
-        assert found[case] == plain_tiny.answers, case
-    engine = found["engine"]
+def test_layer_skipping_leaves_greedy_answers_alone(skipped: dict[str, Any], plain_tiny: PlainTiny) -> None:
+    for case in ("empty", "some", "aborted"):
+        assert skipped[case] == plain_tiny.answers, case
+    engine = skipped["engine"]
     assert engine["v2"] and engine["async"] and not engine["failures"] and engine["preempted"] > 0
     assert engine["held"][1:] == [0, 0]
-
-
-def test_everything_is_accepted_when_nothing_is_skipped(skipped: tuple[dict[str, Any], list[str]]) -> None:
-    """Draft passes read the target's own KV and write theirs where it is not read by others."""
-    counts = skipped[0]["engine"]["counts"]
-    drafted, accepted = counts["empty"]
+    # Draft passes read the target's own KV and write theirs where it is not read by others.
+    drafted, accepted = engine["counts"]["empty"]
     assert drafted > 100 and accepted >= 0.9 * drafted, "all but those beyond the ends of answers"
-    drafted, accepted = counts["some"]
+    drafted, accepted = engine["counts"]["some"]
     assert 0 < accepted < drafted
 
 
 def test_layer_skipping_leaves_the_tokens_of_a_seed_alone(
-    skipped: tuple[dict[str, Any], list[str]], plain_seeded: list[list[int]]
+    skipped: dict[str, Any], plain_seeded: list[list[int]]
 ) -> None:
-    assert skipped[0]["seeded"] == plain_seeded
+    assert skipped["seeded"] == plain_seeded
 
 
 @pytest.mark.extended
@@ -331,47 +293,38 @@ def test_recurrent_layers(tmp_path: Path) -> None:
     shape = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
     model = save(make_tiny("FalconH1", seed=7, mamba_chunk_size=16, **TINY | shape), tmp_path)
     ids = texts.random_ids([12, 12, 30, 5], 24, first=2, seed=3)
-    greedy = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
-    few = {"prompts": ids, "parameters": greedy}
-    cases = {"few": few, "aborted": few | {"abort": 6}}
+    cases = {"few": greedy_case(token_prompts(ids), 16), "aborted": greedy_case(token_prompts(ids), 16, abort=6)}
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 3, 0], [4, 64, 3]]}
-    engine = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    given = {"cases": cases, "speculative_config": SSSD | {"live": False} | schedule, **engine}
-    found = run("recurrent.py", model, given)
+    given = {"cases": cases, "speculative_config": SSSD | {"live": False} | schedule, "max_num_seqs": 8}
+    found = run("recurrent.py", model, given | SMALL | {"max_model_len": 128})
     plain = continuations(model, ids, 16)
     assert found["few"] == plain and found["aborted"] == plain
     assert found["engine"]["v2"] and not found["engine"]["failures"] and found["engine"]["accepted"] > 5
 
 
+@pytest.mark.extended
 def test_draft_passes_that_cannot_be_built_do_not_stop_the_start(
     tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAILING", "model 1 0")
-    ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:2]]
-    cases = {"few": {"prompts": ids, "parameters": {"temperature": 0, "max_tokens": 8, "ignore_eos": True}}}
-    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 64}
-    found = serve(tiny_model, cases=cases, speculative_config=two_skip_sets(tiny_model, tmp_path), **engine)
+    cases, options = {"few": greedy_case(live_prompts[:2], 8)}, two_skip_sets(tiny_model, tmp_path)
+    found = serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=3, **SMALL)
     assert found["few"] == [answer[:8] for answer in plain_tiny.answers[:2]]
     assert found["engine"]["accepted"] == 0 and found["engine"]["v2"]
 
 
+@pytest.mark.extended
 def test_draft_passes_read_what_cuda_graphs_capture(
     tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path
 ) -> None:
     """A replay that computes with the tensors and the forward context of the capture drafts as an eager pass does, and
     the tokens of a round come to the host together."""
-    ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:3]]
-    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-    cases = {
-        name: {"prompts": ids, "parameters": greedy | {"extra_args": {"skip_set": name}}} for name in ("empty", "some")
-    }
-    cases["some"]["parameters"]["max_tokens"] = TOKENS
+    few, options = live_prompts[:3], two_skip_sets(tiny_model, tmp_path)
+    cases = {"empty": greedy_case(few, 12, skip_set="empty"), "some": greedy_case(few, skip_set="some")}
     cases["mixed"] = cases["empty"] | {"abort": 3}
-    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 64}
-    engine |= {"num_gpu_blocks_override": 12, "block_size": 16, "attention": "flash", "graphs": True}
-    found = serve(tiny_model, cases=cases, speculative_config=two_skip_sets(tiny_model, tmp_path), **engine)
-    for name in cases:
-        length = cases[name]["parameters"]["max_tokens"]
+    engine = SMALL | {"num_gpu_blocks_override": 12, "block_size": 16, "attention": "flash", "graphs": True}
+    found = serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=3, **engine)
+    for name, length in {"empty": 12, "some": TOKENS, "mixed": 12}.items():
         assert found[name] == [answer[:length] for answer in plain_tiny.answers[:3]], name
     engine = found["engine"]
     assert not engine["failures"] and len(engine["replays"]) == 2 and min(engine["replays"]) > 5

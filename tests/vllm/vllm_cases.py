@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support import distributions, prompts
 from tests.support.models import save, tiny_model
 
 TINY = {"vocab_size": 24, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 TINY |= {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1}
 MAX_MODEL_LEN = 512
-TOKENS = 48
+TOKENS = 40
 
 
 def save_tiny(family: str, folder: Path, layers: int = 2) -> Path:
@@ -22,6 +24,16 @@ def save_tiny(family: str, folder: Path, layers: int = 2) -> Path:
 
 Prompts = list[dict[str, list[int]]]
 Logprobs = list[dict[int, float]]
+
+
+def save_sets(model: Path, folder: Path, **skipped: tuple[set[int], set[int]]) -> list[str]:
+    """Files of skip sets of this model, by name: of which layers the attention, and of which the MLP."""
+    config = json.loads((model / "config.json").read_text())
+    paths = {name: folder / f"{name}.json" for name in skipped}
+    for name, (attention, mlp) in skipped.items():
+        layers, fingerprint = config["num_hidden_layers"], model_fingerprint(config)
+        SkipSet(layers, frozenset(attention), frozenset(mlp), fingerprint).save(paths[name])
+    return [str(path) for path in paths.values()]
 
 
 def token_prompts(ids: list[list[int]]) -> Prompts:
@@ -37,6 +49,14 @@ def parameters(max_tokens: int, **arguments: Any) -> Any:
 
 def tokens_of(outputs: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def generate(llm: Any, prompts: Any, asked: Any) -> list[list[int]]:
+    return tokens_of(llm.generate(prompts, asked, use_tqdm=False))
+
+
+def greedily(llm: Any, prompts: Any, tokens: int = TOKENS) -> list[list[int]]:
+    return generate(llm, prompts, parameters(tokens))
 
 
 def metric(llm: Any, name: str) -> float:
@@ -134,6 +154,13 @@ FILTERS: list[dict[str, Any]] = [
     {"top_k": 8, "top_p": 0.9},
     {"repetition_penalty": 1.2, "presence_penalty": 0.3},
 ]
+
+
+def greedy_case(prompts: Prompts, tokens: int = 30, *, skip_set: str = "", **more: Any) -> dict[str, Any]:
+    """A case of `serve.py`: greedy answers of so many tokens, drafted with a skip set."""
+    asked: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+    asked |= {"extra_args": {"skip_set": skip_set}} if skip_set else {}
+    return {"prompts": [prompt["prompt_token_ids"] for prompt in prompts], "parameters": asked} | more
 
 
 def seeded_case(share: int = 8) -> dict[str, Any]:

@@ -26,6 +26,9 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 
+running: list[Any] = []
+
+
 @contextmanager
 def engine(model: Path, **arguments: Any) -> Iterator[Any]:
     """An `LLM` in fp32, eager unless told otherwise; gone when the block ends."""
@@ -34,9 +37,11 @@ def engine(model: Path, **arguments: Any) -> Iterator[Any]:
 
     arguments = {"enforce_eager": True} | arguments
     llm = LLM(str(model), dtype="float32", seed=0, disable_log_stats=False, **arguments)
+    running.append(llm)
     try:
         yield llm
     finally:
+        running.remove(llm)
         llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
@@ -52,6 +57,19 @@ def settle(llm: Any) -> None:
     core = llm.llm_engine.engine_core.engine_core
     while core.scheduler.has_requests():
         core.step()
+
+
+def check_nothing_is_left(llm: Any) -> None:
+    """Of requests, which have all ended, in the drafter; and that it has not raised."""
+    settle(llm)
+    if (proposer := getattr(runner_of(llm), "drafter", None)) is None:
+        return
+    method = proposer.guarded.method
+    assert not failures(proposer) and not proposer.guarded.running and not proposer.limits
+    assert not getattr(method, "_by_model", None)
+    for part in (method, getattr(method, "host", None), getattr(method, "model", None)):
+        assert len(getattr(part, "drafter", ())) == 0
+        assert not getattr(getattr(part, "selection", None), "requests", None)
 
 
 def failures(proposer: Any) -> float:
