@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.sglang.layerskip_tools import GREEDY, checked_engine, ids, make_model, prompts
+from tests.sglang.conftest import GREEDY, ids
+from tests.sglang.layerskip_tools import checked_engine, make_model, prompts
 from tests.support.models import continuations
 
 

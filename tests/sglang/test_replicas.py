@@ -8,12 +8,11 @@ import urllib.request
 
 import pytest
 
-from tests.sglang.conftest import sglang_engine
+from tests.sglang.conftest import GREEDY, ids, sglang_engine, token_ids
 from tests.support.models import continuations
 from tests.support.prompts import REPETITIVE as PROMPTS
 
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
 
 
 def two_free_ports() -> int:
@@ -32,10 +31,7 @@ def two_free_ports() -> int:
 @pytest.mark.extended
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_two_replicas(tiny, tmp_path):
-    from transformers import AutoTokenizer
-
-    prompts = [AutoTokenizer.from_pretrained(tiny)(text)["input_ids"] for text in PROMPTS[:4]]
-    expected = continuations(tiny, prompts, 40)
+    expected = continuations(tiny, token_ids(tiny, PROMPTS[:4]), 40)
     port = two_free_ports()
     env = {
         "FREEDRAFT_METRICS_PORT": str(port),
@@ -45,8 +41,7 @@ def test_two_replicas(tiny, tmp_path):
     }
     with sglang_engine(tiny, env=env, speculative_algorithm="sssd", dp_size=2) as engine:
         for _ in range(2):
-            outputs = engine.generate(PROMPTS[:4], GREEDY)
-            assert [output["output_ids"] for output in outputs] == expected
+            assert ids(engine.generate(PROMPTS[:4], GREEDY)) == expected
         for replica in range(2):
             with urllib.request.urlopen(f"http://127.0.0.1:{port + replica}/metrics", timeout=10) as page:
                 values = dict(line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[:1] != "#")

@@ -12,22 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.sglang.conftest import sglang_engine
-from tests.sglang.layerskip_tools import ids, make_model, options, prompts
+from tests.sglang.conftest import GREEDY, ids, sglang_engine, token_ids
+from tests.sglang.layerskip_tools import make_model, options, prompts
 from tests.support.models import continuations
 from tests.support.prompts import REPETITIVE as PROMPTS
 
 ROOT = Path(__file__).parents[2]
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 40, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    from transformers import AutoTokenizer
-
-    return continuations(tiny, [AutoTokenizer.from_pretrained(tiny)(text)["input_ids"] for text in PROMPTS[:4]], 40)
+    return continuations(tiny, token_ids(tiny, PROMPTS[:4]), 40)
 
 
 def abort_one(engine, given):

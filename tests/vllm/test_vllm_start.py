@@ -41,22 +41,18 @@ def refusal(model: Path, speculative_config: dict[str, Any], **arguments: Any) -
     return message
 
 
-class Log:
-    def __init__(self, caplog: Log) -> None:
-        self.caplog = caplog
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    """Gives the only line that we have logged."""
 
-    def line(self) -> str:
-        """The only one that we have logged."""
-        (line,) = (each.getMessage() for each in self.caplog.records if each.name.startswith("freedraft"))
+    def logged() -> str:
+        (line,) = (each.getMessage() for each in caplog.records if each.name.startswith("freedraft"))
         assert "\n" not in line
         return line
 
-
-@pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch, caplog: Log) -> Log:
     monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
     caplog.set_level(logging.WARNING)
-    return Log(caplog)
+    return logged
 
 
 def test_all_hooks_are_there() -> None:
@@ -218,7 +214,7 @@ def test_options_that_need_times_are_served_by_the_first_runner(
     tiny_model: Path,
     as_with_triton: None,
     monkeypatch: pytest.MonkeyPatch,
-    log: Log,
+    line: Callable[[], str],
     options: dict[str, Any],
     words: list[str],
 ) -> None:
@@ -227,7 +223,7 @@ def test_options_that_need_times_are_served_by_the_first_runner(
     config = config_of(tiny_model, SKIPPING | options)
     assert not config.use_v2_model_runner and config.speculative_config.method == "custom_class"
     assert methods.configured(config).options.items() >= options.items()
-    assert all(word in log.line() for word in ["'layerskip'", "runner V1", "without async scheduling", *words])
+    assert all(word in line() for word in ["'layerskip'", "runner V1", "without async scheduling", *words])
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert words[0] in refusal(tiny_model, SKIPPING | options)
 
@@ -280,10 +276,6 @@ def test_recurrent_layers_are_served_by_the_second_runner_only(
     assert config_of(tiny_model, GOOD).speculative_config.method == "custom_class"
 
 
-def test_weights_that_are_read_in_place_are_taken(tiny_model: Path) -> None:
-    config_of(tiny_model, SKIPPING | {"window": 64}, block_size=64, offload_backend="uva", offload_group_size=4)
-
-
 def test_replicas_that_share_experts_draft_one_length(tiny_model: Path, tmp_path: Path) -> None:
     from transformers import MixtralConfig
 
@@ -315,24 +307,20 @@ def test_replicas_of_a_dense_model_draft_by_batch_size(
         "_maybe_override_dynamic_sd_cudagraph_mode",
         lambda self: seen.append(self.speculative_config.num_speculative_tokens_per_batch_size),
     )
-    given = GOOD | {"hardware": "h100", "policy": policy}
+    given, table = GOOD | {"hardware": "h100", "policy": policy}, "num_speculative_tokens_per_batch_size"
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    one = config_of(tiny_model, given)
+    one, two = (config_of(tiny_model, given, data_parallel_size=replicas) for replicas in (1, 2))
     assert (len(methods.configured(one).lengths) > 2) == (policy == "auto")
-    assert one.speculative_config.num_speculative_tokens_per_batch_size
-    two = config_of(tiny_model, given, data_parallel_size=2)
-    for name in ("num_speculative_tokens_per_batch_size", methods.ATTRIBUTE):
+    assert getattr(one.speculative_config, table)
+    for name in (table, methods.ATTRIBUTE):
         assert getattr(two.speculative_config, name) == getattr(one.speculative_config, name)
     assert seen[-1] == seen[0] is not None, "CUDA graphs have the sizes of batches at these lengths"
-    own = given | {"num_speculative_tokens_per_batch_size": [(1, 4, 8), (5, 64, 2)]}
-    for replicas in (1, 2):
-        config = config_of(tiny_model, own, data_parallel_size=replicas)
-        assert [*map(tuple, config.speculative_config.num_speculative_tokens_per_batch_size)] == [(1, 4, 8), (5, 64, 2)]
+    own = config_of(tiny_model, given | {table: [(1, 4, 8), (5, 64, 2)]}, data_parallel_size=2)
+    assert [*map(tuple, getattr(own.speculative_config, table))] == [(1, 4, 8), (5, 64, 2)]
     # In one process with others, ranks take their steps together.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     two = config_of(tiny_model, given, data_parallel_size=2)
-    assert two.speculative_config.num_speculative_tokens_per_batch_size is None
-    assert methods.configured(two).lengths == ()
+    assert getattr(two.speculative_config, table) is None and methods.configured(two).lengths == ()
     assert context_of_engine(two, v2_lengths=(8,)).lengths == (8,)
 
 
@@ -378,21 +366,19 @@ def test_a_store_of_another_tokenizer(demo_model: Path, tmp_path: Path) -> None:
     from sssd_plugin.datastore.disk.format import TokenizerEntry
     from sssd_plugin.datastore.tokenizer import fingerprint, load
 
-    good = fingerprint(load(demo_model))
-    for name, print_ in (("mine", good), ("foreign", "0" * 64)):
+    for name, print_ in (("mine", fingerprint(load(demo_model))), ("foreign", "0" * 64)):
         entry = TokenizerEntry(fingerprint=print_, name="a tokenizer")
         with StoreBuilder(tmp_path / name, vocab_size=1000, tokenizer=entry) as builder:
             builder.append(np.arange(1000))
             builder.finish()
     message = refusal(demo_model, GOOD | {"datastore": str(tmp_path / "foreign")}, skip_tokenizer_init=False)
     assert "foreign" in message and "tokenizer" in message
-    config = config_of(demo_model, GOOD | {"datastore": str(tmp_path / "mine")}, skip_tokenizer_init=False)
-    assert config.speculative_config is not None
+    config_of(demo_model, GOOD | {"datastore": str(tmp_path / "mine")}, skip_tokenizer_init=False)
 
 
 @pytest.mark.parametrize("name", ["propose_draft_token_ids", "_update_states"])
 def test_a_renamed_hook_leaves_the_engine_running_without_us(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, log: Log, name: str
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, line: Callable[[], str], name: str
 ) -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -400,10 +386,12 @@ def test_a_renamed_hook_leaves_the_engine_running_without_us(
     monkeypatch.delattr(GPUModelRunner, name)
     assert config_of(tiny_model, dict(GOOD)).speculative_config is None
     said = [f"GPUModelRunner.{name} is missing", methods.vllm_version(), "without speculation"]
-    assert all(words in log.line() for words in said)
+    assert all(words in line() for words in said)
 
 
-def test_without_the_configuration_hook_nothing_is_registered(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
+def test_without_the_configuration_hook_nothing_is_registered(
+    monkeypatch: pytest.MonkeyPatch, line: Callable[[], str]
+) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     from sssd_plugin.method import SPEC
@@ -411,7 +399,7 @@ def test_without_the_configuration_hook_nothing_is_registered(monkeypatch: pytes
     monkeypatch.setattr(methods, "METHODS", {})
     monkeypatch.delattr(EngineArgs, "create_speculative_config")
     assert not methods.register(SPEC) and methods.METHODS == {}
-    assert "create_speculative_config is missing" in log.line() and "freedraft doctor" in log.line()
+    assert "create_speculative_config is missing" in line() and "freedraft doctor" in line()
 
 
 def test_the_front_end_does_not_initialise_cuda(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,17 +416,6 @@ def test_the_front_end_does_not_initialise_cuda(tiny_model: Path, monkeypatch: p
     monkeypatch.setattr(context, "_device", lambda: "NVIDIA H100 80GB HBM3")
     made = config_of(tiny_model, {"method": "sssd", "num_speculative_tokens": 8})
     assert methods.configured(made).name == "sssd"
-
-
-def test_nothing_is_mended_on_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.platforms import current_platform
-
-    applied: list[bool] = []
-    monkeypatch.setattr(fixes, "start_with_numba_loaded", lambda: applied.append(True))
-    fixes.apply_fixes()
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    fixes.apply_fixes()
-    assert applied == [True]
 
 
 def test_without_the_fix_vllm_cannot_replace_kernels_once_numba_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
