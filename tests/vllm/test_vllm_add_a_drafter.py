@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import pytest
-from vllm_cases import MAX_MODEL_LEN, Prompts, greedily, metric
+from vllm_cases import MAX_MODEL_LEN, greedily, metric
 from vllm_engines import engine, failures, runner_of, spied, verified
 
 from freedraft.engines.vllm.methods import register
@@ -16,7 +12,7 @@ from tests.support.repeat_drafter import SPEC, RepeatMethod, RepeatOptions
 
 
 @pytest.fixture(scope="module")
-def llm(plain_demo: dict, demo_model: Path) -> Iterator[Any]:
+def llm(plain_demo, demo_model):
     assert register(SPEC)
     config = {"method": "repeat", "num_speculative_tokens": 6}
     settings = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 160}
@@ -25,7 +21,7 @@ def llm(plain_demo: dict, demo_model: Path) -> Iterator[Any]:
         assert not runner_of(llm).drafter.guarded.method.tokens
 
 
-def test_it_drafts_and_the_output_is_the_same(llm: Any, demo_prompts: Prompts, plain_demo: dict) -> None:
+def test_it_drafts_and_the_output_is_the_same(llm, demo_prompts, plain_demo):
     names = ("vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens")
     before = [metric(llm, name) for name in names]
     seen: list[tuple[int, int]] = []
@@ -38,9 +34,7 @@ def test_it_drafts_and_the_output_is_the_same(llm: Any, demo_prompts: Prompts, p
     assert 0 <= drafted - told <= 6 * len(demo_prompts) and abs(confirmed - accepted) <= 6 * len(demo_prompts)
 
 
-def test_what_it_raises_costs_drafts_and_it_gets_another_chance(
-    llm: Any, demo_prompts: Prompts, plain_demo: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_raises_costs_drafts_and_it_gets_another_chance(llm, demo_prompts, plain_demo, monkeypatch):
     method, lengths = runner_of(llm).drafter.guarded.method, list[int]()
     assert isinstance(method, RepeatMethod)
     monkeypatch.setattr(method, "options", RepeatOptions(fail_every=2))

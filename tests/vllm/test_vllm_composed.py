@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from vllm_cases import MAX_MODEL_LEN, MIXED, greedily, metric
@@ -15,7 +11,7 @@ from layerskip_plugin.skip_set import SkipSet
 
 
 @pytest.fixture(scope="module")
-def llm(plain_demo: dict, demo_model: Path, demo_fingerprint: str, tmp_path_factory: Any) -> Iterator[Any]:
+def llm(plain_demo, demo_model, demo_fingerprint, tmp_path_factory):
     path = tmp_path_factory.mktemp("sets") / "some.json"
     SkipSet(30, frozenset({7, 12, 20, 29}), frozenset({5, 12, 24}), demo_fingerprint).save(path)
     config = {"method": "freedraft", "num_speculative_tokens": 5, "skip_set": str(path), "hardware": "cpu"}
@@ -24,20 +20,18 @@ def llm(plain_demo: dict, demo_model: Path, demo_fingerprint: str, tmp_path_fact
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_any_choice_leaves_the_output_alone(
-    llm: Any, plain_demo: dict, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_choice_leaves_the_output_alone(llm, plain_demo, batch, monkeypatch):
     coins, chosen = np.random.default_rng(batch), list[int]()
     method = runner_of(llm).drafter.guarded.method
     paying = method._rows_of_passes
 
-    def any_of(step: Any, draft: Any) -> Any:
+    def any_of(step, draft):
         _, rest = paying(step, draft)
         rows = np.flatnonzero((method.model.capacities(step) > 0) & (coins.random(step.batch_size) < 0.5))
         chosen.append(len(rows) if method.model.begin_round(pays=True) else 0)
         return rows[: chosen[-1]], rest
 
-    def counts() -> np.ndarray:
+    def counts():
         """[2, 2], what each part has drafted, and of that accepted."""
         metrics = [part.metrics for part in (method.host, method.model)]
         return np.array([[each.drafted._value.get(), each.accepted._value.get()] for each in metrics])

@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm_cases import MAX_MODEL_LEN, TOKENS, Prompts, generate, parameters
+from vllm_cases import MAX_MODEL_LEN, TOKENS, generate, parameters
 from vllm_engines import cramped, drafting_to_the_end, engine, runner_of, spied, verified
 
 from freedraft.draft import DraftBatch
 from layerskip_plugin.skip_set import SkipSet
 
 BLOCK, K = 32, 5
-Plain = dict[str, list[list[int]]]
 
 
 @pytest.fixture(scope="module")
-def layerskip(plain_demo: Plain, demo_model: Path, demo_fingerprint: str, tmp_path_factory: Any) -> Iterator[Any]:
+def layerskip(plain_demo, demo_model, demo_fingerprint, tmp_path_factory):
     """The engine under test, cramped, with two skip sets, the empty one first. It always drafts K tokens."""
     folder = tmp_path_factory.mktemp("skip_sets")
     SkipSet.empty(30, demo_fingerprint).save(folder / "empty.json")
     SkipSet(30, frozenset({7, 12, 20, 29}), frozenset({5, 12, 24}), demo_fingerprint).save(folder / "some.json")
-    given: dict[str, Any] = {"method": "layerskip", "num_speculative_tokens": K}
+    given = {"method": "layerskip", "num_speculative_tokens": K}
     given |= {"skip_set": [str(folder / "empty.json"), str(folder / "some.json")]}
     given |= {"lookahead": "confidence", "threshold": 0.0}
     cramped = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "max_num_batched_tokens": 160, "block_size": BLOCK}
@@ -35,13 +31,11 @@ def layerskip(plain_demo: Plain, demo_model: Path, demo_fingerprint: str, tmp_pa
         yield llm
 
 
-def skipping(name: str, max_tokens: int = TOKENS) -> Any:
+def skipping(name, max_tokens=TOKENS):
     return parameters(max_tokens, extra_args={"skip_set": name})
 
 
-def test_everything_is_accepted_when_nothing_is_skipped(
-    layerskip: Any, demo_prompts: Prompts, plain_demo: Plain
-) -> None:
+def test_everything_is_accepted_when_nothing_is_skipped(layerskip, demo_prompts, plain_demo):
     verdicts: list[tuple[int, int]] = []
     with spied(runner_of(layerskip).drafter, lambda step, drafts: verdicts.append(verified(step))):
         for start in range(0, 12, 4):
@@ -52,33 +46,27 @@ def test_everything_is_accepted_when_nothing_is_skipped(
     assert all(drafted == accepted for drafted, accepted in verdicts)
 
 
-def test_a_common_skip_set_with_chunked_prefill_and_preemption(
-    layerskip: Any, demo_prompts: Prompts, plain_demo: Plain
-) -> None:
+def test_a_common_skip_set_with_chunked_prefill_and_preemption(layerskip, demo_prompts, plain_demo):
     with cramped(layerskip, skip_sets=2):
         settings = [skipping(("empty", "some")[i % 2]) for i in range(len(demo_prompts))]
         assert generate(layerskip, demo_prompts, settings) == plain_demo["prompts"]
 
 
-def test_near_max_model_len_others_still_draft(
-    layerskip: Any, demo_prompts: Prompts, long_prompts: Prompts, plain_demo: Plain
-) -> None:
+def test_near_max_model_len_others_still_draft(layerskip, demo_prompts, long_prompts, plain_demo):
     with drafting_to_the_end(layerskip, MAX_MODEL_LEN, K):
         for index, long in enumerate(long_prompts):
             outputs = generate(layerskip, [long, demo_prompts[0]], skipping("some"))
             assert outputs == [plain_demo["long"][index], plain_demo["prompts"][0]]
 
 
-def test_slots_are_reserved_and_drafts_end_where_none_are(
-    layerskip: Any, demo_prompts: Prompts, plain_demo: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_are_reserved_and_drafts_end_where_none_are(layerskip, demo_prompts, plain_demo, monkeypatch):
     """With the scheduler's reserve every draft has its slots; without it drafts end at the last block of the row."""
     scheduler = layerskip.llm_engine.engine_core.engine_core.scheduler
     assert scheduler.num_lookahead_tokens == K
     proposer, capacities = runner_of(layerskip).drafter, list[int]()
     model = proposer.guarded.method._model
 
-    def record(step: Any, drafts: list[list[int]]) -> None:
+    def record(step, drafts):
         capacities.extend((model.capacities(step) - step.capacities).tolist())
         ends = step.contexts - 1 + np.array(list(map(len, drafts)), np.int32)
         table = step.engine.runner.input_batch.block_table[0]
@@ -96,7 +84,7 @@ def test_slots_are_reserved_and_drafts_end_where_none_are(
 class Pages:
     """The KV cache of all layers, looked at token by token."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner):
         self.runner = runner
         attention = [layer.self_attn.attn for layer in runner.model.model.layers]
         self.caches = [layer.kv_cache for layer in attention]
@@ -110,27 +98,25 @@ class Pages:
         self.places = torch.stack(places)
         assert sorted(self.places.flatten().tolist()) == [*range(self.caches[0][0].numel())]
 
-    def blocks(self, row: int) -> list[int]:
+    def blocks(self, row):
         table = self.runner.input_batch.block_table[0]
         return table.block_table.np[row, : table.num_blocks_per_row[row]].tolist()
 
-    def tokens(self, blocks: Any = slice(None)) -> torch.Tensor:
+    def tokens(self, blocks=slice(None)):
         """[blocks, BLOCK, ...], a copy of what each token has in all layers."""
         return torch.cat([cache[blocks].flatten(1)[:, self.places] for cache in self.caches], -1)
 
-    def digest(self, row: int, tokens: int) -> str:
+    def digest(self, row, tokens):
         """Of the KV of a row's first tokens."""
         kept = self.tokens(self.blocks(row)).flatten(0, 1)[:tokens]
         return hashlib.sha256(kept.numpy().tobytes()).hexdigest()
 
 
-def test_drafting_writes_reserved_slots_and_nothing_else(
-    layerskip: Any, demo_prompts: Prompts, plain_demo: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafting_writes_reserved_slots_and_nothing_else(layerskip, demo_prompts, plain_demo, monkeypatch):
     method, pages = runner_of(layerskip).drafter.guarded.method, Pages(runner_of(layerskip))
-    original, written, strays = method.draft, list[Any](), list[Any]()
+    original, written, strays = method.draft, [], []
 
-    def watched(step: Any) -> Any:
+    def watched(step):
         before = pages.tokens()
         drafts = original(step)
         allowed = set()
@@ -149,24 +135,22 @@ def test_drafting_writes_reserved_slots_and_nothing_else(
     assert len(written) > 4 * 16 / 2 and not strays
 
 
-def test_committed_pages_are_those_of_an_engine_that_does_not_draft(
-    layerskip: Any, demo_prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_committed_pages_are_those_of_an_engine_that_does_not_draft(layerskip, demo_prompts, monkeypatch):
     """The same drafts, once from draft passes and once out of the air, leave the same KV bit for bit."""
     proposer, pages = runner_of(layerskip).drafter, Pages(runner_of(layerskip))
     drafted: dict[bytes, list[int]] = {}
     digests: list[dict[bytes, str]] = [{}, {}]
 
-    def keys(step: Any) -> list[tuple[int, int, bytes]]:
+    def keys(step):
         rows, lengths = step.engine.rows.tolist(), step.contexts.tolist()
         return [(row, n, step.history(b).tobytes()) for b, (row, n) in enumerate(zip(rows, lengths, strict=True))]
 
-    def record(step: Any, drafts: list[list[int]]) -> None:
+    def record(step, drafts):
         for (row, n, key), draft in zip(keys(step), drafts, strict=True):
             drafted[key] = draft
             digests[0][key] = pages.digest(row, n - 1)
 
-    def replay(step: Any) -> DraftBatch:
+    def replay(step):
         drafts = DraftBatch.empty(step.batch_size, K + 1)
         drafts.tokens[:, 0], drafts.parents[:], drafts.scores[:] = step.roots, np.arange(-1, K), 1.0
         for b, (row, n, key) in enumerate(keys(step)):
@@ -184,7 +168,7 @@ def test_committed_pages_are_those_of_an_engine_that_does_not_draft(
     assert len(digests[0]) > 16 and digests[0] == digests[1]
 
 
-def test_requests_that_are_aborted_are_forgotten(layerskip: Any, demo_prompts: Prompts, plain_demo: Plain) -> None:
+def test_requests_that_are_aborted_are_forgotten(layerskip, demo_prompts, plain_demo):
     llm, finished = layerskip.llm_engine, dict[str, list[int]]()
     for index in range(3):
         llm.add_request(f"job-{index}", demo_prompts[index], skipping("some"))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from test_vllm_start import config_of, refusal
-from vllm_cases import PlainTiny, generate, parameters, save_tiny, token_prompts
+from vllm_cases import generate, parameters, save_tiny, token_prompts
 from vllm_engines import engine, runner_of, settle, spied, verified
 
 from freedraft.engines.vllm.guards import check_model
@@ -23,20 +21,20 @@ GOOD = {"method": "layerskip", "num_speculative_tokens": 3}
 PROMPTS = token_prompts([[5, 9, 17, 5, 9, 3], [7, 7, 2, 20, 11], [13, 4, 4, 4, 19, 8, 2], [21]])
 
 
-def skip_set_of(model: Path, folder: Path, attention: set[int], mlp: set[int], name: str = "set") -> str:
+def skip_set_of(model, folder, attention, mlp, name="set"):
     config = json.loads((model / "config.json").read_text())
     path = folder / f"{name}.json"
     SkipSet(config["num_hidden_layers"], frozenset(attention), frozenset(mlp), model_fingerprint(config)).save(path)
     return str(path)
 
 
-def skipping(*names: str, tokens: int = 40) -> list[Any]:
+def skipping(*names, tokens=40):
     """Parameters of requests with these skip sets."""
     given = {"ignore_eos": True, "detokenize": False}
     return [parameters(tokens, extra_args={"skip_set": name}, **given) for name in names]
 
 
-def answers(llm: Any, skip_set: str, tokens: int = 40) -> tuple[list[list[int]], int, int]:
+def answers(llm, skip_set, tokens=40):
     """Answers to PROMPTS, and how many drafts were verified and accepted."""
     verdicts = [(0, 0)]
     with spied(runner_of(llm).drafter, lambda step, drafts: verdicts.append(verified(step))):
@@ -45,7 +43,7 @@ def answers(llm: Any, skip_set: str, tokens: int = 40) -> tuple[list[list[int]],
     return found, drafted, accepted
 
 
-def check_drafts(model: Path, llm: Any) -> None:
+def check_drafts(model, llm):
     """Sets "empty" and "some" of an engine: all accepted, and the same output as without drafts."""
     plain = continuations(model, [prompt["prompt_token_ids"] for prompt in PROMPTS], 40)
     # 1 + 6 x 4 + 3 x 1 tokens and so on: no draft runs past the end of a request.
@@ -54,7 +52,7 @@ def check_drafts(model: Path, llm: Any) -> None:
     assert found == plain and 0 < accepted < drafted
 
 
-def sets(model: Path, folder: Path) -> dict[str, Any]:
+def sets(model, folder):
     paths = [
         skip_set_of(model, folder, set(), set(), "empty"),
         # Without attention the first layer begins with its MLP; without MLP the last one ends with its attention.
@@ -65,7 +63,7 @@ def sets(model: Path, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.extended
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Mistral"])
-def test_family(family: str, tmp_path: Path) -> None:
+def test_family(family, tmp_path):
     model = save_tiny(family, tmp_path / "model")
     record = tmp_path / "seen.npz"
     with engine(model, speculative_config=sets(model, tmp_path) | {"record": str(record)}, **SMALL) as llm:
@@ -77,7 +75,7 @@ def test_family(family: str, tmp_path: Path) -> None:
     assert (seen.top[:, 0] > 1 / 24).all() and (seen.entropy > 0).all()
 
 
-def test_compiled(tmp_path: Path) -> None:
+def test_compiled(tmp_path):
     """Two sets of one model get two compiled modules, and switching between them compiles nothing."""
     from torch._dynamo.utils import counters
 
@@ -92,7 +90,7 @@ def test_compiled(tmp_path: Path) -> None:
         assert counters["stats"]["unique_graphs"] == before
 
 
-def test_a_skip_set_of_another_model(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_skip_set_of_another_model(tiny_model, tmp_path):
     other = save_tiny("Qwen3", tmp_path / "other")
     message = refusal(tiny_model, GOOD | {"skip_set": skip_set_of(other, tmp_path, {1}, set())})
     assert "set.json" in message and "another model" in message
@@ -101,7 +99,7 @@ def test_a_skip_set_of_another_model(tiny_model: Path, tmp_path: Path) -> None:
     assert "3 layers" in message and "2" in message
 
 
-def test_an_architecture_without_such_layers(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_architecture_without_such_layers(tiny_model, tmp_path):
     from vllm.config import ModelConfig
 
     config = json.loads((tiny_model / "config.json").read_text())
@@ -113,15 +111,13 @@ def test_an_architecture_without_such_layers(tiny_model: Path, tmp_path: Path) -
     assert "LlamaForCausalLM" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_slots_are_reserved_for_this_method_only(tiny_model: Path) -> None:
+def test_slots_are_reserved_for_this_method_only(tiny_model):
     assert config_of(tiny_model, dict(GOOD)).num_lookahead_tokens == 3
     assert config_of(tiny_model, GOOD | {"method": "sssd"}).num_lookahead_tokens == 0
     assert config_of(tiny_model, None).num_lookahead_tokens == 0
 
 
-def test_targets_that_are_built_otherwise_than_their_name_says(
-    plain_tiny: PlainTiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_targets_that_are_built_otherwise_than_their_name_says(plain_tiny, monkeypatch):
     """A part too many, a norm that may hand over something else than a tensor, and no decoder."""
     from torch import nn
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import pytest
 from prometheus_client import REGISTRY
-from vllm_cases import PlainTiny, Prompts, parameters, tokens_of
+from vllm_cases import parameters, tokens_of
 from vllm_engines import engine, failures, runner_of, settle, spied
 
 from freedraft.tenants import tenant_key
@@ -20,18 +16,18 @@ from tests.support.waiting import wait_until
 TOKENS = 30
 
 
-def generate(llm: Any, prompts: Prompts, salt: str | None = None) -> list[list[int]]:
+def generate(llm, prompts, salt=None):
     given = [prompt | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
     outputs = llm.generate(given, parameters(TOKENS, ignore_eos=True, detokenize=False), use_tqdm=False)
     settle(llm)
     return tokens_of(outputs)
 
 
-def accepted(llm: Any, prompts: Prompts, salt: str | None = None) -> tuple[int, list[list[int]]]:
+def accepted(llm, prompts, salt=None):
     """Draft tokens accepted while these are answered, and the answers."""
     total = 0
 
-    def record(step: Any, drafts: list[list[int]]) -> None:
+    def record(step, drafts):
         nonlocal total
         total += int(step.accepted.sum())
 
@@ -40,17 +36,17 @@ def accepted(llm: Any, prompts: Prompts, salt: str | None = None) -> tuple[int, 
     return total, answers
 
 
-def learnt_by(method: Any, tenant: int) -> list[list[int]]:
+def learnt_by(method, tenant):
     return [text for run in method.live.tenants[tenant].all_runs for text in documents_of(run.sub)]
 
 
-def value(name: str, **labels: str) -> float:
+def value(name, **labels):
     found = REGISTRY.get_sample_value(f"freedraft_{name}", labels)
     assert found is not None, name
     return found
 
 
-def counters() -> dict[str, float]:
+def counters():
     """Counters add up over all engines of this process."""
     names = ["lookups", "live_documents", "live_inserted_tokens", "live_merges", "live_merge_seconds"]
     found = {name: value(f"{name}_total") for name in names}
@@ -58,19 +54,17 @@ def counters() -> dict[str, float]:
     return found | {f"{s} tokens": value("sourced_tokens_total", source=s) for s in (*SOURCES, "other")}
 
 
-def show(method: Any) -> None:
+def show(method):
     """Bring the live metrics up to date, which they are not at every request's end."""
     method.live_metrics._next = 0.0
     method.live_metrics.show(method.live)
 
 
-def gained(before: dict[str, float]) -> dict[str, float]:
+def gained(before):
     return {name: number - before[name] for name, number in counters().items()}
 
 
-def test_learns_from_what_it_said(
-    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_learns_from_what_it_said(tiny_model, plain_tiny, live_prompts, tmp_path, monkeypatch):
     prompts, plain = live_prompts, plain_tiny.answers
     monkeypatch.setattr(source_metrics, "EVERY", 1)
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4}
@@ -132,15 +126,13 @@ def test_learns_from_what_it_said(
         runner_of(llm).drafter.guarded.close()
 
 
-def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
-    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts
-) -> None:
+def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(tiny_model, plain_tiny, live_prompts):
     """vLLM's batch holds tokens of another request where a prompt has none."""
     import torch
     from transformers import AutoModelForCausalLM
 
     embedding = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).get_input_embeddings()
-    given: list[Any] = [dict(prompt) for prompt in live_prompts]
+    given = [dict(prompt) for prompt in live_prompts]
     for i in (1, 4):
         with torch.no_grad():
             given[i] = {"prompt_embeds": embedding(torch.tensor(live_prompts[i]["prompt_token_ids"]))}
@@ -151,7 +143,7 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
         proposer = runner_of(llm).drafter
         texts: set[tuple[int, ...]] = set()
 
-        def record(step: Any, drafts: list[list[int]]) -> None:
+        def record(step, drafts):
             texts.update(tuple(step.history(b).tolist()) for b in range(step.batch_size))
 
         with spied(proposer, record):
@@ -169,12 +161,12 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
         proposer.guarded.close()
 
 
-def test_what_stands_behind_a_stop_string_is_not_learnt(demo_model: Path) -> None:
+def test_what_stands_behind_a_stop_string_is_not_learnt(demo_model):
     method = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed", "live": True, "isolation": "shared"}
     with engine(demo_model, speculative_config=method, max_model_len=256, max_num_seqs=2) as llm:
         text = "Once upon a time, in a village by the sea, there lived"
 
-        def ask(**settings: Any) -> Any:
+        def ask(**settings):
             output = llm.generate(text, parameters(60, ignore_eos=True, **settings), use_tqdm=False)
             settle(llm)
             return output[0]

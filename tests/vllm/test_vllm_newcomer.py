@@ -20,7 +20,7 @@ PROMPT = "one two three four one two three four one two three four one two"
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(tmp_path_factory):
     """The python of an environment that has vLLM, as this one has, and no freedraft."""
     folder = tmp_path_factory.mktemp("existing")
     packages = folder / "packages"
@@ -36,12 +36,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def clean(**more: str) -> dict[str, str]:
+def clean(**more):
     return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VLLM_", "FREEDRAFT_"))} | more
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(REPOSITORY)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -50,16 +50,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def accepted(port: int) -> float:
+def accepted(port):
     page = get(port, "/metrics")
     return sum(map(float, re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", page, re.MULTILINE)))
 
 
 @pytest.mark.extended
-def test_four_commands(
-    environment: Path, wheel: Path, demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(*command: object) -> str:
+def test_four_commands(environment, wheel, demo_model, tmp_path, monkeypatch):
+    def run(*command):
         arguments = [str(part) for part in command]
         done = subprocess.run(arguments, cwd=tmp_path, env=clean(), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]

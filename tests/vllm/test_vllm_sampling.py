@@ -6,10 +6,6 @@ The model is random with a vocabulary of 24, so that an output of three tokens f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 from vllm_cases import (
@@ -17,7 +13,6 @@ from vllm_cases import (
     SAMPLES,
     SAMPLING_ENGINE,
     SETTINGS,
-    PlainTiny,
     generate,
     p_value,
     parameters,
@@ -33,7 +28,7 @@ K = 3
 
 
 @pytest.fixture(scope="module", params=["sssd", "layerskip"])
-def drafting(request: Any, plain_tiny: PlainTiny, tiny_model: Path, tmp_path_factory: Any) -> Iterator[Any]:
+def drafting(request, plain_tiny, tiny_model, tmp_path_factory):
     """An engine that drafts from a store that counts from 0 to 19, over and over; and one that skips layers, so that
     drafts are greedy. Depends on `plain_tiny` so that the engines do not exist at the same time."""
     folder = tmp_path_factory.mktemp("drafting")
@@ -47,14 +42,14 @@ def drafting(request: Any, plain_tiny: PlainTiny, tiny_model: Path, tmp_path_fac
         yield llm
 
 
-def test_the_test_can_tell_distributions_apart(plain_tiny: PlainTiny) -> None:
+def test_the_test_can_tell_distributions_apart(plain_tiny):
     first, second, *_ = (plain_tiny.sampled[setting] for setting in SETTINGS)
     assert p_value(first, second) < 1e-12
     assert p_value(first[::2], first[1::2]) > 1e-3
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_sampled_output_has_the_engines_distribution(drafting: Any, plain_tiny: PlainTiny, setting: tuple) -> None:
+def test_sampled_output_has_the_engines_distribution(drafting, plain_tiny, setting):
     drafted, plain = list[int](), plain_tiny.sampled[setting]
     with spied(runner_of(drafting).drafter, lambda step, drafts: drafted.append(sum(map(len, drafts)))):
         sampled = sample(drafting, setting)
@@ -63,7 +58,7 @@ def test_sampled_output_has_the_engines_distribution(drafting: Any, plain_tiny: 
 
 
 @pytest.mark.parametrize("drafting", ["sssd"], indirect=True)
-def test_the_engine_drafts_from_the_store(drafting: Any) -> None:
+def test_the_engine_drafts_from_the_store(drafting):
     seen: list[list[int]] = []
     # No n-gram of the prompt comes again, so the draft can only be the store's.
     with spied(runner_of(drafting).drafter, lambda step, drafts: seen.extend(drafts)):
@@ -72,7 +67,7 @@ def test_the_engine_drafts_from_the_store(drafting: Any) -> None:
     assert seen and seen[0] == [6, 7, 8]
 
 
-def test_greedy_and_sampled_requests_in_one_batch(drafting: Any, plain_tiny: PlainTiny) -> None:
+def test_greedy_and_sampled_requests_in_one_batch(drafting, plain_tiny):
     greedy, warm = (parameters(4, temperature=t, ignore_eos=True, detokenize=False) for t in (0, 1.0))
     asked = token_prompts([SAMPLED_PROMPT] * SAMPLES), [greedy, warm] * (SAMPLES // 2)
     tokens = [*map(tuple, generate(drafting, *asked))]

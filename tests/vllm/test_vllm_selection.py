@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,22 +29,22 @@ MAX_MODEL_LEN = 384
 
 
 @pytest.fixture(scope="module")
-def prompts(demo_prompts: list) -> list[dict[str, list[int]]]:
+def prompts(demo_prompts):
     return [*demo_prompts[:5], *demo_prompts[12:]]
 
 
 @pytest.fixture(scope="module")
-def plain(plain_demo: dict[str, list[list[int]]]) -> list[list[int]]:
+def plain(plain_demo):
     answers = plain_demo["prompts"]
     return [*answers[:5], *answers[12:]]
 
 
-def generate(llm: Any, prompts: list) -> list[list[int]]:
+def generate(llm, prompts):
     return greedily(llm, prompts)
 
 
 @pytest.fixture(scope="module")
-def swift_engine(plain: list, demo_model: Path) -> Iterator[Any]:
+def swift_engine(plain, demo_model):
     """Searching for half of the time, so that a short test sees sets change."""
     given: dict[str, Any] = {"method": "layerskip", "num_speculative_tokens": K, "selection": "swift"}
     given |= {"search_share": 0.5, "lookahead": "confidence", "threshold": 0.0}
@@ -55,7 +54,7 @@ def swift_engine(plain: list, demo_model: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def selecting(llm: Any, selection: Any) -> Iterator[Any]:
+def selecting(llm, selection):
     """Another selection in the same engine, with its sets built as at the start."""
     method = runner_of(llm).drafter.guarded.method
     with pytest.MonkeyPatch.context() as patch:
@@ -69,14 +68,14 @@ def selecting(llm: Any, selection: Any) -> Iterator[Any]:
     build_all(method)
 
 
-def build_all(method: Any) -> None:
+def build_all(method):
     method.draft_passes.clear()
     method.recipes.use(method.selection.sets.values())
     for skip_set in method.selection.sets.values():
         method.build(skip_set, optimize=False)
 
 
-def kept_sublayers(method: Any) -> int:
+def kept_sublayers(method):
     """Of the only draft pass."""
     (draft_pass,) = method.draft_passes.values()
     return len(draft_pass.layers.sublayers)
@@ -103,12 +102,12 @@ def test_swift_searches_while_it_serves(swift_engine: Any, prompts: list, plain:
 class Reading(HostModel):
     """The model on the host, whose drafted tokens read the whole model's KV of themselves too, as `SetScores` do."""
 
-    def attend(self, text: Any, layer: int, q: Any, past: Any, near_k: Any, near_v: Any) -> Any:
+    def attend(self, text, layer, q, past, near_k, near_v):
         own = [kv[layer][:, past].transpose(0, 1)[:, None] for kv in (text.keys, text.values)]
         return super().attend(text, layer, q, past, *own)
 
 
-def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prompts: list, plain: list) -> None:
+def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine, prompts, plain):
     """Scores are what the model says by itself, one for the whole model, and the KV cache stays as it is."""
     proposer = runner_of(swift_engine).drafter
     scores, backbone = proposer.guarded.method._scorer, proposer.draft_model.backbone
@@ -122,7 +121,7 @@ def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prom
     found: list[np.ndarray] = []
     texts: list[list[int]] = []
 
-    def look(step: Any, drafts: list[list[int]]) -> None:
+    def look(step, drafts):
         if len(found) < 4 and scores.observe(step):
             before = [layer.kv_cache.clone() for layer in attention]
             found.append(scores(recipes))
@@ -145,7 +144,7 @@ def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prom
     assert 0.1 < np.mean(found, 0)[1:].max() < 0.97
 
 
-def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: list, plain: list) -> None:
+def test_knapspec_searches_as_the_reference_does(swift_engine, prompts, plain):
     """Sublayer by sublayer over the engine's own modules: the sets that the model by itself comes to. Drafts that cost
     next to nothing, so that some are found to pay, and are drafted with."""
     proposer = runner_of(swift_engine).drafter
@@ -155,7 +154,7 @@ def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: lis
     found: list[tuple[list[int], list[SkipSet]]] = []
     attention = [layer.self_attn.attn for layer in proposer.draft_model.backbone.layers]
 
-    def propose(weights: tuple[int, int], most: int, base: SkipSet) -> list[SkipSet]:
+    def propose(weights, most, base):
         before = [layer.kv_cache.clone() for layer in attention]
         survivors = scorer.run_sublayers(lambda embedded, run: search(embedded, run, 2 * LAYERS, weights, most))
         assert all(bool((old == layer.kv_cache).all()) for old, layer in zip(before, attention, strict=True))
@@ -163,7 +162,7 @@ def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: lis
         found.append((list(text), sets))
         return sets
 
-    def observe(step: Any) -> bool:
+    def observe(step):
         able = type(scorer).observe(scorer, step)
         if able:
             histories = [step.history(b) for b in range(step.batch_size)]
@@ -190,14 +189,14 @@ def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: lis
         assert np.mean(same) > 0.8, "beyond what rounding turns"
 
 
-def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts: list, plain: list) -> None:
+def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine, prompts, plain):
     """Anchors made of the very states that the engine shows: chats here, texts there, each with a set of its own."""
     seen: dict[str, np.ndarray] = {}
 
     class Listening(Static):
         needs_prompt_states = True
 
-        def set_prompt_state(self, request_id: str, state: Any) -> None:
+        def set_prompt_state(self, request_id, state):
             seen[request_id] = state
 
     with selecting(swift_engine, Listening({"a": SkipSet.empty(LAYERS), "b": SkipSet.empty(LAYERS)})):
@@ -223,7 +222,7 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts
         names = list(method.selection.sets)
         assert names == ["all domains", "chat", "text"]
 
-        def record(step: Any, drafts: list[list[int]]) -> None:
+        def record(step, drafts):
             chosen = method.selection.choose(step.request_ids, step.contexts)
             routed.update(zip(step.request_ids, chosen, strict=True))
             mixed.append(len(set(chosen)))
@@ -240,11 +239,11 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts
     assert max(mixed) > 1, "two domains were never in one batch: the test does not test that"
 
 
-def test_files_of_another_machine_stop_the_start(demo_fingerprint: str, demo_model: Path, tmp_path: Path) -> None:
+def test_files_of_another_machine_stop_the_start(demo_fingerprint, demo_model, tmp_path):
     """What else is refused: `tests/layerskip/test_layerskip_options.py`."""
     from vllm.engine.arg_utils import EngineArgs
 
-    def start(where: str) -> None:
+    def start(where):
         path = tmp_path / "plan.json"
         Plan((64,), (Choice(SkipSet.of_sublayers([6], LAYERS, demo_fingerprint), 2, 1.0),), where).save(path, {})
         given = {"method": "layerskip", "num_speculative_tokens": K}

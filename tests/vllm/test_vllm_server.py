@@ -7,33 +7,30 @@ import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm_cases import SAMPLED
-from vllm_server import Server, clients_that_go_away, get, server_of, serving
+from vllm_server import clients_that_go_away, get, server_of, serving
 
 from bench.lib.servers import MODEL_NAME
 from tests.support.prompts import SHORT
 
 
 @pytest.fixture(scope="module")
-def server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(demo_model, tmp_path_factory):
     speculative = {"method": "sssd", "num_speculative_tokens": 8, "knee": 24, "live": True}
     with serving(demo_model, tmp_path_factory.mktemp("server"), speculative) as made:
         yield made
 
 
-def test_eight_clients_with_aborts_lose_nothing_and_leak_nothing(server: Server) -> None:
+def test_eight_clients_with_aborts_lose_nothing_and_leak_nothing(server):
     clients_that_go_away(server, SHORT[:4])
 
 
-def accepted(server: Server, salt: str | None, **sampling: Any) -> tuple[int, list[int]]:
+def accepted(server, salt, **sampling):
     """Draft tokens accepted of one answer to a client that sends this salt, and its tokens; greedy by default."""
 
-    def total() -> float:
+    def total():
         name = "vllm:spec_decode_num_accepted_tokens_total{"
         return sum(float(line.split()[-1]) for line in get(server.port, "/metrics").splitlines() if name in line)
 
@@ -48,7 +45,7 @@ def accepted(server: Server, salt: str | None, **sampling: Any) -> tuple[int, li
     return int(total() - before), answer["choices"][0]["token_ids"]
 
 
-def test_clients_draft_from_texts_of_their_salt_only(server: Server) -> None:
+def test_clients_draft_from_texts_of_their_salt_only(server):
     """Those without one from one another's."""
     salts = ("one", None, "two", "one", None, "three")
     one, none, two, one_again, none_again, three = (accepted(server, salt)[0] for salt in salts)
@@ -57,13 +54,13 @@ def test_clients_draft_from_texts_of_their_salt_only(server: Server) -> None:
     assert min(one_again, none_again) > one + 20
 
 
-def test_a_seed_gives_plains_answer_while_the_server_learns(server: Server, plain_demo: dict) -> None:
+def test_a_seed_gives_plains_answer_while_the_server_learns(server, plain_demo):
     counts, answers = zip(*(accepted(server, "seeds", **SAMPLED) for _ in range(4)), strict=True)
     assert list(answers) == plain_demo["sampled"] * 4
     assert min(counts[1:]) > counts[0] + 20, "nothing was learnt: the test does not test that"
 
 
-def test_metrics_are_true_where_they_are_shown(server: Server) -> None:
+def test_metrics_are_true_where_they_are_shown(server):
     """The page of the API server, which drafts nothing, has none of ours; `freedraft top` reads the drafter's."""
     assert "freedraft_" not in get(server.port, "/metrics")
     command = [sys.executable, "-m", "freedraft.cli", "top", str(server.drafters[0]), "--once"]
@@ -75,7 +72,7 @@ def test_metrics_are_true_where_they_are_shown(server: Server) -> None:
     assert "accepted tokens, from" in done.stdout
 
 
-def test_the_log_says_so_once_and_nothing_per_step(server: Server) -> None:
+def test_the_log_says_so_once_and_nothing_per_step(server):
     lines = [line for line in server.log.read_text().splitlines() if re.match(r"freedraft[\w.]* ", line)]
     assert sum("sssd drafts up to 8 tokens per request" in line for line in lines) == 1
     assert sum("method 'sssd': vLLM" in line and "attention CPU_ATTN" in line for line in lines) == 1
@@ -90,7 +87,7 @@ def test_the_log_says_so_once_and_nothing_per_step(server: Server) -> None:
         pytest.param({"datastore": "/no/such/store"}, ["/no/such/store"], marks=pytest.mark.extended),
     ],
 )
-def test_a_bad_option_stops_the_server_with_one_line(demo_model: Path, tmp_path: Path, option: dict, words: list[str]):
+def test_a_bad_option_stops_the_server_with_one_line(demo_model, tmp_path, option, words):
     server = server_of(demo_model, tmp_path / "log", {"method": "sssd", "num_speculative_tokens": 8} | option)
     result = subprocess.run(server.command, env=server.env, capture_output=True, text=True, timeout=300)
     assert result.returncode != 0 and "Traceback" not in result.stderr

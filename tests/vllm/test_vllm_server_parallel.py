@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from vllm_server import clients_that_go_away, complete, metric, metrics, serving
@@ -21,12 +20,12 @@ pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 
 @pytest.fixture(scope="module")
-def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(demo_model, tmp_path_factory):
     return save(tiny_model(seed=7, **SHAPE), tmp_path_factory.mktemp("model"), demo_model)
 
 
 @pytest.mark.extended
-def test_two_tensor_parallel_ranks(model: Path, tmp_path: Path) -> None:
+def test_two_tensor_parallel_ranks(model, tmp_path):
     ranks = ("--tensor-parallel-size", "2")
     with serving(model, tmp_path, SSSD, *ranks, **ONE_CORE_EACH) as server:
         clients_that_go_away(server, SHORT[:4])
@@ -34,7 +33,7 @@ def test_two_tensor_parallel_ranks(model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_two_data_parallel_replicas(model: Path, tmp_path: Path) -> None:
+def test_two_data_parallel_replicas(model, tmp_path):
     """Each serves its metrics at a port of its own and learns, into one folder."""
     replicas = ("--data-parallel-size", "2")
     speculative = SSSD | {"datastore": str(tmp_path / "store")}

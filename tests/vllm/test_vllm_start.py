@@ -7,9 +7,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,14 +24,14 @@ DECODE_PARALLEL = {"decode_context_parallel_size": 2, "tensor_parallel_size": 2}
 KV_TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
-def config_of(model: Path, speculative_config: dict[str, Any] | None, **arguments: Any) -> Any:
+def config_of(model, speculative_config, **arguments):
     from vllm import EngineArgs
 
     arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "enforce_eager": True} | arguments
     return EngineArgs(model=str(model), speculative_config=speculative_config, **arguments).create_engine_config()
 
 
-def refusal(model: Path, speculative_config: dict[str, Any], **arguments: Any) -> str:
+def refusal(model, speculative_config, **arguments):
     with pytest.raises(ConfigError) as error:
         config_of(model, speculative_config, **arguments)
     message = str(error.value)
@@ -42,10 +40,10 @@ def refusal(model: Path, speculative_config: dict[str, Any], **arguments: Any) -
 
 
 @pytest.fixture
-def line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+def line(monkeypatch, caplog):
     """Gives the only line that we have logged."""
 
-    def logged() -> str:
+    def logged():
         (line,) = (each.getMessage() for each in caplog.records if each.name.startswith("freedraft"))
         assert "\n" not in line
         return line
@@ -55,11 +53,11 @@ def line(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> C
     return logged
 
 
-def test_all_hooks_are_there() -> None:
+def test_all_hooks_are_there():
     assert check(HOOKS + MODEL_HOOKS + OPTIONAL_HOOKS) == []
 
 
-def installed_source(change: Callable[[str, str], str]) -> Any:
+def installed_source(change):
     """vLLM's own files, each with a change."""
     from importlib.util import find_spec
 
@@ -69,7 +67,7 @@ def installed_source(change: Callable[[str, str], str]) -> Any:
     return Source(lambda path: change(path, (root / path).read_text()) if (root / path).is_file() else None, ())
 
 
-def test_the_source_tells_what_the_installed_engine_tells() -> None:
+def test_the_source_tells_what_the_installed_engine_tells():
     """As `bench.versions` reads wheels that are not installed."""
     from bench.versions import parts
 
@@ -93,11 +91,11 @@ def test_the_source_tells_what_the_installed_engine_tells() -> None:
         ("model_runner", "GPUModelRunner has no fast_prefill"),
     ],
 )
-def test_doctor_knows_what_is_read_of_model_runner_v2(module: str, said: str) -> None:
+def test_doctor_knows_what_is_read_of_model_runner_v2(module, said):
     """In vLLM's own files, in which this attribute has another name."""
     name = said.split()[-1]
 
-    def renamed(path: str, text: str) -> str:
+    def renamed(path, text):
         changed = path == f"vllm/v1/worker/gpu/{module}.py"
         return re.sub(rf"\bself\.{name}\b", "self.renamed", text) if changed else text
 
@@ -105,9 +103,7 @@ def test_doctor_knows_what_is_read_of_model_runner_v2(module: str, said: str) ->
     assert any(said in (source.problem(hook) or "") for hook in OPTIONAL_HOOKS)
 
 
-def test_layers_that_are_skipped_are_not_compiled_ahead_of_time(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_are_skipped_are_not_compiled_ahead_of_time(tiny_model, monkeypatch):
     """Their passes have the target's weights. Before vLLM 0.33 only the environment says so, for all modules."""
     from vllm import envs
 
@@ -124,7 +120,7 @@ def test_layers_that_are_skipped_are_not_compiled_ahead_of_time(
     assert envs.VLLM_USE_AOT_COMPILE, "where the user says so"
 
 
-def test_the_method_is_rewritten_and_options_travel(tiny_model: Path) -> None:
+def test_the_method_is_rewritten_and_options_travel(tiny_model):
     given = GOOD | {"knee": 11, "min-score": 0.25}
     config = config_of(tiny_model, copy.deepcopy(given))
     assert config.speculative_config.method == "custom_class"
@@ -136,7 +132,7 @@ def test_the_method_is_rewritten_and_options_travel(tiny_model: Path) -> None:
     assert config.compute_hash() == config_of(tiny_model, GOOD | {"metrics_port": 4711}).compute_hash()
 
 
-def test_one_line_says_what_decides_the_speed(tiny_model: Path) -> None:
+def test_one_line_says_what_decides_the_speed(tiny_model):
     config = config_of(tiny_model, GOOD, tensor_parallel_size=2, enforce_eager=True)
     line = start_line(config, "sssd", v2=False)
     said = ["method 'sssd'", methods.vllm_version(), "runner V1", "async scheduling off", "CUDA graphs NONE",
@@ -146,13 +142,13 @@ def test_one_line_says_what_decides_the_speed(tiny_model: Path) -> None:
     assert "8 from 1 on, 0 from 9 on" in start_line(config, "sssd", v2=True)
 
 
-def test_full_graphs_for_every_step_where_attention_allows_it(tiny_model: Path) -> None:
+def test_full_graphs_for_every_step_where_attention_allows_it(tiny_model):
     from vllm.config import CompilationConfig, CUDAGraphMode
     from vllm.v1.attention.backend import AttentionCGSupport
 
     from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
 
-    def resolved(given: str, support: AttentionCGSupport, *, preferred: bool) -> str:
+    def resolved(given, support, *, preferred):
         config = CompilationConfig(mode=3, cudagraph_mode=given, cudagraph_capture_sizes=[9, 18])
         config.max_cudagraph_capture_size = 18
         config.set_splitting_ops_for_v1("", data_parallel_size=1)
@@ -171,7 +167,7 @@ def test_full_graphs_for_every_step_where_attention_allows_it(tiny_model: Path) 
     assert methods.configured(chosen).graph_mode_given
 
 
-def test_the_short_flags(tiny_model: Path) -> None:
+def test_the_short_flags(tiny_model):
     config = config_of(tiny_model, None, spec_method="sssd", spec_tokens=5)
     assert config.speculative_config.method == "custom_class"
     assert config.speculative_config.num_speculative_tokens == 5
@@ -179,7 +175,7 @@ def test_the_short_flags(tiny_model: Path) -> None:
     assert "--spec-model" in refusal(tiny_model, dict(GOOD), spec_model="x")
 
 
-def test_a_runner_that_the_method_cannot_have(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_that_the_method_cannot_have(tiny_model, monkeypatch):
     message = refusal(tiny_model, GOOD, async_scheduling=True)
     assert "'sssd'" in message and "--async-scheduling" in message and "custom_class" not in message
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -193,7 +189,7 @@ def test_a_runner_that_the_method_cannot_have(tiny_model: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def as_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_with_triton(monkeypatch):
     """What vLLM decides on a GPU: there is Triton, and nobody says which model runner is to serve."""
     from vllm import triton_utils
     from vllm.config import vllm as vllm_config
@@ -210,14 +206,7 @@ def as_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"selection": "knapsack"}, ["'knapsack' searches", "set 'selection_file'"]),
     ],
 )
-def test_options_that_need_times_are_served_by_the_first_runner(
-    tiny_model: Path,
-    as_with_triton: None,
-    monkeypatch: pytest.MonkeyPatch,
-    line: Callable[[], str],
-    options: dict[str, Any],
-    words: list[str],
-) -> None:
+def test_options_that_need_times_are_served_by_v1(tiny_model, as_with_triton, monkeypatch, line, options, words):
     config = config_of(tiny_model, SKIPPING | {"window": 512})
     assert config.use_v2_model_runner and config.speculative_config.method == methods.V2_METHOD
     config = config_of(tiny_model, SKIPPING | options)
@@ -229,7 +218,7 @@ def test_options_that_need_times_are_served_by_the_first_runner(
 
 
 @pytest.mark.parametrize("given", [SKIPPING, BOTH])
-def test_a_window_below_the_page_that_vllm_chooses(tiny_model: Path, given: dict[str, Any]) -> None:
+def test_a_window_below_the_page_that_vllm_chooses(tiny_model, given):
     message = refusal(tiny_model, given | {"window": 64})
     assert all(words in message for words in (f"'{given['method']}'", "'window' is 64 tokens", "set 128 or more"))
     assert config_of(tiny_model, given | {"window": 64}, block_size=64).cache_config.block_size == 64
@@ -251,7 +240,7 @@ def test_a_window_below_the_page_that_vllm_chooses(tiny_model: Path, given: dict
         ("layerskip", {"offload_backend": "prefetch"}, "--offload-group-size"),
     ],
 )
-def test_engines_that_are_refused(tiny_model: Path, method: str, arguments: dict[str, Any], words: str) -> None:
+def test_engines_that_are_refused(tiny_model, method, arguments, words):
     if "kv_transfer_config" in arguments:
         from vllm.config import KVTransferConfig
 
@@ -260,9 +249,7 @@ def test_engines_that_are_refused(tiny_model: Path, method: str, arguments: dict
     assert words in message and (f"'{method}'" in message or method == "layerskip")
 
 
-def test_recurrent_layers_are_served_by_the_second_runner_only(
-    tiny_model: Path, tmp_path: Path, as_with_triton: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recurrent_layers_are_served_by_the_second_runner_only(tiny_model, tmp_path, as_with_triton, monkeypatch):
     from transformers import FalconH1Config
 
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 24, "head_dim": 32}
@@ -276,7 +263,7 @@ def test_recurrent_layers_are_served_by_the_second_runner_only(
     assert config_of(tiny_model, GOOD).speculative_config.method == "custom_class"
 
 
-def test_replicas_that_share_experts_draft_one_length(tiny_model: Path, tmp_path: Path) -> None:
+def test_replicas_that_share_experts_draft_one_length(tiny_model, tmp_path):
     from transformers import MixtralConfig
 
     from freedraft.cost.controller import make_controller
@@ -293,9 +280,7 @@ def test_replicas_that_share_experts_draft_one_length(tiny_model: Path, tmp_path
 
 
 @pytest.mark.parametrize("policy", ["auto", "knee"])
-def test_replicas_of_a_dense_model_draft_by_batch_size(
-    tiny_model: Path, as_with_triton: None, monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
+def test_replicas_of_a_dense_model_draft_by_batch_size(tiny_model, as_with_triton, monkeypatch, policy):
     """On model runner V2, where vLLM takes lengths by batch size away from all replicas."""
     from vllm.config import VllmConfig
 
@@ -324,7 +309,7 @@ def test_replicas_of_a_dense_model_draft_by_batch_size(
     assert context_of_engine(two, v2_lengths=(8,)).lengths == (8,)
 
 
-def test_other_methods_are_left_alone(tiny_model: Path) -> None:
+def test_other_methods_are_left_alone(tiny_model):
     assert config_of(tiny_model, None).speculative_config is None
     config = config_of(tiny_model, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
     assert config.speculative_config.method == "ngram"
@@ -354,12 +339,12 @@ def test_other_methods_are_left_alone(tiny_model: Path) -> None:
         ({"datastore": "/no/such/store"}, ["/no/such/store"]),
     ],
 )
-def test_bad_input_stops_the_start_with_one_line(tiny_model: Path, change: dict[str, Any], words: list[str]) -> None:
+def test_bad_input_stops_the_start_with_one_line(tiny_model, change, words):
     message = refusal(tiny_model, change if "method" in change else GOOD | change)
     assert all(word in message for word in words)
 
 
-def test_a_store_of_another_tokenizer(demo_model: Path, tmp_path: Path) -> None:
+def test_a_store_of_another_tokenizer(demo_model, tmp_path):
     import numpy as np
 
     from sssd_plugin.datastore.build.builder import StoreBuilder
@@ -377,9 +362,7 @@ def test_a_store_of_another_tokenizer(demo_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["propose_draft_token_ids", "_update_states"])
-def test_a_renamed_hook_leaves_the_engine_running_without_us(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, line: Callable[[], str], name: str
-) -> None:
+def test_a_renamed_hook_leaves_the_engine_running_without_us(tiny_model, monkeypatch, line, name):
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     monkeypatch.setattr(GPUModelRunner, "renamed", getattr(GPUModelRunner, name), raising=False)
@@ -389,9 +372,7 @@ def test_a_renamed_hook_leaves_the_engine_running_without_us(
     assert all(words in line() for words in said)
 
 
-def test_without_the_configuration_hook_nothing_is_registered(
-    monkeypatch: pytest.MonkeyPatch, line: Callable[[], str]
-) -> None:
+def test_without_the_configuration_hook_nothing_is_registered(monkeypatch, line):
     from vllm.engine.arg_utils import EngineArgs
 
     from sssd_plugin.method import SPEC
@@ -402,13 +383,13 @@ def test_without_the_configuration_hook_nothing_is_registered(
     assert "create_speculative_config is missing" in line() and "freedraft doctor" in line()
 
 
-def test_the_front_end_does_not_initialise_cuda(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_front_end_does_not_initialise_cuda(tiny_model, monkeypatch):
     """vLLM would then have to spawn its engine where it forks."""
     import torch
 
     from freedraft.engines.vllm import context
 
-    def initialise(*args: Any) -> str:
+    def initialise(*args):
         raise AssertionError("CUDA is initialised")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -418,7 +399,7 @@ def test_the_front_end_does_not_initialise_cuda(tiny_model: Path, monkeypatch: p
     assert methods.configured(made).name == "sssd"
 
 
-def test_without_the_fix_vllm_cannot_replace_kernels_once_numba_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_fix_vllm_cannot_replace_kernels_once_numba_is_loaded(monkeypatch):
     import llvmlite.binding  # noqa: F401
     from vllm.triton_utils import dispatcher
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm_cases import save_sets
@@ -25,11 +24,11 @@ two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return save(tiny_model(seed=7, **SHAPE), tmp_path_factory.mktemp("ranks"))
 
 
-def run(model: Path, ranks: int, changed: dict[str, str], **given: Any) -> subprocess.CompletedProcess[str]:
+def run(model, ranks, changed, **given):
     """ranks.py in an environment with these changes."""
     binding = "|".join(map(str, CORES[:ranks]))
     environment = {name: value for name, value in os.environ.items() if name != "VLLM_ENABLE_V1_MULTIPROCESSING"}
@@ -41,7 +40,7 @@ def run(model: Path, ranks: int, changed: dict[str, str], **given: Any) -> subpr
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
 
 
-def answers(model: Path, ranks: int, changed: dict[str, str], **given: Any) -> dict[str, Any]:
+def answers(model, ranks, changed, **given):
     done = run(model, ranks, changed, **given)
     assert done.returncode == 0, (done.stdout + done.stderr)[-20000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"answers"')]  # engines log there, too
@@ -49,7 +48,7 @@ def answers(model: Path, ranks: int, changed: dict[str, str], **given: Any) -> d
 
 
 @pytest.fixture(scope="module")
-def plain(model: Path) -> list[list[int]]:
+def plain(model):
     (first, again) = answers(model, 1, {})["answers"]
     assert first == again
     return first
@@ -66,7 +65,7 @@ TREES = INTERPRETED | {"INTERPRETED_ATTENTION": "triton"}
     [{}, *(pytest.param(changed, marks=pytest.mark.extended) for changed in (INTERPRETED, TREES))],
     ids=["V1", "V2", "V2, trees"],
 )
-def test_two_ranks_answer_as_one_does_plainly(model: Path, plain: list[list[int]], changed: dict[str, str]) -> None:
+def test_two_ranks_answer_as_one_does_plainly(model, plain, changed):
     if changed:
         pytest.importorskip("triton")
     found = answers(model, 2, changed, speculative_config=SSSD)
@@ -76,7 +75,7 @@ def test_two_ranks_answer_as_one_does_plainly(model: Path, plain: list[list[int]
 
 @pytest.mark.extended
 @two_cores
-def test_two_ranks_draw_as_one_does_plainly(model: Path) -> None:
+def test_two_ranks_draw_as_one_does_plainly(model):
     plain = answers(model, 1, {}, temperature=0.7)["answers"]
     found = answers(model, 2, {}, temperature=0.7, speculative_config=SSSD)
     assert found["answers"] == plain
@@ -84,7 +83,7 @@ def test_two_ranks_draw_as_one_does_plainly(model: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def layerskip(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def layerskip(model, tmp_path_factory):
     """A method whose first set skips nothing, which some requests get, and whose second one something."""
     sets = save_sets(model, tmp_path_factory.mktemp("skip_sets"), empty=(set(), set()), some=({0}, {1}))
     return {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed", "skip_set": sets}
@@ -102,9 +101,7 @@ def layerskip(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     ],
     ids=["V1", "V2", "a rank that fails", "a rank without a draft model"],
 )
-def test_two_ranks_do_the_same_draft_passes(
-    model: Path, plain: list[list[int]], layerskip: dict[str, Any], changed: dict[str, str], accepted: Any
-) -> None:
+def test_two_ranks_do_the_same_draft_passes(model, plain, layerskip, changed, accepted):
     """Without skipping anything both ranks draft what both verify; a rank that cannot ends drafting for a while, and
     one without a draft model for all."""
     if "VLLM_USE_V2_MODEL_RUNNER" in changed:
@@ -118,9 +115,7 @@ def test_two_ranks_do_the_same_draft_passes(
 @pytest.mark.extended
 @two_cores
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(
-    model: Path, layerskip: dict[str, Any], rank: int
-) -> None:
+def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(model, layerskip, rank):
     """The others wait for it in the layers; what it would send next, they would take for a part of the pass."""
     done = run(model, 2, {"FAILING": f"pass 7 {rank}"}, speculative_config=layerskip)
     log = done.stdout + done.stderr
@@ -128,7 +123,7 @@ def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(
     assert log.count("this rank failed in the midst of a draft pass") >= 1
 
 
-def test_a_search_on_several_ranks_is_refused(model: Path) -> None:
+def test_a_search_on_several_ranks_is_refused(model):
     from vllm.engine.arg_utils import EngineArgs
 
     given = {"method": "layerskip", "num_speculative_tokens": 3, "selection": "swift"}

@@ -10,12 +10,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm_cases import TINY, PlainTiny, Prompts, alone, greedy_case, recycled, save_sets, seeded_case, token_prompts
+from vllm_cases import TINY, alone, greedy_case, recycled, save_sets, seeded_case, token_prompts
 
 from freedraft.step import EngineContext
 from tests.support import prompts as texts
@@ -31,12 +30,12 @@ CRAMPED = {"num_gpu_blocks_override": 9, "block_size": 32}
 SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True}
 
 
-def serve(model: Path, timeout: float = 840, attention: str = "", **given: Any) -> dict[str, Any]:
-    said: dict[str, Any] = run("serve.py", model, given, timeout, attention)
+def serve(model, timeout=840, attention="", **given):
+    said = run("serve.py", model, given, timeout, attention)
     return said
 
 
-def run(script: str, model: Path, given: Any, timeout: float = 840, attention: str = "", v2: bool = True) -> Any:
+def run(script, model, given, timeout=840, attention="", v2=True):
     """What a script of `v2_interpreted` says, on its last line, of a model and of what it is given."""
     pytest.importorskip("triton")
     environment = os.environ | {
@@ -53,7 +52,7 @@ def run(script: str, model: Path, given: Any, timeout: float = 840, attention: s
 
 
 @pytest.fixture(scope="module")
-def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> dict[str, Any]:
+def served(tiny_model, plain_tiny, live_prompts):
     """What an engine with too little room for all requests says, which is asked one case after the other."""
     long = token_prompts([3 * prompt["prompt_token_ids"] for prompt in live_prompts[:2]])
     cases = {name: greedy_case(live_prompts) for name in ("greedy", "again")}
@@ -68,21 +67,21 @@ def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> di
 
 @pytest.mark.extended
 @pytest.mark.parametrize("v2", [True, False])
-def test_an_engine_that_has_ended_leaves_no_model(tiny_model: Path, tmp_path: Path, v2: bool) -> None:
+def test_an_engine_that_has_ended_leaves_no_model(tiny_model, tmp_path, v2):
     """In a process that goes on, as notebooks and trainers do; without speculation, too."""
     (file,) = save_sets(tiny_model, tmp_path, skip=({1}, set()))
     skipping = {"method": "layerskip", "num_speculative_tokens": 2, "skip_set": file, "lookahead": "fixed"}
     assert run("end.py", tiny_model, [None, skipping], v2=v2) == [True, True]
 
 
-def test_all_draft_lengths_have_graphs_however_few_requests_there_are() -> None:
+def test_all_draft_lengths_have_graphs_however_few_requests_there_are():
     """By vLLM's own function, of the sizes of graphs; a user's table ends with the largest batch."""
     pytest.importorskip("triton")
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     from freedraft.engines.vllm.v2.lengths import GraphLengths, whole_table
 
-    def lengths(table: list[tuple[int, int, int]]) -> set[int]:
+    def lengths(table):
         build = whole_table(build_dynamic_sd_schedule_lookup)
         return set(build(table, vllm_max_batch_size=2, vllm_num_speculative_tokens=8)[1:])
 
@@ -90,7 +89,7 @@ def test_all_draft_lengths_have_graphs_however_few_requests_there_are() -> None:
     assert lengths([(1, 2, 8), (3, 9, 4), (10, 20, 0)]) == {8}
 
 
-def test_steps_of_every_length_find_a_full_graph(tiny_model: Path) -> None:
+def test_steps_of_every_length_find_a_full_graph(tiny_model):
     """By vLLM's own lists and dispatch, where a graph of the step's length and LoRAs holds it."""
     pytest.importorskip("triton")
     from vllm.config import CUDAGraphMode
@@ -118,7 +117,7 @@ def test_steps_of_every_length_find_a_full_graph(tiny_model: Path) -> None:
     manager._init_candidates()
     graphs = [graph for graphs in manager._capture_descs.values() for graph in graphs]
 
-    def missed() -> int:
+    def missed():
         count = 0
         for length, batch, active in itertools.product(lengths, range(1, most + 1), loras):
             own = [g for g in graphs if (g.uniform_token_count, g.num_active_loras) == (1 + length, active)]
@@ -133,7 +132,7 @@ def test_steps_of_every_length_find_a_full_graph(tiny_model: Path) -> None:
     assert missed() == 0
 
 
-def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch):
     """And not that of placeholders, with which vLLM fills a step up."""
     pytest.importorskip("triton")
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
@@ -160,7 +159,7 @@ def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch: pytest
     assert states_by_id[c] == [7.0]
 
 
-def test_runs_there_with_async_scheduling(served: dict[str, Any]) -> None:
+def test_runs_there_with_async_scheduling(served):
     engine = served["engine"]
     assert engine["v2"] and engine["async"]
     assert not engine["failures"]
@@ -168,38 +167,36 @@ def test_runs_there_with_async_scheduling(served: dict[str, Any]) -> None:
     assert engine["drafted"] > 200 and 0 < engine["accepted"] < engine["drafted"]
 
 
-def test_no_step_waits_for_its_own_tokens(served: dict[str, Any]) -> None:
+def test_no_step_waits_for_its_own_tokens(served):
     """The one that verifies the drafts does, when it is ready but for them; what was said before has left by then."""
     early, waits = served["engine"]["waits"]
     assert early == 0 and waits > 50
 
 
-def test_nothing_is_drafted_for_requests_that_have_lost_their_slots(served: dict[str, Any]) -> None:
+def test_nothing_is_drafted_for_requests_that_have_lost_their_slots(served):
     """Between the launch of a step and its end, by aborts, preemption and their ends; nor are they observed."""
     gone, at_all = served["engine"]["gone"]
     assert gone == 0 and at_all > 100 and served["engine"]["left"] > 5
 
 
 @pytest.mark.parametrize("case", ["greedy", "again", "aborted"])
-def test_greedy_answers_are_the_models_own(served: dict[str, Any], plain_tiny: PlainTiny, case: str) -> None:
+def test_greedy_answers_are_the_models_own(served, plain_tiny, case):
     assert served[case] == plain_tiny.answers
 
 
-def test_requests_were_preempted_and_found_in_the_prefix_cache(served: dict[str, Any]) -> None:
+def test_requests_were_preempted_and_found_in_the_prefix_cache(served):
     assert served["engine"]["preempted"] > 0 and served["engine"]["cached"] > 0
     assert served["long"] == served["long again"]
 
 
-def test_a_seed_gives_the_tokens_of_an_engine_without_drafts(
-    served: dict[str, Any], plain_seeded: list[list[int]]
-) -> None:
+def test_a_seed_gives_the_tokens_of_an_engine_without_drafts(served, plain_seeded):
     assert served["seeded"] == served["seeded, aborted"] == plain_seeded
     assert served["seeded, alone"] == plain_seeded[2:3]
     drafted, accepted = served["engine"]["counts"]["seeded, aborted"]
     assert accepted > 10 and drafted - accepted > 10
 
 
-def test_requests_end_and_are_learnt_whole(served: dict[str, Any], plain_tiny: PlainTiny) -> None:
+def test_requests_end_and_are_learnt_whole(served, plain_tiny):
     engine = served["engine"]
     assert engine["held"] == [0, 0, 0]
     learnt = [document for tokens in engine["learnt"] for document in split(tokens)]
@@ -209,15 +206,13 @@ def test_requests_end_and_are_learnt_whole(served: dict[str, Any], plain_tiny: P
     assert 0 < engine["ours"][1] < engine["ours"][0]
 
 
-def test_logits_of_verified_drafts_are_recycled(
-    served: dict[str, Any], plain_tiny: PlainTiny, live_prompts: Prompts
-) -> None:
+def test_logits_of_verified_drafts_are_recycled(served, plain_tiny, live_prompts):
     """Rejected drafts say what would have followed them, too."""
     checked, said = recycled(served, plain_tiny, live_prompts)
     assert checked > 50 and said > 1.5 * checked
 
 
-def split(tokens: list[int]) -> list[list[int]]:
+def split(tokens):
     documents: list[list[int]] = [[]]
     for token in tokens:
         if token < 0:
@@ -228,7 +223,7 @@ def split(tokens: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.extended
-def test_draft_lengths_are_learnt_while_serving(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
+def test_draft_lengths_are_learnt_while_serving(tiny_model, plain_tiny, live_prompts):
     """vLLM's scheduler drafts what our worker has learnt; confidences go along, for adaptive verification. Requests
     that vLLM makes up to compile kernels teach nothing."""
     cases = {f"{i} at once": greedy_case(live_prompts[:i]) for i in (1, 2, len(live_prompts))}
@@ -253,14 +248,14 @@ def test_draft_lengths_are_learnt_while_serving(tiny_model: Path, plain_tiny: Pl
         assert not any(confidences[drafted:])
 
 
-def two_skip_sets(model: Path, folder: Path) -> dict[str, Any]:
+def two_skip_sets(model, folder):
     """Options of a method that skips nothing for some requests, and something for others."""
     sets = save_sets(model, folder, empty=(set(), set()), some=({0}, {1}))
     return {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed", "skip_set": sets}
 
 
 @pytest.fixture(scope="module")
-def skipped(tiny_model: Path, live_prompts: Prompts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def skipped(tiny_model, live_prompts, tmp_path_factory):
     """An engine with too little room for all requests, whose model drafts for itself, with two skip sets."""
     options = two_skip_sets(tiny_model, tmp_path_factory.mktemp("skip_sets"))
     cases = {name: greedy_case(live_prompts, skip_set=name) for name in ("empty", "some")}
@@ -268,7 +263,7 @@ def skipped(tiny_model: Path, live_prompts: Prompts, tmp_path_factory: pytest.Te
     return serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=16, **SMALL | CRAMPED)
 
 
-def test_layer_skipping_leaves_greedy_answers_alone(skipped: dict[str, Any], plain_tiny: PlainTiny) -> None:
+def test_layer_skipping_leaves_greedy_answers_alone(skipped, plain_tiny):
     for case in ("empty", "some", "aborted"):
         assert skipped[case] == plain_tiny.answers, case
     engine = skipped["engine"]
@@ -281,14 +276,12 @@ def test_layer_skipping_leaves_greedy_answers_alone(skipped: dict[str, Any], pla
     assert 0 < accepted < drafted
 
 
-def test_layer_skipping_leaves_the_tokens_of_a_seed_alone(
-    skipped: dict[str, Any], plain_seeded: list[list[int]]
-) -> None:
+def test_layer_skipping_leaves_the_tokens_of_a_seed_alone(skipped, plain_seeded):
     assert skipped["seeded"] == plain_seeded
 
 
 @pytest.mark.extended
-def test_recurrent_layers(tmp_path: Path) -> None:
+def test_recurrent_layers(tmp_path):
     """Whose states are those of the accepted tokens: in steps with drafts, in steps without, and after aborts."""
     shape = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
     model = save(make_tiny("FalconH1", seed=7, mamba_chunk_size=16, **TINY | shape), tmp_path)
@@ -303,9 +296,7 @@ def test_recurrent_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.extended
-def test_draft_passes_that_cannot_be_built_do_not_stop_the_start(
-    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_passes_that_cannot_be_built(tiny_model, plain_tiny, live_prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("FAILING", "model 1 0")
     cases, options = {"few": greedy_case(live_prompts[:2], 8)}, two_skip_sets(tiny_model, tmp_path)
     found = serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=3, **SMALL)
@@ -314,9 +305,7 @@ def test_draft_passes_that_cannot_be_built_do_not_stop_the_start(
 
 
 @pytest.mark.extended
-def test_draft_passes_read_what_cuda_graphs_capture(
-    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path
-) -> None:
+def test_draft_passes_read_what_cuda_graphs_capture(tiny_model, plain_tiny, live_prompts, tmp_path):
     """A replay that computes with the tensors and the forward context of the capture drafts as an eager pass does, and
     the tokens of a round come to the host together."""
     few, options = live_prompts[:3], two_skip_sets(tiny_model, tmp_path)
@@ -335,7 +324,7 @@ def test_draft_passes_read_what_cuda_graphs_capture(
     assert 0 < accepted < drafted
 
 
-def test_batches_that_draft_passes_are_captured_for() -> None:
+def test_batches_that_draft_passes_are_captured_for():
     from freedraft.engines.vllm.draft_graphs import graph_sizes
 
     own = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
@@ -345,9 +334,7 @@ def test_batches_that_draft_passes_are_captured_for() -> None:
     assert graph_sizes([1], 256) == graph_sizes(None, 1) == [1]
 
 
-def test_graphs_of_draft_passes_that_cannot_be_captured(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch, caplog):
     """Here, where there is no device: one line, eager passes, and no second try in this process."""
     from vllm.config import CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
@@ -377,7 +364,7 @@ def test_graphs_of_draft_passes_that_cannot_be_captured(
     assert "without CUDA graphs" in line and DraftGraphs.failed
 
 
-def test_structured_output(demo_model: Path) -> None:
+def test_structured_output(demo_model):
     """With a grammar, drafts go back to the scheduler, which cuts them."""
     from transformers import AutoTokenizer
 
@@ -395,7 +382,7 @@ def test_structured_output(demo_model: Path) -> None:
     assert lengths[0][2] == 3 and lengths[-1][2] == 0, "large batches are served plainly"
 
 
-def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_model: Path) -> None:
+def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_model):
     """Two sets, at nine sizes each, for each of which vLLM's own graphs take 20 MiB, and the logits of 256 requests;
     not on attention whose passes are not captured, and nothing where vLLM captures nothing itself."""
     from vllm.config import set_current_vllm_config
@@ -409,7 +396,7 @@ def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_mode
 
     own, vocab, mib = [1, 2, 4, *range(8, 257, 8)], 100_000, 2**20
 
-    def profiled(estimate: int, backend: Any, sets: int | None) -> int:
+    def profiled(estimate, backend, sets):
         arguments = EngineArgs(str(tiny_model), hf_overrides={"vocab_size": vocab}, skip_tokenizer_init=True)
         runner = GPUModelRunner.__new__(GPUModelRunner)
         runner.vllm_config, runner.max_num_reqs = arguments.create_engine_config(), 1024

@@ -5,12 +5,9 @@ Most with FlashAttention, whose own kernels PyTorch computes: the interpreter ta
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 from test_vllm_v2 import serve
-from vllm_cases import PlainTiny, Prompts, alone, greedy_case, recycled, seeded_case, token_prompts
+from vllm_cases import alone, greedy_case, recycled, seeded_case, token_prompts
 
 TOKENS = 30
 SSSD = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed", "recycle": "on"}
@@ -20,7 +17,7 @@ FLASH, TRITON = {"attention": "flash"}, {"attention": "triton"}
 
 
 @pytest.fixture(scope="module")
-def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> dict[str, Any]:
+def served(tiny_model, plain_tiny, live_prompts):
     """What an engine with too little room for all requests says: prompts in parts, among trees and chains."""
     whole = token_prompts(
         [p["prompt_token_ids"] + answer for p, answer in zip(live_prompts, plain_tiny.answers, strict=True)]
@@ -39,7 +36,7 @@ def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> di
     return serve(tiny_model, cases=cases, speculative_config=SSSD | {"shape": "tree"}, **noted, **ENGINE | FLASH)
 
 
-def test_drafts_are_trees(served: dict[str, Any]) -> None:
+def test_drafts_are_trees(served):
     engine = served["engine"]
     assert engine["v2"] and engine["async"] and engine["trees"]
     assert not engine["failures"] and engine["held"] == [0, 0, 0]
@@ -49,7 +46,7 @@ def test_drafts_are_trees(served: dict[str, Any]) -> None:
     assert chains > 30
 
 
-def test_trees_are_wide_before_the_last_token(served: dict[str, Any], live_prompts: Prompts) -> None:
+def test_trees_are_wide_before_the_last_token(served, live_prompts):
     """With two tokens to come, of which the second follows all drafts. (The first prompts have longer answers, too.)"""
     prompts = [prompt["prompt_token_ids"] for prompt in live_prompts][2:]
     widths = [
@@ -61,7 +58,7 @@ def test_trees_are_wide_before_the_last_token(served: dict[str, Any], live_promp
     assert max(widths) > 1
 
 
-def test_kernels_are_compiled_before_requests_come(served: dict[str, Any]) -> None:
+def test_kernels_are_compiled_before_requests_come(served):
     """Of the widths, types and addresses of steps to come, with vLLM's own made-up requests and with ours; those that
     CUDA graphs replay, too, which this CPU has not."""
     engine = served["engine"]
@@ -69,7 +66,7 @@ def test_kernels_are_compiled_before_requests_come(served: dict[str, Any]) -> No
 
 
 @pytest.mark.extended
-def test_a_request_alone_finds_all_kernels_compiled(tiny_model: Path) -> None:
+def test_a_request_alone_finds_all_kernels_compiled(tiny_model):
     """Whose keys are read in several parts, of which there are the more the longer it is."""
     cases = {"long": greedy_case(token_prompts([[2 + 7 * i % 22 for i in range(280)]]), 12)}
     given = {"skip_tokenizer_init": True, "max_model_len": 600, "max_num_seqs": 1, "max_num_batched_tokens": 512}
@@ -79,36 +76,36 @@ def test_a_request_alone_finds_all_kernels_compiled(tiny_model: Path) -> None:
     assert engine["compiled"] >= 6 and engine["compiled late"] == []
 
 
-def test_what_trees_would_break_has_chains(served: dict[str, Any]) -> None:
+def test_what_trees_would_break_has_chains(served):
     none, invariant, experts, sampler = served["engine"]["reasons for chains"]
     assert none is None and "batch invariance" in invariant and "routed experts" in experts
     assert "a sampler of the model's own" in sampler
 
 
-def test_a_runner_that_is_built_otherwise_has_chains(served: dict[str, Any]) -> None:
+def test_a_runner_that_is_built_otherwise_has_chains(served):
     """A version in between, say, without something that is read: it starts, and one line says what was not found."""
     enabled, line = served["engine"]["built otherwise"]
     assert not enabled and "drafts are chains" in line and "fast_prefill" in line and "\n" not in line
 
 
-def test_graphs_have_one_kernel_of_attention_each(served: dict[str, Any]) -> None:
+def test_graphs_have_one_kernel_of_attention_each(served):
     """Though they are captured while vLLM warms up, when steps run all that others may need."""
     assert served["engine"]["trees of graphs"] == {"half": [1, 5, 0], "all": [1, 9, 0], "any step": [1, 9, 1]}
 
 
 @pytest.mark.parametrize("case", ["trees", "mixed"])
-def test_greedy_answers_are_the_models_own(served: dict[str, Any], plain_tiny: PlainTiny, case: str) -> None:
+def test_greedy_answers_are_the_models_own(served, plain_tiny, case):
     assert served[case] == plain_tiny.answers
 
 
-def test_requests_end_at_the_longest_context(served: dict[str, Any], live_prompts: Prompts) -> None:
+def test_requests_end_at_the_longest_context(served, live_prompts):
     """With trees as with chains, which vLLM verifies."""
     trees, chains = served["to the end"][:2], served["to the end"][2:]
     assert [len(answer) for answer in trees] == [64 - len(prompt["prompt_token_ids"]) for prompt in live_prompts[:2]]
     assert trees == chains
 
 
-def test_the_kv_cache_holds_what_plain_decoding_leaves(served: dict[str, Any]) -> None:
+def test_the_kv_cache_holds_what_plain_decoding_leaves(served):
     """At each step of a request, and when its text is read as a prompt, the same tokens have the same KV."""
     worst, pairs = served["engine"]["kv"]
     assert pairs > 100 and worst < 1e-4
@@ -117,9 +114,7 @@ def test_the_kv_cache_holds_what_plain_decoding_leaves(served: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("case", ["seeded", "seeded, mixed"])
-def test_a_seed_gives_the_tokens_of_an_engine_without_drafts(
-    served: dict[str, Any], plain_seeded: list[list[int]], case: str
-) -> None:
+def test_a_seed_gives_the_tokens_of_an_engine_without_drafts(served, plain_seeded, case):
     """Greedy and sampled requests in one batch, few of whose logits are verified at once."""
     assert served[case] == plain_seeded
     assert served["seeded, alone"] == plain_seeded[2:3]
@@ -127,7 +122,7 @@ def test_a_seed_gives_the_tokens_of_an_engine_without_drafts(
     assert accepted > 10 and drafted - accepted > 10
 
 
-def test_logits_of_all_nodes_are_recycled(served: dict[str, Any], plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
+def test_logits_of_all_nodes_are_recycled(served, plain_tiny, live_prompts):
     """And of roots without drafts: nothing is drafted behind the last token of an answer but one."""
     checked, _ = recycled(served, plain_tiny, live_prompts)
     assert checked > 50
@@ -138,9 +133,7 @@ def test_logits_of_all_nodes_are_recycled(served: dict[str, Any], plain_tiny: Pl
 
 @pytest.mark.extended
 @pytest.mark.parametrize("attention", [TRITON, FLASH], ids=["trees in Triton's", "chains in one without masks"])
-def test_where_nobody_asked_for_trees(
-    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, attention: dict[str, str]
-) -> None:
+def test_where_nobody_asked_for_trees(tiny_model, plain_tiny, live_prompts, attention):
     cases = {"few": greedy_case(live_prompts[:3], 20, chains=[1], abort=5)}
     found = serve(tiny_model, cases=cases, speculative_config=SSSD, **ENGINE | attention)
     assert found["few"] == [answer[:20] for answer in plain_tiny.answers[:3]]

@@ -3,8 +3,6 @@ run as CUDA graphs do and are read back once per round."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from test_vllm_v2 import serve
 from vllm_cases import TINY, greedy_case, token_prompts
@@ -19,7 +17,7 @@ WINDOW = Window(16, 24)
 
 
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.extended)])
-def test_drafts_are_those_of_a_masked_reference(tmp_path: Path, graphs: bool) -> None:
+def test_drafts_are_those_of_a_masked_reference(tmp_path, graphs):
     model = save(tiny_model("Llama", seed=11, num_hidden_layers=2, **TINY), tmp_path / "model")
     prompts = random_ids((90, 45, 70), TINY["vocab_size"])
     options = {"method": "layerskip", "num_speculative_tokens": K, "lookahead": "fixed"}

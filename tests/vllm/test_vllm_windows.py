@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ PROMPTS = token_prompts(random_ids((150, 70, 40, 199, 97, 160, 128, 129), TINY["
 
 
 @pytest.fixture(scope="module", params=["Llama", pytest.param("Mistral", marks=pytest.mark.extended)])
-def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def windowed(request, tmp_path_factory):
     """A cramped engine with a skip set that skips nothing and one that does; a Mistral with a window of its own. It
     always drafts K tokens."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -42,13 +40,13 @@ def windowed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         yield llm
 
 
-def answers(llm: Any, prompts: Any, *sets: str, tokens: int = 40) -> list[list[int]]:
+def answers(llm, prompts, *sets, tokens=40):
     """With these skip sets in turn."""
     asked = skipping(*itertools.islice(itertools.cycle(sets), len(prompts)), tokens=tokens)
     return generate(llm, prompts, asked)
 
 
-def test_drafts_are_those_of_a_masked_reference(windowed: Any) -> None:
+def test_drafts_are_those_of_a_masked_reference(windowed):
     """Through the prefix cache, too: the second time most pages are another request's of before."""
     rounds: list[tuple[list[int], list[int]]] = []
     for prompts in (PROMPTS[:2], PROMPTS[:2]):
@@ -62,18 +60,18 @@ def test_drafts_are_those_of_a_masked_reference(windowed: Any) -> None:
     Reference(windowed.folder, BLOCK, ATTENDED if windowed.family == "Mistral" else None).judge(rounds, WINDOW)
 
 
-def test_a_common_skip_set_with_chunked_prefill_and_preemption(windowed: Any) -> None:
+def test_a_common_skip_set_with_chunked_prefill_and_preemption(windowed):
     prompts = token_prompts(random_ids(range(56, 64), TINY["vocab_size"]))  # which fill the KV cache, and grow
     expected = continuations(windowed.folder, [prompt["prompt_token_ids"] for prompt in prompts], 80)
     with cramped(windowed, skip_sets=2):
         assert answers(windowed, prompts, "empty", "some", tokens=80) == expected
 
 
-def test_attention_reads_no_more_than_the_window(windowed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_reads_no_more_than_the_window(windowed, monkeypatch):
     model = runner_of(windowed).drafter.guarded.method._model
     run, read = model.run, []
 
-    def watched(*args: Any, lengths: Any, pages: Any, **more: Any) -> Any:
+    def watched(*args, lengths, pages, **more):
         read.append((int(lengths.max()), pages.shape[1]))
         return run(*args, lengths=lengths, pages=pages, **more)
 
@@ -85,7 +83,7 @@ def test_attention_reads_no_more_than_the_window(windowed: Any, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("window", [Window(16, 48), Window(16, 8176)])
-def test_a_table_that_is_full_stays_as_wide(windowed: Any, window: Window) -> None:
+def test_a_table_that_is_full_stays_as_wide(windowed, window):
     """One request nearly at the end of its context, beside one that may still draft five tokens."""
     runner, longest = runner_of(windowed), 5
     model, table = runner.drafter.draft_model, runner.input_batch.block_table[0]

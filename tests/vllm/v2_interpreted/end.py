@@ -21,14 +21,8 @@ from tests.vllm.v2_interpreted.serve import schedule_asynchronously, take_any_ma
 def is_gone(model: str, speculative_config: dict[str, Any] | None) -> bool:
     """Whether an engine leaves nothing of its model; vLLM's own part of that as vLLM's own process does it."""
     given: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 64, "gpu_memory_utilization": 0.2}
-    llm = LLM(
-        model,
-        dtype="float32",
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-        speculative_config=speculative_config,
-        **given,
-    )
+    given |= {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
+    llm = LLM(model, speculative_config=speculative_config, **given)
     parameters = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     llm.generate([TokensPrompt(prompt_token_ids=[1, 2, 3, 1, 2, 3])], parameters, use_tqdm=False)
     engine: Any = llm.llm_engine

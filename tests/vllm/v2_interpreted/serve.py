@@ -19,7 +19,7 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,19 @@ from tests.support.triton_launches import record_launches
 
 METRICS = {"drafted": "spec_decode_num_draft_tokens", "accepted": "spec_decode_num_accepted_tokens"}
 METRICS |= {"preempted": "num_preemptions", "cached": "prefix_cache_hits"}
+
+
+def after(owner: Any, name: str, note: Callable[..., None]) -> None:
+    """Call `note(result, *args)` after each call of this function."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        note(result, *args)
+        return result
+
+    setattr(owner, name, called)
 
 
 class Recorded:
@@ -94,13 +107,8 @@ def record_graphs(runner: Any, sizes: list[int] | None) -> list[Recorded]:
 
 def note_reads() -> list[int]:
     """How many draft passes of each recipe are read back at once."""
-    original, reads = PagedDraftRound.read, []
-
-    def read(self: Any, launched: Any) -> Any:
-        reads.append(len(launched))
-        return original(self, launched)
-
-    PagedDraftRound.read = read  # type: ignore[method-assign]
+    reads: list[int] = []
+    after(PagedDraftRound, "read", lambda result, self, launched: reads.append(len(launched)))
     return reads
 
 
@@ -142,25 +150,20 @@ def note_gone(runner: Any) -> tuple[list[int], list[int]]:
     """How many of the requests that the method is passed have lost their slots meanwhile, and how many it is passed at
     all; how many rows of steps are of requests that have."""
     guarded, states, counts, left = runner.speculator.guarded, runner.req_states, [0, 0], [0]
-    requests, append = runner.speculator.requests, runner.speculator.requests.append
+    requests = runner.speculator.requests
 
-    def noting(work: Any) -> Any:
-        def wrapper(step: Any) -> Any:
-            slots = (step.starts // runner.max_model_len).tolist()
-            pairs = zip(step.request_ids, slots, strict=True)
-            counts[0] += sum(states.req_id_to_index.get(name) != slot for name, slot in pairs)
-            counts[1] += len(slots)
-            return work(step)
+    def passed(result: Any, step: Any) -> None:
+        slots = (step.starts // runner.max_model_len).tolist()
+        pairs = zip(step.request_ids, slots, strict=True)
+        counts[0] += sum(states.req_id_to_index.get(name) != slot for name, slot in pairs)
+        counts[1] += len(slots)
 
-        return wrapper
-
-    def appending(slots: Any, generations: Any, gained: Any) -> Any:
+    def appended(result: Any, slots: Any, generations: Any, gained: Any) -> None:
         left[0] += int((requests.generations[slots] != generations).sum())
-        return append(slots, generations, gained)
 
-    requests.append = appending
+    after(requests, "append", appended)
     for name in ("draft", "observe", "take"):
-        setattr(guarded, name, noting(getattr(guarded, name)))
+        after(guarded, name, passed)
     return counts, left
 
 
@@ -228,16 +231,14 @@ def note_confidences(speculator: Any) -> list[Any]:
     vLLM's configuration takes adaptive verification only with CUDA graphs, so the speculator alone is told of it.
     """
     speculator.verify_adaptively(speculator._drafts.device)
-    original, noted = speculator.propose, []
+    noted: list[Any] = []
 
-    def propose(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = original(input_batch, *args, **kwargs)
-        n = input_batch.num_reqs
-        drafted = speculator.requests.drafted[input_batch.idx_mapping_np[:n]].tolist()
+    def proposed(drafts: Any, batch: Any, *args: Any) -> None:
+        n = batch.num_reqs
+        drafted = speculator.requests.drafted[batch.idx_mapping_np[:n]].tolist()
         noted.append([speculator.draft_token_confidence_probs[:n].tolist(), drafted])
-        return drafts
 
-    speculator.propose = propose
+    after(speculator, "propose", proposed)
     return noted
 
 
@@ -265,13 +266,11 @@ def warm_up_as_on_devices() -> list[int]:
 def profile_graphs_as_on_devices() -> list[set[int]]:
     """vLLM's worker for devices first gives the runner a small KV cache, to see what memory its graphs take; the draft
     lengths that graphs are listed for then and later."""
-    initialize, list_graphs = GPUModelRunner.initialize_kv_cache, MethodSpeculator.init_cudagraph_manager
-    lengths = list[set[int]]()
+    initialize, lengths = GPUModelRunner.initialize_kv_cache, list[set[int]]()
 
-    def init_cudagraph_manager(self: Any, mode: Any) -> None:
-        schedule = self._vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+    def listed(result: Any, speculator: Any, mode: Any) -> None:
+        schedule = speculator._vllm_config.speculative_config.num_speculative_tokens_per_batch_size
         lengths.append({length for _, _, length in schedule or ()})
-        list_graphs(self, mode)
 
     def initialize_kv_cache(self: Any, config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
         if not is_profiling:
@@ -284,7 +283,7 @@ def profile_graphs_as_on_devices() -> list[set[int]]:
             torch.accelerator.synchronize, torch.accelerator.empty_cache = synchronize, empty_cache
         initialize(self, config, is_profiling, *args, **kwargs)
 
-    MethodSpeculator.init_cudagraph_manager = init_cudagraph_manager  # type: ignore[method-assign]
+    after(MethodSpeculator, "init_cudagraph_manager", listed)
     GPUModelRunner.initialize_kv_cache = initialize_kv_cache  # type: ignore[method-assign]
     return lengths
 
@@ -364,48 +363,43 @@ def trees_of_graphs(runner: Any) -> dict[str, list[int]]:
 
 def note_branches() -> list[int]:
     """How many accepted paths were chains of first nodes, and how many were not."""
-    original, counts = v2_trees.match, [0, 0]
+    counts = [0, 0]
 
-    def match(*args: Any) -> Any:
-        outcome = original(*args)
+    def matched(outcome: Any, *args: Any) -> None:
         accepted = outcome.verification.accepted
         off = ((accepted != torch.arange(accepted.shape[1])) & (accepted >= 0)).any(1)
         counts[0] += int((~off).sum())
         counts[1] += int(off.sum())
-        return outcome
 
-    v2_trees.match = match
+    after(v2_trees, "match", matched)
     return counts
 
 
 def note_kv(runner: Any) -> dict[tuple[int, ...], torch.Tensor]:
     """By the tokens that a request has in its KV cache: float [layers, tokens, ...], what stands there."""
-    original, noted = runner.speculator.propose, {}
+    noted = {}
 
-    def propose(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        for slot in input_batch.idx_mapping_np.tolist():
+    def proposed(drafts: Any, batch: Any, *args: Any) -> None:
+        for slot in batch.idx_mapping_np.tolist():
             known = int(runner.req_states.num_computed_tokens.gpu[slot])
             tokens = tuple(runner.req_states.all_token_ids.gpu[slot, :known].tolist())
             at, size = torch.arange(known), runner.block_tables.block_sizes[0]
             pages = runner.block_tables.block_tables[0].gpu[slot][at // size].long()
             noted[tokens] = torch.stack([cache[pages, :, at % size] for cache in runner.kv_caches])
-        return original(input_batch, *args, **kwargs)
 
-    runner.speculator.propose = propose
+    after(runner.speculator, "propose", proposed)
     return noted
 
 
 def note_drafts(guarded: Any) -> list[tuple[list[int], list[int]]]:
     """A request's tokens, and what was drafted behind them."""
-    original, noted = guarded.draft, []
+    noted = []
 
-    def draft(step: Any) -> Any:
-        drafts = original(step)
+    def drafted(drafts: Any, step: Any) -> None:
         for b, n in enumerate(np.minimum(drafts.counts - 1, step.capacities).tolist()):
             noted.append((step.history(b).tolist(), drafts.tokens[b, 1 : n + 1].tolist()))
-        return drafts
 
-    guarded.draft = draft
+    after(guarded, "draft", drafted)
     return noted
 
 
