@@ -51,7 +51,7 @@ def checked_engine(folder: Path, sets: str, changed: dict[str, str], **more):
     log, counts = folder / "log.json", folder / "counts.json"
     given = {"speculative_algorithm": "layerskip_checked", "skip_tokenizer_init": True} | more
     with sglang_engine(folder, counts, options(folder, log, sets, **changed), **given) as engine:
-        engine.asked, engine.log, engine.counts = 0, log, counts
+        engine.folder, engine.asked, engine.log, engine.counts = folder, 0, log, counts
         yield engine
     read_counts(counts)
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine, token_ids
+from tests.support.models import continuations
 from tests.support.prompts import LONG
 from tests.support.prompts import REPETITIVE as PROMPTS
 from tests.support.waiting import wait_until
@@ -210,3 +211,18 @@ def test_failing_source(drafting, stock):
     after = json.loads(drafting.counts.read_text())
     assert after["failures"] == before["failures"]
     assert after["drafts between failures"] > before["drafts between failures"]
+
+
+@pytest.mark.extended
+def test_to_the_end_of_the_context(tiny, tmp_path):
+    """SGLang's rows of KV slots end soon behind it: drafts as wide as they may be take no more than there are."""
+    longest, prompts = 96, [[7, 8, 9] * n for n in (4, 9, 20, 28)]
+    expected = [tokens[: longest - len(p)] for p, tokens in zip(prompts, continuations(tiny, prompts, 84), strict=True)]
+    options = {"speculative_algorithm": "sssd_cycle", "speculative_num_draft_tokens": 16}
+    options |= {"context_length": longest, "page_size": 1}
+    asked = [GREEDY | {"max_new_tokens": longest - len(p)} for p in prompts]
+    with sglang_engine(tiny, tmp_path / "counts.json", {"TREE_TEST_WIDTHS": "16"}, **options) as engine:
+        for _ in range(2):
+            found = ids(engine.generate(input_ids=prompts, sampling_params=asked))
+            assert max(len(p) + len(a) for p, a in zip(prompts, found, strict=True)) >= longest - 2
+            assert found == [tokens[: len(a)] for tokens, a in zip(expected, found, strict=True)]

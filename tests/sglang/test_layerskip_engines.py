@@ -1,4 +1,4 @@
-"""Layer skip on other models, pages and schedules, sampled, and where it cannot pay."""
+"""Layer skip on other models, pages and schedules, sampled, where it cannot pay, and beside n-grams."""
 
 from __future__ import annotations
 
@@ -91,3 +91,28 @@ def test_sampled_distribution(six, tmp_path):
         log = json.loads((tmp_path / "log.json").read_text())
         assert log["branches"] > 0 and log["drafted"] > SAMPLES // 2
         assert log["written outside the window"] == 0
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory):
+    """An engine whose requests get draft passes at random."""
+    folder = make_model(tmp_path_factory.mktemp("llama"), "Llama")
+    changed = {"FREEDRAFT_POLICY": "auto", "FREEDRAFT_SCORING": "learned"}
+    given = {"speculative_algorithm": "hybrid_any", "speculative_num_draft_tokens": 8}
+    with checked_engine(folder, "weak mixed", changed, **given) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_any_choice_of_drafters(composed, batch):
+    """n-grams and layer skip in one engine: the same tokens, whoever drafts for whom."""
+    # Prompts that repeat themselves, so that n-grams have something to say.
+    given = [(prompt * 8)[:96] for prompt in prompts()]
+    expected = continuations(composed.folder, given, GREEDY["max_new_tokens"])
+    got = []
+    for start in range(0, len(given), batch):
+        got += ids(composed.generate(input_ids=given[start : start + batch], sampling_params=GREEDY))
+    assert got == expected
+    log = json.loads(composed.log.read_text())
+    assert log["of the model"] > 50 and log["of n-grams"] > 10
+    assert batch == 1 or log["mixed"] > 5
