@@ -63,7 +63,7 @@ def installed_source(change):
 
     from bench.versions import Source
 
-    root = Path(str(find_spec("vllm").origin)).parents[1]  # type: ignore[union-attr]
+    root = Path(str(find_spec("vllm").origin)).parents[1]
     return Source(lambda path: change(path, (root / path).read_text()) if (root / path).is_file() else None, ())
 
 

@@ -203,7 +203,6 @@ def test_requests_end_and_are_learnt_whole(served, plain_tiny):
     whole = [document[8:] for document in learnt if len(document) == 8 + TOKENS]  # behind the end of its prompt
     # Each answer three times: greedy, again, and after the abort.
     assert sorted(whole) == sorted(3 * plain_tiny.answers)
-    assert 0 < engine["ours"][1] < engine["ours"][0]
 
 
 def test_logits_of_verified_drafts_are_recycled(served, plain_tiny, live_prompts):

@@ -6,11 +6,10 @@ import os
 import random
 import re
 import urllib.request
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.lib import servers
 from tests.support.waiting import wait_until
@@ -20,7 +19,7 @@ ROUNDS = 3
 TOKENS = 24
 
 
-def server_of(model: Path, log: Path, speculative: dict[str, Any], *flags: str) -> servers.Server:
+def server_of(model, log, speculative, *flags):
     """A server of its own processes, which is not started yet."""
     sizes = {"requests": 16, "max_model_len": 512, "prefixes": True}
     made = servers.build("tests", "vllm", model, log, speculative=speculative, flags=flags, **sizes)
@@ -31,7 +30,7 @@ def server_of(model: Path, log: Path, speculative: dict[str, Any], *flags: str) 
     return made
 
 
-def get(port: int, path: str) -> str:
+def get(port, path):
     with urllib.request.urlopen(f"http://{servers.HOST}:{port}{path}", timeout=60) as answer:
         return answer.read().decode()
 
@@ -49,9 +48,7 @@ class Server(NamedTuple):
 
 
 @contextmanager
-def serving(
-    model: Path, folder: Path, speculative: dict[str, Any], *flags: str, drafters: int = 1, **environment: str
-) -> Iterator[Server]:
+def serving(model, folder, speculative, *flags, drafters=1, **environment):
     """A server of `sssd` with so many drafters, its log in `folder`."""
     first = servers.free_port()
     made = server_of(model, folder / "server.log", speculative | {"metrics_port": first}, *flags)
@@ -60,7 +57,7 @@ def serving(
         yield Server(made.port, tuple(range(first, first + drafters)), made.log)
 
 
-def complete(port: int, prompt: str, abort_after: int | None = None) -> str | None:
+def complete(port, prompt, abort_after=None):
     """A streamed completion; None when it was left after `abort_after` pieces."""
     from openai import OpenAI
 
@@ -79,12 +76,12 @@ def complete(port: int, prompt: str, abort_after: int | None = None) -> str | No
     return text
 
 
-def metric(server: Server, name: str) -> float:
+def metric(server, name):
     """The sum over all drafters."""
     return sum(metrics(server, name))
 
 
-def metrics(server: Server, name: str) -> list[float]:
+def metrics(server, name):
     """Of each drafter."""
     pages = [get(port, "/metrics") for port in server.drafters]
     found = [re.search(rf'^{name}{{method="sssd"}} (\S+)$', page, re.MULTILINE) for page in pages]
@@ -92,12 +89,12 @@ def metrics(server: Server, name: str) -> list[float]:
     return [float(match[1]) for match in found if match]
 
 
-def clients_that_go_away(server: Server, prompts: Sequence[str]) -> None:
+def clients_that_go_away(server, prompts):
     """Eight clients at once, whose answers are those of a client alone; nothing is held afterwards."""
     expected = {prompt: complete(server.port, prompt) for prompt in prompts}
     most = budget = 0.0
 
-    def client(number: int) -> list[tuple[str, str | None]]:
+    def client(number):
         choose, said = random.Random(number), []
         for _ in range(ROUNDS):
             complete(server.port, choose.choice(prompts), abort_after=choose.randint(1, 5))
