@@ -164,7 +164,7 @@ def note_gone(runner):
     return counts, left
 
 
-def answers(llm, prompts, parameters, each = (), abort = 0, chains = (), salt = ""):  # fmt: skip
+def answers(llm, prompts, parameters, each=(), abort=0, chains=(), salt=""):
     engine = llm.llm_engine
     if "structured_outputs" in parameters:
         parameters = parameters | {"structured_outputs": StructuredOutputsParams(**parameters["structured_outputs"])}
@@ -239,7 +239,7 @@ def note_confidences(speculator):
 def warm_up_as_on_devices():
     """vLLM's worker for devices compiles kernels with made-up requests, by functions that are called here in its place;
     the tokens of each step."""
-    steps = list()
+    steps = []
 
     def compile_or_warm_up_model(worker):
         def execute_model(scheduled):
@@ -260,7 +260,7 @@ def warm_up_as_on_devices():
 def profile_graphs_as_on_devices():
     """vLLM's worker for devices first gives the runner a small KV cache, to see what memory its graphs take; the draft
     lengths that graphs are listed for then and later."""
-    initialize, lengths = GPUModelRunner.initialize_kv_cache, list()
+    initialize, lengths = GPUModelRunner.initialize_kv_cache, []
 
     def listed(result, speculator, mode):
         schedule = speculator._vllm_config.speculative_config.num_speculative_tokens_per_batch_size
@@ -326,7 +326,7 @@ def reasons_for_chains(runner):
 
 def prepared_without(name, runner, trees):
     """Whether there are trees in a runner that lacks this, and what is said."""
-    lines = list()
+    lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("freedraft").addHandler(handler)
