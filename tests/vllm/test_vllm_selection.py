@@ -107,29 +107,38 @@ class Reading(HostModel):
         return super().attend(text, layer, q, past, *own)
 
 
+@contextmanager
+def leaving_the_cache(proposer):
+    """Fail where anything is written into the KV cache."""
+    caches = [layer.self_attn.attn.kv_cache for layer in proposer.draft_model.backbone.layers]
+    before = [cache.clone() for cache in caches]
+    yield
+    assert all(bool((old == cache).all()) for old, cache in zip(before, caches, strict=True))
+
+
+def scored_text(scorer, step):
+    """Of the step's requests the one that is scored."""
+    histories = [step.history(b) for b in range(step.batch_size)]
+    return next(text for text in histories if np.array_equal(text[scorer.first :], scorer.tokens)).tolist()
+
+
 def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine, prompts, plain):
     """Scores are what the model says by itself, one for the whole model, and the KV cache stays as it is."""
     proposer = runner_of(swift_engine).drafter
-    scores, backbone = proposer.guarded.method._scorer, proposer.draft_model.backbone
+    scores = proposer.guarded.method._scorer
     rng = np.random.default_rng(0)
     bits = np.zeros((6, 60), bool)
     for row in bits[1:5]:
         row[rng.choice(np.arange(4, 56), 12, replace=False)] = True
     bits[5, 1] = True
     recipes = [SkipSet.of_sublayers(np.flatnonzero(row), LAYERS) for row in bits]
-    attention = [layer.self_attn.attn for layer in backbone.layers]
-    found: list[np.ndarray] = []
-    texts: list[list[int]] = []
+    found, texts = [], []
 
     def look(step, drafts):
         if len(found) < 4 and scores.observe(step):
-            before = [layer.kv_cache.clone() for layer in attention]
-            found.append(scores(recipes))
-            histories = [step.history(b) for b in range(step.batch_size)]
-            texts.append(
-                next(text for text in histories if np.array_equal(text[scores.first :], scores.tokens)).tolist()
-            )
-            assert all(bool((old == layer.kv_cache).all()) for old, layer in zip(before, attention, strict=True))
+            with leaving_the_cache(proposer):
+                found.append(scores(recipes))
+            texts.append(scored_text(scores, step))
 
     with spied(proposer, look):
         assert generate(swift_engine, prompts[:4]) == plain[:4]
@@ -150,23 +159,17 @@ def test_knapspec_searches_as_the_reference_does(swift_engine, prompts, plain):
     proposer = runner_of(swift_engine).drafter
     paged = proposer.guarded.method._model
     scorer = paged.scorer(WINDOW)
-    text: list[int] = []
-    found: list[tuple[list[int], list[SkipSet]]] = []
-    attention = [layer.self_attn.attn for layer in proposer.draft_model.backbone.layers]
+    text, found = [], []
 
     def propose(weights, most, base):
-        before = [layer.kv_cache.clone() for layer in attention]
-        survivors = scorer.run_sublayers(lambda embedded, run: search(embedded, run, 2 * LAYERS, weights, most))
-        assert all(bool((old == layer.kv_cache).all()) for old, layer in zip(before, attention, strict=True))
-        sets = survivors.sets()
+        with leaving_the_cache(proposer):
+            sets = scorer.run_sublayers(lambda embedded, run: search(embedded, run, 2 * LAYERS, weights, most)).sets()
         found.append((list(text), sets))
         return sets
 
     def observe(step):
-        able = type(scorer).observe(scorer, step)
-        if able:
-            histories = [step.history(b) for b in range(step.batch_size)]
-            text[:] = next(t for t in histories if np.array_equal(t[scorer.first :], scorer.tokens)).tolist()
+        if able := type(scorer).observe(scorer, step):
+            text[:] = scored_text(scorer, step)
         return able
 
     times = PassTimes(1.0, 1.0, 0.0, lambda n: 100.0 + n)
@@ -189,6 +192,11 @@ def test_knapspec_searches_as_the_reference_does(swift_engine, prompts, plain):
         assert np.mean(same) > 0.8, "beyond what rounding turns"
 
 
+def in_order(found):
+    """Values by request, in the order of the requests."""
+    return [found[request] for request in sorted(found, key=lambda name: int(name.split("-")[0]))]
+
+
 def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine, prompts, plain):
     """Anchors made of the very states that the engine shows: chats here, texts there, each with a set of its own."""
     seen: dict[str, np.ndarray] = {}
@@ -201,7 +209,7 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine, prompts, pla
 
     with selecting(swift_engine, Listening({"a": SkipSet.empty(LAYERS), "b": SkipSet.empty(LAYERS)})):
         assert generate(swift_engine, prompts) == plain
-    states = [seen[request] for request in sorted(seen, key=lambda name: int(name.split("-")[0]))]
+    states = in_order(seen)
     assert states[0].shape == (HIDDEN,)
 
     import torch
@@ -234,8 +242,7 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine, prompts, pla
             with spied(runner_of(swift_engine).drafter, lambda *_, used=used: used.append(method.recipe)):
                 assert generate(swift_engine, prompts[part]) == plain[part]
             assert used.count(own) > 5
-    order = [routed[request] for request in sorted(routed, key=lambda name: int(name.split("-")[0]))]
-    assert order == [sets[0]] * 5 + [sets[1]] * 3
+    assert in_order(routed) == [sets[0]] * 5 + [sets[1]] * 3
     assert max(mixed) > 1, "two domains were never in one batch: the test does not test that"
 
 
