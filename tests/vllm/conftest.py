@@ -14,7 +14,7 @@ import vllm_cases as cases
 from vllm_engines import check_nothing_is_left, engine, runner_of, running
 
 from tests.support import prompts
-from tests.support.models import save
+from tests.support.models import continuations, save
 from tests.support.models import tiny_model as make_tiny
 
 
@@ -81,13 +81,18 @@ def live_prompts():
 
 
 @pytest.fixture(scope="session")
-def plain_tiny(tiny_model, live_prompts):
+def tiny_answers(tiny_model, live_prompts):
+    """Greedy answers of 30 tokens to `live_prompts`."""
+    return continuations(tiny_model, [prompt["prompt_token_ids"] for prompt in live_prompts], 30)
+
+
+@pytest.fixture(scope="session")
+def plain_tiny(tiny_model):
     with engine(tiny_model, **cases.SAMPLING_ENGINE) as llm:
         return cases.PlainTiny(
             {setting: cases.sample(llm, setting) for setting in cases.SETTINGS},
             cases.with_logprobs(llm.generate(*cases.seeded(), use_tqdm=False)),
             cases.sample(llm, (0.0, 1.0, 0, False), 1)[0],
-            cases.generate(llm, live_prompts, cases.parameters(30, ignore_eos=True, detokenize=False)),
             runner_of(llm).model,
         )
 

@@ -50,8 +50,8 @@ def gained(method, before):
     return gain
 
 
-def test_learns_from_what_it_said(tiny_model, plain_tiny, live_prompts, tmp_path, monkeypatch):
-    prompts, plain = live_prompts, plain_tiny.answers
+def test_learns_from_what_it_said(tiny_model, tiny_answers, live_prompts, tmp_path, monkeypatch):
+    prompts, plain = live_prompts, tiny_answers
     monkeypatch.setattr(source_metrics, "EVERY", 1)
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4}
     method = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "recycle": "off"}
@@ -106,7 +106,7 @@ def test_learns_from_what_it_said(tiny_model, plain_tiny, live_prompts, tmp_path
         runner_of(llm).drafter.guarded.close()
 
 
-def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(tiny_model, plain_tiny, live_prompts):
+def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(tiny_model, tiny_answers, live_prompts):
     """vLLM's batch holds tokens of another request where a prompt has none."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -128,10 +128,10 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(tiny
 
         with spied(proposer, record):
             for _ in range(2):
-                assert ask(llm, given) == plain_tiny.answers
+                assert ask(llm, given) == tiny_answers
         known = [
             tuple(prompt["prompt_token_ids"]) + tuple(answer)
-            for i, (prompt, answer) in enumerate(zip(live_prompts, plain_tiny.answers, strict=True))
+            for i, (prompt, answer) in enumerate(zip(live_prompts, tiny_answers, strict=True))
             if i not in (1, 4)
         ]
         # A step may accept tokens beyond the end of an answer.

@@ -52,7 +52,7 @@ def run(script, model, given, timeout=840, attention="", v2=True):
 
 
 @pytest.fixture(scope="module")
-def served(tiny_model, plain_tiny, live_prompts):
+def served(tiny_model, tiny_answers, live_prompts):
     """What an engine with too little room for all requests says, which is asked one case after the other."""
     long = token_prompts([3 * prompt["prompt_token_ids"] for prompt in live_prompts[:2]])
     cases = {name: greedy_case(live_prompts) for name in ("greedy", "again")}
@@ -180,8 +180,8 @@ def test_nothing_is_drafted_for_requests_that_have_lost_their_slots(served):
 
 
 @pytest.mark.parametrize("case", ["greedy", "again", "aborted"])
-def test_greedy_answers_are_the_models_own(served, plain_tiny, case):
-    assert served[case] == plain_tiny.answers
+def test_greedy_answers_are_the_models_own(served, tiny_answers, case):
+    assert served[case] == tiny_answers
 
 
 def test_requests_were_preempted_and_found_in_the_prefix_cache(served):
@@ -196,18 +196,18 @@ def test_a_seed_gives_the_tokens_of_an_engine_without_drafts(served, plain_seede
     assert accepted > 10 and drafted - accepted > 10
 
 
-def test_requests_end_and_are_learnt_whole(served, plain_tiny):
+def test_requests_end_and_are_learnt_whole(served, tiny_answers):
     engine = served["engine"]
     assert engine["held"] == [0, 0, 0]
     learnt = [document for tokens in engine["learnt"] for document in split(tokens)]
     whole = [document[8:] for document in learnt if len(document) == 8 + TOKENS]  # behind the end of its prompt
     # Each answer three times: greedy, again, and after the abort.
-    assert sorted(whole) == sorted(3 * plain_tiny.answers)
+    assert sorted(whole) == sorted(3 * tiny_answers)
 
 
-def test_logits_of_verified_drafts_are_recycled(served, plain_tiny, live_prompts):
+def test_logits_of_verified_drafts_are_recycled(served, tiny_answers, live_prompts):
     """Rejected drafts say what would have followed them, too."""
-    checked, said = recycled(served, plain_tiny, live_prompts)
+    checked, said = recycled(served, tiny_answers, live_prompts)
     assert checked > 50 and said > 1.5 * checked
 
 
@@ -222,7 +222,7 @@ def split(tokens):
 
 
 @pytest.mark.extended
-def test_draft_lengths_are_learnt_while_serving(tiny_model, plain_tiny, live_prompts):
+def test_draft_lengths_are_learnt_while_serving(tiny_model, tiny_answers, live_prompts):
     """vLLM's scheduler drafts what our worker has learnt; confidences go along, for adaptive verification. Requests
     that vLLM makes up to compile kernels teach nothing."""
     cases = {f"{i} at once": greedy_case(live_prompts[:i]) for i in (1, 2, len(live_prompts))}
@@ -232,7 +232,7 @@ def test_draft_lengths_are_learnt_while_serving(tiny_model, plain_tiny, live_pro
     assert found["warm up"]["before"] and found["warm up"]["before"] == found["warm up"]["after"]
     assert max(found["warm up"]["steps"]) > 32
     for name, case in cases.items():
-        assert found[name] == plain_tiny.answers[: len(case["prompts"])]
+        assert found[name] == tiny_answers[: len(case["prompts"])]
     engine = found["engine"]
     assert not engine["failures"]
     assert engine["graph lengths"] == 2 * [[0, 1, 2, 4]], "when memory is profiled, and when they are captured"
@@ -262,9 +262,9 @@ def skipped(tiny_model, live_prompts, tmp_path_factory):
     return serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=16, **SMALL | CRAMPED)
 
 
-def test_layer_skipping_leaves_greedy_answers_alone(skipped, plain_tiny):
+def test_layer_skipping_leaves_greedy_answers_alone(skipped, tiny_answers):
     for case in ("empty", "some", "aborted"):
-        assert skipped[case] == plain_tiny.answers, case
+        assert skipped[case] == tiny_answers, case
     engine = skipped["engine"]
     assert engine["v2"] and engine["async"] and not engine["failures"] and engine["preempted"] > 0
     assert engine["held"][1:] == [0, 0]
@@ -295,16 +295,16 @@ def test_recurrent_layers(tmp_path):
 
 
 @pytest.mark.extended
-def test_draft_passes_that_cannot_be_built(tiny_model, plain_tiny, live_prompts, tmp_path, monkeypatch):
+def test_draft_passes_that_cannot_be_built(tiny_model, tiny_answers, live_prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("FAILING", "model 1 0")
     cases, options = {"few": greedy_case(live_prompts[:2], 8)}, two_skip_sets(tiny_model, tmp_path)
     found = serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=3, **SMALL)
-    assert found["few"] == [answer[:8] for answer in plain_tiny.answers[:2]]
+    assert found["few"] == [answer[:8] for answer in tiny_answers[:2]]
     assert found["engine"]["accepted"] == 0 and found["engine"]["v2"]
 
 
 @pytest.mark.extended
-def test_draft_passes_read_what_cuda_graphs_capture(tiny_model, plain_tiny, live_prompts, tmp_path):
+def test_draft_passes_read_what_cuda_graphs_capture(tiny_model, tiny_answers, live_prompts, tmp_path):
     """A replay that computes with the tensors and the forward context of the capture drafts as an eager pass does, and
     the tokens of a round come to the host together."""
     few, options = live_prompts[:3], two_skip_sets(tiny_model, tmp_path)
@@ -313,7 +313,7 @@ def test_draft_passes_read_what_cuda_graphs_capture(tiny_model, plain_tiny, live
     engine = SMALL | {"num_gpu_blocks_override": 12, "block_size": 16, "attention": "flash", "graphs": True}
     found = serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=3, **engine)
     for name, length in {"empty": 12, "some": TOKENS, "mixed": 12}.items():
-        assert found[name] == [answer[:length] for answer in plain_tiny.answers[:3]], name
+        assert found[name] == [answer[:length] for answer in tiny_answers[:3]], name
     engine = found["engine"]
     assert not engine["failures"] and len(engine["replays"]) == 2 and min(engine["replays"]) > 5
     assert sum(engine["replays"]) == sum(engine["reads"]) and engine["reads"].count(3) > 0.7 * len(engine["reads"])

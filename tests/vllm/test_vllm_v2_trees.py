@@ -17,10 +17,10 @@ FLASH, TRITON = {"attention": "flash"}, {"attention": "triton"}
 
 
 @pytest.fixture(scope="module")
-def served(tiny_model, plain_tiny, live_prompts):
+def served(tiny_model, tiny_answers, live_prompts):
     """What an engine with too little room for all requests says: prompts in parts, among trees and chains."""
     whole = token_prompts(
-        [p["prompt_token_ids"] + answer for p, answer in zip(live_prompts, plain_tiny.answers, strict=True)]
+        [p["prompt_token_ids"] + answer for p, answer in zip(live_prompts, tiny_answers, strict=True)]
     )
     cases = {
         "trees": greedy_case(live_prompts),
@@ -94,8 +94,8 @@ def test_graphs_have_one_kernel_of_attention_each(served):
 
 
 @pytest.mark.parametrize("case", ["trees", "mixed"])
-def test_greedy_answers_are_the_models_own(served, plain_tiny, case):
-    assert served[case] == plain_tiny.answers
+def test_greedy_answers_are_the_models_own(served, tiny_answers, case):
+    assert served[case] == tiny_answers
 
 
 def test_requests_end_at_the_longest_context(served, live_prompts):
@@ -122,21 +122,21 @@ def test_a_seed_gives_the_tokens_of_an_engine_without_drafts(served, plain_seede
     assert accepted > 10 and drafted - accepted > 10
 
 
-def test_logits_of_all_nodes_are_recycled(served, plain_tiny, live_prompts):
+def test_logits_of_all_nodes_are_recycled(served, tiny_answers, live_prompts):
     """And of roots without drafts: nothing is drafted behind the last token of an answer but one."""
-    checked, _ = recycled(served, plain_tiny, live_prompts)
+    checked, _ = recycled(served, tiny_answers, live_prompts)
     assert checked > 50
     said = {tuple(text[:-1]) for text in served["engine"]["said"]}
-    for prompt, answer in zip(live_prompts, plain_tiny.answers, strict=True):
+    for prompt, answer in zip(live_prompts, tiny_answers, strict=True):
         assert (*prompt["prompt_token_ids"], *answer[:-1]) in said
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("attention", [TRITON, FLASH], ids=["trees in Triton's", "chains in one without masks"])
-def test_where_nobody_asked_for_trees(tiny_model, plain_tiny, live_prompts, attention):
+def test_where_nobody_asked_for_trees(tiny_model, tiny_answers, live_prompts, attention):
     cases = {"few": greedy_case(live_prompts[:3], 20, chains=[1], abort=5)}
     found = serve(tiny_model, cases=cases, speculative_config=SSSD, **ENGINE | attention)
-    assert found["few"] == [answer[:20] for answer in plain_tiny.answers[:3]]
+    assert found["few"] == [answer[:20] for answer in tiny_answers[:3]]
     engine = found["engine"]
     assert engine["trees"] == (attention is TRITON) and not engine["failures"]
     assert engine["branches"][1] > 2 or attention is FLASH

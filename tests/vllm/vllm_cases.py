@@ -183,24 +183,21 @@ class PlainTiny(NamedTuple):
         sampled: outputs by setting.
         seeded: tokens and logprobs of the requests of `seeded`.
         greedy: the greedy output of the same prompt.
-        answers: greedy answers of 30 tokens to `live_prompts`.
     """
 
     sampled: dict[tuple, list[tuple[int, ...]]]
     seeded: list[tuple]
     greedy: tuple[int, ...]
-    answers: list[list[int]]
     target: object
 
 
-def recycled(served, plain, given):
+def recycled(served, answers, given):
     """Compare what a served engine has recycled of each node with greedy answers, which follow the likeliest token.
 
     Returns:
         How many texts could be compared, and how many there are.
     """
-    prompts = [prompt["prompt_token_ids"] for prompt in given]
-    texts = [(*prompt, *answer) for prompt, answer in zip(prompts, plain.answers, strict=True)]
+    texts = [(*prompt["prompt_token_ids"], *answer) for prompt, answer in zip(given, answers, strict=True)]
     following = {text[:i]: text[i] for text in texts for i in range(len(text))}
     said = {tuple(text[:-1]): text[-1] for text in served["engine"]["said"]}
     compared = said.keys() & following.keys()
