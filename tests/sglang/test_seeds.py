@@ -46,8 +46,9 @@ def answer(engine, given, together):
 
     outputs = []
     for first in range(0, len(given), together):
-        prompts, sampling = map(list, zip(*given[first : first + together], strict=True))
-        request = GenerateReqInput(input_ids=prompts, sampling_params=sampling, extra_key=["tenant"] * len(prompts))
+        prompts, sampling = zip(*given[first : first + together], strict=True)
+        sampling = [dict(each) for each in sampling]
+        request = GenerateReqInput(input_ids=list(prompts), sampling_params=sampling, extra_key="tenant")
         outputs += engine.loop.run_until_complete(anext(engine.tokenizer_manager.generate_request(request, None)))
     return [o["output_ids"] for o in outputs], [o["meta_info"].get("spec_accept_length", 1.0) for o in outputs]
 

@@ -8,26 +8,18 @@ import pytest
 
 VOCABULARY, TOKENS, MAX_DRAFT = 12, 40, 6
 TEMPERATURES, TOP_PS, TOP_KS = [0.0, 0.4, 0.8, 1.3, 0.8], [1.0, 1.0, 0.8, 0.9, 1.0], [12, 4, 12, 6, 12]
-LEAST = {"least": [5, 11, 17, 23, 29], "forbidden": range(6)}  # half of the vocabulary
 SEEDED = [1, 2, 3]  # rows; the first is greedy, and the last has no seed
 
 
-def corrupted(draft, choose):
-    """A half of all drafts have one token replaced."""
-    if draft and choose.random() < 0.5:
-        draft[choose.randrange(len(draft))] = choose.randrange(VOCABULARY)
-    return draft
-
-
-def metadata_of(generators, written, least, forbidden):
-    """Each row has the sampling of its number; tokens may not be drawn before as many as `least` of them are there."""
+def metadata_of(generators, written):
     import torch
     from vllm import SamplingParams
     from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MinTokensLogitsProcessor
     from vllm.v1.sample.metadata import SamplingMetadata
 
     rows = len(TEMPERATURES)
-    asked = [SamplingParams(min_tokens=n, max_tokens=99, stop_token_ids=[*forbidden]) for n in least]
+    # Half of the vocabulary may not be drawn before each row's `min_tokens`.
+    asked = [SamplingParams(min_tokens=5 + 6 * row, max_tokens=99, stop_token_ids=[*range(6)]) for row in range(rows)]
     processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
     processor.update_state(BatchUpdate(rows, [], [(row, asked[row], None, written[row]) for row in range(rows)], []))
     given = {"temperature": torch.tensor(TEMPERATURES), "all_greedy": False, "all_random": False}
@@ -64,7 +56,7 @@ def test_tokens_logprobs_and_generators_are_plain_decodings(path):
         states.append({row: generator.get_state() for row, generator in own.items()})
         output = sampler(
             logits=model[[tokens[-1] for tokens in plain]],
-            sampling_metadata=metadata_of(own, [t[1:] for t in plain], **LEAST),
+            sampling_metadata=metadata_of(own, [t[1:] for t in plain]),
         )
         for row in rows:
             plain_logprobs[row].append(output.logprobs_tensors.logprobs[row])
@@ -77,14 +69,16 @@ def test_tokens_logprobs_and_generators_are_plain_decodings(path):
         drafts: list[list[int]] = []
         for row in rows:
             at = len(written[row])
-            draft = corrupted((plain[row] + [0] * TOKENS)[at : at + choose.randint(0, MAX_DRAFT)], choose)
+            draft = (plain[row] + [0] * TOKENS)[at : at + choose.randint(0, MAX_DRAFT)]
+            if draft and choose.random() < 0.5:
+                draft[choose.randrange(len(draft))] = choose.randrange(VOCABULARY)
             drafts.append(draft if at <= TOKENS else [])
         before = [tokens[-1:] + draft for tokens, draft in zip(written, drafts, strict=True)]
         output = Matching(sampler)(
             SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu")),
             None,
             model[[token for tokens in before for token in tokens]],
-            metadata_of(own, [tokens[1:] for tokens in written], **LEAST),
+            metadata_of(own, [tokens[1:] for tokens in written]),
         )
         tokens, said = RejectionSampler.parse_output(
             output.sampled_token_ids, VOCABULARY, logprobs_tensors=output.logprobs_tensors
@@ -100,41 +94,3 @@ def test_tokens_logprobs_and_generators_are_plain_decodings(path):
     for row in (0, *SEEDED):
         assert written[row][: TOKENS + 1] == plain[row][: TOKENS + 1]
         assert all(torch.equal(a, b) for a, b in zip(logprobs[row][:TOKENS], plain_logprobs[row], strict=False))
-
-
-@pytest.mark.parametrize("least", [0, 4], ids=["at once", "position by position"])
-def test_greedy_batches_are_sampled_at_once_where_logits_alone_decide(least):
-    import torch
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-    from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-    from freedraft.engines.vllm.v1.matching import Matching
-
-    choose, rows, sampler, calls = random.Random(3), len(TEMPERATURES), Sampler(), list[int]()
-    model = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5))
-
-    def counting(**given):
-        calls.append(len(given["logits"]))
-        return sampler(**given)
-
-    for _ in range(50):
-        metadata = metadata_of({}, [[] for _ in range(rows)], least=[least] * rows, forbidden=[VOCABULARY - 1])
-        metadata.temperature, metadata.all_greedy, metadata.no_penalties = None, True, True
-        metadata.bad_words_token_ids, metadata.max_num_logprobs, metadata.output_token_ids = {}, None, []
-        before, plain = [], []
-        for _ in range(rows):
-            text = [choose.randrange(VOCABULARY)]
-            for position in range(MAX_DRAFT + 1):
-                text.append(int(model[text[-1]][: VOCABULARY - (position < least)].argmax()))
-            before.append([text[0], *corrupted(text[1 : 1 + choose.randint(0, MAX_DRAFT)], choose)])
-            plain.append(text[1:])
-        dummy = SpecDecodeMetadata.make_dummy([draft for _, *draft in before], torch.device("cpu"))
-        calls.clear()
-        logits = model[[token for tokens in before for token in tokens]]
-        output = Matching(counting)(dummy, None, logits.clone(), metadata)
-        gained, _ = RejectionSampler.parse_output(output.sampled_token_ids, VOCABULARY)
-        for tokens, follows, (_, *draft) in zip(gained, plain, before, strict=True):
-            same = next((i for i, (a, b) in enumerate(zip(draft, follows, strict=False)) if a != b), len(draft))
-            assert tokens == follows[: same + 1]
-        assert least or calls == [len(logits)]
