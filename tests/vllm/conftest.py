@@ -103,8 +103,7 @@ def plain_seeded(tiny_model):
     from test_vllm_v2 import serve
 
     engine = {"skip_tokenizer_init": True, "max_model_len": 64, "attention": "flash", "gpu_memory_utilization": 0.2}
-    answers: list[list[int]] = serve(tiny_model, cases={"seeded": cases.seeded_case()}, **engine)["seeded"]
-    return answers
+    return serve(tiny_model, cases={"seeded": cases.seeded_case()}, **engine)["seeded"]
 
 
 @pytest.fixture(scope="session")

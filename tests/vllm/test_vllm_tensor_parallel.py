@@ -20,7 +20,7 @@ SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live"
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 # Heads of 64, which vLLM's CPU attention has, and enough of them for two ranks.
 SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,8 @@ def run(model, ranks, changed, **given):
 
 
 def answers(model, ranks, changed, **given):
+    if "VLLM_USE_V2_MODEL_RUNNER" in changed:
+        pytest.importorskip("triton")
     done = run(model, ranks, changed, **given)
     assert done.returncode == 0, (done.stdout + done.stderr)[-20000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith('{"answers"')]  # engines log there, too
@@ -59,22 +61,18 @@ INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TORCH_COMPILE_DISABLE": "1"}
 TREES = INTERPRETED | {"INTERPRETED_ATTENTION": "triton"}
 
 
-@two_cores
 @pytest.mark.parametrize(
     "changed",
     [{}, *(pytest.param(changed, marks=pytest.mark.extended) for changed in (INTERPRETED, TREES))],
     ids=["V1", "V2", "V2, trees"],
 )
 def test_two_ranks_answer_as_one_does_plainly(model, plain, changed):
-    if changed:
-        pytest.importorskip("triton")
     found = answers(model, 2, changed, speculative_config=SSSD)
     assert found["answers"] == [plain, plain]
     assert found["accepted"] > 60, "the second time they are drafted from what was learnt"
 
 
 @pytest.mark.extended
-@two_cores
 def test_two_ranks_draw_as_one_does_plainly(model):
     plain = answers(model, 1, {}, temperature=0.7)["answers"]
     found = answers(model, 2, {}, temperature=0.7, speculative_config=SSSD)
@@ -90,7 +88,6 @@ def layerskip(model, tmp_path_factory):
 
 
 @pytest.mark.extended
-@two_cores
 @pytest.mark.parametrize(
     ("changed", "accepted"),
     [
@@ -104,8 +101,6 @@ def layerskip(model, tmp_path_factory):
 def test_two_ranks_do_the_same_draft_passes(model, plain, layerskip, changed, accepted):
     """Without skipping anything both ranks draft what both verify; a rank that cannot ends drafting for a while, and
     one without a draft model for all."""
-    if "VLLM_USE_V2_MODEL_RUNNER" in changed:
-        pytest.importorskip("triton")
     found = answers(model, 2, changed, speculative_config=layerskip, skip_sets=["empty", "some", "empty", "empty"])
     assert found["answers"] == [plain, plain]
     # Of 4 x 29 tokens, twice: three of four where everything is accepted.
@@ -113,7 +108,6 @@ def test_two_ranks_do_the_same_draft_passes(model, plain, layerskip, changed, ac
 
 
 @pytest.mark.extended
-@two_cores
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(model, layerskip, rank):
     """The others wait for it in the layers; what it would send next, they would take for a part of the pass."""

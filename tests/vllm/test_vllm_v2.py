@@ -31,8 +31,7 @@ SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live"
 
 
 def serve(model, timeout=840, attention="", **given):
-    said = run("serve.py", model, given, timeout, attention)
-    return said
+    return run("serve.py", model, given, timeout, attention)
 
 
 def run(script, model, given, timeout=840, attention="", v2=True):
