@@ -36,13 +36,8 @@ def run(model, ranks, changed, **given):
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": binding, "VLLM_USE_AOT_COMPILE": "0"} | changed
     path = [str(FOLDER)] if changed else []
     environment["PYTHONPATH"] = os.pathsep.join([*path, str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [
-        sys.executable,
-        str(FOLDER / "ranks.py"),
-        str(model),
-        str(ranks),
-        json.dumps(given | {"prompts": PROMPTS}),
-    ]
+    asked = json.dumps(given | {"prompts": PROMPTS})
+    command = [sys.executable, str(FOLDER / "ranks.py"), str(model), str(ranks), asked]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
 
 
