@@ -302,7 +302,6 @@ def test_draft_passes_that_cannot_be_built(tiny_model, tiny_answers, live_prompt
     assert found["engine"]["accepted"] == 0 and found["engine"]["v2"]
 
 
-@pytest.mark.extended
 def test_draft_passes_read_what_cuda_graphs_capture(tiny_model, tiny_answers, live_prompts, tmp_path):
     """A replay that computes with the tensors and the forward context of the capture drafts as an eager pass does, and
     the tokens of a round come to the host together."""
