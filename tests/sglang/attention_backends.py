@@ -1,6 +1,6 @@
 """What SGLang's attention backends take from us, on a real ModelRunner: FA3 from tree masks, the slots of each node's
-path, in order; Triton's of several widths, from where they read page indices, with how little scratch. And what the
-worker makes of what the ModelRunner does: graphs captured anew, encoders.
+path, in order; Triton's of several widths, from where they read page indices, with how little scratch. And encoders,
+which the worker refuses.
 
 Argument: a model folder; the checks that fail, on the last line, as JSON. FA3's kernels are not for this machine: none
 is called, and no graph is captured.
@@ -12,10 +12,12 @@ import json
 import logging
 import sys
 import traceback
+from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
+import pytest
 import torch
 from freedraft_kernels import TreeBatch, tree_inputs
 from sglang.benchmark.one_batch import load_model
@@ -60,22 +62,11 @@ def check_masks_in_fa3(runner: ModelRunner, nodes: int) -> None:
     windows = [slots[row, length : length + nodes] for row, length in zip(rows.tolist(), LENGTHS, strict=True)]
     get_context().override("test", speculative_num_draft_tokens=nodes)
     backend = FlashAttentionBackend(runner)
-    backend.init_forward_metadata(
-        ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=batch,
-            input_ids=inputs.input_ids,
-            req_pool_indices=rows,
-            seq_lens=lengths,
-            seq_lens_cpu=lengths,
-            seq_lens_sum=sum(LENGTHS),
-            out_cache_loc=torch.cat(windows).to(torch.int64),
-            positions=inputs.positions,
-            spec_info=NgramVerifyInput(
-                draft_token=inputs.input_ids, custom_mask=inputs.mask, positions=inputs.positions, draft_token_num=nodes
-            ),
-        )
-    )
+    given = {"draft_token": inputs.input_ids, "custom_mask": inputs.mask, "draft_token_num": nodes}
+    given = {"positions": inputs.positions, "spec_info": NgramVerifyInput(**given, positions=inputs.positions)}
+    given |= {"forward_mode": ForwardMode.TARGET_VERIFY, "batch_size": batch, "input_ids": inputs.input_ids}
+    given |= {"req_pool_indices": rows, "seq_lens": lengths, "seq_lens_cpu": lengths, "seq_lens_sum": sum(LENGTHS)}
+    backend.init_forward_metadata(ForwardBatch(**given, out_cache_loc=torch.cat(windows).to(torch.int64)))
     made = backend.forward_metadata_spec_decode_expand
     for b, window in enumerate(windows):
         for i in range(nodes):
@@ -181,12 +172,8 @@ def check_widths_that_cannot_be_captured(runner: ModelRunner) -> None:
     assert len(lines) == 1 and "trees of 1 nodes" in lines[0] and "20.00 GiB)" in lines[0], lines
     with graphs.use(4):
         assert runner.attn_backend.num_draft_tokens == 4
-    try:
+    with pytest.raises(torch.OutOfMemoryError):  # the other ranks would go on with this width
         graphs.capture(widths, fixed_width=True, alone=False)
-    except torch.OutOfMemoryError:
-        pass
-    else:
-        raise AssertionError("the other ranks go on with this width")
     assert graphs.capture((1, NODES), fixed_width=True) == (NODES,)
     spec, context = METHODS["sssd"], EngineContext(vocab_size=100, max_draft_tokens=NODES - 1, widths=widths)
     session = DraftSession(spec, spec.option_type.parse({"policy": "fixed", "hardware": "cpu"}), context)
@@ -211,85 +198,27 @@ def worker_of(runner: ModelRunner, **given: Any) -> Any:
     return worker
 
 
-def check_graphs_captured_anew(runner: ModelRunner) -> None:
-    """As SGLang does where weights are loaded with `recapture_cuda_graph`."""
-    from sglang.srt.model_executor import model_runner as module
-    from sglang.srt.model_executor.model_runner_components.cuda_graph_setup import GraphCapture
-    from sglang.srt.runtime_context import get_exec, get_parallel
-
-    from freedraft.engines.sglang.ranks import Ranks
-    from freedraft.engines.sglang.verify import TreeVerifier
-    from freedraft.method import METHODS
-
-    class Graphs:
-        capture_bs = (1,)
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.of = weights[0]
-
-    class DraftModel:
-        def __init__(self) -> None:
-            self.captured = list[str]()
-
-        def clear(self) -> None:
-            self.captured.clear()
-
-        def capture(self) -> None:
-            self.captured.append(weights[0])
-
-    weights = ["old"]
-    module.capture_decode_graph = lambda model_runner: GraphCapture(
-        runner=Graphs(), memory_phase="target_verify", memory_usage_gb=0.0, capture_time=0.0
-    )
-    runner._get_attention_backend = lambda init_new_workspace: MagicMock(spec=["init_cuda_graph_state"])
-    runner.attn_backend = MagicMock(spec=["init_cuda_graph_state"])
-    runner.init_decode_cuda_graph()
-    draft_model = DraftModel()
-    ranks = Ranks(get_parallel().tp_group, NODES)
-    verifier = TreeVerifier(NODES, ranks, "cpu", runner.token_to_kv_pool_allocator, get_exec().kernel.sampling_backend)
-    given = {"_spec": METHODS["sssd"], "_chains": False, "_drafting": None}
-    worker = worker_of(runner, _verifier=verifier, _ranks=ranks, _draft_model=draft_model, **given)
-    worker.init_cuda_graphs()
-
-    def graphs_of(width: int) -> str:
-        with worker._graphs.use(width):
-            return str(runner.decode_cuda_graph_runner.of)
-
-    assert [graphs_of(width) for width in worker.widths] == ["old"] * 3
-    weights[0] = "new"
-    runner.weight_updater.recapture_cuda_graph()
-    assert [graphs_of(width) for width in worker.widths] == ["new"] * 3 and draft_model.captured == ["new"]
-
-
 def check_encoders_are_refused(runner: ModelRunner) -> None:
     from freedraft.config import ConfigError
 
     worker = worker_of(runner)
     worker._check_model()
     runner.model_config.is_encoder_decoder = True
-    try:
+    with pytest.raises(ConfigError, match="has an encoder"):
         worker._check_model()
-    except ConfigError as error:
-        assert "has an encoder" in str(error)
-    else:
-        raise AssertionError("an encoder was taken")
 
 
 def main(folder: str) -> None:
     sys.modules["sgl_kernel"] = sys.modules["sgl_kernel.flash_attn"] = MagicMock()
     runner, failed = model_runner(folder), {}
-    of_worker = check_graphs_captured_anew, check_encoders_are_refused
-    checks = [
-        *((check_shared_page_indices, (hybrid,)) for hybrid in (False, True)),
-        *((check_masks_in_fa3, (nodes,)) for nodes in (2, 5, NODES)),
-        *((check, ()) for check in (check_flashinfer_of_several_widths, check_widths_that_cannot_be_captured)),
-        *((check, ()) for check in of_worker),
-    ]
-    for check, given in checks:
+    checks = [partial(check_shared_page_indices, hybrid=hybrid) for hybrid in (False, True)]
+    checks += [partial(check_masks_in_fa3, nodes=nodes) for nodes in (2, 5, NODES)]
+    checks += map(partial, (check_flashinfer_of_several_widths, check_widths_that_cannot_be_captured))
+    for check in [*checks, partial(check_encoders_are_refused)]:
         try:
-            check(runner, *given)
+            check(runner)
         except Exception:
-            failed[check.__name__] = traceback.format_exc()
+            failed[check.func.__name__] = traceback.format_exc()
     print("\n" + json.dumps(failed))
 
 

@@ -24,6 +24,8 @@ ENVIRONMENT = {
     "FREEDRAFT_DRAFT_TIMEOUT_MS": "60000",  # what is counted is not to depend on how busy the machine is
 }
 
+GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+
 if HAVE_SGLANG:  # before SGLang is first imported, in this process too
     os.environ.update({name: ENVIRONMENT[name] for name in ("SGLANG_PLATFORM", "HF_HUB_OFFLINE")})
 
@@ -89,6 +91,17 @@ def sglang_engine(model: Path, counts: Path | None = None, env: dict[str, str] |
     finally:
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+
+
+def ids(outputs):
+    return [output["output_ids"] for output in outputs]
+
+
+def token_ids(model: Path, texts):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return [tokenizer(text)["input_ids"] for text in texts]
 
 
 def read_counts(path: Path) -> dict[str, int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.sglang.layerskip_tools import GREEDY, options, prompts
+from tests.sglang.conftest import GREEDY
+from tests.sglang.layerskip_tools import options, prompts
 from tests.sglang.test_tensor_parallel import two_ranks
 
 

@@ -9,12 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
-from tests.sglang.conftest import read_counts, sglang_engine
+from tests.sglang.conftest import GREEDY, read_counts, sglang_engine
 from tests.support.models import save, tiny_model, weaken
 from tests.support.prompts import random_ids
 
 LAYERS, VOCAB = 4, 512
-GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
 # Of the four layers the last two hardly change the stream, so that some drafts without them are accepted.
 SETS = {
     "empty": SkipSet.empty(LAYERS),
@@ -52,13 +51,9 @@ def checked_engine(folder: Path, sets: str, changed: dict[str, str], **more):
     log, counts = folder / "log.json", folder / "counts.json"
     given = {"speculative_algorithm": "layerskip_checked", "skip_tokenizer_init": True} | more
     with sglang_engine(folder, counts, options(folder, log, sets, **changed), **given) as engine:
-        engine.asked, engine.log, engine.counts = 0, log, counts
+        engine.folder, engine.asked, engine.log, engine.counts = folder, 0, log, counts
         yield engine
     read_counts(counts)
-
-
-def ids(outputs):
-    return [output["output_ids"] for output in outputs]
 
 
 def ask(engine, given, word, sampling=GREEDY):

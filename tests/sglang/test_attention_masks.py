@@ -46,18 +46,15 @@ def test_what_fa3_takes_from_a_mask(failed):
 
 
 @pytest.mark.extended
-def test_widths_share_page_indices(failed):
-    """Gigabytes at long contexts, which the memory fraction does not count; and scratch for decoding under MLA."""
-    assert "check_shared_page_indices" not in failed, failed["check_shared_page_indices"]
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("check", ["check_flashinfer_of_several_widths", "check_widths_that_cannot_be_captured"])
+@pytest.mark.parametrize(
+    "check",
+    [
+        # Gigabytes at long contexts, which the memory fraction does not count; and scratch for decoding under MLA.
+        "check_shared_page_indices",
+        "check_flashinfer_of_several_widths",
+        "check_widths_that_cannot_be_captured",
+        "check_encoders_are_refused",
+    ],
+)
 def test_graphs_of_further_widths(failed, check):
-    assert check not in failed, failed[check]
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("check", ["check_graphs_captured_anew", "check_encoders_are_refused"])
-def test_what_the_worker_makes_of_a_model_runner(failed, check):
     assert check not in failed, failed[check]

@@ -69,10 +69,11 @@ class Recorder(Method):
         return log
 
 
-def drafting(widths=(1, 2, 4, NODES), max_batch=4, method="Recorder", **given):
-    spec = MethodSpec("recorder", f"{__name__}:{method}", PluginOptions)
-    accepted = AcceptedTokens(256, NODES, "cpu")
-    return Drafting(DraftSession(spec, None, EngineContext(widths=widths)), widths, max_batch, accepted, **given)
+def drafting(widths=(1, 2, 4, NODES), max_batch=4, **given):
+    spec = MethodSpec("recorder", f"{__name__}:Recorder", PluginOptions)
+    session = DraftSession(spec, None, EngineContext(widths=widths))
+    seam = Drafting(session, widths, max_batch, AcceptedTokens(256, NODES, "cpu"), **given)
+    return seam, seam.guarded.method
 
 
 def request(rid, prompt, **given):
@@ -160,8 +161,7 @@ def test_an_adapter_makes_no_other_tenant():
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
 def test_a_step_says_what_requests_gained(overlap):
-    seam = drafting()
-    method = seam.guarded.method
+    seam, method = drafting()
     a = request("a", [1, 2, 3], extra_key="x", cache_salt="y", custom_params={"skip_set": "one"})
     b = request("b", [4, 5])
     seam.begin([a])
@@ -190,8 +190,7 @@ def test_a_step_says_what_requests_gained(overlap):
 
 
 def test_retracted_requests_begin_anew_and_ids_may_come_again():
-    seam = drafting()
-    method = seam.guarded.method
+    seam, method = drafting()
     method.nodes = {"a": 3}
     a = request("a", [1, 2])
     seam.begin([a])
@@ -216,8 +215,7 @@ def test_retracted_requests_begin_anew_and_ids_may_come_again():
 def test_the_end_of_a_request(parameters, output):
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
-    seam = drafting()
-    method = seam.guarded.method
+    seam, method = drafting()
     a = request("a", [1, 2], **parameters)
     seam.begin([a])
     step(seam, {a: [5]})
@@ -233,40 +231,31 @@ def test_the_end_of_a_request(parameters, output):
     assert not seam.guarded.running
 
 
-def test_a_request_that_ends_with_its_prefill_is_not_kept():
-    """SGLang tells of those that end with a decoding step."""
-    seam = drafting()
-    method = seam.guarded.method
-    a, b = request("a", [1, 2], max_new_tokens=1), request("b", [3])
-    seam.begin([a])
-    read_result({a: [5]})
-    assert a.finished()
-    method.take()
-    seam.begin([b])
-    assert method.take() == [("finish", "a", [5], False), ("begin", "b", [3], None, {})]
-    assert seam.guarded.running == {"b"}
-
-
-def test_a_request_that_runs_after_its_end_is_not_kept():
-    """With a grammar SGLang runs a request once more after its end."""
-    seam = drafting()
-    method = seam.guarded.method
-    a, b = request("a", [1, 2], stop_token_ids=[5]), request("b", [3])
-    seam.begin([a, b])
-    step(seam, {a: [5], b: [6]})
-    assert a.finished()
-    seam.finish("a")
-    method.take()
-    tree = step(seam, {a: [7], b: [8]})
-    assert tree.tokens[:, 0].tolist() == [7, 8] and method.steps[-1].request_ids == ["a", "b"]
-    assert method.take() == [("finish", "a", [], False)]
-    assert seam.guarded.running == {"b"}
+@pytest.mark.parametrize("grammar", [False, True], ids=["its prefill", "a step"])
+def test_a_request_that_has_ended_is_not_kept(grammar):
+    """SGLang tells of those that end with a decoding step. With a grammar it runs a request once more after its end."""
+    seam, method = drafting()
+    a, b = request("a", [1, 2], **{"stop_token_ids": [5]} if grammar else {"max_new_tokens": 1}), request("b", [3])
+    if not grammar:
+        seam.begin([a])
+        read_result({a: [5]})
+        method.take()
+        seam.begin([b])
+        assert method.take() == [("finish", "a", [5], False), ("begin", "b", [3], None, {})]
+    else:
+        seam.begin([a, b])
+        step(seam, {a: [5], b: [6]})
+        seam.finish("a")
+        method.take()
+        tree = step(seam, {a: [7], b: [8]})
+        assert tree.tokens[:, 0].tolist() == [7, 8] and method.steps[-1].request_ids == ["a", "b"]
+        assert method.take() == [("finish", "a", [], False)]
+    assert a.finished() and seam.guarded.running == {"b"}
 
 
 def test_aborted_requests_do_not_pile_up_and_a_swept_one_keeps_its_tenant():
     """SGLang does not tell of requests that are aborted while they wait."""
-    seam = drafting(max_batch=4)
-    method = seam.guarded.method
+    seam, method = drafting(max_batch=4)
     running = request("running", [1])
     seam.begin([running])
     waiting = [request(str(i), [1, 2], extra_key="t") for i in range(200)]
@@ -281,31 +270,28 @@ def test_aborted_requests_do_not_pile_up_and_a_swept_one_keeps_its_tenant():
     assert method.steps[-1].history(0).tolist() == [1, 2, 3, 4, 6, 7]
 
 
-def logit_processor():
-    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
-
-    return {"custom_logit_processor": DisallowedTokensLogitsProcessor.to_str(), "custom_params": {"token_ids": [1]}}
-
-
 @pytest.mark.parametrize(
     ("sampling", "capacity"),
     [
-        (lambda: {"frequency_penalty": 0.5}, 0),
-        (lambda: {"presence_penalty": -0.5}, 0),
-        (lambda: {"repetition_penalty": 1.5}, 0),
-        (logit_processor, 0),
-        (lambda: {"logit_bias": {"3": 1.0}, "top_p": 0.5, "min_p": 0.1}, NODES - 1),
+        ({"frequency_penalty": 0.5}, 0),
+        ({"presence_penalty": -0.5}, 0),
+        ({"repetition_penalty": 1.5}, 0),
+        ({"custom_params": {"token_ids": [1]}}, 0),
+        ({"logit_bias": {"3": 1.0}, "top_p": 0.5, "min_p": 0.1}, NODES - 1),
     ],
-    ids=["frequency", "presence", "repetition", "processor", "none of these"],
 )
 def test_no_drafts_where_tokens_of_the_step_count(sampling, capacity):
     """Penalties, for one: a tree has no one distribution. Other requests of the batch have their drafts."""
-    seam = drafting()
-    seam.guarded.method.nodes = {"a": 4, "b": 3}
-    a, b = request("a", [1], **sampling()), request("b", [2])
+    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+    if "custom_params" in sampling:
+        sampling = sampling | {"custom_logit_processor": DisallowedTokensLogitsProcessor.to_str()}
+    seam, method = drafting()
+    method.nodes = {"a": 4, "b": 3}
+    a, b = request("a", [1], **sampling), request("b", [2])
     seam.begin([a, b])
     tree = step(seam, {a: [5], b: [6]})
-    assert seam.guarded.method.steps[-1].capacities.tolist() == [capacity, NODES - 1]
+    assert method.steps[-1].capacities.tolist() == [capacity, NODES - 1]
     assert tree.counts.tolist() == [1 if capacity == 0 else 4, 3] and tree.tokens[:, 0].tolist() == [5, 6]
 
 
@@ -313,8 +299,8 @@ def test_no_drafts_before_the_end_is_allowed(demo_model):
     """SGLang counts tokens since the prefill, and forbids the end while there are fewer than `min_new_tokens`."""
     from transformers import AutoTokenizer
 
-    seam = drafting()
-    seam.guarded.method.nodes = {"a": 4}
+    seam, method = drafting()
+    method.nodes = {"a": 4}
     a = request("a", [1, 2])
     a.tokenizer, a.sampling_params.min_new_tokens = AutoTokenizer.from_pretrained(demo_model), 3
     a.tokenizer.additional_stop_token_ids = None  # as SGLang's own loader sets it
@@ -327,8 +313,7 @@ def test_no_drafts_before_the_end_is_allowed(demo_model):
 
 
 def test_trees_are_cut_to_chains_where_attention_verifies_no_others():
-    seam = drafting(chains=True)
-    method = seam.guarded.method
+    seam, method = drafting(chains=True)
     a, b = request("a", [1]), request("b", [2])
     seam.begin([a, b])
     branched = DraftBatch.empty(2, 4)
@@ -341,14 +326,14 @@ def test_trees_are_cut_to_chains_where_attention_verifies_no_others():
 @pytest.mark.parametrize(("nodes", "width"), [(1, 4), (-1, 4), (3, 4), (5, NODES)])
 def test_widths_that_could_not_be_prepared(nodes, width):
     """What would be verified at one of them is, at the next larger one: also the roots that a failure leaves."""
-    seam = drafting()
+    seam, method = drafting()
     seam.keep_widths((4, NODES))
-    seam.guarded.method.nodes = {"a": nodes}
+    method.nodes = {"a": nodes}
     a = request("a", [1])
     seam.begin([a])
     tree = step(seam, {a: [5]})
     assert tree.tokens.shape == (1, width) and tree.counts.tolist() == [max(nodes, 1)] and tree.tokens[0, 0] == 5
-    assert seam.guarded.method.controller.widths.tolist() == [4, NODES]
+    assert method.controller.widths.tolist() == [4, NODES]
 
 
 def test_drafts_are_the_same_in_a_thread():
@@ -399,7 +384,7 @@ def test_lengths_come_with_the_tokens():
 
     from freedraft.engines.sglang.algorithm import TreeAlgorithm
 
-    seam = drafting()
+    seam, _ = drafting()
     batch = decoding_batch({request("a", [1, 2, 3]): [4, 5], request("b", [6]): [7]}, seam.accepted)
     lengths, pool = batch.seq_lens, ReqToTokenPool(size=8, max_context_len=8, device="cpu", enable_memory_saver=False)
     algorithm = TreeAlgorithm("sssd", None)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from layerskip_plugin.skip_set import SkipSet
-from tests.sglang.conftest import read_counts, sglang_engine
-from tests.sglang.layerskip_tools import GREEDY, LAYERS, SETS, ask, ids, logged, make_model, options, prompts
+from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine
+from tests.sglang.layerskip_tools import LAYERS, SETS, ask, checked_engine, logged, make_model, prompts
 from tests.support.models import continuations
 
 
@@ -15,29 +15,23 @@ from tests.support.models import continuations
 def llama(tmp_path_factory):
     """One engine for most of the tests: trees or chains, four skip sets, overlap scheduling."""
     folder = make_model(tmp_path_factory.mktemp("llama"), "Llama")
-    log, counts = folder / "log.json", folder / "counts.json"
-    env = options(folder, log, FREEDRAFT_LOOKAHEAD="fixed", FREEDRAFT_LENGTH="3")
-    with sglang_engine(
-        folder,
-        counts,
-        env,
-        speculative_algorithm="layerskip_checked",
-        speculative_num_draft_tokens=8,
-        skip_tokenizer_init=True,
-    ) as engine:
-        engine.asked, engine.log, engine.counts = 0, log, counts
+    changed = {"FREEDRAFT_LOOKAHEAD": "fixed", "FREEDRAFT_LENGTH": "3"}
+    with checked_engine(folder, "empty weak mixed first", changed, speculative_num_draft_tokens=8) as engine:
         engine.expected = continuations(folder, prompts(), GREEDY["max_new_tokens"])
         yield engine
-    assert read_counts(counts)["finished"] > 0
+    assert read_counts(engine.counts)["finished"] > 0
 
 
-def test_empty_skip_set_accepts_all(llama):
-    """The draft model is the model: whatever is wrong with a draft pass shows here."""
-    assert ids(ask(llama, prompts(), "set0-chain")) == llama.expected
+@pytest.mark.parametrize("shape", ["chain", "nodes"])
+def test_empty_skip_set_accepts_all(llama, shape):
+    """The draft model is the model: whatever is wrong with a draft pass shows here. Passes as verifications of one node
+    are those that CUDA graphs are captured of."""
+    before = logged(llama)
+    assert ids(ask(llama, prompts(), f"set0-{shape}")) == llama.expected
     assert ids([ask(llama, [p], "set0")[0] for p in prompts()[:4]]) == llama.expected[:4]
     log = logged(llama)
-    assert log["drafted by set 0"] > 200
-    assert log["accepted of set 0"] == log["drafted by set 0"]
+    drafted, accepted = (log[name] - before[name] for name in ("drafted by set 0", "accepted of set 0"))
+    assert drafted == accepted > 200
 
 
 @pytest.mark.parametrize("shape", ["tree", "chain"])
@@ -59,29 +53,13 @@ def test_same_tokens(llama, shape, batch):
         assert 0.3 < share < 1, "with the weak layers skipped, most drafts are right and some are wrong"
 
 
-def test_passes_as_verifications_of_one_node(llama):
-    """The shape of a pass that CUDA graphs are captured of."""
-    before = logged(llama)
-    assert ids(ask(llama, prompts()[:4], "set0-nodes")) == llama.expected[:4]
-    after = logged(llama)
-    drafted = after["drafted by set 0"] - before["drafted by set 0"]
-    assert drafted == after["accepted of set 0"] - before["accepted of set 0"] > 50
-    assert ids(ask(llama, prompts(), "set{}-nodes")) == llama.expected
-    logged(llama)
-
-
 def test_four_skip_sets_in_a_batch(llama):
     """Chosen by the requests, by name; one that there is not means the first."""
     wanted = [*SETS, "unknown"]
     sampling = [{**GREEDY, "custom_params": {"skip_set": wanted[i % 5]}} for i in range(len(prompts()))]
-    assert ids(ask(llama, prompts(), "choosing", sampling)) == llama.expected
+    for word in ("choosing", "choosing-nodes"):
+        assert ids(ask(llama, prompts(), word, sampling)) == llama.expected
     assert logged(llama)["sets in a batch"] == 4
-
-
-def forget_prompts(engine):
-    """Empty the prefix cache, as soon as the engine is done with the last request, which it may be after the answer."""
-    flushed = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=60))
-    assert flushed.success, flushed.message
 
 
 def test_committed_kv_is_what_it_is_without_drafting(llama):
@@ -90,7 +68,9 @@ def test_committed_kv_is_what_it_is_without_drafting(llama):
     for skip in ("set2-tree", "set1-chain"):
         hashes = []
         for word in (f"{skip}-as{skip[3]}", f"replay-as{skip[3]}"):
-            forget_prompts(llama)
+            # As soon as the engine is done with the last request, which it may be after the answer.
+            flushed = llama.loop.run_until_complete(llama.tokenizer_manager.flush_cache(timeout_s=60))
+            assert flushed.success, flushed.message
             (got,) = ask(llama, [prompts()[9]], word)
             assert got["output_ids"] == llama.expected[9]
             (kept,) = [of for name, of in logged(llama)["hashes"].items() if name.startswith(word)]
@@ -100,9 +80,8 @@ def test_committed_kv_is_what_it_is_without_drafting(llama):
 
 def test_beside_other_requests(llama):
     """Logprobs, stops and penalties (which draft nothing) go on working."""
-    outputs = llama.generate(
-        input_ids=prompts()[:2], sampling_params=GREEDY, return_logprob=True, rid=["set1-l0", "set1-l1"]
-    )
+    two = prompts()[:2]
+    outputs = llama.generate(input_ids=two, sampling_params=GREEDY, return_logprob=True, rid=["set1-l0", "set1-l1"])
     assert ids(outputs) == llama.expected[:2]
     for output in outputs:
         assert [t for _, t, *_ in output["meta_info"]["output_token_logprobs"]] == output["output_ids"]
@@ -110,11 +89,8 @@ def test_beside_other_requests(llama):
     (output,) = llama.generate(input_ids=[prompts()[2]], sampling_params=[stop], rid=["set1-stop"])
     cut = llama.expected[2].index(llama.expected[2][7]) + 1
     assert output["output_ids"] == llama.expected[2][:cut]
-    llama.generate(
-        input_ids=prompts()[:2], sampling_params={**GREEDY, "frequency_penalty": 1.5}, rid=["set1-p0", "set1-p1"]
-    )
-    log = logged(llama)
-    assert log["held"] == 0, "a request's skip set outlives it"
+    llama.generate(input_ids=two, sampling_params=GREEDY | {"frequency_penalty": 1.5}, rid=["set1-p0", "set1-p1"])
+    assert logged(llama)["held"] == 0, "a request's skip set outlives it"
 
 
 def test_another_models_skip_set_stops_the_start(tmp_path):
@@ -124,20 +100,10 @@ def test_another_models_skip_set_stops_the_start(tmp_path):
     SkipSet(LAYERS, frozenset({1}), frozenset(), "0123456789abcdef").save(other)
     wrong = tmp_path / "layers.json"
     SkipSet.empty(LAYERS + 1).save(wrong)
-    for path, why in (
-        (other, "another model"),
-        (wrong, f"of {LAYERS + 1} layers"),
-        (tmp_path / "none.json", "not a file"),
-    ):
-        with (
-            pytest.raises(Exception, match=why),
-            sglang_engine(
-                folder,
-                env={"FREEDRAFT_SKIP_SET": str(path)},
-                speculative_algorithm="layerskip",
-                skip_tokenizer_init=True,
-            ),
-        ):
+    given = {"speculative_algorithm": "layerskip", "skip_tokenizer_init": True}
+    for path, why in ((other, "another model"), (wrong, f"of {LAYERS + 1} layers"), (tmp_path / "none", "not a file")):
+        env = {"FREEDRAFT_SKIP_SET": str(path)}
+        with pytest.raises(Exception, match=why), sglang_engine(folder, env=env, **given):
             pass
 
 
@@ -152,10 +118,6 @@ def test_other_architectures_are_refused():
 
     from sglang.srt.models import gemma2, llama, qwen2, qwen2_moe
 
-    for other in (gemma2.Gemma2ForCausalLM, qwen2_moe.Qwen2MoeForCausalLM):
-        with pytest.raises(ConfigError, match=f"cannot skip layers of {other.__name__}"):
-            check_structure(bare(other, model=None))
-
     linear = type("Linear", (), {"input_scale": None})()
     norm = type("Norm", (), {"_quant_linear": linear})()
 
@@ -163,15 +125,18 @@ def test_other_architectures_are_refused():
         made = bare(layer, mlp=bare(mlp), input_layernorm=norm, post_attention_layernorm=norm)
         return bare(llama.LlamaForCausalLM, model=bare(llama.LlamaModel, layers=[made]))
 
+    def refused(model, why):
+        with pytest.raises(ConfigError, match=why):
+            check_structure(model)
+
     check_structure(stack())
-    with pytest.raises(ConfigError, match="layers are of type Gemma2DecoderLayer"):
-        check_structure(stack(layer=gemma2.Gemma2DecoderLayer))
-    with pytest.raises(ConfigError, match="MLPs are of type Qwen2MoeSparseMoeBlock"):
-        check_structure(stack(mlp=qwen2_moe.Qwen2MoeSparseMoeBlock))
     check_structure(stack(mlp=qwen2.Qwen2MLP))
+    for other in (gemma2.Gemma2ForCausalLM, qwen2_moe.Qwen2MoeForCausalLM):
+        refused(bare(other, model=None), f"cannot skip layers of {other.__name__}")
+    refused(stack(layer=gemma2.Gemma2DecoderLayer), "layers are of type Gemma2DecoderLayer")
+    refused(stack(mlp=qwen2_moe.Qwen2MoeSparseMoeBlock), "MLPs are of type Qwen2MoeSparseMoeBlock")
     linear.input_scale = 1.0
-    with pytest.raises(ConfigError, match="norms quantise"):
-        check_structure(stack())
+    refused(stack(), "norms quantise")
 
 
 def test_candidates_of_a_pass():

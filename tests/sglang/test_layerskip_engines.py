@@ -1,4 +1,4 @@
-"""Layer skip on other models, pages and schedules, sampled, and where it cannot pay."""
+"""Layer skip on other models, pages and schedules, sampled, where it cannot pay, and beside n-grams."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import pytest
 
 from layerskip_plugin.skip_set import SkipSet
-from tests.sglang.conftest import SIX_TOKENS, sglang_engine
-from tests.sglang.layerskip_tools import GREEDY, LAYERS, ask, checked_engine, ids, logged, make_model, prompts
+from tests.sglang.conftest import GREEDY, SIX_TOKENS, ids, sglang_engine
+from tests.sglang.layerskip_tools import LAYERS, ask, checked_engine, logged, make_model, prompts
 from tests.support.distributions import assert_distribution, enumerate_outputs
 from tests.support.models import continuations
 
@@ -63,7 +63,7 @@ def test_stops_by_itself_where_it_cannot_pay(tmp_path):
         learnt = json.loads(engine.log.read_text())
         assert learnt["rounds"] > 0
         for prompt, answer in zip(prompts()[1:3], expected[1:], strict=True):
-            assert engine.generate(input_ids=[prompt], sampling_params=sampling)[0]["output_ids"] == answer
+            assert ids(engine.generate(input_ids=[prompt], sampling_params=sampling)) == [answer]
         done = json.loads(engine.log.read_text())
     steps = done["steps"] - learnt["steps"]
     assert steps > 700
@@ -76,13 +76,9 @@ def test_sampled_distribution(six, tmp_path):
     from tests.sglang.test_sampled import PROMPT, SAMPLES, TOKENS
 
     SkipSet(2, frozenset({1}), frozenset({0})).save(tmp_path / "s.json")
-    env = {
-        "FREEDRAFT_SKIP_SET": str(tmp_path / "s.json"),
-        # So high that drafts end early and leave nodes for branches.
-        "FREEDRAFT_LOOKAHEAD": "confidence",
-        "FREEDRAFT_THRESHOLD": "0.5",
-    }
-    env["LAYERSKIP_TEST_LOG"] = str(tmp_path / "log.json")
+    env = {"FREEDRAFT_SKIP_SET": str(tmp_path / "s.json"), "LAYERSKIP_TEST_LOG": str(tmp_path / "log.json")}
+    # So high that drafts end early and leave nodes for branches.
+    env |= {"FREEDRAFT_LOOKAHEAD": "confidence", "FREEDRAFT_THRESHOLD": "0.5"}
     options = {"speculative_algorithm": "layerskip_checked", "speculative_num_draft_tokens": 8}
     options |= {"max_running_requests": 64, "max_total_tokens": 4096, "skip_tokenizer_init": True}
     with sglang_engine(six, env=env, **options) as engine:
@@ -91,7 +87,32 @@ def test_sampled_distribution(six, tmp_path):
             names = [f"{shape}-{i}" for i in range(SAMPLES)]
             outputs = engine.generate(input_ids=[PROMPT] * SAMPLES, sampling_params=sampling, rid=names)
             expected = enumerate_outputs(six, PROMPT, TOKENS, temperature=temperature, top_k=SIX_TOKENS, top_p=top_p)
-            assert_distribution([tuple(output["output_ids"]) for output in outputs], expected)
+            assert_distribution([*map(tuple, ids(outputs))], expected)
         log = json.loads((tmp_path / "log.json").read_text())
         assert log["branches"] > 0 and log["drafted"] > SAMPLES // 2
         assert log["written outside the window"] == 0
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory):
+    """An engine whose requests get draft passes at random."""
+    folder = make_model(tmp_path_factory.mktemp("llama"), "Llama")
+    changed = {"FREEDRAFT_POLICY": "auto", "FREEDRAFT_SCORING": "learned"}
+    given = {"speculative_algorithm": "hybrid_any", "speculative_num_draft_tokens": 8}
+    with checked_engine(folder, "weak mixed", changed, **given) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_any_choice_of_drafters(composed, batch):
+    """n-grams and layer skip in one engine: the same tokens, whoever drafts for whom."""
+    # Prompts that repeat themselves, so that n-grams have something to say.
+    given = [(prompt * 8)[:96] for prompt in prompts()]
+    expected = continuations(composed.folder, given, GREEDY["max_new_tokens"])
+    got = []
+    for start in range(0, len(given), batch):
+        got += ids(composed.generate(input_ids=given[start : start + batch], sampling_params=GREEDY))
+    assert got == expected
+    log = json.loads(composed.log.read_text())
+    assert log["of the model"] > 50 and log["of n-grams"] > 10
+    assert batch == 1 or log["mixed"] > 5

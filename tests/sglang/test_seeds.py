@@ -44,33 +44,26 @@ def answer(engine, given, together):
     """Tokens and mean accepted lengths of a tenant's requests, of this many at a time."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
-    async def one(ids, sampling):
-        request = GenerateReqInput(input_ids=ids, sampling_params=dict(sampling), extra_key="tenant")
-        return await anext(engine.tokenizer_manager.generate_request(request, None))
-
-    async def all_of_them():
-        return [
-            got
-            for first in range(0, len(given), together)
-            for got in await asyncio.gather(*(one(*each) for each in given[first : first + together]))
-        ]
-
-    outputs = engine.loop.run_until_complete(all_of_them())
+    outputs = []
+    for first in range(0, len(given), together):
+        prompts, sampling = zip(*given[first : first + together], strict=True)
+        sampling = [dict(each) for each in sampling]
+        request = GenerateReqInput(input_ids=list(prompts), sampling_params=sampling, extra_key="tenant")
+        outputs += engine.loop.run_until_complete(anext(engine.tokenizer_manager.generate_request(request, None)))
     return [o["output_ids"] for o in outputs], [o["meta_info"].get("spec_accept_length", 1.0) for o in outputs]
 
 
 async def give_up(engine, given):
     """Start requests beside whatever runs, and abort them soon."""
     names = [f"given-up-{i}" for i in range(len(given))]
-    long = {"max_new_tokens": 150}
-    running = [
-        asyncio.create_task(engine.async_generate(input_ids=ids, sampling_params=sampling | long, rid=name))
-        for name, (ids, sampling) in zip(names, given, strict=True)
-    ]
+    prompts, sampling = zip(*given, strict=True)
+    long = [each | {"max_new_tokens": 150} for each in sampling]
+    running = engine.async_generate(input_ids=list(prompts), sampling_params=long, rid=names)
+    running = asyncio.create_task(running)
     await asyncio.sleep(0.5)
     for name in names:
         engine.tokenizer_manager.abort_request(rid=name)
-    await asyncio.gather(*running, return_exceptions=True)
+    await asyncio.gather(running, return_exceptions=True)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +82,7 @@ def seeded(tmp_path_factory):
     return model, cases
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_seeded_requests_have_the_tokens_of_stock_sglang(seeded, tmp_path, overlap):
     """While the drafter learns from their answers: what is drafted changes, and what is said does not."""
     model, cases = seeded

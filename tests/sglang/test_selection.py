@@ -11,8 +11,8 @@ from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate.knn import fit
 from layerskip_plugin.selection.knapsack import Choice, Plan
 from layerskip_plugin.skip_set import SkipSet
-from tests.sglang.conftest import read_counts, sglang_engine
-from tests.sglang.layerskip_tools import GREEDY, LAYERS, SETS, ids, make_model, prompts
+from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine
+from tests.sglang.layerskip_tools import LAYERS, SETS, make_model, prompts
 from tests.support.models import continuations
 
 

@@ -9,22 +9,18 @@ import urllib.request
 import pytest
 
 from bench.lib import servers
-from tests.sglang.conftest import read_counts, sglang_engine
+from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine, token_ids
 from tests.support.models import continuations
 from tests.support.prompts import SHORT
 
 
 def test_real_model(demo_model, tmp_path):
-    """Twelve prompts to the demo model: its own tokens, and some drafts accepted."""
-    from transformers import AutoTokenizer
-
-    greedy = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-    prompts = [AutoTokenizer.from_pretrained(demo_model)(text)["input_ids"] for text in SHORT]
-    expected = continuations(demo_model, prompts, 24)
-    options = {"max_running_requests": 12, "max_total_tokens": 4096, "speculative_num_draft_tokens": 8}
+    """Six prompts to the demo model: its own tokens, and some drafts accepted."""
+    expected = continuations(demo_model, token_ids(demo_model, SHORT[:6]), 24)
+    options = {"max_running_requests": 6, "max_total_tokens": 4096, "speculative_num_draft_tokens": 8}
     counts = tmp_path / "counts.json"
     with sglang_engine(demo_model, counts, speculative_algorithm="sssd", **options) as engine:
-        assert [o["output_ids"] for o in engine.generate(SHORT, greedy)] == expected
+        assert ids(engine.generate(SHORT[:6], GREEDY | {"max_new_tokens": 24})) == expected
     done = read_counts(counts)
     assert done["tokens"] > 1.05 * done["request_steps"]
 
@@ -48,18 +44,12 @@ def test_the_server_s_own_page_has_its_metrics_and_ours(tiny, tmp_path):
     """SGLang collects the metrics of all its processes, where ours find that out before they are made."""
     speculative = {"method": "sssd", "num_speculative_tokens": 8}
     server = servers.build("page", "sglang", tiny, tmp_path / "log", speculative=speculative, python=sys.executable)
-    server.start()
-    try:
-        server.wait_until_ready()
-        asked = {"text": SHORT[0], "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}}
-        request = urllib.request.Request(
-            f"{server.url}/generate", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-        )
+    with servers.running(server):
+        asked = json.dumps({"text": SHORT[0], "sampling_params": GREEDY | {"max_new_tokens": 24}}).encode()
+        request = urllib.request.Request(f"{server.url}/generate", asked, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=120) as answer:
             assert json.load(answer)["meta_info"]["completion_tokens"] == 24
         page = server.get("/metrics")
-    finally:
-        server.stop()
     values = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[:1] != "#")
     tokens = [float(values[name]) for name in values if name.startswith("freedraft_tokens_total{")]
     generated = [float(values[name]) for name in values if name.startswith("sglang:generation_tokens_total{")]

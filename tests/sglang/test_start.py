@@ -48,6 +48,8 @@ def test_backends_with_tree_masks_pass(resolved, backend):
     assert args.speculative_eagle_topk > 1, "FA3 ignores the tree mask otherwise"
     assert args.speculative_num_steps * args.speculative_eagle_topk <= 32, "more KV slots than nodes would be reserved"
     assert args.enable_mixed_chunk is False and args.max_running_requests == 48
+    deterministic = resolved(**ON_GPU | {"attention_backend": backend, "enable_deterministic_inference": True})
+    assert deterministic.speculative_algorithm == "SSSD" and deterministic.sampling_backend == "pytorch"
 
 
 @pytest.mark.parametrize(
@@ -88,11 +90,6 @@ def test_refused(resolved, monkeypatch, changed, reason, remedy):
     assert reason in message and remedy in message and "\n" not in message
 
 
-def test_deterministic_inference_passes(resolved):
-    args = resolved(**ON_GPU | {"enable_deterministic_inference": True})
-    assert args.speculative_algorithm == "SSSD" and args.sampling_backend == "pytorch"
-
-
 def test_the_backend_that_does_not_verify_may_be_any(resolved):
     """SGLang's own choice for another kind of pass is not ours to judge."""
     assert verify_backend(resolved(**ON_GPU | {"decode_attention_backend": "flex_attention"})) == "triton"
@@ -116,14 +113,14 @@ def test_cpu_platform_takes_its_own_backend_only(resolved):
         resolved(**ON_CPU | {"attention_backend": "triton"})
 
 
+SIZES = dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16)
+SIZES |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8)
 ATTENTION = {
     "plain": {},
     "windows": {"architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "sliding_window": 16},
     "chunks": {"attention_chunk_size": 64},
-    "latent": {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"},
+    "latent": {"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2"} | SIZES,
 }
-ATTENTION["latent"] |= dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16)
-ATTENTION["latent"] |= dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +180,8 @@ def test_the_source_tells_what_the_installed_engine_tells():
         return text if name not in changed else text.replace(*changed[name])
 
     def problems():
-        source = Source(read, files)
-        return [
-            found for hooks in parts("sglang").values() for hook in hooks if (found := source.problem(hook)) is not None
-        ]
+        source, hooks = Source(read, files), [hook for table in parts("sglang").values() for hook in table]
+        return [found for hook in hooks if (found := source.problem(hook)) is not None]
 
     assert problems() == []
     changed["sglang/srt/speculative/spec_utils.py"] = "def build_grammar_vocab_mask", "def renamed"

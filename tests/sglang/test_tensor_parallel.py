@@ -1,4 +1,5 @@
-"""Two tensor-parallel ranks: they verify the same trees with the same outcome, and answer as one rank without us."""
+"""Two tensor-parallel ranks: they verify the same trees with the same outcome, and answer as one rank without us. And
+two data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -7,27 +8,28 @@ import json
 import os
 import subprocess
 import sys
+import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.sglang.conftest import sglang_engine
-from tests.sglang.layerskip_tools import ids, make_model, options, prompts
+from bench.lib.servers import free_port
+from tests.sglang.conftest import GREEDY, ids, sglang_engine, token_ids
+from tests.sglang.layerskip_tools import make_model, options, prompts
 from tests.support.models import continuations
 from tests.support.prompts import REPETITIVE as PROMPTS
 
 ROOT = Path(__file__).parents[2]
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+BINDING = "|".join(map(str, CORES[:2]))  # without it SGLang wants a NUMA node for each rank
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 SAMPLED = {"temperature": 1.0, "top_p": 0.9, "max_new_tokens": 40, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def plain(tiny):
-    from transformers import AutoTokenizer
-
-    return continuations(tiny, [AutoTokenizer.from_pretrained(tiny)(text)["input_ids"] for text in PROMPTS[:4]], 40)
+    return continuations(tiny, token_ids(tiny, PROMPTS[:4]), 40)
 
 
 def abort_one(engine, given):
@@ -51,8 +53,7 @@ def abort_one(engine, given):
 @contextmanager
 def two_ranks(model, folder, **given):
     """An engine on two ranks, each of which writes what it verifies into the folder."""
-    binding = "|".join(map(str, CORES[:2]))  # without it SGLang wants a NUMA node for each rank
-    env = {"TREE_TEST_RANKS": str(folder), "SGLANG_CPU_OMP_THREADS_BIND": binding} | given.pop("env")
+    env = {"TREE_TEST_RANKS": str(folder), "SGLANG_CPU_OMP_THREADS_BIND": BINDING} | given.pop("env")
     with sglang_engine(model, env=env, tp_size=2, **given) as engine:
         yield engine
 
@@ -63,7 +64,6 @@ def steps(folder, rank=0):
     return [json.loads(line) for line in paths[rank].read_text().splitlines()] if paths else []
 
 
-@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_two_ranks(tiny, plain, tmp_path):
     env = {"FREEDRAFT_LIVE": "true", "FREEDRAFT_ISOLATION": "shared"}
     with two_ranks(tiny, tmp_path, env=env, speculative_algorithm="sssd_cycle") as engine:
@@ -89,7 +89,6 @@ def llama(tmp_path_factory):
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_two_ranks_do_the_same_draft_passes(llama, tmp_path):
     """Without skipping anything they draft what they verify, which shows whatever is wrong with a pass."""
     folder, given, expected = llama
@@ -122,7 +121,6 @@ def test_two_ranks_do_the_same_draft_passes(llama, tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(llama, tmp_path, rank):
     """The others wait for it in the layers; what it would send next, they would take for a part of the pass."""
@@ -134,7 +132,6 @@ def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(llama, tmp_pat
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_two_ranks_of_the_hybrid_method(llama, tmp_path):
     """Draft passes for requests at random, over a part of the KV cache."""
     folder, given, expected = llama
@@ -146,3 +143,19 @@ def test_two_ranks_of_the_hybrid_method(llama, tmp_path):
     log = json.loads((tmp_path / "log").read_text())
     assert log["of the model"] > 50 and log["mixed"] > 5
     assert steps(tmp_path) == steps(tmp_path, 1), "ranks disagree"
+
+
+@pytest.mark.extended
+def test_two_replicas(tiny, plain, tmp_path):
+    """Each has metrics of its own, and one of them writes what is learnt."""
+    port = free_port()  # the second replica takes the next one
+    env = {"FREEDRAFT_METRICS_PORT": str(port), "SGLANG_CPU_OMP_THREADS_BIND": BINDING}
+    env |= {"FREEDRAFT_LIVE": "true", "FREEDRAFT_DATASTORE": str(tmp_path / "store")}
+    with sglang_engine(tiny, env=env, speculative_algorithm="sssd", dp_size=2) as engine:
+        for _ in range(2):
+            assert ids(engine.generate(PROMPTS[:4], GREEDY)) == plain
+        for replica in range(2):
+            with urllib.request.urlopen(f"http://127.0.0.1:{port + replica}/metrics", timeout=10) as page:
+                values = dict(line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[:1] != "#")
+            assert float(values['freedraft_draft_tokens_total{method="sssd"}']) > 0
+            assert float(values['freedraft_failures_total{method="sssd"}']) == 0

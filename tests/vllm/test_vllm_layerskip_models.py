@@ -4,62 +4,55 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from test_vllm_start import config_of, refusal
-from vllm_cases import PlainTiny, save_tiny
-from vllm_engines import engine, failures, runner_of, settle, spied, verified
+from vllm_cases import generate, parameters, save_tiny, token_prompts
+from vllm_engines import engine, runner_of, settle, spied, verified
 
 from freedraft.engines.vllm.guards import check_model
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from layerskip_plugin.lookahead import Verifications
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+from tests.support.models import continuations
 
+SMALL = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4}
 GOOD = {"method": "layerskip", "num_speculative_tokens": 3}
-FAMILIES = ("Qwen2", "Qwen3", "Mistral")
-PROMPTS = [[5, 9, 17, 5, 9, 3], [7, 7, 2, 20, 11], [13, 4, 4, 4, 19, 8, 2], [21]]
+PROMPTS = token_prompts([[5, 9, 17, 5, 9, 3], [7, 7, 2, 20, 11], [13, 4, 4, 4, 19, 8, 2], [21]])
 
 
-def skip_set_of(model: Path, folder: Path, attention: set[int], mlp: set[int], name: str = "set") -> str:
+def skip_set_of(model, folder, attention, mlp, name="set"):
     config = json.loads((model / "config.json").read_text())
     path = folder / f"{name}.json"
     SkipSet(config["num_hidden_layers"], frozenset(attention), frozenset(mlp), model_fingerprint(config)).save(path)
     return str(path)
 
 
-def generate(llm: Any, skip_set: str, max_tokens: int = 40) -> list[list[int]]:
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(
-        temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args={"skip_set": skip_set}
-    )
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], parameters, use_tqdm=False)
-    return [list(output.outputs[0].token_ids) for output in outputs]
+def skipping(*names, tokens=40):
+    """Parameters of requests with these skip sets."""
+    given = {"ignore_eos": True, "detokenize": False}
+    return [parameters(tokens, extra_args={"skip_set": name}, **given) for name in names]
 
 
-def check_drafts(llm: Any) -> None:
+def answers(llm, skip_set, tokens=40):
+    """Answers to PROMPTS, and how many drafts were verified and accepted."""
+    verdicts = [(0, 0)]
+    with spied(runner_of(llm).drafter, lambda step, drafts: verdicts.append(verified(step))):
+        found = generate(llm, PROMPTS, skipping(*[skip_set] * len(PROMPTS), tokens=tokens))
+    drafted, accepted = (sum(column) for column in zip(*verdicts, strict=True))
+    return found, drafted, accepted
+
+
+def check_drafts(model, llm):
     """Sets "empty" and "some" of an engine: all accepted, and the same output as without drafts."""
-    drafter = runner_of(llm).drafter
-    drafter.guarded.draft = lambda step: None
-    plain = generate(llm, "empty")
-    del drafter.guarded.draft
-    verdicts: list[tuple[int, int]] = []
-    with spied(drafter, lambda step, drafts: verdicts.append(verified(step))):
-        # 1 + 6 x 4 + 3 x 1 tokens and so on: no draft runs past the end of a request.
-        assert [tokens[:37] for tokens in plain] == generate(llm, "empty", 37)
-    assert not failures(drafter)
-    drafted, accepted = (sum(column) for column in zip(*verdicts, strict=True))
-    assert drafted == accepted == 4 * 27
-    verdicts.clear()
-    with spied(drafter, lambda step, drafts: verdicts.append(verified(step))):
-        assert plain == generate(llm, "some")
-    drafted, accepted = (sum(column) for column in zip(*verdicts, strict=True))
-    assert 0 < accepted < drafted
+    plain = continuations(model, [prompt["prompt_token_ids"] for prompt in PROMPTS], 40)
+    # 1 + 6 x 4 + 3 x 1 tokens and so on: no draft runs past the end of a request.
+    assert answers(llm, "empty", 37) == ([tokens[:37] for tokens in plain], 4 * 27, 4 * 27)
+    found, drafted, accepted = answers(llm, "some")
+    assert found == plain and 0 < accepted < drafted
 
 
-def sets(model: Path, folder: Path) -> dict[str, Any]:
+def sets(model, folder):
     paths = [
         skip_set_of(model, folder, set(), set(), "empty"),
         # Without attention the first layer begins with its MLP; without MLP the last one ends with its attention.
@@ -69,13 +62,12 @@ def sets(model: Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("family", FAMILIES)
-def test_family(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Mistral"])
+def test_family(family, tmp_path):
     model = save_tiny(family, tmp_path / "model")
-    arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4}
     record = tmp_path / "seen.npz"
-    with engine(model, speculative_config=sets(model, tmp_path) | {"record": str(record)}, **arguments) as llm:
-        check_drafts(llm)
+    with engine(model, speculative_config=sets(model, tmp_path) | {"record": str(record)}, **SMALL) as llm:
+        check_drafts(model, llm)
         settle(llm)
     # Of the first set, whose drafts were all accepted; written by a thread, and at the latest when the engine ends.
     seen = Verifications.load(record)
@@ -83,41 +75,22 @@ def test_family(family: str, tmp_path: Path) -> None:
     assert (seen.top[:, 0] > 1 / 24).all() and (seen.entropy > 0).all()
 
 
-def test_compiled(tmp_path: Path) -> None:
+def test_compiled(tmp_path):
     """Two sets of one model get two compiled modules, and switching between them compiles nothing."""
     from torch._dynamo.utils import counters
 
     model = save_tiny("Llama", tmp_path / "model")
-    arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4, "enforce_eager": False}
-    with engine(model, speculative_config=sets(model, tmp_path), **arguments) as llm:
+    with engine(model, speculative_config=sets(model, tmp_path), enforce_eager=False, **SMALL) as llm:
         modules = [p.layers for p in runner_of(llm).drafter.guarded.method.draft_passes.values()]
         assert all(not module.do_not_compile for module in modules)
         assert not any(getattr(module, "aot_compiled_fn", None) for module in modules)
         assert type(modules[0]) is not type(modules[1])
         before = counters["stats"]["unique_graphs"]
-        check_drafts(llm)
+        check_drafts(model, llm)
         assert counters["stats"]["unique_graphs"] == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"pipeline_parallel_size": 2}, ["--pipeline-parallel-size 1"]),
-        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, ["--decode-context-parallel-size 1"]),
-        ({"enable_lora": True}, ["LoRA"]),
-        ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, ["KV transfer"]),
-    ],
-)
-def test_engines_that_are_refused(tiny_model: Path, arguments: dict[str, Any], words: list[str]) -> None:
-    if "kv_transfer_config" in arguments:
-        from vllm.config import KVTransferConfig
-
-        arguments = {"kv_transfer_config": KVTransferConfig(**arguments["kv_transfer_config"])}
-    message = refusal(tiny_model, dict(GOOD), **arguments)
-    assert all(word in message for word in words)
-
-
-def test_a_skip_set_of_another_model(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_skip_set_of_another_model(tiny_model, tmp_path):
     other = save_tiny("Qwen3", tmp_path / "other")
     message = refusal(tiny_model, GOOD | {"skip_set": skip_set_of(other, tmp_path, {1}, set())})
     assert "set.json" in message and "another model" in message
@@ -126,13 +99,7 @@ def test_a_skip_set_of_another_model(tiny_model: Path, tmp_path: Path) -> None:
     assert "3 layers" in message and "2" in message
 
 
-def test_too_many_skip_sets(tiny_model: Path, tmp_path: Path) -> None:
-    paths = [skip_set_of(tiny_model, tmp_path, {1}, set(), f"set{i}") for i in range(5)]
-    assert "at most 4" in refusal(tiny_model, GOOD | {"skip_set": paths})
-    assert config_of(tiny_model, GOOD | {"skip_set": paths[:4]}).speculative_config is not None
-
-
-def test_an_architecture_without_such_layers(tiny_model: Path, tmp_path: Path) -> None:
+def test_an_architecture_without_such_layers(tiny_model, tmp_path):
     from vllm.config import ModelConfig
 
     config = json.loads((tiny_model / "config.json").read_text())
@@ -144,15 +111,13 @@ def test_an_architecture_without_such_layers(tiny_model: Path, tmp_path: Path) -
     assert "LlamaForCausalLM" in str(error.value) and "\n" not in str(error.value)
 
 
-def test_slots_are_reserved_for_this_method_only(tiny_model: Path) -> None:
+def test_slots_are_reserved_for_this_method_only(tiny_model):
     assert config_of(tiny_model, dict(GOOD)).num_lookahead_tokens == 3
     assert config_of(tiny_model, GOOD | {"method": "sssd"}).num_lookahead_tokens == 0
     assert config_of(tiny_model, None).num_lookahead_tokens == 0
 
 
-def test_targets_that_are_built_otherwise_than_their_name_says(
-    plain_tiny: PlainTiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_targets_that_are_built_otherwise_than_their_name_says(plain_tiny, monkeypatch):
     """A part too many, a norm that may hand over something else than a tensor, and no decoder."""
     from torch import nn
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections import Counter
 
-import pytest
 from prometheus_client import REGISTRY
-from vllm_cases import PlainTiny, Prompts, parameters, tokens_of
-from vllm_engines import engine, failures, runner_of, settle, spied
+from vllm_cases import generate, parameters
+from vllm_engines import check_nothing_is_left, engine, runner_of, settle, spied
 
 from freedraft.tenants import tenant_key
 from sssd_plugin import metrics as source_metrics
@@ -18,87 +16,69 @@ from tests.support.stores import documents_of
 from tests.support.waiting import wait_until
 
 TOKENS = 30
+COUNTERS = "lookups", "live_documents", "live_inserted_tokens", "live_merges", "live_merge_seconds"
 
 
-def generate(llm: Any, prompts: Prompts, salt: str | None = None) -> list[list[int]]:
+def ask(llm, prompts, salt=None):
     given = [prompt | ({"cache_salt": salt} if salt else {}) for prompt in prompts]
-    outputs = llm.generate(given, parameters(TOKENS, ignore_eos=True, detokenize=False), use_tqdm=False)
+    answers = generate(llm, given, parameters(TOKENS, ignore_eos=True, detokenize=False))
     settle(llm)
-    return tokens_of(outputs)
+    return answers
 
 
-def accepted(llm: Any, prompts: Prompts, salt: str | None = None) -> tuple[int, list[list[int]]]:
-    """Draft tokens accepted while these are answered, and the answers."""
-    total = 0
-
-    def record(step: Any, drafts: list[list[int]]) -> None:
-        nonlocal total
-        total += int(step.accepted.sum())
-
-    with spied(runner_of(llm).drafter, record):
-        answers = generate(llm, prompts, salt)
-    return total, answers
-
-
-def learnt_by(method: Any, tenant: int) -> list[list[int]]:
+def learnt_by(method, tenant):
     return [text for run in method.live.tenants[tenant].all_runs for text in documents_of(run.sub)]
 
 
-def value(name: str, **labels: str) -> float:
+def value(name, **labels):
     found = REGISTRY.get_sample_value(f"freedraft_{name}", labels)
     assert found is not None, name
     return found
 
 
-def counters() -> dict[str, float]:
-    """Counters add up over all engines of this process."""
-    names = ["lookups", "live_documents", "live_inserted_tokens", "live_merges", "live_merge_seconds"]
-    found = {name: value(f"{name}_total") for name in names}
-    found |= {f"{s} hits": value("hits_total", source=s) for s in SOURCES}
-    return found | {f"{s} tokens": value("sourced_tokens_total", source=s) for s in (*SOURCES, "other")}
-
-
-def show(method: Any) -> None:
-    """Bring the live metrics up to date, which they are not at every request's end."""
-    method.live_metrics._next = 0.0
+def gained(method, before):
+    """What counters of sources and of the live datastore have gained, which all engines of this process add to."""
+    method.live_metrics._next = 0.0  # else they are not brought up to date at every request's end
     method.live_metrics.show(method.live)
+    found = Counter({name: value(f"{name}_total") for name in COUNTERS})
+    found |= {f"{source} hits": value("hits_total", source=source) for source in SOURCES}
+    found |= {f"{source} tokens": value("sourced_tokens_total", source=source) for source in (*SOURCES, "other")}
+    gain = Counter(found)
+    gain.subtract(before)
+    before.clear()
+    before.update(found)
+    return gain
 
 
-def gained(before: dict[str, float]) -> dict[str, float]:
-    return {name: number - before[name] for name, number in counters().items()}
-
-
-def test_learns_from_what_it_said(
-    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prompts, plain = live_prompts, plain_tiny.answers
+def test_learns_from_what_it_said(tiny_model, tiny_answers, live_prompts, tmp_path, monkeypatch):
+    prompts, plain = live_prompts, tiny_answers
     monkeypatch.setattr(source_metrics, "EVERY", 1)
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4}
-    method = {
-        "method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "live": True, "datastore": str(tmp_path),
-        "recycle": "off",
-    }  # fmt: skip
+    method = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "recycle": "off"}
+    method |= {"live": True, "datastore": str(tmp_path)}
+
+    def accepted(salt=None):
+        """Draft tokens accepted while all prompts are answered."""
+        counts = []
+        with spied(runner_of(llm).drafter, lambda step, drafts: counts.append(int(step.accepted.sum()))):
+            assert ask(llm, prompts, salt) == plain
+        return sum(counts)
+
     with engine(tiny_model, speculative_config=method, **settings) as llm:
-        proposer = runner_of(llm).drafter
-        learning = proposer.guarded.method
-        before = counters()
-        first, answers = accepted(llm, prompts, "main")
-        assert answers == plain
+        learning, before = runner_of(llm).drafter.guarded.method, Counter()
+        gained(learning, before)
+        first = accepted("main")
         said = [[*prompt["prompt_token_ids"][-8:], *answer] for prompt, answer in zip(prompts, plain, strict=True)]
         (tenant,) = (number for number in learning.live.tenants if number)
         assert sorted(learnt_by(learning, tenant)) == sorted(said), "every output, whole, behind the end of its prompt"
-        show(learning)
-        one = gained(before)
+        one = gained(learning, before)
         assert sum(one[f"{source} tokens"] for source in (*SOURCES, "other")) == first
         assert one["input tokens"] > 0 and one["static tokens"] == 0
-        before = counters()
-        second, answers = accepted(llm, prompts, "main")
-        assert answers == plain and second > first
-        show(learning)
-        two = gained(before)
+        second = accepted("main")
+        assert second > first
+        two = gained(learning, before)
         assert sum(two[f"{source} tokens"] for source in (*SOURCES, "other")) == second
-        assert two["live tokens"] > one["live tokens"] and two["live hits"] > one["live hits"]
-        assert two["live hits"] <= two["lookups"]
+        assert two["live tokens"] > one["live tokens"] and one["live hits"] < two["live hits"] <= two["lookups"]
         assert two["live_documents"] == 6 and two["live_inserted_tokens"] == 6 * (8 + TOKENS)
         assert 0 == two["live_merges"] == two["live_merge_seconds"]
         assert value("live_tokens") == 12 * (8 + TOKENS + 1)
@@ -107,40 +87,32 @@ def test_learns_from_what_it_said(
         assert value("drafting_seconds_count", method="sssd") > 0 < value("drafting_seconds_sum", method="sssd")
 
         # A tenant profits from its own answers only.
-        alone, answers = accepted(llm, prompts, "one")
-        assert alone == first and answers == plain
-        assert accepted(llm, prompts, "two")[0] == first
-        again, answers = accepted(llm, prompts, "one")
-        assert again > first and answers == plain
+        assert accepted("one") == accepted("two") == first < accepted("one")
         # Requests without a salt profit from one another's.
-        (unsalted, answers), (again, _) = (accepted(llm, prompts) for _ in range(2))
-        assert unsalted == first < again and answers == plain
+        assert accepted() == first < accepted()
         learning.live.flush()  # else the newest are not on disk yet
         held = learning.live.stats().tokens
         gone = forget(tmp_path, [str(tenant_key("one"))])
         assert gone.documents == 12 and not gone.alone
         wait_until(lambda: learning.live.stats().tokens < held)
-        alone, answers = accepted(llm, prompts, "one")
-        assert alone == first and answers == plain, "forgotten while serving"
-        assert accepted(llm, prompts, "main")[0] > first, "others go on"
-        assert not failures(proposer) and learning.live.stats().tenants == 3
-        proposer.guarded.close()
+        assert accepted("one") == first, "forgotten while serving"
+        assert accepted("main") > first, "others go on"
+        assert learning.live.stats().tenants == 3
+        check_nothing_is_left(llm)
+        runner_of(llm).drafter.guarded.close()
 
     with engine(tiny_model, speculative_config=method, **settings) as llm:
-        restarted, answers = accepted(llm, prompts, "main")
-        assert restarted > first and answers == plain
+        assert accepted("main") > first
         runner_of(llm).drafter.guarded.close()
 
 
-def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
-    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts
-) -> None:
+def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(tiny_model, tiny_answers, live_prompts):
     """vLLM's batch holds tokens of another request where a prompt has none."""
     import torch
     from transformers import AutoModelForCausalLM
 
     embedding = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).get_input_embeddings()
-    given: list[Any] = [dict(prompt) for prompt in live_prompts]
+    given = [dict(prompt) for prompt in live_prompts]
     for i in (1, 4):
         with torch.no_grad():
             given[i] = {"prompt_embeds": embedding(torch.tensor(live_prompts[i]["prompt_token_ids"]))}
@@ -151,38 +123,38 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(
         proposer = runner_of(llm).drafter
         texts: set[tuple[int, ...]] = set()
 
-        def record(step: Any, drafts: list[list[int]]) -> None:
+        def record(step, drafts):
             texts.update(tuple(step.history(b).tolist()) for b in range(step.batch_size))
 
         with spied(proposer, record):
             for _ in range(2):
-                assert generate(llm, given) == plain_tiny.answers
+                assert ask(llm, given) == tiny_answers
         known = [
             tuple(prompt["prompt_token_ids"]) + tuple(answer)
-            for i, (prompt, answer) in enumerate(zip(live_prompts, plain_tiny.answers, strict=True))
+            for i, (prompt, answer) in enumerate(zip(live_prompts, tiny_answers, strict=True))
             if i not in (1, 4)
         ]
         # A step may accept tokens beyond the end of an answer.
         assert texts and all(any(whole[: len(text)] == text[: len(whole)] for whole in known) for text in texts)
         assert set(map(tuple, learnt_by(proposer.guarded.method, 0))) == set(known)
-        assert not failures(proposer) and not proposer.guarded.running and not proposer.limits
+        check_nothing_is_left(llm)
         proposer.guarded.close()
 
 
-def test_what_stands_behind_a_stop_string_is_not_learnt(demo_model: Path) -> None:
+def test_what_stands_behind_a_stop_string_is_not_learnt(demo_model):
     method = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed", "live": True, "isolation": "shared"}
     with engine(demo_model, speculative_config=method, max_model_len=256, max_num_seqs=2) as llm:
         text = "Once upon a time, in a village by the sea, there lived"
 
-        def ask(**settings: Any) -> Any:
+        def say(**settings):
             output = llm.generate(text, parameters(60, ignore_eos=True, **settings), use_tqdm=False)
             settle(llm)
             return output[0]
 
-        first = ask()
+        first = say()
         whole, lead = first.outputs[0], first.prompt_token_ids[-8:]
         stop = whole.text[len(whole.text) // 2 :][:6]
-        ended = ask(stop=[stop]).outputs[0]
+        ended = say(stop=[stop]).outputs[0]
         assert ended.finish_reason == "stop" and len(ended.token_ids) < len(whole.token_ids) - 8
         learnt = learnt_by(runner_of(llm).drafter.guarded.method, 0)
         assert learnt == [[*lead, *whole.token_ids], [*lead, *ended.token_ids]]

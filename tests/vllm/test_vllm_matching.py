@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
@@ -12,7 +11,7 @@ TEMPERATURES, TOP_PS, TOP_KS = [0.0, 0.4, 0.8, 1.3, 0.8], [1.0, 1.0, 0.8, 0.9, 1
 SEEDED = [1, 2, 3]  # rows; the first is greedy, and the last has no seed
 
 
-def metadata_of(generators: dict[int, Any], written: list[list[int]]) -> Any:
+def metadata_of(generators, written):
     import torch
     from vllm import SamplingParams
     from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MinTokensLogitsProcessor
@@ -21,19 +20,19 @@ def metadata_of(generators: dict[int, Any], written: list[list[int]]) -> Any:
     rows = len(TEMPERATURES)
     # Half of the vocabulary may not be drawn before each row's `min_tokens`.
     asked = [SamplingParams(min_tokens=5 + 6 * row, max_tokens=99, stop_token_ids=[*range(6)]) for row in range(rows)]
-    least: Any = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
-    least.update_state(BatchUpdate(rows, [], [(row, asked[row], None, written[row]) for row in range(rows)], []))
-    given: dict[str, Any] = {"temperature": torch.tensor(TEMPERATURES), "all_greedy": False, "all_random": False}
+    processor = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
+    processor.update_state(BatchUpdate(rows, [], [(row, asked[row], None, written[row]) for row in range(rows)], []))
+    given = {"temperature": torch.tensor(TEMPERATURES), "all_greedy": False, "all_random": False}
     given |= {"top_p": torch.tensor(TOP_PS), "top_k": torch.tensor(TOP_KS, dtype=torch.int32)}
     given |= {"frequency_penalties": torch.full((rows,), 0.3), "presence_penalties": torch.zeros(rows)}
     given |= {"repetition_penalties": torch.full((rows,), 1.1), "no_penalties": False, "output_token_ids": written}
     given |= {"allowed_token_ids_mask": None, "bad_words_token_ids": {1: [[3, 4]], 2: [[5]]}, "max_num_logprobs": 2}
     given |= {"prompt_token_ids": torch.full((rows, 1), VOCABULARY), "generators": generators}
-    return SamplingMetadata(**given, logitsprocs=LogitsProcessors([least]))
+    return SamplingMetadata(**given, logitsprocs=LogitsProcessors([processor]))
 
 
 @pytest.mark.parametrize("path", ["forward_cpu", "forward_native"])
-def test_tokens_logprobs_and_generators_are_plain_decodings(path: str) -> None:
+def test_tokens_logprobs_and_generators_are_plain_decodings(path):
     import torch
     from vllm.v1.sample.rejection_sampler import RejectionSampler
     from vllm.v1.sample.sampler import Sampler
@@ -47,23 +46,24 @@ def test_tokens_logprobs_and_generators_are_plain_decodings(path: str) -> None:
     # The model: what follows depends on the last token.
     model = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1)) * 2
 
-    def generators() -> dict[int, Any]:
+    def generators():
         return {row: torch.Generator().manual_seed(row) for row in SEEDED}
 
     own, plain = generators(), [[0] for _ in rows]
-    plain_logprobs: list[list[Any]] = [[] for _ in rows]
-    states: list[dict[int, Any]] = []
+    plain_logprobs = [[] for _ in rows]
+    states = []
     for _ in range(TOKENS + MAX_DRAFT + 1):
         states.append({row: generator.get_state() for row, generator in own.items()})
         output = sampler(
-            logits=model[[tokens[-1] for tokens in plain]], sampling_metadata=metadata_of(own, [t[1:] for t in plain])
+            logits=model[[tokens[-1] for tokens in plain]],
+            sampling_metadata=metadata_of(own, [t[1:] for t in plain]),
         )
         for row in rows:
             plain_logprobs[row].append(output.logprobs_tensors.logprobs[row])
             plain[row].append(int(output.sampled_token_ids[row]))
 
     own, written, steps, accepted = generators(), [[0] for _ in rows], 0, 0
-    logprobs: list[list[Any]] = [[] for _ in rows]
+    logprobs = [[] for _ in rows]
     while min(map(len, written)) <= TOKENS:
         steps += 1
         drafts: list[list[int]] = []
@@ -94,54 +94,3 @@ def test_tokens_logprobs_and_generators_are_plain_decodings(path: str) -> None:
     for row in (0, *SEEDED):
         assert written[row][: TOKENS + 1] == plain[row][: TOKENS + 1]
         assert all(torch.equal(a, b) for a, b in zip(logprobs[row][:TOKENS], plain_logprobs[row], strict=False))
-
-
-@pytest.mark.parametrize("least", [0, 4], ids=["at once", "position by position"])
-def test_greedy_batches_are_sampled_at_once_where_logits_alone_decide(least: int) -> None:
-    import torch
-    from vllm import SamplingParams
-    from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MinTokensLogitsProcessor
-    from vllm.v1.sample.rejection_sampler import RejectionSampler
-    from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-    from freedraft.engines.vllm.v1.matching import Matching
-
-    choose, rows, sampler = random.Random(3), len(TEMPERATURES), Sampler()
-    model = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(5))
-    calls: list[int] = []
-
-    def counting(**given: Any) -> Any:
-        calls.append(len(given["logits"]))
-        return sampler(**given)
-
-    for _ in range(50):
-        asked = SamplingParams(min_tokens=least, stop_token_ids=[VOCABULARY - 1], max_tokens=99)
-        processor: Any = MinTokensLogitsProcessor(None, torch.device("cpu"), False)
-        processor.update_state(BatchUpdate(rows, [], [(row, asked, None, []) for row in range(rows)], []))
-        metadata = metadata_of({}, [[] for _ in range(rows)])
-        metadata.temperature, metadata.all_greedy, metadata.no_penalties = None, True, True
-        metadata.bad_words_token_ids, metadata.max_num_logprobs = {}, None
-        metadata.output_token_ids, metadata.logitsprocs = [], LogitsProcessors([processor])
-        last = [choose.randrange(VOCABULARY) for _ in range(rows)]
-        plain, drafts = [], []
-        for token in last:
-            follows = []
-            for position in range(MAX_DRAFT + 1):
-                token = int(model[token][: VOCABULARY - (position < least)].argmax())
-                follows.append(token)
-            plain.append(follows)
-            draft = follows[: choose.randint(0, MAX_DRAFT)]
-            if draft and choose.random() < 0.5:
-                draft[choose.randrange(len(draft))] = choose.randrange(VOCABULARY)
-            drafts.append(draft)
-        before = [token for at, draft in zip(last, drafts, strict=True) for token in (at, *draft)]
-        calls.clear()
-        dummy = SpecDecodeMetadata.make_dummy(drafts, torch.device("cpu"))
-        output = Matching(counting)(dummy, None, model[before].clone(), metadata)
-        gained, _ = RejectionSampler.parse_output(output.sampled_token_ids, VOCABULARY)
-        for tokens, follows, draft in zip(gained, plain, drafts, strict=True):
-            same = next((i for i, (a, b) in enumerate(zip(draft, follows, strict=False)) if a != b), len(draft))
-            assert tokens == follows[: same + 1]
-        if not least:
-            assert calls == [len(before)]

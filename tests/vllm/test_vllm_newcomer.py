@@ -8,21 +8,19 @@ import subprocess
 import sys
 import sysconfig
 import venv
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from vllm_server import complete, get
 
-from bench.lib.servers import free_port
-from tests.support.waiting import wait_until
+from bench.lib.servers import build, running
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROMPT = "one two three four one two three four one two three four one two"
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def environment(tmp_path_factory):
     """The python of an environment that has vLLM, as this one has, and no freedraft."""
     folder = tmp_path_factory.mktemp("existing")
     packages = folder / "packages"
@@ -38,12 +36,12 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
-def clean(**more: str) -> dict[str, str]:
+def clean(**more):
     return {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VLLM_", "FREEDRAFT_"))} | more
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(REPOSITORY)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -52,14 +50,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def accepted(port: int) -> float:
-    page = get(port, "/metrics")[1]
+def accepted(port):
+    page = get(port, "/metrics")
     return sum(map(float, re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", page, re.MULTILINE)))
 
 
 @pytest.mark.extended
-def test_four_commands(environment: Path, wheel: Path, demo_model: Path, tmp_path: Path) -> None:
-    def run(*command: object) -> str:
+def test_four_commands(environment, wheel, demo_model, tmp_path, monkeypatch):
+    def run(*command):
         arguments = [str(part) for part in command]
         done = subprocess.run(arguments, cwd=tmp_path, env=clean(), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
@@ -71,28 +69,12 @@ def test_four_commands(environment: Path, wheel: Path, demo_model: Path, tmp_pat
     assert environment.parent.parent in where.parents
 
     # 2: the engine's own command and one flag.
-    port = free_port()
-    flag = ["--speculative-config", '{"method": "sssd", "num_speculative_tokens": 8}']
-    command = [str(environment), "-m", "vllm.entrypoints.openai.api_server", "--model", str(demo_model.resolve())]
-    command += ["--served-model-name", "m", "--port", str(port), "--host", "127.0.0.1", "--max-model-len", "256"]
-    command += ["--enforce-eager", *flag]
-    small = clean(VLLM_CPU_KVCACHE_SPACE="1", NUMBA_CACHE_DIR=str(tmp_path / "numba"))
-    log = tmp_path / "log"
-    with log.open("w") as out:
-        server = subprocess.Popen(command, cwd=tmp_path, env=small, stdout=out, stderr=out)
-
-    def answers() -> bool:
-        assert server.poll() is None, log.read_text()[-4000:]
-        with suppress(OSError):
-            return get(port, "/health")[0] == 200
-        return False
-
-    try:
-        wait_until(answers, 420)
+    monkeypatch.chdir(tmp_path)
+    flag = {"speculative": {"method": "sssd", "num_speculative_tokens": 8}}
+    server = build("newcomer", "vllm", demo_model.resolve(), tmp_path / "log", python=str(environment), **flag)
+    server.env = clean(VLLM_CPU_KVCACHE_SPACE="1", NUMBA_CACHE_DIR=str(tmp_path / "numba"))
+    with running(server):
         # 3 and 4: ask, and look at vLLM's own metrics.
-        assert accepted(port) == 0
-        complete(port, PROMPT)
-        assert accepted(port) > 0
-    finally:
-        server.terminate()
-        server.wait(60)
+        assert accepted(server.port) == 0
+        complete(server.port, PROMPT)
+        assert accepted(server.port) > 0

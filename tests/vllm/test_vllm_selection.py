@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm_cases import TOKENS, parameters, tokens_of
-from vllm_engines import engine, failures, runner_of, settle, spied
+from vllm_cases import greedily
+from vllm_engines import engine, runner_of, settle, spied
 
 from freedraft.config import ConfigError
 from freedraft.fingerprints import hardware_name
@@ -30,22 +29,22 @@ MAX_MODEL_LEN = 384
 
 
 @pytest.fixture(scope="module")
-def prompts(demo_prompts: list) -> list[dict[str, list[int]]]:
+def prompts(demo_prompts):
     return [*demo_prompts[:5], *demo_prompts[12:]]
 
 
 @pytest.fixture(scope="module")
-def plain(plain_demo: dict[str, list[list[int]]]) -> list[list[int]]:
+def plain(plain_demo):
     answers = plain_demo["prompts"]
     return [*answers[:5], *answers[12:]]
 
 
-def generate(llm: Any, prompts: list) -> list[list[int]]:
-    return tokens_of(llm.generate(prompts, parameters(TOKENS), use_tqdm=False))
+def generate(llm, prompts):
+    return greedily(llm, prompts)
 
 
 @pytest.fixture(scope="module")
-def swift_engine(plain: list, demo_model: Path) -> Iterator[Any]:
+def swift_engine(plain, demo_model):
     """Searching for half of the time, so that a short test sees sets change."""
     given: dict[str, Any] = {"method": "layerskip", "num_speculative_tokens": K, "selection": "swift"}
     given |= {"search_share": 0.5, "lookahead": "confidence", "threshold": 0.0}
@@ -54,43 +53,29 @@ def swift_engine(plain: list, demo_model: Path) -> Iterator[Any]:
         yield llm
 
 
-@pytest.fixture(autouse=True)
-def nothing_failed_or_leaked(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    if "swift_engine" in request.fixturenames:
-        llm = request.getfixturevalue("swift_engine")
-        settle(llm)
-        proposer = runner_of(llm).drafter
-        assert not failures(proposer) and not proposer.guarded.method.selection.requests
-
-
 @contextmanager
-def selecting(llm: Any, selection: Any) -> Iterator[Any]:
+def selecting(llm, selection):
     """Another selection in the same engine, with its sets built as at the start."""
     method = runner_of(llm).drafter.guarded.method
-    names = ("selection", "needs_prompt_states", "_scorer")
-    before = {name: getattr(method, name) for name in names}
-    method.selection, method._scorer = selection, None
-    method.needs_prompt_states = selection.needs_prompt_states
-    build_all(method)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(method, "_scorer", None)
+        for name, value in {"selection": selection, "needs_prompt_states": selection.needs_prompt_states}.items():
+            patch.setattr(method, name, value)
+        build_all(method)
         yield method
-    finally:
         settle(llm)
         assert not method.selection.requests
-        for name, value in before.items():
-            setattr(method, name, value)
-        build_all(method)
+    build_all(method)
 
 
-def build_all(method: Any) -> None:
+def build_all(method):
     method.draft_passes.clear()
     method.recipes.use(method.selection.sets.values())
     for skip_set in method.selection.sets.values():
         method.build(skip_set, optimize=False)
 
 
-def kept_sublayers(method: Any) -> int:
+def kept_sublayers(method):
     """Of the only draft pass."""
     (draft_pass,) = method.draft_passes.values()
     return len(draft_pass.layers.sublayers)
@@ -120,34 +105,43 @@ def test_swift_searches_while_it_serves(swift_engine: Any, prompts: list, plain:
 class Reading(HostModel):
     """The model on the host, whose drafted tokens read the whole model's KV of themselves too, as `SetScores` do."""
 
-    def attend(self, text: Any, layer: int, q: Any, past: Any, near_k: Any, near_v: Any) -> Any:
+    def attend(self, text, layer, q, past, near_k, near_v):
         own = [kv[layer][:, past].transpose(0, 1)[:, None] for kv in (text.keys, text.values)]
         return super().attend(text, layer, q, past, *own)
 
 
-def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prompts: list, plain: list) -> None:
+@contextmanager
+def leaving_the_cache(proposer):
+    """Fail where anything is written into the KV cache."""
+    caches = [layer.self_attn.attn.kv_cache for layer in proposer.draft_model.backbone.layers]
+    before = [cache.clone() for cache in caches]
+    yield
+    assert all(bool((old == cache).all()) for old, cache in zip(before, caches, strict=True))
+
+
+def scored_text(scorer, step):
+    """Of the step's requests the one that is scored."""
+    histories = [step.history(b) for b in range(step.batch_size)]
+    return next(text for text in histories if np.array_equal(text[scorer.first :], scorer.tokens)).tolist()
+
+
+def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine, prompts, plain):
     """Scores are what the model says by itself, one for the whole model, and the KV cache stays as it is."""
     proposer = runner_of(swift_engine).drafter
-    scores, backbone = proposer.guarded.method._scorer, proposer.draft_model.backbone
+    scores = proposer.guarded.method._scorer
     rng = np.random.default_rng(0)
     bits = np.zeros((6, 60), bool)
     for row in bits[1:5]:
         row[rng.choice(np.arange(4, 56), 12, replace=False)] = True
     bits[5, 1] = True
     recipes = [SkipSet.of_sublayers(np.flatnonzero(row), LAYERS) for row in bits]
-    attention = [layer.self_attn.attn for layer in backbone.layers]
-    found: list[np.ndarray] = []
-    texts: list[list[int]] = []
+    found, texts = [], []
 
-    def look(step: Any, drafts: list[list[int]]) -> None:
+    def look(step, drafts):
         if len(found) < 4 and scores.observe(step):
-            before = [layer.kv_cache.clone() for layer in attention]
-            found.append(scores(recipes))
-            histories = [step.history(b) for b in range(step.batch_size)]
-            texts.append(
-                next(text for text in histories if np.array_equal(text[scores.first :], scores.tokens)).tolist()
-            )
-            assert all(bool((old == layer.kv_cache).all()) for old, layer in zip(before, attention, strict=True))
+            with leaving_the_cache(proposer):
+                found.append(scores(recipes))
+            texts.append(scored_text(scores, step))
 
     with spied(proposer, look):
         assert generate(swift_engine, prompts[:4]) == plain[:4]
@@ -162,29 +156,23 @@ def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine: Any, prom
     assert 0.1 < np.mean(found, 0)[1:].max() < 0.97
 
 
-def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: list, plain: list) -> None:
+def test_knapspec_searches_as_the_reference_does(swift_engine, prompts, plain):
     """Sublayer by sublayer over the engine's own modules: the sets that the model by itself comes to. Drafts that cost
     next to nothing, so that some are found to pay, and are drafted with."""
     proposer = runner_of(swift_engine).drafter
     paged = proposer.guarded.method._model
     scorer = paged.scorer(WINDOW)
-    text: list[int] = []
-    found: list[tuple[list[int], list[SkipSet]]] = []
-    attention = [layer.self_attn.attn for layer in proposer.draft_model.backbone.layers]
+    text, found = [], []
 
-    def propose(weights: tuple[int, int], most: int, base: SkipSet) -> list[SkipSet]:
-        before = [layer.kv_cache.clone() for layer in attention]
-        survivors = scorer.run_sublayers(lambda embedded, run: search(embedded, run, 2 * LAYERS, weights, most))
-        assert all(bool((old == layer.kv_cache).all()) for old, layer in zip(before, attention, strict=True))
-        sets = survivors.sets()
+    def propose(weights, most, base):
+        with leaving_the_cache(proposer):
+            sets = scorer.run_sublayers(lambda embedded, run: search(embedded, run, 2 * LAYERS, weights, most)).sets()
         found.append((list(text), sets))
         return sets
 
-    def observe(step: Any) -> bool:
-        able = type(scorer).observe(scorer, step)
-        if able:
-            histories = [step.history(b) for b in range(step.batch_size)]
-            text[:] = next(t for t in histories if np.array_equal(t[scorer.first :], scorer.tokens)).tolist()
+    def observe(step):
+        if able := type(scorer).observe(scorer, step):
+            text[:] = scored_text(scorer, step)
         return able
 
     times = PassTimes(1.0, 1.0, 0.0, lambda n: 100.0 + n)
@@ -207,19 +195,24 @@ def test_knapspec_searches_as_the_reference_does(swift_engine: Any, prompts: lis
         assert np.mean(same) > 0.8, "beyond what rounding turns"
 
 
-def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts: list, plain: list) -> None:
+def in_order(found):
+    """Values by request, in the order of the requests."""
+    return [found[request] for request in sorted(found, key=lambda name: int(name.split("-")[0]))]
+
+
+def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine, prompts, plain):
     """Anchors made of the very states that the engine shows: chats here, texts there, each with a set of its own."""
     seen: dict[str, np.ndarray] = {}
 
     class Listening(Static):
         needs_prompt_states = True
 
-        def set_prompt_state(self, request_id: str, state: Any) -> None:
+        def set_prompt_state(self, request_id, state):
             seen[request_id] = state
 
     with selecting(swift_engine, Listening({"a": SkipSet.empty(LAYERS), "b": SkipSet.empty(LAYERS)})):
         assert generate(swift_engine, prompts) == plain
-    states = [seen[request] for request in sorted(seen, key=lambda name: int(name.split("-")[0]))]
+    states = in_order(seen)
     assert states[0].shape == (HIDDEN,)
 
     import torch
@@ -240,7 +233,7 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts
         names = list(method.selection.sets)
         assert names == ["all domains", "chat", "text"]
 
-        def record(step: Any, drafts: list[list[int]]) -> None:
+        def record(step, drafts):
             chosen = method.selection.choose(step.request_ids, step.contexts)
             routed.update(zip(step.request_ids, chosen, strict=True))
             mixed.append(len(set(chosen)))
@@ -252,16 +245,15 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine: Any, prompts
             with spied(runner_of(swift_engine).drafter, lambda *_, used=used: used.append(method.recipe)):
                 assert generate(swift_engine, prompts[part]) == plain[part]
             assert used.count(own) > 5
-    order = [routed[request] for request in sorted(routed, key=lambda name: int(name.split("-")[0]))]
-    assert order == [sets[0]] * 5 + [sets[1]] * 3
+    assert in_order(routed) == [sets[0]] * 5 + [sets[1]] * 3
     assert max(mixed) > 1, "two domains were never in one batch: the test does not test that"
 
 
-def test_files_of_another_machine_stop_the_start(demo_fingerprint: str, demo_model: Path, tmp_path: Path) -> None:
+def test_files_of_another_machine_stop_the_start(demo_fingerprint, demo_model, tmp_path):
     """What else is refused: `tests/layerskip/test_layerskip_options.py`."""
     from vllm.engine.arg_utils import EngineArgs
 
-    def start(where: str) -> None:
+    def start(where):
         path = tmp_path / "plan.json"
         Plan((64,), (Choice(SkipSet.of_sublayers([6], LAYERS, demo_fingerprint), 2, 1.0),), where).save(path, {})
         given = {"method": "layerskip", "num_speculative_tokens": K}

@@ -7,9 +7,7 @@ import logging
 import os
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,16 +20,17 @@ from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
 SKIPPING = {"method": "layerskip", "num_speculative_tokens": 3}
 BOTH = SKIPPING | {"method": "freedraft"}
+KV_TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
-def config_of(model: Path, speculative_config: dict[str, Any] | None, **arguments: Any) -> Any:
+def config_of(model, speculative_config, **arguments):
     from vllm import EngineArgs
 
     arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "enforce_eager": True} | arguments
     return EngineArgs(model=str(model), speculative_config=speculative_config, **arguments).create_engine_config()
 
 
-def refusal(model: Path, speculative_config: dict[str, Any], **arguments: Any) -> str:
+def refusal(model, speculative_config, **arguments):
     with pytest.raises(ConfigError) as error:
         config_of(model, speculative_config, **arguments)
     message = str(error.value)
@@ -40,26 +39,34 @@ def refusal(model: Path, speculative_config: dict[str, Any], **arguments: Any) -
 
 
 @pytest.fixture
-def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def line(monkeypatch, caplog):
+    """Gives the only line that we have logged."""
+
+    def logged():
+        (line,) = (each.getMessage() for each in caplog.records if each.name.startswith("freedraft"))
+        assert "\n" not in line
+        return line
+
     monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
-    return caplog
+    caplog.set_level(logging.WARNING)
+    return logged
 
 
-def test_all_hooks_are_there() -> None:
+def test_all_hooks_are_there():
     assert check(HOOKS + MODEL_HOOKS + OPTIONAL_HOOKS) == []
 
 
-def installed_source(change: Callable[[str, str], str]) -> Any:
+def installed_source(change):
     """vLLM's own files, each with a change."""
     from importlib.util import find_spec
 
     from bench.versions import Source
 
-    root = Path(str(find_spec("vllm").origin)).parents[1]  # type: ignore[union-attr]
+    root = Path(str(find_spec("vllm").origin)).parents[1]
     return Source(lambda path: change(path, (root / path).read_text()) if (root / path).is_file() else None, ())
 
 
-def test_the_source_tells_what_the_installed_engine_tells() -> None:
+def test_the_source_tells_what_the_installed_engine_tells():
     """As `bench.versions` reads wheels that are not installed."""
     from bench.versions import parts
 
@@ -73,20 +80,21 @@ def test_the_source_tells_what_the_installed_engine_tells() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "said"),
+    ("module", "said"),
     [
-        ("block_table", "num_blocks", "BlockTables has no num_blocks"),
-        ("states", "total_len", "RequestState has no total_len"),
-        ("async_utils", "model_runner_output", "AsyncOutput has no model_runner_output"),
-        ("buffer_utils", "np", "UvaBackedTensor has no np"),
-        ("model_runner", "block_tables", "GPUModelRunner has no block_tables"),
-        ("model_runner", "fast_prefill", "GPUModelRunner has no fast_prefill"),
+        ("block_table", "BlockTables has no num_blocks"),
+        ("states", "RequestState has no total_len"),
+        ("async_utils", "AsyncOutput has no model_runner_output"),
+        ("buffer_utils", "UvaBackedTensor has no np"),
+        ("model_runner", "GPUModelRunner has no block_tables"),
+        ("model_runner", "GPUModelRunner has no fast_prefill"),
     ],
 )
-def test_doctor_knows_what_is_read_of_model_runner_v2(module: str, name: str, said: str) -> None:
+def test_doctor_knows_what_is_read_of_model_runner_v2(module, said):
     """In vLLM's own files, in which this attribute has another name."""
+    name = said.split()[-1]
 
-    def renamed(path: str, text: str) -> str:
+    def renamed(path, text):
         changed = path == f"vllm/v1/worker/gpu/{module}.py"
         return re.sub(rf"\bself\.{name}\b", "self.renamed", text) if changed else text
 
@@ -94,9 +102,7 @@ def test_doctor_knows_what_is_read_of_model_runner_v2(module: str, name: str, sa
     assert any(said in (source.problem(hook) or "") for hook in OPTIONAL_HOOKS)
 
 
-def test_layers_that_are_skipped_are_not_compiled_ahead_of_time(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_are_skipped_are_not_compiled_ahead_of_time(tiny_model, monkeypatch):
     """Their passes have the target's weights. Before vLLM 0.33 only the environment says so, for all modules."""
     from vllm import envs
 
@@ -113,7 +119,7 @@ def test_layers_that_are_skipped_are_not_compiled_ahead_of_time(
     assert envs.VLLM_USE_AOT_COMPILE, "where the user says so"
 
 
-def test_the_method_is_rewritten_and_options_travel(tiny_model: Path) -> None:
+def test_the_method_is_rewritten_and_options_travel(tiny_model):
     given = GOOD | {"knee": 11, "min-score": 0.25}
     config = config_of(tiny_model, copy.deepcopy(given))
     assert config.speculative_config.method == "custom_class"
@@ -125,7 +131,7 @@ def test_the_method_is_rewritten_and_options_travel(tiny_model: Path) -> None:
     assert config.compute_hash() == config_of(tiny_model, GOOD | {"metrics_port": 4711}).compute_hash()
 
 
-def test_one_line_says_what_decides_the_speed(tiny_model: Path) -> None:
+def test_one_line_says_what_decides_the_speed(tiny_model):
     config = config_of(tiny_model, GOOD, tensor_parallel_size=2, enforce_eager=True)
     line = start_line(config, "sssd", v2=False)
     said = ["method 'sssd'", methods.vllm_version(), "runner V1", "async scheduling off", "CUDA graphs NONE",
@@ -135,13 +141,13 @@ def test_one_line_says_what_decides_the_speed(tiny_model: Path) -> None:
     assert "8 from 1 on, 0 from 9 on" in start_line(config, "sssd", v2=True)
 
 
-def test_full_graphs_for_every_step_where_attention_allows_it(tiny_model: Path) -> None:
+def test_full_graphs_for_every_step_where_attention_allows_it(tiny_model):
     from vllm.config import CompilationConfig, CUDAGraphMode
     from vllm.v1.attention.backend import AttentionCGSupport
 
     from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
 
-    def resolved(given: str, support: AttentionCGSupport, *, preferred: bool) -> str:
+    def resolved(given, support, *, preferred):
         config = CompilationConfig(mode=3, cudagraph_mode=given, cudagraph_capture_sizes=[9, 18])
         config.max_cudagraph_capture_size = 18
         config.set_splitting_ops_for_v1("", data_parallel_size=1)
@@ -160,7 +166,7 @@ def test_full_graphs_for_every_step_where_attention_allows_it(tiny_model: Path) 
     assert methods.configured(chosen).graph_mode_given
 
 
-def test_the_short_flags(tiny_model: Path) -> None:
+def test_the_short_flags(tiny_model):
     config = config_of(tiny_model, None, spec_method="sssd", spec_tokens=5)
     assert config.speculative_config.method == "custom_class"
     assert config.speculative_config.num_speculative_tokens == 5
@@ -168,7 +174,7 @@ def test_the_short_flags(tiny_model: Path) -> None:
     assert "--spec-model" in refusal(tiny_model, dict(GOOD), spec_model="x")
 
 
-def test_a_runner_that_the_method_cannot_have(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runner_that_the_method_cannot_have(tiny_model, monkeypatch):
     message = refusal(tiny_model, GOOD, async_scheduling=True)
     assert "'sssd'" in message and "--async-scheduling" in message and "custom_class" not in message
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -182,7 +188,7 @@ def test_a_runner_that_the_method_cannot_have(tiny_model: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def as_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_with_triton(monkeypatch):
     """What vLLM decides on a GPU: there is Triton, and nobody says which model runner is to serve."""
     from vllm import triton_utils
     from vllm.config import vllm as vllm_config
@@ -199,35 +205,23 @@ def as_with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"selection": "knapsack"}, ["'knapsack' searches", "set 'selection_file'"]),
     ],
 )
-def test_options_that_need_times_are_served_by_the_first_runner(
-    tiny_model: Path,
-    as_with_triton: None,
-    monkeypatch: pytest.MonkeyPatch,
-    log: pytest.LogCaptureFixture,
-    options: dict[str, Any],
-    words: list[str],
-) -> None:
-    given = SKIPPING
-    with log.at_level(logging.WARNING):
-        config = config_of(tiny_model, given | {"window": 512})
-        assert config.use_v2_model_runner and config.speculative_config.method == methods.V2_METHOD
-        config = config_of(tiny_model, given | options)
+def test_options_that_need_times_are_served_by_v1(tiny_model, as_with_triton, monkeypatch, line, options, words):
+    config = config_of(tiny_model, SKIPPING | {"window": 512})
+    assert config.use_v2_model_runner and config.speculative_config.method == methods.V2_METHOD
+    config = config_of(tiny_model, SKIPPING | options)
     assert not config.use_v2_model_runner and config.speculative_config.method == "custom_class"
     assert methods.configured(config).options.items() >= options.items()
-    lines = [record.getMessage() for record in log.records if record.name.startswith("freedraft")]
-    assert len(lines) == 1 and "\n" not in lines[0]
-    assert all(word in lines[0] for word in ["'layerskip'", "model runner V1", "without async scheduling", *words])
+    assert all(word in line() for word in ["'layerskip'", "runner V1", "without async scheduling", *words])
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    message = refusal(tiny_model, given | options)
-    assert words[0] in message
+    assert words[0] in refusal(tiny_model, SKIPPING | options)
 
 
-@pytest.mark.parametrize("method", ["layerskip", "freedraft"])
-def test_a_window_below_the_page_that_vllm_chooses(tiny_model: Path, method: str) -> None:
-    given = SKIPPING | {"method": method}
+@pytest.mark.parametrize("given", [SKIPPING, BOTH])
+def test_a_window_below_the_page_that_vllm_chooses(tiny_model, given):
     message = refusal(tiny_model, given | {"window": 64})
-    assert f"'{method}'" in message and "'window' is 64 tokens" in message and "set 128 or more" in message
-    assert config_of(tiny_model, given | {"window": 64}, block_size=64).cache_config.block_size == 64
+    assert all(words in message for words in (f"'{given['method']}'", "'window' is 64 tokens", "set 128 or more"))
+    in_place = {"offload_backend": "uva", "offload_group_size": 4}  # weights that draft passes can read
+    assert config_of(tiny_model, given | {"window": 64}, block_size=64, **in_place).cache_config.block_size == 64
     assert config_of(tiny_model, given | {"window": 128}).cache_config.block_size == 128
 
 
@@ -236,6 +230,13 @@ def test_a_window_below_the_page_that_vllm_chooses(tiny_model: Path, method: str
     [
         ("sssd", {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
         ("layerskip", {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
+        (
+            "layerskip",
+            {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
+            "--decode-context-parallel-size 1",
+        ),
+        ("layerskip", {"enable_lora": True}, "LoRA"),
+        ("layerskip", {"kv_transfer_config": KV_TRANSFER}, "KV transfer"),
         # Each rank has a scheduler of its own.
         ("sssd", {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, "external_launcher"),
         # Draft passes call the layers' parts, behind what fetches their weights layer by layer.
@@ -243,14 +244,16 @@ def test_a_window_below_the_page_that_vllm_chooses(tiny_model: Path, method: str
         ("layerskip", {"offload_backend": "prefetch"}, "--offload-group-size"),
     ],
 )
-def test_engines_that_are_refused(tiny_model: Path, method: str, arguments: dict[str, Any], words: str) -> None:
+def test_engines_that_are_refused(tiny_model, method, arguments, words):
+    if "kv_transfer_config" in arguments:
+        from vllm.config import KVTransferConfig
+
+        arguments = {"kv_transfer_config": KVTransferConfig(**KV_TRANSFER)}
     message = refusal(tiny_model, SKIPPING | {"method": method}, **arguments)
-    assert f"'{method}'" in message and words in message
+    assert words in message and f"'{method}'" in message
 
 
-def test_recurrent_layers_are_served_by_the_second_runner_only(
-    tiny_model: Path, tmp_path: Path, as_with_triton: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recurrent_layers_are_served_by_the_second_runner_only(tiny_model, tmp_path, as_with_triton, monkeypatch):
     from transformers import FalconH1Config
 
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 24, "head_dim": 32}
@@ -264,11 +267,7 @@ def test_recurrent_layers_are_served_by_the_second_runner_only(
     assert config_of(tiny_model, GOOD).speculative_config.method == "custom_class"
 
 
-def test_weights_that_are_read_in_place_are_taken(tiny_model: Path) -> None:
-    config_of(tiny_model, SKIPPING | {"window": 64}, block_size=64, offload_backend="uva", offload_group_size=4)
-
-
-def test_replicas_that_share_experts_draft_one_length(tiny_model: Path, tmp_path: Path) -> None:
+def test_replicas_that_share_experts_draft_one_length(tiny_model, tmp_path):
     from transformers import MixtralConfig
 
     from freedraft.cost.controller import make_controller
@@ -285,9 +284,7 @@ def test_replicas_that_share_experts_draft_one_length(tiny_model: Path, tmp_path
 
 
 @pytest.mark.parametrize("policy", ["auto", "knee"])
-def test_replicas_of_a_dense_model_draft_by_batch_size(
-    tiny_model: Path, as_with_triton: None, monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
+def test_replicas_of_a_dense_model_draft_by_batch_size(tiny_model, as_with_triton, monkeypatch, policy):
     """On model runner V2, where vLLM takes lengths by batch size away from all replicas."""
     from vllm.config import VllmConfig
 
@@ -299,28 +296,24 @@ def test_replicas_of_a_dense_model_draft_by_batch_size(
         "_maybe_override_dynamic_sd_cudagraph_mode",
         lambda self: seen.append(self.speculative_config.num_speculative_tokens_per_batch_size),
     )
-    given = GOOD | {"hardware": "h100", "policy": policy}
+    given, table = GOOD | {"hardware": "h100", "policy": policy}, "num_speculative_tokens_per_batch_size"
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    one = config_of(tiny_model, given)
+    one, two = (config_of(tiny_model, given, data_parallel_size=replicas) for replicas in (1, 2))
     assert (len(methods.configured(one).lengths) > 2) == (policy == "auto")
-    assert one.speculative_config.num_speculative_tokens_per_batch_size
-    two = config_of(tiny_model, given, data_parallel_size=2)
-    for name in ("num_speculative_tokens_per_batch_size", methods.ATTRIBUTE):
+    assert getattr(one.speculative_config, table)
+    for name in (table, methods.ATTRIBUTE):
         assert getattr(two.speculative_config, name) == getattr(one.speculative_config, name)
     assert seen[-1] == seen[0] is not None, "CUDA graphs have the sizes of batches at these lengths"
-    own = given | {"num_speculative_tokens_per_batch_size": [(1, 4, 8), (5, 64, 2)]}
-    for replicas in (1, 2):
-        config = config_of(tiny_model, own, data_parallel_size=replicas)
-        assert [*map(tuple, config.speculative_config.num_speculative_tokens_per_batch_size)] == [(1, 4, 8), (5, 64, 2)]
+    own = config_of(tiny_model, given | {table: [(1, 4, 8), (5, 64, 2)]}, data_parallel_size=2)
+    assert [*map(tuple, getattr(own.speculative_config, table))] == [(1, 4, 8), (5, 64, 2)]
     # In one process with others, ranks take their steps together.
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     two = config_of(tiny_model, given, data_parallel_size=2)
-    assert two.speculative_config.num_speculative_tokens_per_batch_size is None
-    assert methods.configured(two).lengths == ()
+    assert getattr(two.speculative_config, table) is None and methods.configured(two).lengths == ()
     assert context_of_engine(two, v2_lengths=(8,)).lengths == (8,)
 
 
-def test_other_methods_are_left_alone(tiny_model: Path) -> None:
+def test_other_methods_are_left_alone(tiny_model):
     assert config_of(tiny_model, None).speculative_config is None
     config = config_of(tiny_model, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3})
     assert config.speculative_config.method == "ngram"
@@ -331,20 +324,11 @@ def test_other_methods_are_left_alone(tiny_model: Path) -> None:
     ("change", "words"),
     [
         (SKIPPING | {"skip_set": "/no/such/set.json"}, ["'skip_set'", "/no/such/set.json", "freedraft calibrate"]),
-        (SKIPPING | {"lookahead": "far"}, ["'lookahead'", "far"]),
-        (SKIPPING | {"lookahead": "disco"}, ["disco", "freedraft calibrate disco"]),
-        (SKIPPING | {"threshold": 2}, ["'threshold'", "2"]),
         (SKIPPING | {"skip_sets": "x"}, ["'skip_sets'", "did you mean 'skip_set'"]),
-        (SKIPPING | {"window": 128, "sinks": 199}, ["'sinks' is 199"]),
-        (SKIPPING | {"window": "auto", "lookahead": "fixed"}, ["'window' auto"]),
-        (SKIPPING | {"window": "some"}, ["'window'"]),
         (BOTH | {"draft": ["layerskip", "sssd"]}, ["unknown option 'draft'"]),
         (BOTH | {"lookahead": "fixed"}, ["'lookahead'", "cost"]),
         (BOTH | {"policy": "knee"}, ["'policy'", "auto"]),
         (BOTH | {"datastroe": "x"}, ["did you mean 'datastore'"]),
-        (BOTH | {"skip_sets": "x"}, ["did you mean 'skip_set'"]),
-        (BOTH | {"skip_set": "/no/such/set.json"}, ["/no/such/set.json"]),
-        (BOTH | {"datastore": "/no/such/store"}, ["/no/such/store"]),
         ({"datastroe": "x"}, ["'datastroe'", "did you mean 'datastore'"]),
         ({"num_speculative_token": 3}, ["'num_speculative_token'", "did you mean 'num_speculative_tokens'"]),
         ({"model": "x"}, ["'model'"]),
@@ -353,80 +337,63 @@ def test_other_methods_are_left_alone(tiny_model: Path) -> None:
         ({"num_speculative_tokens": "8"}, ["'num_speculative_tokens'", "'8'"]),
         ({"num_speculative_tokens": True}, ["'num_speculative_tokens'", "True"]),
         ({"num_speculative_tokens": None}, ["'num_speculative_tokens'", "missing", "8"]),
-        ({"scoring": "best"}, ["'scoring'", "best", "'learned'"]),
-        ({"weights": "/no/such/weights.json"}, ["'weights'", "/no/such/weights.json", "bench/scorer"]),
         ({"hardware": "h2000"}, ["h2000", "did you mean 'h200'"]),
-        ({"policy": "greedy"}, ["'policy'", "greedy"]),
         ({"rejection_sample_method": "fly"}, ["'fly'", "other tokens than the model's", "leave it out"]),
         ({"rejection_sample_method": "synthetic"}, ["'synthetic'", "other tokens than the model's"]),
         ({"datastore": "/no/such/store"}, ["/no/such/store"]),
     ],
 )
-def test_bad_input_stops_the_start_with_one_line(tiny_model: Path, change: dict[str, Any], words: list[str]) -> None:
+def test_bad_input_stops_the_start_with_one_line(tiny_model, change, words):
     message = refusal(tiny_model, change if "method" in change else GOOD | change)
     assert all(word in message for word in words)
 
 
-def test_a_store_of_another_tokenizer(demo_model: Path, tmp_path: Path) -> None:
+def test_a_store_of_another_tokenizer(demo_model, tmp_path):
     import numpy as np
 
     from sssd_plugin.datastore.build.builder import StoreBuilder
     from sssd_plugin.datastore.disk.format import TokenizerEntry
     from sssd_plugin.datastore.tokenizer import fingerprint, load
 
-    good = fingerprint(load(demo_model))
-    for name, print_ in (("mine", good), ("foreign", "0" * 64)):
+    for name, print_ in (("mine", fingerprint(load(demo_model))), ("foreign", "0" * 64)):
         entry = TokenizerEntry(fingerprint=print_, name="a tokenizer")
         with StoreBuilder(tmp_path / name, vocab_size=1000, tokenizer=entry) as builder:
             builder.append(np.arange(1000))
             builder.finish()
     message = refusal(demo_model, GOOD | {"datastore": str(tmp_path / "foreign")}, skip_tokenizer_init=False)
     assert "foreign" in message and "tokenizer" in message
-    config = config_of(demo_model, GOOD | {"datastore": str(tmp_path / "mine")}, skip_tokenizer_init=False)
-    assert config.speculative_config is not None
+    config_of(demo_model, GOOD | {"datastore": str(tmp_path / "mine")}, skip_tokenizer_init=False)
 
 
 @pytest.mark.parametrize("name", ["propose_draft_token_ids", "_update_states"])
-def test_a_renamed_hook_leaves_the_engine_running_without_us(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture, name: str
-) -> None:
+def test_a_renamed_hook_leaves_the_engine_running_without_us(tiny_model, monkeypatch, line, name):
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     monkeypatch.setattr(GPUModelRunner, "renamed", getattr(GPUModelRunner, name), raising=False)
     monkeypatch.delattr(GPUModelRunner, name)
-    with log.at_level(logging.WARNING):
-        config = config_of(tiny_model, dict(GOOD))
-    assert config.speculative_config is None
-    lines = [record.getMessage() for record in log.records if record.name.startswith("freedraft")]
-    assert len(lines) == 1
-    assert f"GPUModelRunner.{name} is missing" in lines[0] and methods.vllm_version() in lines[0]
-    assert "without speculation" in lines[0] and "\n" not in lines[0]
+    assert config_of(tiny_model, dict(GOOD)).speculative_config is None
+    said = [f"GPUModelRunner.{name} is missing", methods.vllm_version(), "without speculation"]
+    assert all(words in line() for words in said)
 
 
-def test_without_the_configuration_hook_nothing_is_registered(
-    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
-) -> None:
+def test_without_the_configuration_hook_nothing_is_registered(monkeypatch, line):
     from vllm.engine.arg_utils import EngineArgs
 
     from sssd_plugin.method import SPEC
 
     monkeypatch.setattr(methods, "METHODS", {})
     monkeypatch.delattr(EngineArgs, "create_speculative_config")
-    with log.at_level(logging.WARNING):
-        assert not methods.register(SPEC)
-    assert methods.METHODS == {}
-    lines = [record.getMessage() for record in log.records if record.name.startswith("freedraft")]
-    assert len(lines) == 1
-    assert "create_speculative_config is missing" in lines[0] and "freedraft doctor" in lines[0]
+    assert not methods.register(SPEC) and methods.METHODS == {}
+    assert "create_speculative_config is missing" in line() and "freedraft doctor" in line()
 
 
-def test_the_front_end_does_not_initialise_cuda(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_front_end_does_not_initialise_cuda(tiny_model, monkeypatch):
     """vLLM would then have to spawn its engine where it forks."""
     import torch
 
     from freedraft.engines.vllm import context
 
-    def initialise(*args: Any) -> str:
+    def initialise(*args):
         raise AssertionError("CUDA is initialised")
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -436,18 +403,7 @@ def test_the_front_end_does_not_initialise_cuda(tiny_model: Path, monkeypatch: p
     assert methods.configured(made).name == "sssd"
 
 
-def test_nothing_is_mended_on_other_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm.platforms import current_platform
-
-    applied: list[bool] = []
-    monkeypatch.setattr(fixes, "start_with_numba_loaded", lambda: applied.append(True))
-    fixes.apply_fixes()
-    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    fixes.apply_fixes()
-    assert applied == [True]
-
-
-def test_without_the_fix_vllm_cannot_replace_kernels_once_numba_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_fix_vllm_cannot_replace_kernels_once_numba_is_loaded(monkeypatch):
     import llvmlite.binding  # noqa: F401
     from vllm.triton_utils import dispatcher
 

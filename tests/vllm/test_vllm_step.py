@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.outputs import output_of
 from freedraft.engines.vllm.v1.runner import V1StepState, draft_lists, make_step
-from freedraft.step import Step
 
 MAX_MODEL_LEN = 16
 ROWS = 4
 
 
-def request_of(request_id: str, prompt: list[int], output: list[int], **parameters: Any) -> Any:
+def request_of(request_id, prompt, output, **parameters):
     """vLLM's CachedRequestState, with the stop tokens of a model whose end is token 9."""
     from vllm import SamplingParams
     from vllm.v1.worker.gpu_input_batch import CachedRequestState
@@ -27,14 +23,7 @@ def request_of(request_id: str, prompt: list[int], output: list[int], **paramete
     return CachedRequestState(request_id, prompt, [], sampling, None, ([0],), 0, output)
 
 
-def step_of(
-    sampled: list[list[int]],
-    lengths: list[int],
-    drafts: dict[str, list[int]],
-    query_tokens: int,
-    limits: dict[str, int] | None = None,
-    **output: Any,
-) -> Step:
+def step_of(sampled, lengths, drafts, query_tokens, limits=None, **output):
     """Requests "a", "b", ... whose tokens are 0, 1, ... in row 0, 100, 101, ... in row 1 and so on."""
     import torch
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -55,7 +44,7 @@ def step_of(
     return make_step(batch, state, max_draft_tokens=4, max_model_len=MAX_MODEL_LEN, limits=limits or {})
 
 
-def test_a_step_of_decoding() -> None:
+def test_a_step_of_decoding():
     step = step_of([[4], [105, 106, 107], [214]], [5, 8, 15], {"b": [105, 106, 1], "c": [3, -1]}, 7)
     assert step.request_ids == ["a", "b", "c"] and step.contexts.tolist() == [5, 8, 15]
     assert step.gained.tolist() == [1, 3, 1] and step.roots.tolist() == [4, 107, 214]
@@ -67,14 +56,14 @@ def test_a_step_of_decoding() -> None:
     assert step.previous == (3, 7) and step.widths is None
 
 
-def test_nothing_is_drafted_beyond_the_last_token() -> None:
+def test_nothing_is_drafted_beyond_the_last_token():
     """Requests with one token of 1, 2, 4 and as many as there is room for: the last one follows the drafts."""
     limits = {"a": 4 + 1, "b": 5 + 2, "c": 6 + 4}
     step = step_of([[1], [1], [1], [1]], [5, 6, 7, 8], {}, 4, limits=limits)
     assert step.capacities.tolist() == [0, 0, 2, 4]
 
 
-def test_a_request_in_the_midst_of_its_prompt_is_left_out() -> None:
+def test_a_request_in_the_midst_of_its_prompt_is_left_out():
     step = step_of([[], [105]], [9, 6], {}, 12)
     assert step.request_ids == ["b"] and step.engine.rows.tolist() == [1] and step.roots.tolist() == [105]
     assert step.previous is None, "the step did more than decode"
@@ -85,13 +74,13 @@ def test_a_request_in_the_midst_of_its_prompt_is_left_out() -> None:
     assert draft_lists(draft, step, 2) == [[], [7, 8, 9]]
 
 
-def test_a_step_that_is_padded_or_schedules_less() -> None:
+def test_a_step_that_is_padded_or_schedules_less():
     step = step_of([[4], [105]], [5, 6], {"b": [3, -1]}, 4, num_spec_tokens_to_schedule=2)
     assert step.previous is None, "its query tokens are not those of the drafts"
     assert step.capacities.tolist() == [2, 2]
 
 
-def test_a_step_without_requests() -> None:
+def test_a_step_without_requests():
     step = step_of([], [], {}, 0)
     assert step.batch_size == 0 and draft_lists(None, step, 0) == []
 
@@ -106,18 +95,16 @@ def test_a_step_without_requests() -> None:
         ([1, 2], {}, [1, 2]),
     ],
 )
-def test_the_output_of_a_request_ends_where_the_scheduler_ends_it(
-    tokens: list[int], parameters: dict[str, Any], expected: list[int]
-) -> None:
+def test_the_output_of_a_request_ends_where_the_scheduler_ends_it(tokens, parameters, expected):
     sampling = request_of("a", [0], tokens, max_tokens=5, **parameters).sampling_params
     assert output_of(sampling, tokens).tolist() == expected
 
 
-def test_a_request_without_sampling_parameters_keeps_its_output() -> None:
+def test_a_request_without_sampling_parameters_keeps_its_output():
     assert output_of(None, [1, 2]).tolist() == [1, 2]
 
 
-def test_an_output_ends_with_the_token_that_completes_a_stop_string(demo_model: Path) -> None:
+def test_an_output_ends_with_the_token_that_completes_a_stop_string(demo_model):
     """As vLLM's own front end has it, which ends the request some steps later."""
     from transformers import AutoTokenizer
     from vllm import SamplingParams
@@ -149,7 +136,7 @@ def test_an_output_ends_with_the_token_that_completes_a_stop_string(demo_model: 
     assert shortened > 20
 
 
-def test_no_stop_string_costs_more_than_a_few_readings_of_the_output(demo_model: Path) -> None:
+def test_no_stop_string_costs_more_than_a_few_readings_of_the_output(demo_model):
     from transformers import AutoTokenizer
     from vllm import SamplingParams
 
@@ -157,7 +144,7 @@ def test_no_stop_string_costs_more_than_a_few_readings_of_the_output(demo_model:
         tokenizer = AutoTokenizer.from_pretrained(demo_model)
         decoded = 0
 
-        def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        def decode(self, tokens, skip_special_tokens):
             self.decoded += len(tokens)
             return str(self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 

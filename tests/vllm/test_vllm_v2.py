@@ -10,15 +10,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm_cases import TINY, PlainTiny, Prompts, alone, recycled, seeded_case
+from vllm_cases import TINY, alone, greedy_case, recycled, save_sets, seeded_case, token_prompts
 
 from freedraft.step import EngineContext
-from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support import prompts as texts
 from tests.support import repeat_drafter
 from tests.support.models import continuations, save
@@ -27,15 +25,16 @@ from tests.support.models import tiny_model as make_tiny
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
 TOKENS = 30
+SMALL = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_batched_tokens": 64}
+CRAMPED = {"num_gpu_blocks_override": 9, "block_size": 32}
 SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True}
 
 
-def serve(model: Path, timeout: float = 840, attention: str = "", **given: Any) -> dict[str, Any]:
-    said: dict[str, Any] = run("serve.py", model, given, timeout, attention)
-    return said
+def serve(model, timeout=840, attention="", **given):
+    return run("serve.py", model, given, timeout, attention)
 
 
-def run(script: str, model: Path, given: Any, timeout: float = 840, attention: str = "", v2: bool = True) -> Any:
+def run(script, model, given, timeout=840, attention="", v2=True):
     """What a script of `v2_interpreted` says, on its last line, of a model and of what it is given."""
     pytest.importorskip("triton")
     environment = os.environ | {
@@ -52,47 +51,36 @@ def run(script: str, model: Path, given: Any, timeout: float = 840, attention: s
 
 
 @pytest.fixture(scope="module")
-def served(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> dict[str, Any]:
+def served(tiny_model, tiny_answers, live_prompts):
     """What an engine with too little room for all requests says, which is asked one case after the other."""
-    ids = [prompt["prompt_token_ids"] for prompt in live_prompts]
-    greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
-    cases = {
-        "greedy": {"prompts": ids, "parameters": greedy},
-        "again": {"prompts": ids, "parameters": greedy},
-        "aborted": {"prompts": ids, "parameters": greedy, "abort": 6},
-        "long": {"prompts": [3 * ids[0], 3 * ids[1]], "parameters": greedy | {"max_tokens": 10}},
-        "long again": {"prompts": [3 * ids[0], 3 * ids[1]], "parameters": greedy | {"max_tokens": 10}},
-        "seeded": seeded_case(),
-        "seeded, aborted": seeded_case() | {"abort": 6},
-        "seeded, alone": alone(seeded_case(), 2),
-    }
-    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 32, "max_num_batched_tokens": 64}
+    long = token_prompts([3 * prompt["prompt_token_ids"] for prompt in live_prompts[:2]])
+    cases = {name: greedy_case(live_prompts) for name in ("greedy", "again")}
+    cases["aborted"] = greedy_case(live_prompts, abort=6)
+    cases |= {name: greedy_case(long, 10) for name in ("long", "long again")}
+    cases |= {"seeded": seeded_case(), "seeded, aborted": seeded_case() | {"abort": 6}}
+    cases["seeded, alone"] = alone(seeded_case(), 2)
     # Steps of three and four requests are not drafted for: what they gain is taken later.
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 0], [5, 64, 3]]}
-    return serve(
-        tiny_model, cases=cases, speculative_config=SSSD | schedule, num_gpu_blocks_override=9, block_size=32, **engine
-    )
+    return serve(tiny_model, cases=cases, speculative_config=SSSD | schedule, max_num_seqs=32, **SMALL | CRAMPED)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("v2", [True, False])
-def test_an_engine_that_has_ended_leaves_no_model(tiny_model: Path, tmp_path: Path, v2: bool) -> None:
+def test_an_engine_that_has_ended_leaves_no_model(tiny_model, tmp_path, v2):
     """In a process that goes on, as notebooks and trainers do; without speculation, too."""
-    file = tmp_path / "skip.json"
-    config = json.loads((tiny_model / "config.json").read_text())
-    SkipSet(config["num_hidden_layers"], [1], [], model_fingerprint(config)).save(file)
-    skipping = {"method": "layerskip", "num_speculative_tokens": 2, "skip_set": str(file), "lookahead": "fixed"}
+    (file,) = save_sets(tiny_model, tmp_path, skip=({1}, set()))
+    skipping = {"method": "layerskip", "num_speculative_tokens": 2, "skip_set": file, "lookahead": "fixed"}
     assert run("end.py", tiny_model, [None, skipping], v2=v2) == [True, True]
 
 
-def test_all_draft_lengths_have_graphs_however_few_requests_there_are() -> None:
+def test_all_draft_lengths_have_graphs_however_few_requests_there_are():
     """By vLLM's own function, of the sizes of graphs; a user's table ends with the largest batch."""
     pytest.importorskip("triton")
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
     from freedraft.engines.vllm.v2.lengths import GraphLengths, whole_table
 
-    def lengths(table: list[tuple[int, int, int]]) -> set[int]:
+    def lengths(table):
         build = whole_table(build_dynamic_sd_schedule_lookup)
         return set(build(table, vllm_max_batch_size=2, vllm_num_speculative_tokens=8)[1:])
 
@@ -100,7 +88,7 @@ def test_all_draft_lengths_have_graphs_however_few_requests_there_are() -> None:
     assert lengths([(1, 2, 8), (3, 9, 4), (10, 20, 0)]) == {8}
 
 
-def test_steps_of_every_length_find_a_full_graph(tiny_model: Path) -> None:
+def test_steps_of_every_length_find_a_full_graph(tiny_model):
     """By vLLM's own lists and dispatch, where a graph of the step's length and LoRAs holds it."""
     pytest.importorskip("triton")
     from vllm.config import CUDAGraphMode
@@ -128,7 +116,7 @@ def test_steps_of_every_length_find_a_full_graph(tiny_model: Path) -> None:
     manager._init_candidates()
     graphs = [graph for graphs in manager._capture_descs.values() for graph in graphs]
 
-    def missed() -> int:
+    def missed():
         count = 0
         for length, batch, active in itertools.product(lengths, range(1, most + 1), loras):
             own = [g for g in graphs if (g.uniform_token_count, g.num_active_loras) == (1 + length, active)]
@@ -143,7 +131,7 @@ def test_steps_of_every_length_find_a_full_graph(tiny_model: Path) -> None:
     assert missed() == 0
 
 
-def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch):
     """And not that of placeholders, with which vLLM fills a step up."""
     pytest.importorskip("triton")
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
@@ -170,7 +158,7 @@ def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch: pytest
     assert states_by_id[c] == [7.0]
 
 
-def test_runs_there_with_async_scheduling(served: dict[str, Any]) -> None:
+def test_runs_there_with_async_scheduling(served):
     engine = served["engine"]
     assert engine["v2"] and engine["async"]
     assert not engine["failures"]
@@ -178,56 +166,51 @@ def test_runs_there_with_async_scheduling(served: dict[str, Any]) -> None:
     assert engine["drafted"] > 200 and 0 < engine["accepted"] < engine["drafted"]
 
 
-def test_no_step_waits_for_its_own_tokens(served: dict[str, Any]) -> None:
+def test_no_step_waits_for_its_own_tokens(served):
     """The one that verifies the drafts does, when it is ready but for them; what was said before has left by then."""
     early, waits = served["engine"]["waits"]
     assert early == 0 and waits > 50
 
 
-def test_nothing_is_drafted_for_requests_that_have_lost_their_slots(served: dict[str, Any]) -> None:
+def test_nothing_is_drafted_for_requests_that_have_lost_their_slots(served):
     """Between the launch of a step and its end, by aborts, preemption and their ends; nor are they observed."""
     gone, at_all = served["engine"]["gone"]
     assert gone == 0 and at_all > 100 and served["engine"]["left"] > 5
 
 
 @pytest.mark.parametrize("case", ["greedy", "again", "aborted"])
-def test_greedy_answers_are_the_models_own(served: dict[str, Any], plain_tiny: PlainTiny, case: str) -> None:
-    assert served[case] == plain_tiny.answers
+def test_greedy_answers_are_the_models_own(served, tiny_answers, case):
+    assert served[case] == tiny_answers
 
 
-def test_requests_were_preempted_and_found_in_the_prefix_cache(served: dict[str, Any]) -> None:
+def test_requests_were_preempted_and_found_in_the_prefix_cache(served):
     assert served["engine"]["preempted"] > 0 and served["engine"]["cached"] > 0
     assert served["long"] == served["long again"]
 
 
-def test_a_seed_gives_the_tokens_of_an_engine_without_drafts(
-    served: dict[str, Any], plain_seeded: list[list[int]]
-) -> None:
+def test_a_seed_gives_the_tokens_of_an_engine_without_drafts(served, plain_seeded):
     assert served["seeded"] == served["seeded, aborted"] == plain_seeded
     assert served["seeded, alone"] == plain_seeded[2:3]
     drafted, accepted = served["engine"]["counts"]["seeded, aborted"]
     assert accepted > 10 and drafted - accepted > 10
 
 
-def test_requests_end_and_are_learnt_whole(served: dict[str, Any], plain_tiny: PlainTiny) -> None:
+def test_requests_end_and_are_learnt_whole(served, tiny_answers):
     engine = served["engine"]
     assert engine["held"] == [0, 0, 0]
     learnt = [document for tokens in engine["learnt"] for document in split(tokens)]
     whole = [document[8:] for document in learnt if len(document) == 8 + TOKENS]  # behind the end of its prompt
     # Each answer three times: greedy, again, and after the abort.
-    assert sorted(whole) == sorted(3 * plain_tiny.answers)
-    assert 0 < engine["ours"][1] < engine["ours"][0]
+    assert sorted(whole) == sorted(3 * tiny_answers)
 
 
-def test_logits_of_verified_drafts_are_recycled(
-    served: dict[str, Any], plain_tiny: PlainTiny, live_prompts: Prompts
-) -> None:
+def test_logits_of_verified_drafts_are_recycled(served, tiny_answers, live_prompts):
     """Rejected drafts say what would have followed them, too."""
-    checked, said = recycled(served, plain_tiny, live_prompts)
+    checked, said = recycled(served, tiny_answers, live_prompts)
     assert checked > 50 and said > 1.5 * checked
 
 
-def split(tokens: list[int]) -> list[list[int]]:
+def split(tokens):
     documents: list[list[int]] = [[]]
     for token in tokens:
         if token < 0:
@@ -238,27 +221,22 @@ def split(tokens: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.extended
-def test_draft_lengths_are_learnt_while_serving(tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts) -> None:
+def test_draft_lengths_are_learnt_while_serving(tiny_model, tiny_answers, live_prompts):
     """vLLM's scheduler drafts what our worker has learnt; confidences go along, for adaptive verification. Requests
     that vLLM makes up to compile kernels teach nothing."""
-    ids = [prompt["prompt_token_ids"] for prompt in live_prompts]
-    greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
-    cases = {f"{i} at once": {"prompts": ids[:i], "parameters": greedy} for i in (1, 2, 1, len(ids))}
+    cases = {f"{i} at once": greedy_case(live_prompts[:i]) for i in (1, 2, len(live_prompts))}
     options = SSSD | {"policy": "auto", "hardware": "h100", "num_speculative_tokens": 4, "isolation": "shared"}
-    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 32, "adaptive": True, "warm_up": True}
-    found = serve(tiny_model, cases=cases, speculative_config=options, **engine)
+    given = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 32, "adaptive": True, "warm_up": True}
+    found = serve(tiny_model, cases=cases, speculative_config=options, **given)
     assert found["warm up"]["before"] and found["warm up"]["before"] == found["warm up"]["after"]
     assert max(found["warm up"]["steps"]) > 32
     for name, case in cases.items():
-        assert found[name] == plain_tiny.answers[: len(case["prompts"])]
+        assert found[name] == tiny_answers[: len(case["prompts"])]
     engine = found["engine"]
     assert not engine["failures"]
-    assert engine["graph lengths"] == [
-        [0, 1, 2, 4],
-        [0, 1, 2, 4],
-    ]  # when memory is profiled, and when they are captured
+    assert engine["graph lengths"] == 2 * [[0, 1, 2, 4]], "when memory is profiled, and when they are captured"
     # At first by the cost model, which has one length for batches this small; then by what steps take and accept.
-    assert {length for first, _, length in engine["schedule"] if first <= len(ids)} == {4}
+    assert {length for first, _, length in engine["schedule"] if first <= len(live_prompts)} == {4}
     assert len(engine["verified"]) >= 3 and len(engine["decided"]) >= 3
     assert set(engine["verified"]) | set(engine["lookup"]) <= {0, 1, 2, 4}
     own = [(c, n) for confidences, drafted in engine["confidences"] for c, n in zip(confidences, drafted, strict=True)]
@@ -268,111 +246,72 @@ def test_draft_lengths_are_learnt_while_serving(tiny_model: Path, plain_tiny: Pl
         assert not any(confidences[drafted:])
 
 
-def two_skip_sets(model: Path, folder: Path) -> dict[str, Any]:
+def two_skip_sets(model, folder):
     """Options of a method that skips nothing for some requests, and something for others."""
-    config = json.loads((model / "config.json").read_text())
-    layers = config["num_hidden_layers"]
-    SkipSet.empty(layers, model_fingerprint(config)).save(folder / "empty.json")
-    some = SkipSet(layers, frozenset({0}), frozenset({layers - 1}), model_fingerprint(config))
-    some.save(folder / "some.json")
-    options = {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed"}
-    return options | {"skip_set": [str(folder / "empty.json"), str(folder / "some.json")]}
+    sets = save_sets(model, folder, empty=(set(), set()), some=({0}, {1}))
+    return {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed", "skip_set": sets}
 
 
 @pytest.fixture(scope="module")
-def skipped(
-    tiny_model: Path, live_prompts: Prompts, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[dict[str, Any], list[str]]:
+def skipped(tiny_model, live_prompts, tmp_path_factory):
     """An engine with too little room for all requests, whose model drafts for itself, with two skip sets."""
     options = two_skip_sets(tiny_model, tmp_path_factory.mktemp("skip_sets"))
-    ids = [prompt["prompt_token_ids"] for prompt in live_prompts]
-    greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
-    cases = {
-        name: {"prompts": ids, "parameters": greedy | {"extra_args": {"skip_set": name}}} for name in ("empty", "some")
-    }
-    cases["aborted"] = cases["some"] | {"abort": 6}
-    cases["seeded"] = seeded_case()
-    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 64}
-    found = serve(
-        tiny_model, cases=cases, speculative_config=options, num_gpu_blocks_override=9, block_size=32, **engine
-    )
-    return found, ["empty", "some", "aborted"]
+    cases = {name: greedy_case(live_prompts, skip_set=name) for name in ("empty", "some")}
+    cases |= {"aborted": cases["some"] | {"abort": 6}, "seeded": seeded_case()}
+    return serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=16, **SMALL | CRAMPED)
 
 
-def test_layer_skipping_leaves_greedy_answers_alone(
-    skipped: tuple[dict[str, Any], list[str]], plain_tiny: PlainTiny
-) -> None:
-    found, cases = skipped
-    for case in cases:
-        assert found[case] == plain_tiny.answers, case
-    engine = found["engine"]
+def test_layer_skipping_leaves_greedy_answers_alone(skipped, tiny_answers):
+    for case in ("empty", "some", "aborted"):
+        assert skipped[case] == tiny_answers, case
+    engine = skipped["engine"]
     assert engine["v2"] and engine["async"] and not engine["failures"] and engine["preempted"] > 0
     assert engine["held"][1:] == [0, 0]
-
-
-def test_everything_is_accepted_when_nothing_is_skipped(skipped: tuple[dict[str, Any], list[str]]) -> None:
-    """Draft passes read the target's own KV and write theirs where it is not read by others."""
-    counts = skipped[0]["engine"]["counts"]
-    drafted, accepted = counts["empty"]
+    # Draft passes read the target's own KV and write theirs where it is not read by others.
+    drafted, accepted = engine["counts"]["empty"]
     assert drafted > 100 and accepted >= 0.9 * drafted, "all but those beyond the ends of answers"
-    drafted, accepted = counts["some"]
+    drafted, accepted = engine["counts"]["some"]
     assert 0 < accepted < drafted
 
 
-def test_layer_skipping_leaves_the_tokens_of_a_seed_alone(
-    skipped: tuple[dict[str, Any], list[str]], plain_seeded: list[list[int]]
-) -> None:
-    assert skipped[0]["seeded"] == plain_seeded
+def test_layer_skipping_leaves_the_tokens_of_a_seed_alone(skipped, plain_seeded):
+    assert skipped["seeded"] == plain_seeded
 
 
 @pytest.mark.extended
-def test_recurrent_layers(tmp_path: Path) -> None:
+def test_recurrent_layers(tmp_path):
     """Whose states are those of the accepted tokens: in steps with drafts, in steps without, and after aborts."""
     shape = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
     model = save(make_tiny("FalconH1", seed=7, mamba_chunk_size=16, **TINY | shape), tmp_path)
     ids = texts.random_ids([12, 12, 30, 5], 24, first=2, seed=3)
-    greedy = {"temperature": 0, "max_tokens": 16, "ignore_eos": True}
-    few = {"prompts": ids, "parameters": greedy}
-    cases = {"few": few, "aborted": few | {"abort": 6}}
+    cases = {"few": greedy_case(token_prompts(ids), 16), "aborted": greedy_case(token_prompts(ids), 16, abort=6)}
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 3, 0], [4, 64, 3]]}
-    engine = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    given = {"cases": cases, "speculative_config": SSSD | {"live": False} | schedule, **engine}
-    found = run("recurrent.py", model, given)
+    given = {"cases": cases, "speculative_config": SSSD | {"live": False} | schedule, "max_num_seqs": 8}
+    found = run("recurrent.py", model, given | SMALL | {"max_model_len": 128})
     plain = continuations(model, ids, 16)
     assert found["few"] == plain and found["aborted"] == plain
     assert found["engine"]["v2"] and not found["engine"]["failures"] and found["engine"]["accepted"] > 5
 
 
-def test_draft_passes_that_cannot_be_built_do_not_stop_the_start(
-    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.extended
+def test_draft_passes_that_cannot_be_built(tiny_model, tiny_answers, live_prompts, tmp_path, monkeypatch):
     monkeypatch.setenv("FAILING", "model 1 0")
-    ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:2]]
-    cases = {"few": {"prompts": ids, "parameters": {"temperature": 0, "max_tokens": 8, "ignore_eos": True}}}
-    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 64}
-    found = serve(tiny_model, cases=cases, speculative_config=two_skip_sets(tiny_model, tmp_path), **engine)
-    assert found["few"] == [answer[:8] for answer in plain_tiny.answers[:2]]
+    cases, options = {"few": greedy_case(live_prompts[:2], 8)}, two_skip_sets(tiny_model, tmp_path)
+    found = serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=3, **SMALL)
+    assert found["few"] == [answer[:8] for answer in tiny_answers[:2]]
     assert found["engine"]["accepted"] == 0 and found["engine"]["v2"]
 
 
-def test_draft_passes_read_what_cuda_graphs_capture(
-    tiny_model: Path, plain_tiny: PlainTiny, live_prompts: Prompts, tmp_path: Path
-) -> None:
+def test_draft_passes_read_what_cuda_graphs_capture(tiny_model, tiny_answers, live_prompts, tmp_path):
     """A replay that computes with the tensors and the forward context of the capture drafts as an eager pass does, and
     the tokens of a round come to the host together."""
-    ids = [prompt["prompt_token_ids"] for prompt in live_prompts[:3]]
-    greedy = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
-    cases = {
-        name: {"prompts": ids, "parameters": greedy | {"extra_args": {"skip_set": name}}} for name in ("empty", "some")
-    }
-    cases["some"]["parameters"]["max_tokens"] = TOKENS
+    few, options = live_prompts[:3], two_skip_sets(tiny_model, tmp_path)
+    cases = {"empty": greedy_case(few, 12, skip_set="empty"), "some": greedy_case(few, skip_set="some")}
     cases["mixed"] = cases["empty"] | {"abort": 3}
-    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 3, "max_num_batched_tokens": 64}
-    engine |= {"num_gpu_blocks_override": 12, "block_size": 16, "attention": "flash", "graphs": True}
-    found = serve(tiny_model, cases=cases, speculative_config=two_skip_sets(tiny_model, tmp_path), **engine)
-    for name in cases:
-        length = cases[name]["parameters"]["max_tokens"]
-        assert found[name] == [answer[:length] for answer in plain_tiny.answers[:3]], name
+    engine = SMALL | {"num_gpu_blocks_override": 12, "block_size": 16, "attention": "flash", "graphs": True}
+    found = serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=3, **engine)
+    for name, length in {"empty": 12, "some": TOKENS, "mixed": 12}.items():
+        assert found[name] == [answer[:length] for answer in tiny_answers[:3]], name
     engine = found["engine"]
     assert not engine["failures"] and len(engine["replays"]) == 2 and min(engine["replays"]) > 5
     assert sum(engine["replays"]) == sum(engine["reads"]) and engine["reads"].count(3) > 0.7 * len(engine["reads"])
@@ -382,7 +321,7 @@ def test_draft_passes_read_what_cuda_graphs_capture(
     assert 0 < accepted < drafted
 
 
-def test_batches_that_draft_passes_are_captured_for() -> None:
+def test_batches_that_draft_passes_are_captured_for():
     from freedraft.engines.vllm.draft_graphs import graph_sizes
 
     own = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
@@ -392,9 +331,7 @@ def test_batches_that_draft_passes_are_captured_for() -> None:
     assert graph_sizes([1], 256) == graph_sizes(None, 1) == [1]
 
 
-def test_graphs_of_draft_passes_that_cannot_be_captured(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch, caplog):
     """Here, where there is no device: one line, eager passes, and no second try in this process."""
     from vllm.config import CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
@@ -424,7 +361,7 @@ def test_graphs_of_draft_passes_that_cannot_be_captured(
     assert "without CUDA graphs" in line and DraftGraphs.failed
 
 
-def test_structured_output(demo_model: Path) -> None:
+def test_structured_output(demo_model):
     """With a grammar, drafts go back to the scheduler, which cuts them."""
     from transformers import AutoTokenizer
 
@@ -442,7 +379,7 @@ def test_structured_output(demo_model: Path) -> None:
     assert lengths[0][2] == 3 and lengths[-1][2] == 0, "large batches are served plainly"
 
 
-def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_model: Path) -> None:
+def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_model):
     """Two sets, at nine sizes each, for each of which vLLM's own graphs take 20 MiB, and the logits of 256 requests;
     not on attention whose passes are not captured, and nothing where vLLM captures nothing itself."""
     from vllm.config import set_current_vllm_config
@@ -456,7 +393,7 @@ def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_mode
 
     own, vocab, mib = [1, 2, 4, *range(8, 257, 8)], 100_000, 2**20
 
-    def profiled(estimate: int, backend: Any, sets: int | None) -> int:
+    def profiled(estimate, backend, sets):
         arguments = EngineArgs(str(tiny_model), hf_overrides={"vocab_size": vocab}, skip_tokenizer_init=True)
         runner = GPUModelRunner.__new__(GPUModelRunner)
         runner.vllm_config, runner.max_num_reqs = arguments.create_engine_config(), 1024

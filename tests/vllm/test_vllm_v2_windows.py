@@ -3,11 +3,9 @@ run as CUDA graphs do and are read back once per round."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from test_vllm_v2 import serve
-from vllm_cases import TINY
+from vllm_cases import TINY, greedy_case, token_prompts
 from windowed_reference import Reference
 
 from freedraft.draft_pass import Window
@@ -19,20 +17,15 @@ WINDOW = Window(16, 24)
 
 
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.extended)])
-def test_drafts_are_those_of_a_masked_reference(tmp_path: Path, graphs: bool) -> None:
+def test_drafts_are_those_of_a_masked_reference(tmp_path, graphs):
     model = save(tiny_model("Llama", seed=11, num_hidden_layers=2, **TINY), tmp_path / "model")
     prompts = random_ids((90, 45, 70), TINY["vocab_size"])
-    greedy = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
     options = {"method": "layerskip", "num_speculative_tokens": K, "lookahead": "fixed"}
-    noted = {"drafts": True, "graphs": graphs, "graph_sizes": [1, 2], "skip_tokenizer_init": True}
+    noted = {"drafts": True, "graphs": graphs, "graph_sizes": [1, 2], "skip_tokenizer_init": True, "attention": "flash"}
     sizes = {"max_model_len": 128, "max_num_seqs": 3, "max_num_batched_tokens": 64, "block_size": PAGE}
-    found = serve(
-        model,
-        cases={"greedy": {"prompts": prompts, "parameters": greedy}},
-        speculative_config=options | {"window": WINDOW.tokens, "sinks": WINDOW.sinks},
-        attention="flash",
-        **noted, **sizes,
-    )  # fmt: skip
+    options |= {"window": WINDOW.tokens, "sinks": WINDOW.sinks}
+    cases = {"greedy": greedy_case(token_prompts(prompts), TOKENS)}
+    found = serve(model, cases=cases, speculative_config=options, **noted, **sizes)
     assert found["greedy"] == continuations(model, prompts, TOKENS)
     engine = found["engine"]
     assert engine["v2"] and engine["async"] and not engine["failures"]

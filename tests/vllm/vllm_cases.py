@@ -3,43 +3,58 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
-from typing import Any, NamedTuple
+import json
+from typing import NamedTuple
 
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support import distributions, prompts
 from tests.support.models import save, tiny_model
 
 TINY = {"vocab_size": 24, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 TINY |= {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1}
 MAX_MODEL_LEN = 512
-TOKENS = 48
+TOKENS = 40
 
 
-def save_tiny(family: str, folder: Path, layers: int = 2) -> Path:
+def save_tiny(family, folder, layers=2):
     """A random model of that family with a vocabulary of 24 and no tokenizer."""
     return save(tiny_model(family, seed=11, num_hidden_layers=layers, **TINY), folder)
 
 
-Prompts = list[dict[str, list[int]]]
-Logprobs = list[dict[int, float]]
+def save_sets(model, folder, **skipped):
+    """Files of skip sets of this model, by name: of which layers the attention, and of which the MLP."""
+    config = json.loads((model / "config.json").read_text())
+    paths = {name: folder / f"{name}.json" for name in skipped}
+    for name, (attention, mlp) in skipped.items():
+        layers, fingerprint = config["num_hidden_layers"], model_fingerprint(config)
+        SkipSet(layers, frozenset(attention), frozenset(mlp), fingerprint).save(paths[name])
+    return [str(path) for path in paths.values()]
 
 
-def token_prompts(ids: list[list[int]]) -> Prompts:
+def token_prompts(ids):
     return [{"prompt_token_ids": tokens} for tokens in ids]
 
 
-def parameters(max_tokens: int, **arguments: Any) -> Any:
+def parameters(max_tokens, **arguments):
     """Greedy, unless told otherwise."""
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=max_tokens, **{"temperature": 0} | arguments)
 
 
-def tokens_of(outputs: list[Any]) -> list[list[int]]:
+def tokens_of(outputs):
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def metric(llm: Any, name: str) -> float:
+def generate(llm, prompts, asked):
+    return tokens_of(llm.generate(prompts, asked, use_tqdm=False))
+
+
+def greedily(llm, prompts, tokens=TOKENS):
+    return generate(llm, prompts, parameters(tokens))
+
+
+def metric(llm, name):
     return sum(m.value for m in llm.get_metrics() if m.name == name)
 
 
@@ -48,7 +63,7 @@ MIXED = [*prompts.CHAT[:9], *prompts.RAW[:2], prompts.ECHO]
 STRUCTURED_PROMPTS = slice(3, 7)
 
 
-def structured(max_tokens: int = 60) -> Any:
+def structured(max_tokens=60):
     from vllm.sampling_params import StructuredOutputsParams
 
     schema = {
@@ -60,7 +75,7 @@ def structured(max_tokens: int = 60) -> Any:
     return parameters(max_tokens, structured_outputs=StructuredOutputsParams(json=schema))
 
 
-def penalised(max_tokens: int = 40) -> Any:
+def penalised(max_tokens=40):
     return parameters(max_tokens, repetition_penalty=1.3, logprobs=2)
 
 
@@ -70,16 +85,15 @@ SAMPLED = {"temperature": 0.8, "seed": 7, "top_p": 0.95, "min_p": 0.02, "logit_b
 # Sampling: short outputs over a vocabulary of 24, so that each is seen often enough.
 SAMPLES = 1500
 SAMPLED_PROMPT = [5, 9, 17, 5, 9, 3, 5, 9, 17, 22, 5, 9]
-Setting = tuple[float, float, int, bool]
 # temperature, top_p, top_k, one seed per request
-SETTINGS: list[Setting] = [(1.0, 1.0, 0, False), (0.6, 0.8, 0, False), (1.4, 1.0, 5, False), (0.9, 0.9, 8, True)]
+SETTINGS = [(1.0, 1.0, 0, False), (0.6, 0.8, 0, False), (1.4, 1.0, 5, False), (0.9, 0.9, 8, True)]
 # Of several tokens that are as probable as the k-th, top-k keeps all; fp32 keeps ties out.
 SAMPLING_ENGINE = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 128,
                    "enable_prefix_caching": False}  # fmt: skip
 
 
 # What sampled requests ask for besides a temperature and a seed.
-ASKED: list[dict[str, Any]] = [
+ASKED = [
     {},
     {"top_k": 5},
     {"top_p": 0.8, "top_k": 8},
@@ -90,7 +104,7 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-def seeded() -> tuple[Prompts, list[Any]]:
+def seeded():
     """Eight prompts, three seeds, and four temperatures, one of them 0."""
     cases = itertools.product(prompts.random_ids([12] * 8, 24, first=2, seed=5), (1, 2, 3), (0.0, 0.3, 0.9, 1.3))
     given = list(zip(cases, itertools.cycle(ASKED)))
@@ -100,14 +114,14 @@ def seeded() -> tuple[Prompts, list[Any]]:
     ]
 
 
-def with_logprobs(outputs: list[Any]) -> list[tuple[list[int], Logprobs]]:
+def with_logprobs(outputs):
     """Tokens, and what was said of each."""
     answers = [output.outputs[0] for output in outputs]
     said = [[{i: each.logprob for i, each in one.items()} for one in answer.logprobs or ()] for answer in answers]
     return [(list(answer.token_ids), logprobs) for answer, logprobs in zip(answers, said, strict=True)]
 
 
-def sample(llm: Any, setting: Setting, samples: int = SAMPLES) -> list[tuple[int, ...]]:
+def sample(llm, setting, samples=SAMPLES):
     """Outputs of four tokens, without detokenising; each request has its own seed where the setting says so."""
     from vllm import SamplingParams
 
@@ -119,7 +133,7 @@ def sample(llm: Any, setting: Setting, samples: int = SAMPLES) -> list[tuple[int
     return [tuple(tokens) for tokens in tokens_of(outputs)]
 
 
-def p_value(a: list[tuple[int, ...]], b: list[tuple[int, ...]]) -> float:
+def p_value(a, b):
     """That two samples of outputs come from one distribution."""
     return distributions.same_distribution(a, b, lengths=(2, 3, 4))
 
@@ -127,7 +141,7 @@ def p_value(a: list[tuple[int, ...]], b: list[tuple[int, ...]]) -> float:
 # Sampling with seeds, on model runner V2: filters and penalties in turn. vLLM refuses min_p and logit_bias with drafts.
 SEEDED_PROMPTS = [*prompts.random_ids([12] * 6, 24, first=2, seed=3), SAMPLED_PROMPT, 4 * [2, 3, 4]]
 SEEDS, TEMPERATURES = (1, 2**40 + 3, 77), (0.3, 0.9, 1.3)
-FILTERS: list[dict[str, Any]] = [
+FILTERS = [
     {},
     {"top_k": 5},
     {"top_p": 0.8},
@@ -136,7 +150,14 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-def seeded_case(share: int = 8) -> dict[str, Any]:
+def greedy_case(prompts, tokens=30, *, skip_set="", **more):
+    """A case of `serve.py`: greedy answers of so many tokens, drafted with a skip set."""
+    asked = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
+    asked |= {"extra_args": {"skip_set": skip_set}} if skip_set else {}
+    return {"prompts": [prompt["prompt_token_ids"] for prompt in prompts], "parameters": asked} | more
+
+
+def seeded_case(share=8):
     """A case of `serve.py`: each `share`-th of prompts by seeds by temperatures, and a greedy request."""
     product = list(itertools.product(SEEDED_PROMPTS, SEEDS, TEMPERATURES))
     each = [
@@ -150,7 +171,7 @@ def seeded_case(share: int = 8) -> dict[str, Any]:
     }
 
 
-def alone(case: dict[str, Any], i: int) -> dict[str, Any]:
+def alone(case, i):
     """A case of the i-th request of another one."""
     return case | {name: case[name][i : i + 1] for name in ("prompts", "each")}
 
@@ -162,24 +183,21 @@ class PlainTiny(NamedTuple):
         sampled: outputs by setting.
         seeded: tokens and logprobs of the requests of `seeded`.
         greedy: the greedy output of the same prompt.
-        answers: greedy answers of 30 tokens to `live_prompts`.
     """
 
     sampled: dict[tuple, list[tuple[int, ...]]]
-    seeded: list[tuple[list[int], Logprobs]]
+    seeded: list[tuple]
     greedy: tuple[int, ...]
-    answers: list[list[int]]
-    target: Any
+    target: object
 
 
-def recycled(served: dict[str, Any], plain: PlainTiny, given: Prompts) -> tuple[int, int]:
+def recycled(served, answers, given):
     """Compare what a served engine has recycled of each node with greedy answers, which follow the likeliest token.
 
     Returns:
         How many texts could be compared, and how many there are.
     """
-    prompts = [prompt["prompt_token_ids"] for prompt in given]
-    texts = [(*prompt, *answer) for prompt, answer in zip(prompts, plain.answers, strict=True)]
+    texts = [(*prompt["prompt_token_ids"], *answer) for prompt, answer in zip(given, answers, strict=True)]
     following = {text[:i]: text[i] for text in texts for i in range(len(text))}
     said = {tuple(text[:-1]): text[-1] for text in served["engine"]["said"]}
     compared = said.keys() & following.keys()

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from vllm_cases import metric
 
@@ -26,41 +23,59 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 
+running = []
+
+
 @contextmanager
-def engine(model: Path, **arguments: Any) -> Iterator[Any]:
+def engine(model, **arguments):
     """An `LLM` in fp32, eager unless told otherwise; gone when the block ends."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     arguments = {"enforce_eager": True} | arguments
     llm = LLM(str(model), dtype="float32", seed=0, disable_log_stats=False, **arguments)
+    running.append(llm)
     try:
         yield llm
     finally:
+        running.remove(llm)
         llm.llm_engine.engine_core.shutdown()
         del llm
         cleanup_dist_env_and_memory()
         gc.collect()
 
 
-def runner_of(llm: Any) -> Any:
+def runner_of(llm):
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
 
 
-def settle(llm: Any) -> None:
+def settle(llm):
     """Let the engine tell its runner which requests have ended, as the engine's own process does when it is idle."""
     core = llm.llm_engine.engine_core.engine_core
     while core.scheduler.has_requests():
         core.step()
 
 
-def failures(proposer: Any) -> float:
+def check_nothing_is_left(llm):
+    """Of requests, which have all ended, in the drafter; and that it has not raised."""
+    settle(llm)
+    if (proposer := getattr(runner_of(llm), "drafter", None)) is None:
+        return
+    method = proposer.guarded.method
+    assert not failures(proposer) and not proposer.guarded.running and not proposer.limits
+    assert not getattr(method, "_by_model", None)
+    for part in (method, getattr(method, "host", None), getattr(method, "model", None)):
+        assert len(getattr(part, "drafter", ())) == 0
+        assert not getattr(getattr(part, "selection", None), "requests", None)
+
+
+def failures(proposer):
     """How often drafters of this name have raised in this process, since the metric was last reset."""
     return float(proposer.guarded.metrics.failures._value.get())
 
 
 @contextmanager
-def spied(proposer: Any, record: Callable[[Any, list[list[int]]], None]) -> Iterator[None]:
+def spied(proposer, record):
     """Call `record(step, drafts)` at each step, drafts by request of the step; what it raises is raised at the end."""
     from freedraft.engines.vllm.v1.runner import draft_lists
 
@@ -68,7 +83,7 @@ def spied(proposer: Any, record: Callable[[Any, list[list[int]]], None]) -> Iter
     original = guarded.draft
     errors: list[Exception] = []
 
-    def draft(step: Any) -> Any:
+    def draft(step):
         drafts = original(step)
         rows = draft_lists(drafts, step, batch_rows(step))
         try:
@@ -86,24 +101,24 @@ def spied(proposer: Any, record: Callable[[Any, list[list[int]]], None]) -> Iter
         raise errors[0]
 
 
-def verified(step: Any) -> tuple[int, int]:
+def verified(step):
     """Draft tokens that the step before this one verified, and those of them that it accepted."""
     return int(step.drafted.sum()), int(step.accepted.sum())
 
 
-def batch_rows(step: Any) -> int:
+def batch_rows(step):
     """Requests in vLLM's batch, those in the midst of their prompt included."""
     return len(step.engine.arguments["sampled_token_ids"])
 
 
 @contextmanager
-def cramped(llm: Any, skip_sets: int = 0) -> Iterator[None]:
+def cramped(llm, skip_sets=0):
     """Fail where no prompt is read in chunks beside others, nobody is preempted, or no batch has all skip sets."""
     proposer, before = runner_of(llm).drafter, metric(llm, "vllm:num_preemptions")
     partial: list[bool] = []
     chosen: list[int] = []
 
-    def record(step: Any, drafts: list[list[int]]) -> None:
+    def record(step, drafts):
         partial.append(step.batch_size < batch_rows(step))
         if skip_sets:
             chosen.append(len(set(proposer.guarded.method.selection.choose(step.request_ids, step.contexts))))
@@ -116,12 +131,12 @@ def cramped(llm: Any, skip_sets: int = 0) -> Iterator[None]:
 
 
 @contextmanager
-def drafting_to_the_end(llm: Any, max_model_len: int, most: int) -> Iterator[None]:
+def drafting_to_the_end(llm, max_model_len, most):
     """Fail where no draft reaches `max_model_len`, or nothing is drafted beside a request within `most` of it."""
     lengths: list[tuple[int, int]] = []
     ends: list[int] = []
 
-    def record(step: Any, drafts: list[list[int]]) -> None:
+    def record(step, drafts):
         lengths.append((int(step.contexts.max(initial=0)), sum(map(len, drafts))))
         # The token after the last draft is sampled too.
         ends.extend(n + len(draft) + 1 for n, draft in zip(step.contexts.tolist(), drafts, strict=True) if draft)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import torch
 
@@ -17,14 +15,14 @@ class Reference:
         page: tokens of a page; attended: of the model's own window.
     """
 
-    def __init__(self, folder: Path, page: int, attended: int | None = None) -> None:
+    def __init__(self, folder, page, attended=None):
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         self.page, self.attended = page, attended
 
     @torch.inference_mode()
-    def draft(self, tokens: list[int], window: Window, length: int) -> tuple[list[int], float]:
+    def draft(self, tokens, window, length):
         """So many tokens drafted behind these; how close the nearest decision was."""
         from transformers import DynamicCache
 
@@ -54,7 +52,7 @@ class Reference:
             closest = min(closest, float(best.values[0] - best.values[1]))
         return drafted[1:], closest
 
-    def judge(self, rounds: list[tuple[list[int], list[int]]], window: Window) -> None:
+    def judge(self, rounds, window):
         """Fail where drafts (tokens, what was drafted behind them) are others, or the window hides nothing of them."""
         judged, unlike_whole = 0, 0
         for tokens, drafted in rounds:

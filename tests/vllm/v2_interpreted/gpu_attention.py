@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import os
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, cu_seqlens_q: torch.Tensor,
-    seqused_k: torch.Tensor, softmax_scale: float, block_table: torch.Tensor, **_: Any,
-) -> None:  # fmt: skip
+def attend(q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, block_table, **_):
     """Causal attention, as both stock kernels compute it: the queries of a request are its last tokens."""
     for row, (start, end) in enumerate(pairwise(cu_seqlens_q.tolist())):
         length = int(seqused_k[row])
@@ -29,16 +25,14 @@ def attend(
         out[start:end] = attended.transpose(0, 1)
 
 
-def write(
-    key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, *_: Any
-) -> None:
+def write(key, value, keys, values, slots, *_):
     """Keys and values into their slots of a paged cache; those without a slot nowhere."""
     rows = (slots >= 0).nonzero()[:, 0]
     pages, places = slots[rows] // keys.shape[1], slots[rows] % keys.shape[1]
     keys[pages, places], values[pages, places] = key[rows], value[rows]
 
 
-def attend_by(name: str) -> None:
+def attend_by(name):
     """Instead of the backend of vLLM's CPU platform."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -47,14 +41,13 @@ def attend_by(name: str) -> None:
     if name == "flash":
         from vllm.v1.attention.backends import flash_attn
 
-        kernels: Any = flash_attn
-        kernels._FA4_DENSE_ATTENTION_KERNEL, kernels.reshape_and_cache_flash = attend, write
-        kernels.get_flash_attn_version = lambda *_, **__: 2
+        flash_attn._FA4_DENSE_ATTENTION_KERNEL, flash_attn.reshape_and_cache_flash = attend, write
+        flash_attn.get_flash_attn_version = lambda *_, **__: 2
     backend = AttentionBackendEnum.FLASH_ATTN if name == "flash" else AttentionBackendEnum.TRITON_ATTN
     platform = type(current_platform)
     platform.get_attn_backend_cls = classmethod(lambda *_, **__: backend.get_path())
 
 
-def install() -> None:
+def install():
     if name := os.environ.get("INTERPRETED_ATTENTION"):
         attend_by(name)

@@ -13,7 +13,7 @@ from vllm import LLM, SamplingParams
 from vllm.inputs import TokensPrompt
 
 
-def main() -> None:
+def main():
     given = json.loads(sys.argv[3])
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in given.pop("prompts")]
     skip_sets = given.pop("skip_sets", [None] * len(prompts))

@@ -6,19 +6,18 @@ In place of those that the interpreter does not run, of prompts, are the replace
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm.platforms import current_platform
 
 OPS = "vllm.model_executor.layers.mamba.ops"
-PLATFORM: Any = type(current_platform)
+PLATFORM = type(current_platform)
 
 
-def as_on_a_device(work: Any) -> Any:
+def as_on_a_device(work):
     """Call `work` where the platform is none of CPUs."""
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args, **kwargs):
         is_cpu, PLATFORM.is_cpu = PLATFORM.is_cpu, lambda self: False
         try:
             return work(*args, **kwargs)
@@ -28,18 +27,18 @@ def as_on_a_device(work: Any) -> Any:
     return called
 
 
-def take_any_mask_of_loads() -> None:
+def take_any_mask_of_loads():
     """As `serve.take_any_mask` of stores."""
-    original: Any = InterpreterBuilder.create_masked_load
+    original = InterpreterBuilder.create_masked_load
 
-    def create_masked_load(self: Any, ptrs: Any, mask: Any, *args: Any) -> Any:
+    def create_masked_load(self, ptrs, mask, *args):
         mask.data = mask.data.astype(bool)
         return original(self, ptrs, mask, *args)
 
-    InterpreterBuilder.create_masked_load = create_masked_load  # type: ignore[method-assign]
+    InterpreterBuilder.create_masked_load = create_masked_load
 
 
-def main() -> None:
+def main():
     take_any_mask_of_loads()
     convolution = as_on_a_device(importlib.import_module)(f"{OPS}.causal_conv1d")
     as_on_a_device(importlib.import_module)(f"{OPS}.mamba_ssm")
@@ -48,7 +47,7 @@ def main() -> None:
 
     from tests.vllm.v2_interpreted import serve
 
-    model_runner.initialize_mamba_ssu_backend = as_on_a_device(model_runner.initialize_mamba_ssu_backend)  # type: ignore
+    model_runner.initialize_mamba_ssu_backend = as_on_a_device(model_runner.initialize_mamba_ssu_backend)
     serve.main()
 
 

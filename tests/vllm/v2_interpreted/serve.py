@@ -19,15 +19,12 @@ import itertools
 import json
 import logging
 import sys
-from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm import LLM, SamplingParams, envs
-from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
@@ -55,15 +52,28 @@ METRICS = {"drafted": "spec_decode_num_draft_tokens", "accepted": "spec_decode_n
 METRICS |= {"preempted": "num_preemptions", "cached": "prefix_cache_hits"}
 
 
+def after(owner, name, note):
+    """Call `note(result, *args)` after each call of this function."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def called(*args, **kwargs):
+        result = original(*args, **kwargs)
+        note(result, *args)
+        return result
+
+    setattr(owner, name, called)
+
+
 class Recorded:
     """In place of vLLM's CUDAGraphWrapper: a replay computes anew, with the very tensors of the capture and with the
     forward context of then, whatever it is called with."""
 
-    def __init__(self, runnable: Any, vllm_config: Any, runtime_mode: CUDAGraphMode) -> None:
+    def __init__(self, runnable, vllm_config, runtime_mode):
         self.runnable, self.mode, self.replays = runnable, runtime_mode, 0
-        self.captured: dict[Any, tuple[Any, Any]] = {}
+        self.captured = {}
 
-    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+    def __call__(self, *args):
         context = get_forward_context()
         if context.cudagraph_runtime_mode != self.mode:
             return self.runnable(*args)
@@ -76,104 +86,91 @@ class Recorded:
             return self.runnable(*args)
 
 
-def record_graphs(runner: Any, sizes: list[int] | None) -> list[Recorded]:
+def record_graphs(runner, sizes):
     """As `DraftGraphs.capture` does, where vLLM's own graphs have these sizes."""
-    made: list[Recorded] = []
+    made = []
 
-    def wrap(*args: Any) -> Recorded:
+    def wrap(*args):
         made.append(Recorded(*args))
         return made[-1]
 
     model = runner.speculator.draft_model
     model.waits = True  # as a device does
     runner.vllm_config.compilation_config.cudagraph_capture_sizes = sizes
-    DraftGraphs.capture = lambda self, passes: self.record(passes, wrap)  # type: ignore[method-assign]
+    DraftGraphs.capture = lambda self, passes: self.record(passes, wrap)
     model.capture(runner.block_tables.block_tables[0].gpu.shape[1])
     return made
 
 
-def note_reads() -> list[int]:
+def note_reads():
     """How many draft passes of each recipe are read back at once."""
-    original, reads = PagedDraftRound.read, []
-
-    def read(self: Any, launched: Any) -> Any:
-        reads.append(len(launched))
-        return original(self, launched)
-
-    PagedDraftRound.read = read  # type: ignore[method-assign]
+    reads = []
+    after(PagedDraftRound, "read", lambda result, self, launched: reads.append(len(launched)))
     return reads
 
 
-def note_waits() -> list[int]:
+def note_waits():
     """How often the host waits for a step's tokens while requests end and begin, or before the outputs of the step
     before it have left, and how often at all."""
     finish_requests, wait, copy_tokens = GPUModelRunner.finish_requests, GainedTokens.wait, GainedTokens.copy
     update, counts, launching, steps, outputs = Scheduler.update_from_output, [0, 0], False, 0, 0
 
-    def finish(self: Any, scheduled: Any) -> None:
+    def finish(self, scheduled):
         nonlocal launching
         launching = scheduled.total_num_scheduled_tokens > 0
         finish_requests(self, scheduled)
         launching = False
 
-    def copy(self: Any, *args: Any) -> None:
+    def copy(self, *args):
         nonlocal steps
         steps += 1
         self.step = steps
         copy_tokens(self, *args)
 
-    def wait_for(self: Any) -> Any:
+    def wait_for(self):
         counts[0] += launching or outputs < self.step - 1
         counts[1] += 1
         return wait(self)
 
-    def update_from_output(self: Any, scheduled: Any, *args: Any) -> Any:
+    def update_from_output(self, scheduled, *args):
         nonlocal outputs
         outputs += scheduled.total_num_scheduled_tokens > 0
         return update(self, scheduled, *args)
 
-    GPUModelRunner.finish_requests = finish  # type: ignore[method-assign]
-    GainedTokens.copy, GainedTokens.wait = copy, wait_for  # type: ignore[method-assign]
-    Scheduler.update_from_output = update_from_output  # type: ignore[method-assign]
+    GPUModelRunner.finish_requests = finish
+    GainedTokens.copy, GainedTokens.wait = copy, wait_for
+    Scheduler.update_from_output = update_from_output
     return counts
 
 
-def note_gone(runner: Any) -> tuple[list[int], list[int]]:
+def note_gone(runner):
     """How many of the requests that the method is passed have lost their slots meanwhile, and how many it is passed at
     all; how many rows of steps are of requests that have."""
     guarded, states, counts, left = runner.speculator.guarded, runner.req_states, [0, 0], [0]
-    requests, append = runner.speculator.requests, runner.speculator.requests.append
+    requests = runner.speculator.requests
 
-    def noting(work: Any) -> Any:
-        def wrapper(step: Any) -> Any:
-            slots = (step.starts // runner.max_model_len).tolist()
-            pairs = zip(step.request_ids, slots, strict=True)
-            counts[0] += sum(states.req_id_to_index.get(name) != slot for name, slot in pairs)
-            counts[1] += len(slots)
-            return work(step)
+    def passed(result, step):
+        slots = (step.starts // runner.max_model_len).tolist()
+        pairs = zip(step.request_ids, slots, strict=True)
+        counts[0] += sum(states.req_id_to_index.get(name) != slot for name, slot in pairs)
+        counts[1] += len(slots)
 
-        return wrapper
-
-    def appending(slots: Any, generations: Any, gained: Any) -> Any:
+    def appended(result, slots, generations, gained):
         left[0] += int((requests.generations[slots] != generations).sum())
-        return append(slots, generations, gained)
 
-    requests.append = appending
+    after(requests, "append", appended)
     for name in ("draft", "observe", "take"):
-        setattr(guarded, name, noting(getattr(guarded, name)))
+        after(guarded, name, passed)
     return counts, left
 
 
-def answers(
-    llm: Any, prompts: list[list[int]], parameters: dict[str, Any], each: Sequence[dict[str, Any]] = (), abort: int = 0,
-    chains: Collection[int] = (), salt: str = "",
-) -> list[list[int]]:  # fmt: skip
+def answers(llm, prompts, parameters, each=(), abort=0, chains=(), salt=""):
     engine = llm.llm_engine
     if "structured_outputs" in parameters:
         parameters = parameters | {"structured_outputs": StructuredOutputsParams(**parameters["structured_outputs"])}
-    found: dict[str, list[int]] = {}
+    found = {}
 
-    def add(i: int) -> None:
+    def add(i):
         prompt = TokensPrompt(prompt_token_ids=prompts[i], cache_salt=f"{salt}salt {i % 2}")
         asked = parameters | (each[i] if each else {}) | ({"logprobs": 1} if i in chains else {})
         engine.add_request(f"request {i}", prompt, SamplingParams(detokenize=False, **asked))
@@ -194,60 +191,58 @@ def answers(
     return [found[f"request {i}"] for i in range(len(prompts))]
 
 
-def schedule_asynchronously() -> None:
+def schedule_asynchronously():
     """As on GPUs; vLLM's CPU platform turns it off."""
     platform = type(current_platform)
-    original = platform.check_and_update_config.__func__  # type: ignore[attr-defined]
+    original = platform.check_and_update_config.__func__
 
-    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+    def check_and_update_config(cls, vllm_config):
         original(cls, vllm_config)
         vllm_config.scheduler_config.async_scheduling = True
 
-    platform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment, method-assign]
+    platform.check_and_update_config = classmethod(check_and_update_config)
 
 
-def take_any_mask() -> None:
+def take_any_mask():
     """As compiled stores do: the interpreter refuses masks of integers, which vLLM's kernel for grammars has."""
     original = InterpreterBuilder.create_masked_store
 
-    def create_masked_store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any) -> Any:
+    def create_masked_store(self, ptrs, value, mask, *args):
         mask.data = mask.data.astype(bool)
         return original(self, ptrs, value, mask, *args)
 
     InterpreterBuilder.create_masked_store = create_masked_store
 
 
-def filter_as_on_cpus() -> None:
+def filter_as_on_cpus():
     """Top-k and top-p by PyTorch, vLLM's own way on CPUs: the interpreter does not run its kernel."""
     topk_topp_sampler.HAS_TRITON = False
 
 
-def note_confidences(speculator: Any) -> list[Any]:
+def note_confidences(speculator):
     """Of each step's requests: the confidences, which draft tokens are their own, and how many the step accepted.
 
     vLLM's configuration takes adaptive verification only with CUDA graphs, so the speculator alone is told of it.
     """
     speculator.verify_adaptively(speculator._drafts.device)
-    original, noted = speculator.propose, []
+    noted = []
 
-    def propose(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        drafts = original(input_batch, *args, **kwargs)
-        n = input_batch.num_reqs
-        drafted = speculator.requests.drafted[input_batch.idx_mapping_np[:n]].tolist()
+    def proposed(drafts, batch, *args):
+        n = batch.num_reqs
+        drafted = speculator.requests.drafted[batch.idx_mapping_np[:n]].tolist()
         noted.append([speculator.draft_token_confidence_probs[:n].tolist(), drafted])
-        return drafts
 
-    speculator.propose = propose
+    after(speculator, "propose", proposed)
     return noted
 
 
-def warm_up_as_on_devices() -> list[int]:
+def warm_up_as_on_devices():
     """vLLM's worker for devices compiles kernels with made-up requests, by functions that are called here in its place;
     the tokens of each step."""
-    steps = list[int]()
+    steps = []
 
-    def compile_or_warm_up_model(worker: Any) -> None:
-        def execute_model(scheduled: Any) -> Any:
+    def compile_or_warm_up_model(worker):
+        def execute_model(scheduled):
             steps.append(scheduled.total_num_scheduled_tokens)
             return worker.execute_model(scheduled)
 
@@ -257,23 +252,21 @@ def warm_up_as_on_devices() -> list[int]:
         torch.accelerator.synchronize = synchronize
 
     # The interpreter does not run vLLM's kernels for all that is in its parameters.
-    SamplingParams.for_sampler_warmup = classmethod(lambda cls: cls(logprobs=5))  # type: ignore[assignment, method-assign]
-    gpu_worker.Worker.compile_or_warm_up_model = compile_or_warm_up_model  # type: ignore[assignment, method-assign]
+    SamplingParams.for_sampler_warmup = classmethod(lambda cls: cls(logprobs=5))
+    gpu_worker.Worker.compile_or_warm_up_model = compile_or_warm_up_model
     return steps
 
 
-def profile_graphs_as_on_devices() -> list[set[int]]:
+def profile_graphs_as_on_devices():
     """vLLM's worker for devices first gives the runner a small KV cache, to see what memory its graphs take; the draft
     lengths that graphs are listed for then and later."""
-    initialize, list_graphs = GPUModelRunner.initialize_kv_cache, MethodSpeculator.init_cudagraph_manager
-    lengths = list[set[int]]()
+    initialize, lengths = GPUModelRunner.initialize_kv_cache, []
 
-    def init_cudagraph_manager(self: Any, mode: Any) -> None:
-        schedule = self._vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+    def listed(result, speculator, mode):
+        schedule = speculator._vllm_config.speculative_config.num_speculative_tokens_per_batch_size
         lengths.append({length for _, _, length in schedule or ()})
-        list_graphs(self, mode)
 
-    def initialize_kv_cache(self: Any, config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
+    def initialize_kv_cache(self, config, is_profiling=False, *args, **kwargs):
         if not is_profiling:
             synchronize, torch.accelerator.synchronize = torch.accelerator.synchronize, lambda *args: None
             empty_cache, torch.accelerator.empty_cache = torch.accelerator.empty_cache, lambda: None
@@ -284,16 +277,16 @@ def profile_graphs_as_on_devices() -> list[set[int]]:
             torch.accelerator.synchronize, torch.accelerator.empty_cache = synchronize, empty_cache
         initialize(self, config, is_profiling, *args, **kwargs)
 
-    MethodSpeculator.init_cudagraph_manager = init_cudagraph_manager  # type: ignore[method-assign]
-    GPUModelRunner.initialize_kv_cache = initialize_kv_cache  # type: ignore[method-assign]
+    after(MethodSpeculator, "init_cudagraph_manager", listed)
+    GPUModelRunner.initialize_kv_cache = initialize_kv_cache
     return lengths
 
 
-def warm_up(worker: Any, guarded: Any) -> dict[str, list[Any]]:
+def warm_up(worker, guarded):
     """What is known of documents, step times and acceptance before and after, where it is learnt."""
     method, controller = guarded.method, guarded.method.controller
 
-    def known() -> list[Any]:
+    def known():
         if method.live is None or not isinstance(controller, BatchLengths):
             return []
         return [method.live.stats().documents, controller.times.seen, controller.tokens().tolist()]
@@ -303,20 +296,20 @@ def warm_up(worker: Any, guarded: Any) -> dict[str, list[Any]]:
     return {"before": before, "after": known()}
 
 
-def note_tokens() -> None:
+def note_tokens():
     """Tensors of requests by tokens say whether they were to be in the host's memory, which the device reads."""
     original = StagedWriteTensor.__init__
 
     @functools.wraps(original)
-    def __init__(self: Any, size: Any, *args: Any, uva_instead_of_gpu: bool = False, **kwargs: Any) -> None:
+    def __init__(self, size, *args, uva_instead_of_gpu=False, **kwargs):
         original(self, size, *args, uva_instead_of_gpu=uva_instead_of_gpu, **kwargs)
         if not isinstance(size, int) and len(size) == 2:
             self.on_host = uva_instead_of_gpu
 
-    StagedWriteTensor.__init__ = __init__  # type: ignore[method-assign]
+    StagedWriteTensor.__init__ = __init__
 
 
-def reasons_for_chains(runner: Any) -> list[str | None]:
+def reasons_for_chains(runner):
     """What speaks against trees as it is, in batch-invariant mode, where routed experts are asked for, and with a
     sampler of the model's own."""
     with pytest.MonkeyPatch.context() as patch:
@@ -331,11 +324,11 @@ def reasons_for_chains(runner: Any) -> list[str | None]:
         return [*said, why_chains(runner, runner.vllm_config)]
 
 
-def prepared_without(name: str, runner: Any, trees: Any) -> list[Any]:
+def prepared_without(name, runner, trees):
     """Whether there are trees in a runner that lacks this, and what is said."""
-    lines = list[str]()
+    lines = []
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("freedraft").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(runner, name)
@@ -344,7 +337,7 @@ def prepared_without(name: str, runner: Any, trees: Any) -> list[Any]:
     return [trees.enabled, *lines]
 
 
-def trees_of_graphs(runner: Any) -> dict[str, list[int]]:
+def trees_of_graphs(runner):
     """What attention is given where vLLM captures CUDA graphs, which it does while it warms up: of steps that decode,
     of two draft lengths, and of any step; how many kernels, for how many queries, and whether with prompts.
     """
@@ -362,54 +355,49 @@ def trees_of_graphs(runner: Any) -> dict[str, list[int]]:
     return noted
 
 
-def note_branches() -> list[int]:
+def note_branches():
     """How many accepted paths were chains of first nodes, and how many were not."""
-    original, counts = v2_trees.match, [0, 0]
+    counts = [0, 0]
 
-    def match(*args: Any) -> Any:
-        outcome = original(*args)
+    def matched(outcome, *args):
         accepted = outcome.verification.accepted
         off = ((accepted != torch.arange(accepted.shape[1])) & (accepted >= 0)).any(1)
         counts[0] += int((~off).sum())
         counts[1] += int(off.sum())
-        return outcome
 
-    v2_trees.match = match
+    after(v2_trees, "match", matched)
     return counts
 
 
-def note_kv(runner: Any) -> dict[tuple[int, ...], torch.Tensor]:
+def note_kv(runner):
     """By the tokens that a request has in its KV cache: float [layers, tokens, ...], what stands there."""
-    original, noted = runner.speculator.propose, {}
+    noted = {}
 
-    def propose(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        for slot in input_batch.idx_mapping_np.tolist():
+    def proposed(drafts, batch, *args):
+        for slot in batch.idx_mapping_np.tolist():
             known = int(runner.req_states.num_computed_tokens.gpu[slot])
             tokens = tuple(runner.req_states.all_token_ids.gpu[slot, :known].tolist())
             at, size = torch.arange(known), runner.block_tables.block_sizes[0]
             pages = runner.block_tables.block_tables[0].gpu[slot][at // size].long()
             noted[tokens] = torch.stack([cache[pages, :, at % size] for cache in runner.kv_caches])
-        return original(input_batch, *args, **kwargs)
 
-    runner.speculator.propose = propose
+    after(runner.speculator, "propose", proposed)
     return noted
 
 
-def note_drafts(guarded: Any) -> list[tuple[list[int], list[int]]]:
+def note_drafts(guarded):
     """A request's tokens, and what was drafted behind them."""
-    original, noted = guarded.draft, []
+    noted = []
 
-    def draft(step: Any) -> Any:
-        drafts = original(step)
+    def drafted(drafts, step):
         for b, n in enumerate(np.minimum(drafts.counts - 1, step.capacities).tolist()):
             noted.append((step.history(b).tolist(), drafts.tokens[b, 1 : n + 1].tolist()))
-        return drafts
 
-    guarded.draft = draft
+    after(guarded, "draft", drafted)
     return noted
 
 
-def largest_difference(kv: dict[tuple[int, ...], torch.Tensor]) -> list[float]:
+def largest_difference(kv):
     """How much the KV of equal tokens differs at most, and how many pairs of texts were compared."""
     worst, pairs = 0.0, 0
     texts = sorted(kv)
@@ -420,7 +408,7 @@ def largest_difference(kv: dict[tuple[int, ...], torch.Tensor]) -> list[float]:
     return [worst, pairs]
 
 
-def main() -> None:
+def main():
     take_any_mask()
     filter_as_on_cpus()
     schedule_asynchronously()
@@ -436,11 +424,11 @@ def main() -> None:
     if "speculative_config" not in given:
         print("\n" + json.dumps({name: answers(llm, **case) for name, case in cases.items()}))
         return
-    worker: Any = llm.llm_engine.model_executor.driver_worker.worker
+    worker = llm.llm_engine.model_executor.driver_worker.worker
     runner = worker.model_runner
     guarded = runner.speculator.guarded
     launched = record_launches(pytest.MonkeyPatch(), run=True) if with_warm_up else set()
-    result: dict[str, Any] = {"warm up": warm_up(worker, guarded) | {"steps": steps}} if with_warm_up else {}
+    result = {"warm up": warm_up(worker, guarded) | {"steps": steps}} if with_warm_up else {}
     compiled = set(launched)
     drafter, controller = getattr(guarded.method, "drafter", ()), guarded.method.controller
     trees = runner.speculator.trees
@@ -449,7 +437,7 @@ def main() -> None:
     kv = note_kv(runner) if with_kv else {}
     graphs, reads = record_graphs(runner, graph_sizes) if with_graphs else [], note_reads()
     drafts = note_drafts(guarded) if with_drafts else []
-    said: dict[tuple[int, ...], set[int]] = {}
+    said = {}
     confidences = note_confidences(runner.speculator) if adaptive else []
     waits, (gone, left) = note_waits(), note_gone(runner)
     if drafter != ():
@@ -471,7 +459,7 @@ def main() -> None:
     schedule = config.speculative_config.num_speculative_tokens_per_batch_size
     figures = {name: figures[f"vllm:{metric}"] for name, metric in METRICS.items()}
     engine = figures | {"v2": isinstance(runner, GPUModelRunner), "async": config.scheduler_config.async_scheduling}
-    engine |= {"failures": guarded.metrics.failures._value.get(), "ours": [drafted.get(), accepted.get()]}
+    engine["failures"] = guarded.metrics.failures._value.get()
     engine |= {"counts": counts, "branches": branches, "reads": reads, "waits": waits, "gone": gone, "left": left[0]}
     engine |= {"confidences": confidences, "schedule": schedule, "lookup": core.scheduler.dynamic_sd_lookup}
     engine["drafts"] = drafts

@@ -15,7 +15,7 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
         """Active, which is all that is asked before a kernel runs; the interpreter makes no driver."""
 
         @classmethod
-        def is_active(cls) -> bool:
+        def is_active(cls):
             return True
 
     backends["cpu"] = Backend(compiler=BaseBackend, driver=Driver)
