@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from bench.lib import plots, summary, tables
-from bench.lib.plots import Plot, Rows, names, nice, overall
+from bench.lib.plots import Plot, Rows, names, nice
 from bench.lib.results import checked
 
 METHODS = ("sssd", "layerskip", "freedraft")
 
 
 def serving_table(rows: Rows) -> str:
-    rows = [r | {"name": nice(r["group"]), "interval": bounds(*r.get("ratio_interval", (0, 0)))} for r in rows]
     for r in rows:
+        r["interval"] = bounds(*r.get("ratio_interval", (0, 0)))
         r["by_pass"] = " ".join(f"{rate:.1f}" for rate in r.get("tokens_per_second_by_pass", ()))
     return tables.table(
         rows,
@@ -41,9 +41,12 @@ def bounds(low: float, high: float) -> str:
 
 def below_plain(result: dict[str, Any]) -> str:
     """Of each arm, how many cells lie below plain, in one sentence; empty where nothing was compared."""
-    found = summary.below_plain(result["rows"])
-    counts = ", ".join(f"{arm} {below} of {cells}" for arm, (below, cells) in found.items())
-    return f"Cells of group and requests at a time that lie more than 1 % below plain: {counts}." if found else ""
+    ratios: dict[str, list[float]] = {}
+    for row in result["rows"]:
+        if "ratio" in row:
+            ratios.setdefault(row["arm"], []).append(row["ratio"])
+    counts = ", ".join(f"{arm} {sum(r < 0.99 for r in each)} of {len(each)}" for arm, each in ratios.items())
+    return f"Cells of group and requests at a time that lie more than 1 % below plain: {counts}." if counts else ""
 
 
 def near_the_best(result: dict[str, Any]) -> str:
@@ -131,7 +134,7 @@ def serving(name: str, result: dict[str, Any]) -> tuple[list[str], list[Plot]]:
     parts = [f"## Serving: {name}", note, below_plain(result), near_the_best(result)]
     parts += [f"> problem: {text}" for text in result["problems"]]
     parts += [f"![{plot.name}]({plot.name}.png)\n\n{plot.caption}" for plot in shown]
-    parts += [serving_table(overall(rows)), serving_table([r for r in rows if r["group"] != summary.ALL])]
+    parts.append(serving_table(rows))
     commands = "\n".join(f"- `{command}`" for command in result["commands"].values())
     return [*parts, rivals(result), f"### Commands of the servers\n\n{commands}"], shown
 

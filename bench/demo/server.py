@@ -11,8 +11,6 @@ import json
 import sys
 from pathlib import Path
 
-from rich.console import Console
-
 from bench.demo.store import ensure_store
 from bench.lib import servers
 
@@ -27,9 +25,8 @@ def recorded() -> tuple[int, int] | None:
     except (OSError, ValueError, KeyError):
         return None
     # Pids are used again: only a process with our port on its command line is ours.
-    if b"vllm.entrypoints.openai.api_server" in command and str(state["port"]).encode() in command:
-        return state["pid"], state["port"]
-    return None
+    own = b"vllm.entrypoints.openai.api_server" in command and str(state["port"]).encode() in command
+    return (state["pid"], state["port"]) if own else None
 
 
 def explain(port: int) -> None:
@@ -39,16 +36,16 @@ def explain(port: int) -> None:
     print(f"curl -s {url}/chat/completions -H 'Content-Type: application/json' -d '{request}'\n")
 
 
-def start(model: Path, store: Path, port: int) -> int:
+def start(model: Path, store: Path, port: int) -> None:
+    """Raises ServerError: the port is taken, or the server did not start."""
     known = recorded()
     if known is not None and servers.is_healthy(f"http://{servers.HOST}:{known[1]}"):
         explain(known[1])
-        return 0
+        return
     stop()
     if servers.is_healthy(f"http://{servers.HOST}:{port}"):
-        print(f"error: port {port} is taken: make serve PORT=...", file=sys.stderr)
-        return 2
-    ensure_store(store, model, Console(highlight=False))
+        raise servers.ServerError(f"port {port} is taken: make serve PORT=...")
+    ensure_store(store, model)
     settings = {"method": "sssd", "num_speculative_tokens": 8, "datastore": str(store.resolve())}
     server = servers.build("sssd", "vllm", model, Path("build/logs/serve.log"), port=port, speculative=settings)
     print("starting the server ...", flush=True)
@@ -57,41 +54,33 @@ def start(model: Path, store: Path, port: int) -> int:
     try:
         STATE.write_text(json.dumps({"pid": server.process.pid, "port": port}) + "\n", encoding="utf-8")
         server.wait_until_ready()
-    except BaseException as error:
+    except BaseException:
         server.stop()
         STATE.unlink(missing_ok=True)
-        if isinstance(error, servers.ServerError):
-            print(f"error: {error}", file=sys.stderr)
-            return 2
         raise
     explain(port)
-    return 0
 
 
-def stop() -> int:
+def stop() -> None:
     """End the server of an earlier `start`; nothing happens when there is none."""
     known = recorded()
     if known is not None:
         servers.end_group(known[0])
         print("server stopped")
     STATE.unlink(missing_ok=True)
-    return 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="A vLLM server with SSSD that stays up.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    starting = commands.add_parser("start", help="start it and return when it answers")
-    starting.add_argument("--model", type=Path, default=Path("build/model"))
-    starting.add_argument("--store", type=Path, default=Path("build/store"))
-    starting.add_argument("--port", type=int, default=8000)
-    commands.add_parser("stop", help="end it")
-    args = parser.parse_args()
-    return stop() if args.command == "stop" else start(args.model, args.store, args.port)
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A vLLM server with SSSD that stays up.")
+    parser.add_argument("command", choices=("start", "stop"))
+    parser.add_argument("--model", type=Path, default=Path("build/model"))
+    parser.add_argument("--store", type=Path, default=Path("build/store"))
+    parser.add_argument("--port", type=int, default=8000)
+    args = parser.parse_args()
     try:
-        sys.exit(main())
+        start(args.model, args.store, args.port) if args.command == "start" else stop()
     except KeyboardInterrupt:
         sys.exit(130)
+    except servers.ServerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
