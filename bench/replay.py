@@ -4,7 +4,7 @@
     python bench/replay.py --long --tokenizer DIR --drafter sssd suffix --json OUT
     python bench/replay.py --sessions FILE --tokenizer DIR --drafter sssd suffix --shape chain tree --json OUT
 
-Rivals: prompt lookup; ArcticInference's suffix decoding (`bench/arctic.py` builds it) with opened limits (`suffix`)
+Rivals: prompt lookup; ArcticInference's suffix decoding (`bench/arctic.sh` builds it) with opened limits (`suffix`)
 and with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`). `sssd-alone` has no datastore.
 
 Greedy verification accepts exactly the drafted tokens that equal the target's own continuation, so a recorded answer
@@ -37,7 +37,7 @@ from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.method import LEADING, to_learn
 
-COPIES, ARCTIC = 4, "build/arctic"  # of each kind and length; what bench/arctic.py built
+COPIES, ARCTIC = 4, "build/arctic"  # of each kind and length; what bench/arctic.sh built
 SCORINGS = {"sssd": "learned", "sssd-alone": "learned", "paper": "paper"}
 LIMITS = {"suffix": (64, 4.0, 0.0), "suffix-vllm": (24, 1.0, 0.1)}
 """Of ArcticInference: tokens of a match, drafted tokens for each one matched, least probability of a drafted token."""

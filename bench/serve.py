@@ -32,7 +32,7 @@ from bench.lib.serving import PACKAGES, PRESETS, Arm, Report, Step, baseline_of,
 from bench.lib.tables import pivot
 
 WARM_UP = 32  # tokens of each answer that warms a server up
-ARCTIC = Path("build/arctic")  # what bench/arctic.py built, for arm suffix
+ARCTIC = Path("build/arctic")  # what bench/arctic.sh built, for arm suffix
 
 
 @dataclass

@@ -57,8 +57,8 @@ class Found(NamedTuple):
 
 
 class Source:
-    """The Python files of a package, read and not imported: for versions that this machine cannot install. `read` gives
-    the text of a file by its path ("sglang/srt/server_args.py"), None where there is none; `files` are all paths."""
+    """The Python files of a package, read and not imported. `read` gives the text of a file by its path
+    ("sglang/srt/server_args.py"), None where there is none; `files` are all paths."""
 
     def __init__(self, read: Callable[[str], str | None], files: Sequence[str]) -> None:
         self._read, self._files, self._module = read, files, cache(self._parse)

@@ -47,7 +47,8 @@ def start(model: Path, store: Path, port: int) -> None:
         raise servers.ServerError(f"port {port} is taken: make serve PORT=...")
     ensure_store(store, model)
     settings = {"method": "sssd", "num_speculative_tokens": 8, "datastore": str(store.resolve())}
-    server = servers.build("sssd", "vllm", model, Path("build/logs/serve.log"), port=port, speculative=settings)
+    log, how = Path("build/logs/serve.log"), {"port": port, "requests": 8}
+    server = servers.build("sssd", "vllm", model, log, speculative=settings, **how)
     print("starting the server ...", flush=True)
     server.start()
     assert server.process is not None
