@@ -1,15 +1,14 @@
 """Policies of the draft budget by replay: recorded answers, and machines with known step times.
 
 A full batch of recorded answers is decoded step by step; what a draft gets accepted is read off the recording, and a
-step takes what the machine's table says, times a random factor that the policies do not know. The same on every
-computer, so differences of a percent mean something; what it leaves out is everything that a real engine does besides.
+step takes what the machine's table says, times a random factor that the policies do not know: the same on every
+computer, so differences of a percent mean something.
 
     python bench/budget_replay.py --trace FILE --tokenizer build/model --json build/budget-replay.json
     python bench/budget_replay.py --trace FILE --sessions FILE --tokenizer build/model --lengths 8 16 32 64 --json ...
 
 The second command compares numbers of draft tokens under policy `auto`: on V1, which may draft any number up to them,
-and on V2, which has few lengths and chooses one by the batch size before it drafts; over answers of the trace (with the
-others as a datastore) and over turns of the sessions.
+and on V2, which has few lengths and chooses one by the batch size before it drafts; over answers and over sessions.
 
 Machines: `cpu` is vLLM on two cores with SmolLM2-135M in fp32, as timed there; `h200` is the roofline of an 8B model on
 an H200 of which computing reaches 60 % of its peak, so that the controller's own roofline is wrong about it.

@@ -28,7 +28,7 @@ import numpy as np
 
 from bench.lib.deep_model import SKIP_SET, build
 from bench.lib.engine import SKIP_SET_OF_DEMO, Run, VllmEngine, engine_of, in_process
-from bench.lib.machine import cores, cpu, rounded
+from bench.lib.machine import rounded
 from bench.lib.prompts import BY_KIND, PROMPTS, chats, long_chats
 from bench.lib.results import ROOT, write_json
 from freedraft.draft import DraftBatch
@@ -152,8 +152,7 @@ def main() -> None:
         return in_process(__file__, *options)
 
     names = args.only or PARTS[args.engine]
-    figures: dict[str, Any] = {"machine": f"{cpu()}, {cores()} cores", "output_tokens": args.tokens}
-    figures["max_draft_tokens"] = COMPOSED_K if "composed" in names else K
+    figures: dict[str, Any] = {"output_tokens": args.tokens}
     for part in names:
         if part == "composed":
             figures |= {"demo model": measured(part, *demo), "deep model": measured(part, *deep)}

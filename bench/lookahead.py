@@ -27,7 +27,6 @@ from bench.lib.results import write_json
 from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.draft import DraftBatch
 from freedraft.draft_pass import Recipe
-from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate.disco import Prices, train
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
@@ -155,7 +154,7 @@ def main() -> None:
             row = {"c": c, "policy": name, "f1": f1, "tokens_per_round": 1 + float(accepted.mean())}
             rows.append(rounded(row | {"tokens_per_time": float((1 + accepted).sum() / seconds)}))
             print(rows[-1], flush=True)
-    about = {"hardware": hardware(), "model": options.model.name, "skip_set": options.skip_set.name}
+    about = {"model": options.model.name, "skip_set": options.skip_set.name}
     write_json(options.json, about | {"trained_on": len(records), "rows": rows}, data=options.data)
 
 

@@ -24,7 +24,6 @@ import numpy as np
 from bench.lib.draft_chains import draft_chains, sample_of, weight_share
 from bench.lib.machine import rounded
 from bench.lib.results import write_json
-from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate import knapsack
 from layerskip_plugin.calibrate.host_model import HostModel, Sample, Text
 from layerskip_plugin.calibrate.knn import fit
@@ -191,8 +190,7 @@ def main() -> None:
     host, tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
     domains, number = read_domains(options.data, options.categories), options.prompts + options.held
     answers = {name: answer(host, tokenizer, texts[:number], ANSWER, 256, batch=6) for name, texts in domains.items()}
-    entry = {"hardware": hardware(host.device), "domains": list(domains)}
-    entry["stream"] = stream(host, domains, answers, options)
+    entry = {"domains": list(domains), "stream": stream(host, domains, answers, options)}
     write_json(options.json, {options.model.name: entry}, data=options.data)
 
 

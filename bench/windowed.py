@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from bench.lib.machine import cores, cpu, rounded
+from bench.lib.machine import rounded
 from bench.lib.prompts import long_chats
 from bench.lib.results import write_json
 
@@ -61,8 +61,7 @@ def main() -> None:
             row[f"next {length}"] = sum(map(all, places)) / len(places)
         rows.append(rounded(row))
         print(rows[-1], flush=True)
-    about = {"machine": f"{cpu()}, {cores()} cores", "model": args.model.name, "tokens": args.tokens}
-    write_json(args.json, about | {"rows": rows})
+    write_json(args.json, {"model": args.model.name, "tokens": args.tokens, "rows": rows})
 
 
 if __name__ == "__main__":

