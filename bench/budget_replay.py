@@ -14,8 +14,6 @@ Machines: `cpu` is vLLM on two cores with SmolLM2-135M in fp32, as timed there; 
 an H200 of which computing reaches 60 % of its peak, so that the controller's own roofline is wrong about it.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -8,8 +8,6 @@ appends the next tokens of the file, as if the engine had produced them, and ask
 as the engine's plugin makes. Figures are medians over all steps, arms interleaved within a run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

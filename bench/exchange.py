@@ -7,8 +7,6 @@ one, and 8 seconds later the other one: tokens per step. Then the tenant is forg
 Clients without a salt, and with other ones, ask the same, and must not be drafted for from that answer.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -8,8 +8,6 @@ the same numbers. Step times: the shape of Llama-3.1-8B with random weights, pro
 greedy answers run into cycles, so nearly all drafts are accepted; at temperature 1 none is.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import operator

@@ -7,8 +7,6 @@ against the bytes it must move, as a share of the bandwidth of a device-to-devic
 references are timed, at tiny shapes, and under TRITON_INTERPRET=1 the kernels are checked against them.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import statistics

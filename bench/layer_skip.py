@@ -10,15 +10,14 @@ Parts, each in an engine of its own, bf16, on vLLM compiled; prompts are read be
   quarters; M, tokens per step and request; alpha, accepted by drafted tokens; c, time of a draft pass by that of a
   plain step; and the share that was reached of M alpha / ((M - 1) c + alpha).
 - demo (vLLM): the demo model, too small for layer skipping to pay: the controller has to end up off.
-- windows (when requested): the demo model with `window: auto`, at prompts of --context tokens.
+- windows (when requested, alone): the demo model with `window: auto`, at prompts of --contexts tokens.
 - composed (vLLM, when requested): method "freedraft" on both models, by kind of prompt: no drafts, n-grams only, layer
   skip only and both take turns prompt by prompt.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -28,7 +27,7 @@ import numpy as np
 
 from bench.lib.deep_model import SKIP_SET, build
 from bench.lib.engine import SKIP_SET_OF_DEMO, Run, VllmEngine, engine_of, in_process
-from bench.lib.machine import rounded
+from bench.lib.machine import rounded, versions
 from bench.lib.prompts import BY_KIND, PROMPTS, chats, long_chats
 from bench.lib.results import ROOT, write_json
 from freedraft.draft import DraftBatch
@@ -42,21 +41,22 @@ ARMS = {"plain": (), "sssd": ("sssd",), "layerskip": ("layerskip",), "both": ("s
 def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Parts "deep", "demo" and "windows": a row for each batch size."""
     windows = args.part == "windows"
-    prompts = long_chats(args.model, args.context) if windows else chats(args.model, BY_KIND)
+    at_once = max(args.batches)
+    prompts = long_chats(args.model, args.contexts[0], max(6, at_once)) if windows else chats(args.model, BY_KIND)
     speculative = {"method": "layerskip", "num_speculative_tokens": K}
     speculative |= {"window": "auto"} if windows else {"skip_set": str(args.skip_set)}
-    longest = max(map(len, prompts)) + args.tokens + 64
+    longest = max(1024, args.tokens + 64 + max(map(len, prompts)))
 
     def groups(batch: int) -> list[list[list[int]]]:
         return [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
 
     rows = []
-    with engine_of(args.engine, args.model, speculative, requests=max(args.batches), length=longest) as engine:
+    with engine_of(args.engine, args.model, speculative, requests=at_once, length=longest) as engine:
         # The controller learns what steps cost and what is accepted: what it settles on is measured.
         for batch in args.batches:
             for on in (False, True):
                 engine.generate(prompts[:batch], args.tokens, drafting=on)
-        for group in groups(max(args.batches)):
+        for group in groups(at_once):
             engine.generate(group, args.tokens, drafting=True)
         for batch in args.batches:
             runs: tuple[list[Run], list[Run]] = [], []  # plain, drafting
@@ -76,18 +76,31 @@ def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
     result |= {"ratio": median(pairs), "ratio_quarters": np.quantile(pairs, (0.25, 0.75)).tolist()}
     result["ratio_spread"] = [min(pairs), max(pairs)]
     result["same"] = all(a.tokens == b.tokens for a, b in zip(baseline, drafting, strict=True))
+    plain = median(b.began - a.ended for run in baseline for a, b in pairwise(run.calls) if a.batch == batch)
     steps = [(a, b) for run in drafting for a, b in pairwise(run.calls) if a.ids == b.ids]
+    full = [(a, b) for a, b in steps if a.batch == batch and any(a.drafted)]
+    result |= {"plain_ms": 1e3 * plain, "turns": len(pairs), "drafting_share": len(full) / len(steps)}
     drafted = sum(sum(a.drafted) for a, _ in steps)
     if drafted:
         accepted = sum(sum(b.gained) - b.batch for _, b in steps)
         m, alpha = 1 + accepted / sum(a.batch for a, _ in steps), accepted / drafted
-        plain = median(b.began - a.ended for run in baseline for a, b in pairwise(run.calls) if a.batch == batch)
-        full = [(a, b) for a, b in steps if a.batch == batch and any(a.drafted)]
         c = median((a.ended - a.began) / max(a.drafted) for a, _ in full) / plain
         formula = m * alpha / ((m - 1) * c + alpha)
         result |= {"M": m, "alpha": alpha, "c": c, "verify": median(b.began - a.ended for a, b in full) / plain}
         result |= {"formula": formula, "share_of_formula": result["ratio"] / formula}
     return result
+
+
+def of_window(row: dict[str, Any], context: int) -> dict[str, Any]:
+    """The same figures as the tables of windows have them."""
+    names = ("batch", "turns", "drafting_share", "plain_ms", "ratio", "same")
+    found = {"context": context} | {name: row[name] for name in names} | {"ratio_quartiles": row["ratio_quarters"]}
+    found |= {
+        "c": row.get("c", 0.0),
+        "alpha": row.get("alpha", 0.0),
+        "verify": [row["verify"]] if "verify" in row else [],
+    }
+    return found | {"allowed": max(1.0, row.get("formula", 1.0))}
 
 
 def composed(args: argparse.Namespace) -> dict[str, Any]:
@@ -134,7 +147,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--tokens", type=int, default=96, help="output tokens per prompt")
     parser.add_argument("--rounds", type=int, default=3, help="times that each group of prompts is decoded both ways")
-    parser.add_argument("--context", type=int, default=3000, help="tokens of a prompt, of part windows")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[4000], help="tokens of a prompt, of part windows")
     parser.add_argument("--only", nargs="*", choices=("deep", "demo", "windows", "composed"), help="parts")
     parser.add_argument("--json", type=Path, help="where the figures go")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -145,24 +158,26 @@ def main() -> None:
     if not (args.deep_model / "config.json").is_file():
         build(args.model, args.deep_model)
     deep, demo = (args.deep_model, args.deep_model / SKIP_SET), (args.model, args.skip_set)
-    sizes = ("--engine", args.engine, "--rounds", args.rounds, "--tokens", args.tokens, "--context", args.context)
+    sizes = ("--engine", args.engine, "--rounds", args.rounds, "--tokens", args.tokens)
 
-    def measured(part: str, model: Path, skip_set: Path) -> Any:
+    def measured(part: str, model: Path, skip_set: Path, *more: object) -> Any:
         options = ("--part", part, "--model", model, "--skip-set", skip_set, *sizes, "--batches", *args.batches)
-        return in_process(__file__, *options)
+        return in_process(__file__, *options, *more)
 
     names = args.only or PARTS[args.engine]
     figures: dict[str, Any] = {"output_tokens": args.tokens}
     for part in names:
         if part == "composed":
             figures |= {"demo model": measured(part, *demo), "deep model": measured(part, *deep)}
-            continue
-        rows = measured(part, *(deep if part == "deep" else demo))
-        if args.engine == "sglang":
-            figures["batches"] = rows
+        elif part == "windows":
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB
+            by_context = {context: measured(part, *demo, "--contexts", context) for context in args.contexts}
+            rows = [of_window(row, context) for context, each in by_context.items() for row in each]
+            figures |= versions(args.engine) | {"dtype": "bfloat16", "rows": rows}
         else:
-            model = f"windows at {args.context} tokens" if part == "windows" else f"{part} model"
-            figures[f"{model}, bf16, compiled"] = {f"batch {row['batch']}": row for row in rows}
+            rows = measured(part, *(deep if part == "deep" else demo))
+            of_vllm = {f"{part} model, bf16, compiled": {f"batch {row['batch']}": row for row in rows}}
+            figures |= {"batches": rows} if args.engine == "sglang" else of_vllm
     figures = rounded(figures)
     print(json.dumps(figures, indent=1))
     write_json(args.json, figures)

@@ -7,8 +7,6 @@ that began empty; then the test rows, with either store. Rebuild: drafting while
 time, as the live datastore's does, in turns with drafting alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -10,8 +10,6 @@ draft passes that cost a share c of a whole pass (a verify pass costs 1, a token
 skip set itself (weights read, head included) is the first one; the others show what would pay elsewhere.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from functools import partial

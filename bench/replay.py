@@ -14,8 +14,6 @@ replayed, up to 512 tokens. --long replays answers that copy, or edit, 600 token
 --sessions replays every turn of the assistant after all text before it; drafters begin empty and learn each turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence

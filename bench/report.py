@@ -5,8 +5,6 @@
 Plots are written beside the page as PNGs. Other files of results are passed over.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

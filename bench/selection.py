@@ -9,8 +9,6 @@ M alpha / ((M - 1) c + alpha) with c the share of weights that a draft pass read
 M / (n c + 1)); plain decoding beside it.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections import defaultdict

@@ -9,8 +9,6 @@ command goes on with the pass that it was in. Whatever fails is named in the rep
 then, or when answers differ in fp32 eager.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -7,8 +7,6 @@ Wheels are downloaded with pip into --folder, and kept there. Nothing is run of 
 the tables of hooks (`freedraft/engines/*/hooks.py`) would accept it, not one that was tested.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib

@@ -4,8 +4,6 @@ model says. Answers are to questions about documents and modules of Python's own
     python bench/windowed.py --model build/model --json bench/results/windowed-acceptance.json
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

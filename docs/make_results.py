@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -97,6 +98,22 @@ def budget_replay(result: Any) -> str:
     included. `cpu`: these two cores with SmolLM2; `h200`: the roofline of an 8B model."""
     arms = [arm for arm in result["rows"][0]["ratio"] if arm != "plain"]
     return table(result["rows"], "machine={machine} | batch={batch}", *(f"{arm}={{ratio[{arm}]:.2f}}" for arm in arms))
+
+
+@section("How many draft tokens at most", "draft-lengths.json")
+def draft_lengths(result: Any) -> str:
+    """Policy `auto` with 8 to 64 draft tokens at most, on the same machines, over answers of Llama-3.1-8B (chat) and
+    agents' turns: geometric mean over plain of five machines and batch sizes, with the lowest and the highest. V1
+    drafts any number up to the limit, V2 one of few lengths, by the batch's size."""
+    rows, lengths = result["rows"], list(result["rows"][0]["ratio"])
+    body = []
+    for runner in ("V1", "V2"):
+        for traffic in ("chat", "agent", "both"):
+            cells = [r["ratio"] for r in rows if r["runner"] == runner and traffic in (r["traffic"], "both")]
+            of_length = ([cell[length] for cell in cells] for length in lengths)
+            means = [f"{geometric_mean(each):.3f} ({min(each):.2f}-{max(each):.2f})" for each in of_length]
+            body.append([runner, traffic, *means])
+    return markdown(["model runner", "traffic", *lengths], body)
 
 
 @section("Draft quality, by replay", "replay.json")

@@ -7,8 +7,6 @@ other, in turns that swap with every repeat, so that a slow minute of the machin
 that a repeat costs what the first run did. Exit code 1 when outputs differ in fp32 eager, where they must not.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import subprocess

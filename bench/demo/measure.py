@@ -1,7 +1,5 @@
 """What the demo asks of its two servers, and its figures."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

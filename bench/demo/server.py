@@ -4,8 +4,6 @@ python -m bench.demo.server start --model build/model --port 8000
 python -m bench.demo.server stop
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -17,31 +15,23 @@ from bench.lib import servers
 STATE = Path("build/server.json")  # build/serve.json is of bench/serve.py
 
 
-def recorded() -> tuple[int, int] | None:
-    """(pid, port) of the server that an earlier call left running, if it still is that process."""
+def recorded() -> dict[str, int] | None:
+    """Pid and port of the server that an earlier call left running, if it still is that process."""
     try:
-        state = json.loads(STATE.read_text(encoding="utf-8"))
+        state: dict[str, int] = json.loads(STATE.read_text(encoding="utf-8"))
         command = Path(f"/proc/{state['pid']}/cmdline").read_bytes().split(b"\0")
     except (OSError, ValueError, KeyError):
         return None
     # Pids are used again: only a process with our port on its command line is ours.
     own = b"vllm.entrypoints.openai.api_server" in command and str(state["port"]).encode() in command
-    return (state["pid"], state["port"]) if own else None
+    return state if own else None
 
 
-def explain(port: int) -> None:
-    message, url = {"role": "user", "content": "Write a haiku about rivers."}, f"http://{servers.HOST}:{port}/v1"
-    request = json.dumps({"model": servers.MODEL_NAME, "messages": [message], "max_tokens": 64})
-    print(f"serving on {url} until `make stop`. Ask it:\n")
-    print(f"curl -s {url}/chat/completions -H 'Content-Type: application/json' -d '{request}'\n")
-
-
-def start(model: Path, store: Path, port: int) -> None:
-    """Raises ServerError: the port is taken, or the server did not start."""
+def start(model: Path, store: Path, port: int) -> int:
+    """Return the port of the server. Raises ServerError: the port is taken, or it did not start."""
     known = recorded()
-    if known is not None and servers.is_healthy(f"http://{servers.HOST}:{known[1]}"):
-        explain(known[1])
-        return
+    if known is not None and servers.is_healthy(f"http://{servers.HOST}:{known['port']}"):
+        return known["port"]
     stop()
     if servers.is_healthy(f"http://{servers.HOST}:{port}"):
         raise servers.ServerError(f"port {port} is taken: make serve PORT=...")
@@ -59,14 +49,14 @@ def start(model: Path, store: Path, port: int) -> None:
         server.stop()
         STATE.unlink(missing_ok=True)
         raise
-    explain(port)
+    return port
 
 
 def stop() -> None:
     """End the server of an earlier `start`; nothing happens when there is none."""
     known = recorded()
     if known is not None:
-        servers.end_group(known[0])
+        servers.end_group(known["pid"])
         print("server stopped")
     STATE.unlink(missing_ok=True)
 
@@ -75,13 +65,17 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="A vLLM server with SSSD that stays up.")
     parser.add_argument("command", choices=("start", "stop"))
     parser.add_argument("--model", type=Path, default=Path("build/model"))
-    parser.add_argument("--store", type=Path, default=Path("build/store"))
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()
+    if args.command == "stop":
+        sys.exit(stop())
     try:
-        start(args.model, args.store, args.port) if args.command == "start" else stop()
+        url = f"http://{servers.HOST}:{start(args.model, Path('build/store'), args.port)}/v1"
     except KeyboardInterrupt:
         sys.exit(130)
     except servers.ServerError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        parser.exit(2, f"error: {error}\n")
+    message = {"role": "user", "content": "Write a haiku about rivers."}
+    request = json.dumps({"model": servers.MODEL_NAME, "messages": [message], "max_tokens": 64})
+    print(f"serving on {url} until `make stop`. Ask it:\n")
+    print(f"curl -s {url}/chat/completions -H 'Content-Type: application/json' -d '{request}'\n")

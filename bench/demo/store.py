@@ -1,7 +1,5 @@
 """The demo's datastore, of text that every machine has: the sources and documentation of Python's standard library."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -5,8 +5,6 @@ any layer and hardly changes the text. Skipping all copies drafts with a half of
 the same token, as in large models (SWIFT, Self-SD: acceptance .98). Weights, tokenizer and text are real.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engines under a benchmark, with one interface: their drafting is recorded, and switched on and off by request."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -28,20 +26,14 @@ LOG, ALGORITHM = "LAYER_SKIP_BENCH_LOG", "layerskip_in_turns"  # of SGLang
 
 @dataclass(frozen=True)
 class Call:
-    """One call of `Method.draft`, which comes between two steps of the engine.
+    """One call of `Method.draft`, which comes between two steps of the engine."""
 
-    Attributes:
-        began, ended: seconds on the clock of `time.perf_counter`.
-        ids: the requests of the step. contexts: their tokens, in all.
-        gained: tokens that each request gained by the step that has just ended. drafted: depth of its draft.
-    """
-
-    began: float
+    began: float  # on the clock of `time.perf_counter`
     ended: float
-    ids: list[str]
-    contexts: int
-    gained: list[int]
-    drafted: list[int]
+    ids: list[str]  # requests of the step
+    contexts: int  # their tokens, in all
+    gained: list[int]  # tokens of each by the step that has just ended
+    drafted: list[int]  # depth of each draft
 
     @property
     def batch(self) -> int:
@@ -49,18 +41,14 @@ class Call:
 
 
 class Switch:
-    """Stands in for `method.draft`: where `wants(step)` is false the method is not asked, and the drafts are roots.
-
-    Attributes:
-        calls: all calls; the file `log` has each as a line of JSON. error: the method's last exception.
-    """
+    """Stands in for `method.draft`: where `wants(step)` is false the method is not asked, and the drafts are roots. The
+    file `log` has each of the `calls` as a line of JSON."""
 
     def __init__(self, method: Any, wants: Callable[[Step], bool], log: Path | None = None) -> None:
         self.wants, self.log = wants, log
         self.calls: list[Call] = []
         self.error: Exception | None = None
-        self._draft: Callable[[Step], DraftBatch] = method.draft
-        self._method = method
+        self._method, self._draft = method, method.draft
         self._drafted: list[str] = []  # for which requests it has just made drafts
         method.draft = self._watched
 
@@ -90,18 +78,12 @@ class Switch:
 
 @dataclass(frozen=True)
 class Run:
-    """The answers to some prompts, all in one batch.
+    """The answers to some prompts, all in one batch."""
 
-    Attributes:
-        tokens: of each answer.
-        calls: of `Method.draft`, from the first one after all prompts were read.
-        seconds: from then to the last token. decoded: tokens since then.
-    """
-
-    tokens: list[list[int]]
-    calls: list[Call]
-    seconds: float
-    decoded: int
+    tokens: list[list[int]]  # of each answer
+    calls: list[Call]  # of `Method.draft`, from the first one after all prompts were read
+    seconds: float  # from then to the last token
+    decoded: int  # tokens since then
 
     @property
     def speed(self) -> float:

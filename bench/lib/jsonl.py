@@ -1,7 +1,5 @@
 """Reading files with a JSON object per line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Load on a server by `vllm bench serve`: a fixed number of requests at a time, greedy, of given lengths."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """The machine and the package versions that figures are measured with; how they are timed and rounded."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import platform

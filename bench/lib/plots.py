@@ -1,7 +1,5 @@
 """The plots of the page of results."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,10 +1,9 @@
 """Prompts: of the demo, four kinds of work, three prompts each, in prompts.json; and about long texts."""
 
-from __future__ import annotations
-
 import json
 import sysconfig
 from collections.abc import Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,13 @@ def chats(model: Path, texts: Sequence[str]) -> list[list[int]]:
     return [tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=False) for turn in turns]
 
 
-def long_chats(model: Path, context: int) -> list[list[int]]:
-    """Token ids of `LONG`, each file cut so that the prompt has `context` tokens, its question after it."""
+def long_chats(model: Path, context: int, count: int = len(LONG)) -> list[list[int]]:
+    """Token ids of `LONG`, in turns, each file cut so that the prompt has `context` tokens, its question after it."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     prompts = []
-    for name, question in LONG:
+    for name, question in islice(cycle(LONG), count):
         text = (Path(sysconfig.get_paths()["stdlib"]) / name).read_text(encoding="utf-8", errors="replace")
         chat = [{"role": "user", "content": f"TEXT\n\n{question}"}]
         templated = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))

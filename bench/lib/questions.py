@@ -6,8 +6,6 @@ of Python's own library, the same on every machine with the same Python; and tur
 needs nothing but Python, and prints what keeps bench/serve.py from asking these.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib
@@ -70,19 +68,18 @@ def load(path: Path) -> list[Question]:
     return jsonl.read(path, FORM, parse)
 
 
-def download(folder: Path) -> Path:
-    """Spec-Bench's own file, kept in `folder`. Raises QuestionError: it cannot be downloaded."""
-    path = folder / "spec_bench.jsonl"
-    if path.is_file():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
+def spec_bench() -> list[Question]:
+    """Spec-Bench's own file, which is downloaded once. Raises QuestionError: it cannot be."""
+    path = Path("build/questions/spec_bench.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with urllib.request.urlopen(SPEC_BENCH, timeout=60) as answer:
-            path.write_bytes(answer.read())
+        if not path.is_file():
+            with urllib.request.urlopen(SPEC_BENCH, timeout=60) as answer:
+                path.write_bytes(answer.read())
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise QuestionError(f"questions spec-bench: cannot be downloaded ({reason}); give a file instead") from None
-    return path
+    return load(path)
 
 
 def digest(questions: Sequence[Question]) -> str:
@@ -123,9 +120,7 @@ def read(name: str) -> list[Question]:
     """The questions of a name or file. Raises QuestionError, jsonl.FileError: they cannot be had or used."""
     if name.startswith("sessions:"):
         return session_turns(Path(name.removeprefix("sessions:")))
-    if name == "spec-bench":
-        return load(download(Path("build/questions")))
-    made = {"long": long_documents, "agent": agent_turns, "quotes": quotes}
+    made = {"long": long_documents, "agent": agent_turns, "quotes": quotes, "spec-bench": spec_bench}
     return made[name]() if name in made else load(Path(name))
 
 
@@ -148,7 +143,7 @@ def agent_turns() -> list[Question]:
     """The turn of a coding agent that has read a file, and now writes it with a function renamed."""
     made = []
     for name, text in modules():
-        if 2_000 <= len(text) <= 10_000 and (function := renamed(text)) is not None:
+        if len(made) < AGENT_TURNS and 2_000 <= len(text) <= 10_000 and (function := renamed(text)) is not None:
             calls = [{"tool": "list_files", "path": "lib"}, {"tool": "read_file", "path": f"lib/{name}.py"}]
             ask = (
                 "You are a coding agent. Answer with one tool call as JSON and nothing else. Tools: "
@@ -158,8 +153,6 @@ def agent_turns() -> list[Question]:
                 f"Call: {json.dumps(calls[1])}\nResult:\n{text}\nCall:"
             )
             made.append(Question(f"agent:{name}", "agent", ask))
-        if len(made) == AGENT_TURNS:
-            break
     return made
 
 

@@ -5,8 +5,6 @@
 A benchmark writes both; manifests lie in the folder `manifests` beside the files. Pages show what `checked` accepts.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

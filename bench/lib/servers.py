@@ -1,7 +1,5 @@
 """The OpenAI-compatible servers of vLLM and SGLang as child processes: started on a free port, ended by their pid."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -11,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -86,10 +83,10 @@ class Server:
     def start(self) -> None:
         """Start it in a process group of its own, so that all of it can be ended by one signal."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        how: dict[str, Any] = {"preexec_fn": end_with_parent if self.tied else None, "start_new_session": True}
         with self.log.open("wb") as out:
-            how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "start_new_session": True}
-            before = end_with_parent if self.tied else None
-            self.process = subprocess.Popen(self.command, env=self.env, preexec_fn=before, **how)
+            how |= {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            self.process = subprocess.Popen(self.command, env=self.env, **how)
 
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
         """Raises ServerError: the process has ended, or the time is over."""
@@ -144,8 +141,8 @@ def end_with_parent() -> None:
 def is_healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(url + "/health", timeout=5) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
+            return bool(answer.status == 200)
+    except OSError:
         return False
 
 

@@ -1,7 +1,5 @@
 """What bench/serve.py compares, and the file in which it keeps what it has measured."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -9,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from rich.console import Console
 
@@ -79,7 +77,7 @@ class Report:
     commands: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path, settings: dict[str, Any], fresh: bool) -> Report:
+    def open(cls, path: Path, settings: dict[str, Any], fresh: bool) -> Self:
         """Go on with the file at `path`. Raises ValueError: it is damaged, or was measured with other settings, other
         code or on another machine; the message names the first difference."""
         if fresh or not path.is_file():

@@ -1,7 +1,5 @@
 """Figures of a serving benchmark, from its blocks: throughput, latency, ratio to plain, acceptance, identity."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from statistics import median
 from typing import Any

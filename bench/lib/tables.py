@@ -1,7 +1,5 @@
 """Tables of results: each column is a title and a format of the row's values, "title={format}"."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

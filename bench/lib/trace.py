@@ -1,11 +1,9 @@
 """Recorded text, one JSON object per line: prompts with answers, and sessions of agents."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +39,7 @@ class Trace:
     vocab_size: int
 
     @classmethod
-    def load(cls, path: Path, tokenizer: Path) -> Trace:
+    def load(cls, path: Path, tokenizer: Path) -> Self:
         """Read JSONL with "prompt" and "output", and tokenize both. Raises ValueError: no file or no tokenizer."""
         encoder = tokenizers.load(tokenizer)
         form = 'an object with "prompt" and "output"'
@@ -73,7 +71,7 @@ class Sessions:
     vocab_size: int
 
     @classmethod
-    def load(cls, path: Path, tokenizer: Path) -> Sessions:
+    def load(cls, path: Path, tokenizer: Path) -> Self:
         """Read JSONL with "session" and "messages", which are framed as ChatML. Raises ValueError: as `Trace.load`."""
         encoder = tokenizers.load(tokenizer)
         turns: dict[str, list[Row]] = {}

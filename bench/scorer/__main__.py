@@ -7,8 +7,6 @@ A trace has an object with "prompt" and "output" in each line; sessions are what
 answers with logits are recorded by `bench.scorer.record`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import replace

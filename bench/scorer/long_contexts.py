@@ -1,8 +1,6 @@
 """Answers over long prompts: made from recorded ones, which a trace of short chats lacks for training, and of Python's
 own library, to be replayed."""
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ The recording is what `python -m bench.scorer --recorded` reads: a JSON object p
 with "prompt", "question" or "turns"; they take turns. Needs vLLM; answers are greedy.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -3,8 +3,6 @@
 An example is a node on the true path of a draft: the inputs of its candidates, and which of them came next, or none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
