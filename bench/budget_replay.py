@@ -77,11 +77,7 @@ MACHINES: dict[str, tuple[Callable[[int, int], float], ModelShape]] = {"cpu": (c
 
 
 class V1:
-    """Drafting as on model runner V1: the policy decides in each step.
-
-    Attributes:
-        min_score: of the nodes that are drafted.
-    """
+    """Drafting as on model runner V1: the policy decides in each step. `min_score` is that of the drafted nodes."""
 
     def __init__(self, policy: Controller) -> None:
         self._policy, self.min_score = policy, policy.profile.token_cost if isinstance(policy, Knee) else 0.0
@@ -139,22 +135,20 @@ class V2:
 MakeRunner = Callable[[Roofline, int, Clock], V1 | V2]
 
 
-def fixed(length: int) -> MakeRunner:
-    return lambda roofline, batch, clock: V1(Fixed(roofline.profile, length))
+def runner_of(name: str, most: int) -> MakeRunner:
+    """A policy on V1 ("fixed", "knee", "auto") or "V2", with so many draft tokens at most."""
+    return {
+        "fixed": lambda roofline, batch, clock: V1(Fixed(roofline.profile, most)),
+        "knee": lambda roofline, batch, clock: V1(Knee(roofline.profile, most)),
+        "auto": lambda roofline, batch, clock: V1(Auto(roofline, most, clock=clock)),
+        "V2": lambda roofline, batch, clock: V2(
+            BatchLengths(roofline, candidate_lengths(most), clock=clock), batch, clock
+        ),
+    }[name]
 
 
-def auto(max_draft_tokens: int) -> MakeRunner:
-    return lambda roofline, batch, clock: V1(Auto(roofline, max_draft_tokens, clock=clock))
-
-
-def auto_v2(max_draft_tokens: int) -> MakeRunner:
-    lengths = candidate_lengths(max_draft_tokens)
-    return lambda roofline, batch, clock: V2(BatchLengths(roofline, lengths, clock=clock), batch, clock)
-
-
-PLAIN = fixed(0)
-ARMS = {"plain": PLAIN} | {f"fixed {n}": fixed(n) for n in (2, 4, 8)}
-ARMS |= {"knee": lambda roofline, batch, clock: V1(Knee(roofline.profile, 8)), "auto": auto(8)}
+ARMS = {"plain": runner_of("fixed", 0)} | {f"fixed {n}": runner_of("fixed", n) for n in (2, 4, 8)}
+ARMS |= {"knee": runner_of("knee", 8), "auto": runner_of("auto", 8)}
 
 
 @dataclass(eq=False)
@@ -245,11 +239,10 @@ def of_lengths(args: argparse.Namespace, trace: Trace) -> Iterator[dict[str, Any
         drafters = [Drafter(vocab_size=trace.vocab_size, max_nodes=n + 1, snapshot=snapshot) for n in args.lengths]
         for machine, batch in CELLS:
             shown = rows[: max(fewest, min(len(rows), 4 * batch))]
-            plain = replay(shown, batch, machine, drafters[0], PLAIN)
-            for runner, make in (("V1", auto), ("V2", auto_v2)):
-                rates = {
-                    n: replay(shown, batch, machine, d, make(n)) for n, d in zip(args.lengths, drafters, strict=True)
-                }
+            plain = replay(shown, batch, machine, drafters[0], ARMS["plain"])
+            for runner, policy in (("V1", "auto"), ("V2", "V2")):
+                each = zip(args.lengths, drafters, strict=True)
+                rates = {n: replay(shown, batch, machine, d, runner_of(policy, n)) for n, d in each}
                 ratios = {str(n): rate / plain for n, rate in rates.items()}
                 yield {"runner": runner, "traffic": traffic, "machine": machine, "batch": batch, "ratio": ratios}
 

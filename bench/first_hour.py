@@ -10,7 +10,6 @@ greedy answers run into cycles, so nearly all drafts are accepted; at temperatur
 
 import argparse
 import json
-import operator
 import os
 import subprocess
 import sys
@@ -72,8 +71,7 @@ def arm(name: str, model: str) -> dict[str, Any]:
     llm.llm_engine.step = step = Mock(wraps=llm.llm_engine.step)  # type: ignore[method-assign]
 
     def counted(name: str) -> int:
-        values = (m.value for m in llm.get_metrics() if m.name.endswith(f"spec_decode_num_{name}_tokens"))
-        return sum(values)
+        return sum(m.value for m in llm.get_metrics() if m.name.endswith(f"spec_decode_num_{name}_tokens"))
 
     def ask(prompts: list[list[int]], tokens: int, temperature: float = 0.0, **sampling: Any) -> list[Any]:
         """The answers, and the figures of all of them."""
@@ -106,7 +104,7 @@ def arm(name: str, model: str) -> dict[str, Any]:
 def same(found: Any, base: Any, kind: str) -> list[int]:
     """How many answers have the tokens of the plain engine, and how many there are."""
     ours, theirs = ([tokens for given, _ in arm[kind] for tokens in given] for arm in (found, base))
-    return [sum(map(operator.eq, ours, theirs)), len(theirs)]
+    return [sum(a == b for a, b in zip(ours, theirs, strict=True)), len(theirs)]
 
 
 def summary(raw: dict[str, Any]) -> dict[str, Any]:

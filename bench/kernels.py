@@ -207,15 +207,13 @@ def of_slots(shape: Shape, device: torch.device) -> list[Operation]:
 
 def agrees(name: str, run: Run) -> bool:
     """Whether an operation's results are the reference's."""
-    results = [run("triton"), run("reference")]
-    pairs = [[getattr(r, f.name) for f in fields(r)] if is_dataclass(r) else list(r) for r in results]
-    loose = name in TOLERANCE
-    return all(
-        torch.allclose(ours, theirs, rtol=0, atol=TOLERANCE[name])
-        if loose and ours.is_floating_point()
-        else torch.equal(ours, theirs)
-        for ours, theirs in zip(*pairs, strict=True)
-    )
+    results = (run("triton"), run("reference"))
+    tensors = ([getattr(r, f.name) for f in fields(r)] if is_dataclass(r) else list(r) for r in results)
+    for ours, theirs in zip(*tensors, strict=True):
+        tolerance = TOLERANCE.get(name, 0.0) if ours.is_floating_point() else 0.0
+        if not (torch.allclose(ours, theirs, rtol=0, atol=tolerance) if tolerance else torch.equal(ours, theirs)):
+            return False
+    return True
 
 
 def measure(shape: Shape, device: torch.device, bandwidth: float) -> list[dict[str, Any]]:

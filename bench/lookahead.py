@@ -52,8 +52,7 @@ class Recorded:
 
     def verifications(self, request: int) -> dict[str, NDArray[Any]]:
         """What an engine would have recorded, had a round started at every place: fields of `Verifications`."""
-        judged = np.concatenate([np.ones((len(self.right), 1), np.bool_), self.right[:, :-1]], 1)
-        at = np.nonzero(judged)
+        at = np.nonzero(np.concatenate([np.ones((len(self.right), 1), np.bool_), self.right[:, :-1]], 1))
         place, position = (x.astype(np.int32) for x in at)
         found = {"top": self.top[at], "entropy": self.entropy[at], "position": position, "accepted": self.right[at]}
         return found | {"request": np.full(len(place), request, np.int32), "round": place}

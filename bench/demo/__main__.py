@@ -12,11 +12,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from openai import OpenAIError
-from rich.console import Console
-from rich.table import Table
 
 from bench.demo.measure import BASELINE, SSSD, Client, Prompt, measure, row
 from bench.demo.store import ensure_store
@@ -24,10 +21,9 @@ from bench.lib import servers
 from bench.lib.machine import cores, versions
 from bench.lib.prompts import PROMPTS
 from bench.lib.results import write_json
-from bench.lib.tables import columns, lines
+from bench.lib.tables import table
 
 DRAFT_TOKENS, MODEL = 8, "SmolLM2-135M-Instruct"
-console = Console(highlight=False)
 COLUMNS = (
     "prompts={kind} | plain tok/s={plain_tps:.1f} | sssd tok/s={sssd_tps:.1f} | ratio={ratio:.2f} | "
     "repeats={ratio_min:.2f}-{ratio_max:.2f} | tok/step={?tokens_per_step:.2f} | identical={identical!y}"
@@ -48,18 +44,6 @@ def parse() -> argparse.Namespace:
     if not (args.model / "config.json").is_file():
         parser.error(f"no model at {args.model}: python bench/demo/model.py {args.model}")
     return args
-
-
-def show(rows: list[dict[str, Any]], engine: str) -> None:
-    known = versions(engine, f"{engine}-cpu")
-    version = next((f"{name} {version}" for name, version in known.items() if name != "python"), engine)
-    title = f"{version}, {MODEL}, float32 eager, {cores()} cores, batch 1"
-    view = Table(title=title, title_justify="left")
-    for name in columns([COLUMNS]):
-        view.add_column(name, justify="left" if name == "prompts" else "right")
-    for line in lines(rows, COLUMNS):
-        view.add_row(*line)
-    console.print(view)
 
 
 def main() -> int:
@@ -84,14 +68,14 @@ def main() -> int:
     rows = [row(kind, [p for p in prompts if p.kind == kind]) for kind in PROMPTS]
     about = {"engine": args.engine, "model": MODEL, "max_tokens": args.max_tokens, "repeats": args.repeats}
     write_json(args.json, about | {"speculative": speculative | {"datastore": str(args.store)}, "rows": rows})
-    show(rows, args.engine)
-    console.print(
-        f"tok/s, ratio: medians of {args.repeats}, prefill included. tok/step: per forward pass of the model, at most "
-        f"{1 + DRAFT_TOKENS}. Figures: {args.json}",
-        soft_wrap=True,
+    engine = ", ".join(f"{name} {version}" for name, version in versions(args.engine, f"{args.engine}-cpu").items())
+    print(f"\n{engine}, {MODEL}, float32 eager, {cores()} cores, batch 1\n\n{table(rows, COLUMNS)}\n")
+    print(
+        f"tok/s, ratio: medians of {args.repeats}, prefill included. tok/step: per forward pass of the model, at most"
     )
+    print(f"{1 + DRAFT_TOKENS}. Figures: {args.json}")
     if not all(r["identical"] for r in rows):
-        console.print("[red]error:[/] outputs differ in fp32 eager, where they must be identical")
+        print("error: outputs differ in fp32 eager, where they must be identical", file=sys.stderr)
         return 1
     return 0
 

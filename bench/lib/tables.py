@@ -52,11 +52,13 @@ def table(rows: Iterable[Row], *forms: str) -> str:
 
 
 def pivot(rows: Iterable[Row], form: str, by: str, value: str, title: str = "{}") -> str:
-    """A line for all rows with the same cells, with a further column for each value of the field `by`."""
+    """A line for all rows with the same cells, with a further column for each value of the field `by`, numbers in
+    their order."""
     cells: dict[tuple[str, ...], dict[Any, str]] = {}
     for row in rows:
         (key,) = lines([row], form)
         cells.setdefault(tuple(key), {})[row[by]] = cell(value, (), row)
-    across = sorted({at for line in cells.values() for at in line})
+    seen = dict.fromkeys(at for line in cells.values() for at in line)
+    across = sorted(seen, key=lambda at: 0 if isinstance(at, str) else at)
     body = [[*key, *(line.get(at, "") for at in across)] for key, line in cells.items()]
     return markdown([*columns([form]), *(title.format(at) for at in across)], body)

@@ -99,15 +99,13 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
     view, answer, n = lesson.view, lesson.answer, max_nodes + 1
     out = DraftBatch.empty(1, n)
     tree = Tree(out.tokens[0], out.parents[0], out.depths[0], out.scores[0], out.kinds[0])
-    seen = Recorded(
-        np.full(n, -1, np.int32), np.zeros((n, SHORTLIST), np.int32), np.zeros((n, NODE_INPUTS), np.float32),
-        np.zeros((n, SHORTLIST, INPUTS), np.float32),
-    )  # fmt: skip
+
+    def inputs(count: int) -> list[NDArray[np.float32]]:
+        return [np.zeros((count, NODE_INPUTS), np.float32), np.zeros((count, SHORTLIST, INPUTS), np.float32)]
+
+    seen = Recorded(np.full(n, -1, np.int32), np.zeros((n, SHORTLIST), np.int32), *inputs(n))
     most = 2 * len(answer.output) + 1  # nodes on the true path: one a token, and one a step
-    examples = Examples(
-        np.zeros((most, NODE_INPUTS), np.float32), np.zeros((most, SHORTLIST, INPUTS), np.float32),
-        np.zeros(most, np.int32), np.zeros(most, np.int32),
-    )  # fmt: skip
+    examples = Examples(*inputs(most), np.zeros(most, np.int32), np.zeros(most, np.int32))
     store, space = Store(view.table, view.sizes[0], view.static_rows[0]), scratch(n, len(view.table))
     truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
     index, position, filled = RequestIndex(1), len(answer.prompt), 0
@@ -118,8 +116,8 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
             (weights.layer, weights.out), tree, space, seen, lesson.recycled, len(answer.prompt), answer.top_tokens,
             answer.top_log_probs, examples, filled,
         )  # fmt: skip
-    halves = np.float16, np.float16, np.int32, np.int32
-    return Examples(*(part[:filled].astype(form) for part, form in zip(examples, halves, strict=True)))
+    kept = [part[:filled] for part in examples]
+    return Examples(kept[0].astype(np.float16), kept[1].astype(np.float16), kept[2].copy(), kept[3].copy())
 
 
 def view_of(outputs: Sequence[NDArray[np.int32]], vocab_size: int, learnt: bool) -> View:
