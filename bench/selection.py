@@ -160,7 +160,8 @@ def stream(host: HostModel, domains: dict[str, list[str]], answers: Answers, opt
             for method, (skip, length) in choices.items():
                 sums[method] += [*rounds(d, p, skip, length), weight_share(host, skip)]
         rows.append({"mix": ratio, "selection": "plain", "M": 1.0, "alpha": 0.0, "c": 0.0, "expected_speed": 1.0})
-        for method, (number, drafted, accepted, shares) in sums.items():
+        for method, of_method in sums.items():
+            number, drafted, accepted, shares = of_method.tolist()
             m, alpha, c = 1 + accepted / number, accepted / drafted, shares / len(order)
             row = {"mix": ratio, "selection": method, "M": m, "alpha": alpha, "c": c}
             rows.append(row | {"expected_speed": m / (drafted / number * c + 1)})
