@@ -137,14 +137,15 @@ MakeRunner = Callable[[Roofline, int, Clock], V1 | V2]
 
 def runner_of(name: str, most: int) -> MakeRunner:
     """A policy on V1 ("fixed", "knee", "auto") or "V2", with so many draft tokens at most."""
-    return {
+    makers: dict[str, MakeRunner] = {
         "fixed": lambda roofline, batch, clock: V1(Fixed(roofline.profile, most)),
         "knee": lambda roofline, batch, clock: V1(Knee(roofline.profile, most)),
         "auto": lambda roofline, batch, clock: V1(Auto(roofline, most, clock=clock)),
         "V2": lambda roofline, batch, clock: V2(
             BatchLengths(roofline, candidate_lengths(most), clock=clock), batch, clock
         ),
-    }[name]
+    }
+    return makers[name]
 
 
 ARMS = {"plain": runner_of("fixed", 0)} | {f"fixed {n}": runner_of("fixed", n) for n in (2, 4, 8)}

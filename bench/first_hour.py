@@ -71,7 +71,8 @@ def arm(name: str, model: str) -> dict[str, Any]:
     llm.llm_engine.step = step = Mock(wraps=llm.llm_engine.step)  # type: ignore[method-assign]
 
     def counted(name: str) -> int:
-        return sum(m.value for m in llm.get_metrics() if m.name.endswith(f"spec_decode_num_{name}_tokens"))
+        found: list[Any] = [m for m in llm.get_metrics() if m.name.endswith(f"spec_decode_num_{name}_tokens")]
+        return sum(metric.value for metric in found)
 
     def ask(prompts: list[list[int]], tokens: int, temperature: float = 0.0, **sampling: Any) -> list[Any]:
         """The answers, and the figures of all of them."""

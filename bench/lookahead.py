@@ -113,7 +113,7 @@ def walk(policy: Lookahead, skip: SkipSet, recorded: list[Recorded]) -> tuple[fl
             top, entropy = one.top[place, None], one.entropy[place, None]
             policy.record_acceptance(Outcome(skip, name, made, made, kept, kept, top, entropy))
             if isinstance(policy, Cost):
-                policy.costs.learn(one.top[place, :length, 0], right)
+                policy.costs.learn(one.top[place, :length, 0], right)  # type: ignore[attr-defined]
             rounds.append((length, right))
             place += right + 1
         policy.finish(*name)

@@ -168,7 +168,11 @@ def stream(host: HostModel, domains: dict[str, list[str]], answers: Answers, opt
             print(rounded(rows[-1]), flush=True)
     accuracy = float(np.mean([np.mean(np.array(r) == i) for i, r in enumerate(routed)]))
     own = {"skipped": len(sets.knapsack), "draft_length": sets.length, "expected_over_plain": sets.expected}
-    figures = {"routing_accuracy": accuracy, "held_out_prompts": sum(map(len, held)), "draft_length": DRAFT}
+    figures: dict[str, Any] = {
+        "routing_accuracy": accuracy,
+        "held_out_prompts": sum(map(len, held)),
+        "draft_length": DRAFT,
+    }
     figures |= {"skipped": round(options.share * host.sublayers), "knapsack": own, "rows": rows}
     return rounded(figures)
 

@@ -37,8 +37,8 @@ def start(model: Path, store: Path, port: int) -> int:
         raise servers.ServerError(f"port {port} is taken: make serve PORT=...")
     ensure_store(store, model)
     settings = {"method": "sssd", "num_speculative_tokens": 8, "datastore": str(store.resolve())}
-    log, how = Path("build/logs/serve.log"), {"port": port, "requests": 8}
-    server = servers.build("sssd", "vllm", model, log, speculative=settings, **how)
+    log = Path("build/logs/serve.log")
+    server = servers.build("sssd", "vllm", model, log, port=port, requests=8, speculative=settings)
     print("starting the server ...", flush=True)
     server.start()
     assert server.process is not None
@@ -68,7 +68,8 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()
     if args.command == "stop":
-        sys.exit(stop())
+        stop()
+        sys.exit()
     try:
         url = f"http://{servers.HOST}:{start(args.model, Path('build/store'), args.port)}/v1"
     except KeyboardInterrupt:

@@ -99,7 +99,7 @@ class VllmEngine:
         options: dict[str, Any] = {"dtype": "bfloat16", "seed": 0, "gpu_memory_utilization": 0.5}
         options |= {"max_num_seqs": requests, "max_model_len": length}
         self.llm = LLM(str(model), speculative_config=speculative, **options)
-        runner: Any = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner  # type: ignore[attr-defined]
+        runner: Any = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.method = runner.drafter.guarded.method
         self.drafting = True
         self.switch = Switch(self.method, lambda step: self.drafting)

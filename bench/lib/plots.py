@@ -20,7 +20,13 @@ COLOURS |= {"sglang": "#999999", "sglang-sssd": "#56B4E9", "sglang-ngram": "#CC7
 SPARE = ("#CC79A7", "#F0E442", "#56B4E9", "#000000")
 MARKS = {"plain": "s", "sssd": "o", "ngram": "^", "suffix": "D", "layerskip": "v"}
 GROUPS = {"mt_bench": "MT-Bench", "qa": "QA", "rag": "RAG", "math_reasoning": "math", "summarization": "summaries"}
-STYLE = {"figure.dpi": 100, "savefig.dpi": 160, "font.size": 11, "legend.frameon": False, "axes.grid": True}
+STYLE: dict[Any, Any] = {
+    "figure.dpi": 100,
+    "savefig.dpi": 160,
+    "font.size": 11,
+    "legend.frameon": False,
+    "axes.grid": True,
+}
 STYLE |= {"grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False}
 plt.rcParams.update(STYLE)
 

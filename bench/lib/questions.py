@@ -127,7 +127,8 @@ def read(name: str) -> list[Question]:
 def long_documents() -> list[Question]:
     """Questions about modules of 16,000 to 100,000 characters, answered by much that stands in them."""
     # Tables of data have nothing to list, and twice the tokens.
-    made, sources = [], [(name, text) for name, text in modules() if text.count("def ") >= 10]
+    made = list[Question]()
+    sources = [(name, text) for name, text in modules() if text.count("def ") >= 10]
     ask = (
         "List every public class and function of this module in the order of the source: its signature exactly as it "
         "stands there, and the first line of its docstring."
@@ -141,7 +142,7 @@ def long_documents() -> list[Question]:
 
 def agent_turns() -> list[Question]:
     """The turn of a coding agent that has read a file, and now writes it with a function renamed."""
-    made = []
+    made = list[Question]()
     for name, text in modules():
         if len(made) < AGENT_TURNS and 2_000 <= len(text) <= 10_000 and (function := renamed(text)) is not None:
             calls = [{"tool": "list_files", "path": "lib"}, {"tool": "read_file", "path": f"lib/{name}.py"}]

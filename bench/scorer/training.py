@@ -100,8 +100,8 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
     out = DraftBatch.empty(1, n)
     tree = Tree(out.tokens[0], out.parents[0], out.depths[0], out.scores[0], out.kinds[0])
 
-    def inputs(count: int) -> list[NDArray[np.float32]]:
-        return [np.zeros((count, NODE_INPUTS), np.float32), np.zeros((count, SHORTLIST, INPUTS), np.float32)]
+    def inputs(count: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        return np.zeros((count, NODE_INPUTS), np.float32), np.zeros((count, SHORTLIST, INPUTS), np.float32)
 
     seen = Recorded(np.full(n, -1, np.int32), np.zeros((n, SHORTLIST), np.int32), *inputs(n))
     most = 2 * len(answer.output) + 1  # nodes on the true path: one a token, and one a step
@@ -116,8 +116,8 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
             (weights.layer, weights.out), tree, space, seen, lesson.recycled, len(answer.prompt), answer.top_tokens,
             answer.top_log_probs, examples, filled,
         )  # fmt: skip
-    kept = [part[:filled] for part in examples]
-    return Examples(kept[0].astype(np.float16), kept[1].astype(np.float16), kept[2].copy(), kept[3].copy())
+    node_inputs, of_candidates = (part[:filled].astype(np.float16) for part in examples[:2])
+    return Examples(node_inputs, of_candidates, examples.sizes[:filled].copy(), examples.labels[:filled].copy())
 
 
 def view_of(outputs: Sequence[NDArray[np.int32]], vocab_size: int, learnt: bool) -> View:
