@@ -7,15 +7,15 @@ Plots are written beside the page as PNGs. Other files of results are passed ove
 
 import argparse
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench.lib import plots, summary, tables
-from bench.lib.plots import Plot, nice
+from bench.lib.plots import Plot, Rows, names, nice
 from bench.lib.results import checked
 
 METHODS = ("sssd", "layerskip", "freedraft")
-KEY = "at a time={concurrency} | questions={name}"
 COLUMNS = (
     "group={name} | at a time={concurrency} | arm={arm} | tokens/s={?tokens_per_second:.1f} | by pass={by_pass}",
     "over plain={?ratio:.2f} | 95 %={interval} | ms/token={ms_per_token:.1f} | TTFT p50={?ttft_ms:.0f}",
@@ -52,33 +52,46 @@ def near_the_best(result: dict[str, Any]) -> str:
     return said if shares else ""
 
 
-def named(result: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row | {"name": nice(row["group"])} for row in result["rows"]]
+def cells_of(rows: Rows) -> Iterator[tuple[int, str, dict[str, dict[str, Any]]]]:
+    """Requests at a time, group, and the rows of the arms by name."""
+    for concurrency in names(rows, "concurrency"):
+        for group in names(rows, "group"):
+            if here := {r["arm"]: r for r in rows if (r["concurrency"], r["group"]) == (concurrency, group)}:
+                yield concurrency, group, here
 
 
-def over_plain(result: dict[str, Any]) -> str:
-    """A table of speed over plain by group (tokens of a request) and concurrency (of all); intervals are 95 %."""
-    rows = []
-    for row in named(result):
-        form = (
-            "{?tokens_per_second:.1f} tokens/s" if row["group"] == summary.ALL else "{decode_ms_per_token:.1f} ms/token"
-        )
-        if "ratio" in row:
-            rows.append(row | {"cell": f"{row['ratio']:.2f}{bounds(*row['ratio_interval'])}"})
-        elif result["settings"]["arms"][row["arm"]]["speculative"] is None:
-            rows.append(row | {"cell": tables.cell(form, (), row)})
-    return tables.pivot(rows, KEY, "arm", "{cell}")
+def markdown(result: dict[str, Any]) -> str:
+    """Speed over plain by group (tokens of a request) and concurrency (of all), as a table; intervals are 95 %."""
+    rows, settings = result["rows"], result["settings"]["arms"]
+    # The arm that decodes plainly; the first one, where there are two engines.
+    plain = next((name for name, arm in settings.items() if arm["speculative"] is None), None)
+    arms = [arm for arm in names(rows, "arm") if any("ratio" in r for r in rows if r["arm"] == arm)]
+    said = ["| at a time | questions | plain | " + " | ".join(arms) + " |", "|---" * (3 + len(arms)) + "|"]
+    for concurrency, group, here in cells_of(rows):
+        best = max((here[a]["ratio"] for a in arms if "ratio" in here.get(a, {})), default=0.0)
+        form = "{?tokens_per_second:.1f} tokens/s" if group == summary.ALL else "{decode_ms_per_token:.1f} ms/token"
+        cells = [tables.cell(form, (), here[plain]) if plain in here else ""]
+        for arm in arms:
+            r = here.get(arm, {})
+            bold = "**" if r.get("ratio") == best else ""
+            cells.append(f"{bold}{r['ratio']:.2f}{bold}{bounds(*r['ratio_interval'])}" if "ratio" in r else "")
+        said.append(f"| {concurrency} | {nice(group)} | " + " | ".join(cells) + " |")
+    return "\n".join(said)
 
 
 def rivals(result: dict[str, Any]) -> str:
-    """A table of our arms over each other one on the same questions; empty where there is nothing to compare."""
-    arms, rows = result["settings"]["arms"], []
-    for row in named(result):
-        if ((arms.get(row["arm"]) or {}).get("speculative") or {}).get("method") in METHODS:
-            for other, (ratio, *interval) in row.get("over", {}).items():
-                rows.append(row | {"pair": f"{row['arm']} over {other}", "cell": f"{ratio:.2f}{bounds(*interval)}"})
-    said = "### Over the rivals\n\nThroughput, of a group ms per token; 95 % intervals.\n\n"
-    return said + tables.pivot(rows, KEY, "pair", "{cell}") if rows else ""
+    """Our arms over each other one on the same questions; empty where there is nothing to compare."""
+    settings, rows = result["settings"]["arms"], result["rows"]
+    arms = names(rows, "arm")
+    ours = {a for a in arms if ((settings.get(a) or {}).get("speculative") or {}).get("method") in METHODS}
+    compared = {(r["arm"], other) for r in rows for other in r.get("over", {})}
+    pairs = [(a, b) for a in arms for b in arms if a in ours and (a, b) in compared]
+    body = []
+    for concurrency, group, here in cells_of(rows):
+        found = [here.get(a, {}).get("over", {}).get(b) for a, b in pairs]
+        body.append([nice(group), concurrency, *(f"{f[0]:.2f}{bounds(*f[1:])}" if f else "" for f in found)])
+    cells = tables.markdown(["group", "at a time", *(f"{a} over {b}" for a, b in pairs)], body)
+    return f"### Over the rivals\n\nThroughput, of a group ms per token; 95 % intervals.\n\n{cells}" if pairs else ""
 
 
 def conditions(result: dict[str, Any]) -> str:
@@ -101,8 +114,9 @@ def conditions(result: dict[str, Any]) -> str:
 
 
 def serving(name: str, result: dict[str, Any]) -> tuple[list[str], list[Plot]]:
-    rows = named(result)
+    rows = result["rows"]
     for r in rows:
+        r |= {"name": nice(r["group"])}
         r["interval"] = bounds(*r.get("ratio_interval", (0, 0)))
         r["by_pass"] = " ".join(f"{rate:.1f}" for rate in r.get("tokens_per_second_by_pass", ()))
     shown = [plot for plot in (plots.latency_throughput(name, rows), plots.ratios(name, rows)) if plot is not None]

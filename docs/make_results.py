@@ -89,7 +89,7 @@ def serve(result: Any) -> str:
 
     ![Latency against throughput](../bench/results/serve-vllm-cpu-latency-throughput.png)"""
     said = f"{report.conditions(result)} {report.below_plain(result)}"
-    return "\n\n".join(filter(None, [said, report.over_plain(result), report.rivals(result)]))
+    return "\n\n".join(filter(None, [said, report.markdown(result), report.rivals(result)]))
 
 
 @section("How much is drafted, on machines with known step times", "budget-replay.json")
@@ -343,7 +343,7 @@ def gpu_serve(result: Any) -> str:
         f"Versions in the engine's environment: {', '.join(f'{package} {version}' for package, version in pairs)}."
         for pairs in sorted(own)
     ]
-    return "\n\n".join([report.over_plain(result), " ".join(part for part in (*said, *apart) if part)])
+    return "\n\n".join([report.markdown(result), " ".join(part for part in (*said, *apart) if part)])
 
 
 @section(f"{ON_A_GPU}SGLang", "serve-sglang.json")
