@@ -66,9 +66,9 @@ class Switch:
         except Exception as error:
             self.error = error
             raise
+        ended, contexts = time.perf_counter(), int(step.contexts.sum())
         nodes = np.arange(draft.max_nodes) < draft.counts[:, None]
         drafted = np.where(nodes, draft.depths, 0).max(1, initial=0).tolist()
-        ended, contexts = time.perf_counter(), int(step.contexts.sum())
         self.calls.append(Call(began, ended, ids, contexts, step.gained.tolist(), drafted))
         if self.log is not None:
             with self.log.open("a") as file:
