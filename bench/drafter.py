@@ -8,8 +8,6 @@ appends the next tokens of the file, as if the engine had produced them, and ask
 as the engine's plugin makes. Figures are medians over all steps, arms interleaved within a run.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -23,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lib.machine import in_fresh_process, timed
+from bench.lib.machine import in_fresh_process, rounded, timed
 from bench.lib.results import ROOT, write_json
 from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build.memory import peak_resident_bytes, resident_bytes
@@ -31,20 +29,21 @@ from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter, Scoring
 from sssd_plugin.request_index import RequestIndex
 
-PROMPT, STEPS, ADVANCE = 600, 120, 2  # tokens, steps per request, tokens per step
+PROMPT, STEPS, ADVANCE, ROUNDS = 600, 120, 2, 3  # tokens, steps per request, tokens per step, times it is measured
 BATCH, LARGE, HELD_OUT = 32, 256, 64
-# (scoring, nodes) of the arms.
 SHAPES: list[tuple[Scoring, int]] = [("paper", 16), ("learned", 8), ("learned", 16)]
+"""(scoring, nodes) of the arms."""
+Tokens = NDArray[np.int32]
 
 
-def corpus(tokenizer: Path, want: int) -> tuple[list[NDArray[np.int32]], int]:
+def corpus(tokenizer: Path, want: int) -> tuple[list[Tokens], int]:
     """Python sources of this environment as token arrays, shuffled; at least `want` tokens and the held-out files."""
     encoder = tokenizers.load(tokenizer)
     paths = sysconfig.get_paths()
     files = sorted({p for root in ("stdlib", "purelib") for p in Path(paths[root]).rglob("*.py")})
     files = [p for p in files if 4_000 < p.stat().st_size < 400_000]
     random.Random(1).shuffle(files)
-    documents = list[NDArray[np.int32]]()
+    documents = list[Tokens]()
     for path in files:
         if sum(map(len, documents)) > want * 1.15:
             return documents, encoder.get_vocab_size()
@@ -53,13 +52,7 @@ def corpus(tokenizer: Path, want: int) -> tuple[list[NDArray[np.int32]], int]:
     raise SystemExit(f"error: this environment holds too few tokens of Python sources, {want} are needed")
 
 
-def flatten(documents: list[NDArray[np.int32]], limit: int) -> NDArray[np.int32]:
-    joined = np.concatenate([np.append(d, SEPARATOR) for d in documents]).astype(np.int32)[:limit]
-    joined[-1] = SEPARATOR
-    return joined
-
-
-def snapshot_of(tokens: NDArray[np.int32], parts: int, vocab: int) -> Snapshot:
+def snapshot_of(tokens: Tokens, parts: int, vocab: int) -> Snapshot:
     """A store of `parts` sub-indices of the same size."""
     pieces = [part.copy() for part in np.array_split(tokens, parts)]
     for piece in pieces:
@@ -77,7 +70,7 @@ class Arm:
         self.draft_us: list[float] = []
         self.append_us: list[float] = []
 
-    def run(self, rows: NDArray[np.int32], timed: bool) -> None:
+    def run(self, rows: Tokens, timed: bool) -> None:
         """All steps of a batch of requests. rows: int32 [batch, PROMPT + STEPS * ADVANCE]."""
         ids = [str(i) for i in range(len(rows))]
         for name, row in zip(ids, rows, strict=True):
@@ -86,9 +79,8 @@ class Arm:
         for step in range(STEPS):
             length = np.full(len(rows), PROMPT + step * ADVANCE, np.int32)
             ends = first + length
-            starts = ends - ADVANCE
             started = time.perf_counter()
-            self.drafter.update(ids, flat, starts, ends, length)
+            self.drafter.update(ids, flat, ends - ADVANCE, ends, length)
             middle = time.perf_counter()
             self.drafter.draft(ids, max_nodes=self.nodes)
             ended = time.perf_counter()
@@ -98,21 +90,17 @@ class Arm:
         self.drafter.finish(ids)
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    low, median, high = np.percentile(values, [5, 50, 95])
-    return {"median": round(float(median), 2), "p5": round(float(low), 2), "p95": round(float(high), 2)}
-
-
-def build_cost(tokens: NDArray[np.int32], vocab: int) -> dict[str, float]:
+def build_cost(tokens: Tokens, vocab: int) -> dict[str, float]:
     """Time and peak memory of `SubIndex.build`, in a fresh process; the input array is not counted."""
     SubIndex.build(np.array([1, 2, SEPARATOR], np.int32), 8)
+    tokens[-1] = SEPARATOR
     before = resident_bytes()
     seconds = timed(lambda: SubIndex.build(tokens, vocab))[1]
     peak, n = peak_resident_bytes() - before, len(tokens)
-    return {"us_per_token": round(seconds / n * 1e6, 3), "peak_bytes_per_token": round(peak / n, 1)}
+    return {"us_per_token": seconds / n * 1e6, "peak_bytes_per_token": peak / n}
 
 
-def context_cost(documents: list[NDArray[np.int32]]) -> dict[str, dict[str, float]]:
+def context_cost(documents: list[Tokens]) -> dict[str, dict[str, float]]:
     """Ingest time and bytes of a request by prompt length."""
     text = np.concatenate(documents).astype(np.int32)
     result = {}
@@ -120,8 +108,8 @@ def context_cost(documents: list[NDArray[np.int32]]) -> dict[str, dict[str, floa
         indices = [RequestIndex() for _ in range(15)]
         prompts = [text[repeat * 1000 :][:length] for repeat in range(15)]
         each = [timed(partial(index.replace, "r", p))[1] for index, p in zip(indices, prompts, strict=True)]
-        row = {"ns_per_token": statistics.median(each) * 1e9 / length, "bytes_per_token": indices[0].nbytes() / length}
-        result[str(length)] = {name: round(value, 2) for name, value in row.items()}
+        nanoseconds = statistics.median(each) * 1e9
+        result[str(length)] = {"ns_per_token": nanoseconds / length, "bytes_per_token": indices[0].nbytes() / length}
     return result
 
 
@@ -129,35 +117,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "build" / "model", help="model folder")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--stores", type=int, nargs="+", default=[1_000_000, 8_000_000], help="sizes in tokens")
     arguments = parser.parse_args()
     documents, vocab = corpus(arguments.tokenizer, max(arguments.stores))
     need = PROMPT + STEPS * ADVANCE
     taken = [i for i, d in enumerate(documents) if len(d) >= need][:HELD_OUT]
-    stored = [d for i, d in enumerate(documents) if i not in taken]
+    stored = np.concatenate([np.append(d, SEPARATOR) for i, d in enumerate(documents) if i not in taken])
     rows = np.stack([documents[i][:need] for i in taken])
     requests: dict[int, Any] = {1: rows[:16, None], BATCH: np.split(rows, 2), LARGE: [np.resize(rows, (LARGE, need))]}
 
     arms = [Arm("input only", Snapshot.empty(), vocab, shape, 1) for shape in SHAPES]
     store_bytes = {}
     for size in arguments.stores:
-        text, label = flatten(stored, size), f"{size / 1e6:g} M"
-        whole, parts = (snapshot_of(text, n, vocab) for n in (1, 8))
+        label = f"{size / 1e6:g} M"
+        whole, parts = (snapshot_of(stored[:size].astype(np.int32), n, vocab) for n in (1, 8))
         sub = whole.sub_indices[0]
-        nbytes = sub.tokens.nbytes + sub.suffix_array.nbytes + sub.bucket_starts.nbytes
-        store_bytes[str(size)] = round(nbytes / sub.n, 2)
+        store_bytes[str(size)] = (sub.tokens.nbytes + sub.suffix_array.nbytes + sub.bucket_starts.nbytes) / sub.n
         for name, snapshot, batch in ((label, whole, 1), (label, whole, BATCH), (f"{label} in 8", parts, 1)):
             arms += [Arm(name, snapshot, vocab, shape, batch) for shape in SHAPES]
         arms.append(Arm(label, whole, vocab, SHAPES[-1], LARGE))
-    for round_ in range(arguments.rounds + 1):
+    for turn in range(ROUNDS + 1):
         for arm in arms:
             for of_batch in requests[arm.batch]:
-                arm.run(of_batch, timed=round_ > 0)
-    result: dict[str, Any] = {"draft_us_per_call": {arm.name: spread(arm.draft_us) for arm in arms}}
-    result["append_us_per_token"] = {arm.name: spread(arm.append_us)["median"] for arm in arms if arm.batch == 1}
-    result |= {"prompt": context_cost(documents), "store_bytes_per_token": store_bytes}
-    result["store_build"] = in_fresh_process(build_cost, flatten(stored, max(arguments.stores)), vocab)
+                arm.run(of_batch, timed=turn > 0)
+    quantiles = {arm.name: np.percentile(arm.draft_us, [50, 5, 95]).tolist() for arm in arms}
+    result: dict[str, Any] = {
+        "draft_us_per_call": {n: dict(zip(("median", "p5", "p95"), q, strict=True)) for n, q in quantiles.items()},
+        "append_us_per_token": {arm.name: statistics.median(arm.append_us) for arm in arms if arm.batch == 1},
+        "prompt": context_cost(documents),
+        "store_bytes_per_token": store_bytes,
+        "store_build": in_fresh_process(build_cost, stored[: max(arguments.stores)].astype(np.int32), vocab),
+    }
+    result = rounded(result, 2)
     print(json.dumps(result, indent=1))
     write_json(arguments.json, result)
 

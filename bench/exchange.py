@@ -3,11 +3,9 @@
     python bench/exchange.py --json OUT [--engines vllm vllm] [--pythons PYTHON PYTHON]
 
 Two servers with the demo model, a core each, and an S3-compatible bucket (moto). A client with a salt asks the first
-one, and `--wait` seconds later the other one: tokens per step. Then the tenant is forgotten, and both are asked again.
+one, and 8 seconds later the other one: tokens per step. Then the tenant is forgotten, and both are asked again.
 Clients without a salt, and with other ones, ask the same, and must not be drafted for from that answer.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -19,20 +17,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
+from moto.server import ThreadedMotoServer
+
 from bench.demo.measure import Client
 from bench.lib import servers
 from bench.lib.results import write_json
-from bench.lib.servers import HOST, free_port
 from freedraft.tenants import tenant_key
 from sssd_plugin.datastore.live import maintenance
 
 QUESTION = "Once upon a time, in a village by the sea, there lived"
+URL, WAIT = "s3://servers/demo", 8.0
 
 
-def client_of(number: int, engine: str, python: str, model: Path, url: str, folder: Path) -> Client:
+def client_of(number: int, engine: str, python: str, model: Path, folder: Path) -> Client:
     """Of a server at the URL that is not started yet."""
     speculative: dict[str, object] = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed"}
-    speculative |= {"live": True, "datastore": url, "recycle": "off"}
+    speculative |= {"live": True, "datastore": URL, "recycle": "off"}
     log = folder / f"server-{number}.log"
     server = servers.build(str(number), engine, model, log, speculative=speculative, python=python)
     cores = sorted(os.sched_getaffinity(0))
@@ -43,38 +44,22 @@ def client_of(number: int, engine: str, python: str, model: Path, url: str, fold
 
 def tokens_per_step(client: Client, salt: str | None) -> float:
     answer = client.ask(QUESTION, salt)
-    return round(len(answer.tokens) / max(1, answer.steps or 1), 3)
+    return round(len(answer.tokens) / max(1, answer.steps), 3)
 
 
-def measure(engines: list[str], pythons: list[str], model: Path, wait: float) -> dict[str, Any]:
-    import fsspec
-    from moto.server import ThreadedMotoServer
-
-    s3 = ThreadedMotoServer(HOST, free_port())
-    s3.start()
-    host, port = s3.get_host_and_port()
-    os.environ |= {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
-    fsspec.filesystem("s3").mkdir("servers")
-    url = "s3://servers/demo"
-    with tempfile.TemporaryDirectory() as name:
-        both = enumerate(zip(engines, pythons, strict=True))
-        one, other = (client_of(n, engine, python, model, url, Path(name)) for n, (engine, python) in both)
-        with servers.running(one.server, other.server):
-            for client in (one, other):
-                tokens_per_step(client, "warm-up")
-            row: dict[str, Any] = {"engines": engines, "wait_seconds": wait}
-            row["before"] = {"none": tokens_per_step(one, None), "other salt": tokens_per_step(one, "other")}
-            row["first_answer"] = tokens_per_step(one, "team")
-            time.sleep(wait)
-            row["other_server"] = tokens_per_step(other, "team")
-            row["after"] = {"none": tokens_per_step(other, None), "other salt": tokens_per_step(other, "third")}
-            start = time.monotonic()
-            maintenance.forget_at(url, [str(tenant_key("team"))])
-            row["seconds_of_forget"] = round(time.monotonic() - start, 1)
-            time.sleep(wait)
-            with ThreadPoolExecutor() as pool:  # at once, or the second would learn from what the first says now
-                row["forgotten"] = list(pool.map(tokens_per_step, (one, other), ("team", "team")))
-    s3.stop()
+def measure(one: Client, other: Client) -> dict[str, Any]:
+    for client in (one, other):
+        tokens_per_step(client, "warm-up")
+    row: dict[str, Any] = {"wait_seconds": WAIT}
+    row["before"] = {"none": tokens_per_step(one, None), "other salt": tokens_per_step(one, "other")}
+    row["first_answer"] = tokens_per_step(one, "team")
+    time.sleep(WAIT)
+    row["other_server"] = tokens_per_step(other, "team")
+    row["after"] = {"none": tokens_per_step(other, None), "other salt": tokens_per_step(other, "third")}
+    maintenance.forget_at(URL, [str(tenant_key("team"))])
+    time.sleep(WAIT)
+    with ThreadPoolExecutor() as pool:  # at once, or the second would learn from what the first says now
+        row["forgotten"] = list(pool.map(tokens_per_step, (one, other), ("team", "team")))
     return row
 
 
@@ -84,10 +69,18 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("build/model"))
     parser.add_argument("--engines", nargs=2, default=["vllm", "vllm"])
     parser.add_argument("--pythons", nargs=2, default=[sys.executable, sys.executable])
-    parser.add_argument("--wait", type=float, default=8.0)
     args = parser.parse_args()
-    name = " and ".join(dict.fromkeys(args.engines))
-    figures = {name: measure(args.engines, args.pythons, args.model, args.wait)}
+    s3 = ThreadedMotoServer(servers.HOST, servers.free_port())
+    s3.start()
+    host, port = s3.get_host_and_port()
+    os.environ |= {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    fsspec.filesystem("s3").mkdir("servers")
+    with tempfile.TemporaryDirectory() as name:
+        both = enumerate(zip(args.engines, args.pythons, strict=True))
+        one, other = (client_of(n, engine, python, args.model, Path(name)) for n, (engine, python) in both)
+        with servers.running(one.server, other.server):
+            figures = {" and ".join(dict.fromkeys(args.engines)): measure(one, other)}
+    s3.stop()
     write_json(args.json, figures)
     print(json.dumps(figures, indent=1))
 

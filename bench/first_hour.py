@@ -1,19 +1,15 @@
 """vLLM's model runners on a GPU with freedraft and without: are the tokens the same, and what does a step take?
 
-    python bench/first_hour.py --model build/model --json OUT      # ten minutes; --raw DIR keeps what each arm answered
+    python bench/first_hour.py --model build/model --json OUT      # ten minutes
 
 Each arm is an engine in a process of its own, with full CUDA graphs and not compiled by torch. Same tokens: the demo's
 prompts with the given model, twice 12 at a time, 8 one by one and 12 sampled under seeds, against the plain engine of
 the same numbers. Step times: the shape of Llama-3.1-8B with random weights, prompts of 512 tokens, answers of 200. Its
-greedy answers run into cycles, so nearly all drafts are accepted; at temperature 1 none is. A profiler says how long
-the GPU was busy.
+greedy answers run into cycles, so nearly all drafts are accepted; at temperature 1 none is.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
-import operator
 import os
 import subprocess
 import sys
@@ -25,6 +21,7 @@ from unittest.mock import Mock
 
 from bench.lib.engine import SKIP_SET_OF_DEMO
 from bench.lib.machine import rounded
+from bench.lib.prompts import BY_KIND, chats
 from bench.lib.results import ROOT, write_json
 
 SHAPE = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "vocab_size": 128256}
@@ -63,8 +60,6 @@ def arm(name: str, model: str) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    from bench.lib.prompts import BY_KIND, chats
-
     timing = name in STEPS
     options, speculative, _ = ARMS[name]
     options = options | {"max_model_len": 2048, "max_num_seqs": 32, "seed": 0, "skip_tokenizer_init": True}
@@ -75,59 +70,42 @@ def arm(name: str, model: str) -> dict[str, Any]:
     result: dict[str, Any] = {"start_s": time.perf_counter() - started, "device": torch.cuda.get_device_name()}
     llm.llm_engine.step = step = Mock(wraps=llm.llm_engine.step)  # type: ignore[method-assign]
 
-    def counted() -> dict[str, int]:
-        found = (m for m in llm.get_metrics() if "spec_decode_num_" in m.name and hasattr(m, "value"))
-        return {m.name: m.value for m in found}
+    def counted(name: str) -> int:
+        found: list[Any] = [m for m in llm.get_metrics() if m.name.endswith(f"spec_decode_num_{name}_tokens")]
+        return sum(metric.value for metric in found)
 
     def ask(prompts: list[list[int]], tokens: int, temperature: float = 0.0, **sampling: Any) -> list[Any]:
+        """The answers, and the figures of all of them."""
         seeds = sampling.pop("seeds", [None] * len(prompts))
         sampling |= {"max_tokens": tokens, "ignore_eos": True, "detokenize": False, "temperature": temperature}
-        before, first, start = counted(), step.call_count, time.perf_counter()
+        drafted, accepted, first, start = counted("draft"), counted("accepted"), step.call_count, time.perf_counter()
         parameters = [SamplingParams(seed=seed, **sampling) for seed in seeds]
         answers = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], parameters, use_tqdm=False)
-        seconds = time.perf_counter() - start
+        said = {"s": time.perf_counter() - start, "steps": step.call_count - first}
         given = [list(answer.outputs[0].token_ids) for answer in answers]
-        said = {"s": seconds, "steps": step.call_count - first, "tokens": sum(map(len, given))}
-        return [given, said | {"metrics": {key: value - before[key] for key, value in counted().items()}}]
+        said |= {"tokens": sum(map(len, given)), "drafted": counted("draft") - drafted}
+        return [given, said | {"accepted": counted("accepted") - accepted}]
 
-    if not timing:
-        prompts = chats(Path(model), BY_KIND)
-        result["greedy"] = [ask(prompts, 128) for _ in range(2)]
-        result["one"] = [ask([prompt], 128) for prompt in prompts[:8]]
-        result["seeded"] = [ask(prompts, 96, 0.8, top_p=0.95, top_k=50, seeds=range(len(prompts)))]
+    if timing:
+        result["speed"] = {}
+        for temperature in (0.0, 1.0):
+            for batch in BATCHES:
+                prompts = [[(1 + 7 * i + j * (j % 13)) % 100000 + 5 for j in range(512)] for i in range(batch)]
+                ask(prompts, 200, temperature)
+                runs = [ask(prompts, tokens, temperature)[1] for tokens in (200, 200, 1)]
+                result["speed"][f"{temperature} {batch}"] = runs
         return result
-
-    def made(batch: int, tokens: int = 512) -> list[list[int]]:
-        return [[(1 + 7 * i + j * (j % 13)) % 100000 + 5 for j in range(tokens)] for i in range(batch)]
-
-    result["speed"] = {}
-    for temperature in (0.0, 1.0):
-        for batch in BATCHES:
-            ask(made(batch), 200, temperature)
-            runs = [ask(made(batch), tokens, temperature)[1] for tokens in (200, 200, 1)]
-            result["speed"][f"{temperature} {batch}"] = runs
-    for batch in BATCHES[::2] if "distributed_executor_backend" not in options else ():
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            said = ask(made(batch, 64), 100)[1]
-        on_device = (e.time_range for e in profile.events() or () if e.device_type == torch.autograd.DeviceType.CUDA)
-        busy = end = 0
-        for span in sorted(on_device, key=lambda span: span.start):
-            busy += max(0, span.end - max(span.start, end))
-            end = max(end, span.end)
-        result[f"profile {batch}"] = said | {"busy_us": busy}
+    prompts = chats(Path(model), BY_KIND)
+    result["greedy"] = [ask(prompts, 128) for _ in range(2)]
+    result["one"] = [ask([prompt], 128) for prompt in prompts[:8]]
+    result["seeded"] = [ask(prompts, 96, 0.8, top_p=0.95, top_k=50, seeds=range(len(prompts)))]
     return result
 
 
 def same(found: Any, base: Any, kind: str) -> list[int]:
     """How many answers have the tokens of the plain engine, and how many there are."""
     ours, theirs = ([tokens for given, _ in arm[kind] for tokens in given] for arm in (found, base))
-    return [sum(map(operator.eq, ours, theirs)), len(theirs)]
-
-
-def step_ms(runs: list[dict[str, Any]]) -> float:
-    """Milliseconds of a decoding step: the faster of two runs without what the prompts took."""
-    *whole, prompts = runs
-    return min(1e3 * (run["s"] - prompts["s"]) / (run["steps"] - prompts["steps"]) for run in whole)
+    return [sum(a == b for a, b in zip(ours, theirs, strict=True)), len(theirs)]
 
 
 def summary(raw: dict[str, Any]) -> dict[str, Any]:
@@ -136,18 +114,16 @@ def summary(raw: dict[str, Any]) -> dict[str, Any]:
     for name, found in raw.items():
         base = raw.get(BASE.get(name, "plain"), {})
         if not name.startswith("plain") and "greedy" in found and "greedy" in base:
-            row = {"arm": name, "start_s": found["start_s"]} | {
-                kind: same(found, base, kind) for kind in ("greedy", "one", "seeded")
-            }
+            row = {"arm": name, "start_s": found["start_s"]}
+            row |= {kind: same(found, base, kind) for kind in ("greedy", "one", "seeded")}
             identical.append(row | {"steps": [[r["steps"] for _, r in arm["greedy"]] for arm in (found, base)]})
-        for cell, runs in found.get("speed", {}).items():
+        for cell, (first, last, prompts) in found.get("speed", {}).items():
             temperature, batch = cell.split()
-            row = {"arm": name, "temperature": float(temperature), "batch": int(batch), "step_ms": step_ms(runs)}
-            row |= {"steps": runs[1]["steps"], "tokens_per_s": runs[1]["tokens"] / runs[1]["s"]}
-            counts = {key.split("num_")[1]: value for key, value in runs[1]["metrics"].items()}
-            row |= {"drafted": counts.get("draft_tokens", 0), "accepted": counts.get("accepted_tokens", 0)}
-            busy = found.get(f"profile {batch}") if temperature == "0.0" else None
-            steps.append(row | {"busy": busy["busy_us"] / 1e6 / busy["s"] if busy else None})
+            # The faster of two runs, without what the prompts took.
+            times = [1e3 * (run["s"] - prompts["s"]) / (run["steps"] - prompts["steps"]) for run in (first, last)]
+            row = {"arm": name, "temperature": float(temperature), "batch": int(batch), "step_ms": min(times)}
+            row |= {"steps": last["steps"], "tokens_per_s": last["tokens"] / last["s"], "busy": None}
+            steps.append(row | {key: last[key] for key in ("drafted", "accepted")})
     errors = {name: found["error"] for name, found in raw.items() if "error" in found}
     devices = {found["device"] for found in raw.values() if "device" in found}
     return {"device": ", ".join(devices), "identical": identical, "steps": steps, "errors": errors}
@@ -157,25 +133,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Same tokens and step times on a GPU.")
     parser.add_argument("--model", default=str(ROOT / "build" / "model"), help="arm layerskip: the demo model only")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--raw", type=Path, help="folder for what each arm answers; arms that are there are not run")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         return int(args.json.write_text(json.dumps(arm(args.one, args.model))) == 0)
+    raw: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
-        raw: dict[str, Any] = {}
         for name in args.arms:
-            file = (args.raw or Path(folder)) / f"{name}.json"
-            if not file.is_file():
-                command = [sys.executable, __file__, "--one", name, "--json", str(file)]
-                command += ["--model", folder if name in STEPS else args.model]
-                done = subprocess.run(command, env=os.environ | V2 | ARMS[name][2], stderr=subprocess.PIPE, text=True)
-                if done.returncode:
-                    file.write_text(json.dumps({"error": done.stderr[-2000:]}))
-            raw[name] = json.loads(file.read_text())
-            print(name, "failed" if "error" in raw[name] else f"{raw[name]['start_s']:.0f} s to start", flush=True)
+            file = Path(folder) / f"{name}.json"
+            command = [sys.executable, __file__, "--one", name, "--json", str(file)]
+            command += ["--model", folder if name in STEPS else args.model]
+            done = subprocess.run(command, env=os.environ | V2 | ARMS[name][2], stderr=subprocess.PIPE, text=True)
+            raw[name] = {"error": done.stderr[-2000:]} if done.returncode else json.loads(file.read_text())
+            print(name, "failed" if done.returncode else f"{raw[name]['start_s']:.0f} s to start", flush=True)
     write_json(args.json, rounded(summary(raw)))
     return int(any("error" in found for found in raw.values()))
 

@@ -85,7 +85,7 @@ install "$VLLM" vllm 0.32.0
 install "$SGLANG" sglang 0.5.23
 [ -d "$MODEL" ] || "$VLLM/bin/hf" download "$MODEL" --exclude 'original/*' > /dev/null \
     || { echo "error: the model $MODEL cannot be had whole" >&2; exit 2; }
-[ -d build/arctic/arctic_inference ] || "$VLLM/bin/python" bench/arctic.py build/arctic \
+[ -d build/arctic/arctic_inference ] || PYTHON="$VLLM/bin/python" bench/arctic.sh build/arctic \
     || echo 'arm suffix will be named as failed: arctic-inference was not built' >&2
 
 failed=0

@@ -7,8 +7,6 @@ against the bytes it must move, as a share of the bandwidth of a device-to-devic
 references are timed, at tiny shapes, and under TRITON_INTERPRET=1 the kernels are checked against them.
 """
 
-from __future__ import annotations
-
 import argparse
 import platform
 import statistics
@@ -47,20 +45,16 @@ class Shape(NamedTuple):
 GPU_SHAPES = [Shape(b, n, 4096, 152_064, 32, 8, 128) for b, n in ((1, 32), (8, 16), (64, 8), (64, 32))]
 GPU_SHAPES.append(Shape(4, 16, 64, 152_064, 32, 8, 128))  # so few keys that one too many shows in what is attended
 CPU_SHAPES = [Shape(2, 8, 300, 5000, 2, 2, 16)]
-
-
-def random_trees(shape: Shape, device: torch.device) -> TreeBatch:
-    """Trees of up to N nodes: each node is a child of one of the four before it; siblings differ in their tokens."""
-    generator = torch.Generator().manual_seed(0)
-    batch, nodes, node = shape.batch, shape.nodes, torch.arange(shape.nodes)
-    back = torch.randint(1, 5, (batch, nodes), generator=generator)
-    parents = torch.where(node > 0, (node - back).clamp(min=0), -1).int()
-    depths = torch.zeros_like(parents)
-    for i in range(1, nodes):
-        depths[:, i] = depths.gather(1, parents[:, i : i + 1].long())[:, 0] + 1
-    tokens = torch.rand(batch, min(shape.vocab, 4096), generator=generator).argsort(1)[:, :nodes].int()
-    counts = torch.randint(nodes // 2 + 1, nodes + 1, (batch,), generator=generator).int()
-    return TreeBatch(*(t.contiguous().to(device) for t in (tokens, parents, depths, counts)))
+PAGE, QUERY_HEADS = 16, 4  # tokens; for each KV head
+TOLERANCE = {"tree attention": 1e-2, "top tokens": 2e-5}
+"""Of floats that are summed in another order than the reference's; all else is equal bit for bit."""
+COLUMNS = (
+    "kernel={kernel} | batch x nodes={shape} | equal={equal!y} | bytes={bytes:,} | reference us={reference_us:.1f} | "
+    "triton us={triton_us:.1f} | of a copy's bandwidth={share_of_copy:.0%}"
+)
+Run = Callable[[Backend], Any]
+Operation = tuple[str, Run, int]
+"""Name, what runs it, and the bytes that it must move at least."""
 
 
 def median_us(run: Callable[[], object], device: torch.device, repeats: int, graph: bool = False) -> float:
@@ -93,14 +87,59 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / (median_us(lambda: target.copy_(source), device, 10) * 1e-6)
 
 
-def tensors(result: Any) -> list[torch.Tensor]:
-    return [getattr(result, f.name) for f in fields(result)] if is_dataclass(result) else list(result)
+def random_trees(shape: Shape, device: torch.device) -> TreeBatch:
+    """Trees of up to N nodes: each node is a child of one of the four before it; siblings differ in their tokens."""
+    generator = torch.Generator().manual_seed(0)
+    batch, nodes, node = shape.batch, shape.nodes, torch.arange(shape.nodes)
+    back = torch.randint(1, 5, (batch, nodes), generator=generator)
+    parents = torch.where(node > 0, (node - back).clamp(min=0), -1).int()
+    depths = torch.zeros_like(parents)
+    for i in range(1, nodes):
+        depths[:, i] = depths.gather(1, parents[:, i : i + 1].long())[:, 0] + 1
+    tokens = torch.rand(batch, min(shape.vocab, 4096), generator=generator).argsort(1)[:, :nodes].int()
+    counts = torch.randint(nodes // 2 + 1, nodes + 1, (batch,), generator=generator).int()
+    return TreeBatch(*(t.contiguous().to(device) for t in (tokens, parents, depths, counts)))
 
 
-PAGE, QUERY_HEADS = 16, 4  # tokens; for each KV head
+def of_trees(shape: Shape, device: torch.device) -> list[Operation]:
+    """Inputs of the pass that verifies trees, the verification, and the KV of what was accepted."""
+    batch, nodes, capacity = shape.batch, shape.nodes, shape.batch * shape.seq_len
+    tree, generator = random_trees(shape, device), torch.Generator(device).manual_seed(1)
+    seq_lens = torch.full((batch,), shape.seq_len, dtype=torch.int64, device=device)
+    logits = torch.randn(batch * nodes, shape.vocab, device=device, generator=generator)
+    # After every second node the target says the token of the next one, so that the walks go down the trees.
+    said = torch.arange(nodes, device=device) % 2 == 0
+    targets = torch.where(said, tree.tokens.roll(-1, 1), -1).long()
+    slots = torch.randperm(2 * batch * nodes, device=device, generator=generator)[: batch * nodes].view(batch, nodes)
+    row_shape = (2 * batch * nodes, shape.heads, shape.dim)
+    kv = [torch.randn(row_shape, device=device, generator=generator).bfloat16() for _ in range(2 * shape.layers)]
+    pools = {"triton": kv, "reference": [rows.clone() for rows in kv]}
+    # Every second node: all rows but the root's move.
+    width = (nodes + 1) // 2
+    accepted = (torch.arange(width, device=device, dtype=torch.int32) * 2).expand(batch, width).contiguous()
+    lengths = torch.full((batch,), width, dtype=torch.int32, device=device)
+    paths = Verification(accepted, lengths, accepted, lengths)
+
+    def compact(backend: Backend) -> list[torch.Tensor]:
+        KVPool(pools[backend]).compact(slots, paths, backend=backend)
+        return pools[backend]
+
+    def inputs(layout: Any, total: int | None) -> Run:
+        return lambda b: tree_inputs(tree, seq_lens, layout=layout, seq_lens_sum=total, backend=b)
+
+    trees, inputs_bytes = 4 * batch * (3 * nodes + 1), 4 * batch * (3 * nodes + 1) + batch * nodes * 16
+    full_bytes = inputs_bytes + nodes * (capacity + batch * nodes)
+    moved = 2 * batch * (width - 1) * 2 * shape.layers * shape.heads * shape.dim * 2
+    return [
+        ("tree inputs, query mask", inputs("query", None), inputs_bytes + batch * nodes * nodes),
+        ("tree inputs, full mask", inputs("full", capacity), full_bytes),
+        ("verify", lambda b: verify(tree, targets, backend=b), trees + 4 * batch * (4 * nodes + 2)),
+        ("compact KV", compact, moved),
+        ("top tokens", lambda b: top_tokens(logits, 8, backend=b), 4 * logits.numel() + 64 * len(logits)),
+    ]
 
 
-def attention(shape: Shape, device: torch.device) -> tuple[Callable[[Backend], list[torch.Tensor]], int]:
+def attention(shape: Shape, device: torch.device) -> Operation:
     """Attention of one layer over the whole context for trees of N nodes, and its bytes: each key and value once."""
     batch, nodes, length, dim = shape.batch, shape.nodes, shape.seq_len + shape.nodes, shape.dim
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # NumPy, of which the interpreter is, has none
@@ -122,23 +161,18 @@ def attention(shape: Shape, device: torch.device) -> tuple[Callable[[Backend], l
         masks.repeat(batch),
         torch.ones(batch, dtype=torch.int32, device=device),
     )
+    sizes = {"scale": dim**-0.5, "max_queries": nodes, "max_seq_len": length}
 
     def run(backend: Backend) -> list[torch.Tensor]:
         out = torch.empty_like(query)
-        tree_attention(
-            query, keys, values, queries, pages, out,
-            scale=dim**-0.5, max_queries=nodes, max_seq_len=length, backend=backend,
-        )  # fmt: skip
+        tree_attention(query, keys, values, queries, pages, out, backend=backend, **sizes)
         return [out]
 
-    return run, (2 * batch * length * shape.heads * dim + 2 * query.numel()) * query.element_size()
+    moved = (2 * batch * length * shape.heads * dim + 2 * query.numel()) * query.element_size()
+    return "tree attention", run, moved
 
 
-Operation = tuple[str, Callable[[Backend], object], int]
-"""Name, what runs it, and the bytes that it must move at least."""
-
-
-def rows_of_slots(shape: Shape, device: torch.device) -> list[Operation]:
+def of_slots(shape: Shape, device: torch.device) -> list[Operation]:
     """What vLLM's model runner V2 does with requests that live in slots: newest tokens, and queries of their trees."""
     batch, nodes, slots_in_all = shape.batch, shape.nodes, 2 * shape.batch
     generator = torch.Generator(device).manual_seed(3)
@@ -171,83 +205,30 @@ def rows_of_slots(shape: Shape, device: torch.device) -> list[Operation]:
     ]
 
 
-TOLERANCE = {"tree attention": 1e-2, "top tokens": 2e-5}
-"""Of floats that are summed in another order than the reference's; all else is equal bit for bit."""
-
-
-def agree(name: str, ours: torch.Tensor, reference: torch.Tensor) -> bool:
+def agrees(name: str, run: Run) -> bool:
     """Whether an operation's results are the reference's."""
-    if name in TOLERANCE and ours.is_floating_point():
-        return torch.allclose(ours, reference, rtol=0, atol=TOLERANCE[name])
-    return torch.equal(ours, reference)
+    results = (run("triton"), run("reference"))
+    tensors = ([getattr(r, f.name) for f in fields(r)] if is_dataclass(r) else list(r) for r in results)
+    for ours, theirs in zip(*tensors, strict=True):
+        tolerance = TOLERANCE.get(name, 0.0) if ours.is_floating_point() else 0.0
+        if not (torch.allclose(ours, theirs, rtol=0, atol=tolerance) if tolerance else torch.equal(ours, theirs)):
+            return False
+    return True
 
 
-def measure(shape: Shape, device: torch.device, bandwidth: float, repeats: int) -> list[dict[str, Any]]:
-    batch, nodes, vocab = shape.batch, shape.nodes, shape.vocab
-    tree = random_trees(shape, device)
-    generator = torch.Generator(device).manual_seed(1)
-    seq_lens = torch.full((batch,), shape.seq_len, dtype=torch.int64, device=device)
-    capacity = batch * shape.seq_len
-    logits = torch.randn(batch * nodes, vocab, device=device, generator=generator)
-    # After every second node the target says the token of the next one, so that the walks go down the trees.
-    said = torch.arange(nodes, device=device) % 2 == 0
-    targets = torch.where(said, tree.tokens.roll(-1, 1), -1).long()
-    slots = torch.randperm(2 * batch * nodes, device=device, generator=generator)[: batch * nodes].view(batch, nodes)
-    row_shape = (2 * batch * nodes, shape.heads, shape.dim)
-    kv = [torch.randn(row_shape, device=device, generator=generator).bfloat16() for _ in range(2 * shape.layers)]
-    pool, pool_copy = KVPool(kv), [b.clone() for b in kv]
-    other_pool = KVPool(pool_copy)
-    # Every second node: all rows but the root's move.
-    width = (nodes + 1) // 2
-    accepted = (torch.arange(width, device=device, dtype=torch.int32) * 2).expand(batch, width).contiguous()
-    lengths = torch.full((batch,), width, dtype=torch.int32, device=device)
-    paths = Verification(accepted, lengths, accepted, lengths)
-
-    def compact(backend: Backend) -> list[torch.Tensor]:
-        (pool if backend == "triton" else other_pool).compact(slots, paths, backend=backend)
-        return kv if backend == "triton" else pool_copy
-
-    trees = 4 * batch * (3 * nodes + 1)
-    outcome = 4 * batch * (2 * nodes + 2)
-    moved = 2 * batch * (width - 1) * 2 * shape.layers * shape.heads * shape.dim * 2
-
-    def inputs(layout: Any) -> Callable[[Backend], object]:
-        total = capacity if layout == "full" else None
-        return lambda b: tree_inputs(tree, seq_lens, layout=layout, seq_lens_sum=total, backend=b)
-
-    query_bytes = trees + batch * nodes * (16 + nodes)
-    full_bytes = trees + batch * nodes * 16 + nodes * (capacity + batch * nodes)
-    attend, attended_bytes = attention(shape, device)
-    operations: list[Operation] = [
-        ("tree inputs, query mask", inputs("query"), query_bytes),
-        ("tree inputs, full mask", inputs("full"), full_bytes),
-        ("verify", lambda b: verify(tree, targets, backend=b), trees + outcome + 8 * batch * nodes),
-        ("compact KV", compact, moved),
-        ("tree attention", attend, attended_bytes),
-        *rows_of_slots(shape, device),
-        ("top tokens", lambda b: top_tokens(logits, 8, backend=b), 4 * logits.numel() + 64 * len(logits)),
-    ]
-    with_triton = use_triton(device)
-    rows = []
-    for name, run, size in operations:
-        equal = None
-        if with_triton:  # before anything is timed: compaction works in place
-            pairs = zip(tensors(run("triton")), tensors(run("reference")), strict=True)
-            equal = all(agree(name, ours, reference) for ours, reference in pairs)
-        reference_us = median_us(lambda run=run: run("reference"), device, repeats)  # type: ignore[misc]
-        triton_us = None
-        if with_triton and device.type == "cuda":
-            triton_us = median_us(lambda run=run: run("triton"), device, repeats, graph=True)  # type: ignore[misc]
-        share = None if triton_us is None else size / (triton_us * 1e-6) / bandwidth
-        row: dict[str, Any] = {"kernel": name, "shape": f"{batch}x{nodes}", "equal": equal, "bytes": size}
-        rows.append(row | {"reference_us": reference_us, "triton_us": triton_us, "share_of_copy": share})
+def measure(shape: Shape, device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
+    rows, repeats = [], 50 if device.type == "cuda" else 5
+    for name, run, size in (*of_trees(shape, device), attention(shape, device), *of_slots(shape, device)):
+        # Before anything is timed: compaction works in place.
+        equal = agrees(name, run) if use_triton(device) else None
+        row: dict[str, Any] = {"kernel": name, "shape": f"{shape.batch}x{shape.nodes}", "equal": equal, "bytes": size}
+        row["reference_us"] = median_us(lambda run=run: run("reference"), device, repeats)  # type: ignore[misc]
+        row |= {"triton_us": None, "share_of_copy": None}
+        if device.type == "cuda" and use_triton(device):
+            row["triton_us"] = median_us(lambda run=run: run("triton"), device, repeats, graph=True)  # type: ignore[misc]
+            row["share_of_copy"] = size / (row["triton_us"] * 1e-6) / bandwidth
+        rows.append(row)
     return rows
-
-
-COLUMNS = (
-    "kernel={kernel} | batch x nodes={shape} | equal={equal!y} | bytes={bytes:,} | reference us={reference_us:.1f} | "
-    "triton us={triton_us:.1f} | of a copy's bandwidth={share_of_copy:.0%}"
-)
 
 
 def main() -> int:
@@ -255,20 +236,17 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures there")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()})"
-    shapes = GPU_SHAPES if device.type == "cuda" else CPU_SHAPES
-    bandwidth = copy_bandwidth(device)
-    triton_version = __import__("triton").__version__ if has_triton() else None
-    print(f"{name}, torch {torch.__version__}, triton {triton_version}, copy {bandwidth / 1e9:.0f} GB/s")
+    on_gpu = device.type == "cuda"
+    name, bandwidth = torch.cuda.get_device_name() if on_gpu else f"CPU ({platform.machine()})", copy_bandwidth(device)
+    version = __import__("triton").__version__ if has_triton() else None
+    print(f"{name}, torch {torch.__version__}, triton {version}, copy {bandwidth / 1e9:.0f} GB/s")
     if not use_triton(device):
         print("no GPU and no TRITON_INTERPRET=1: references only")
-    repeats = 5 if device.type == "cpu" else 50
-    rows = [row for shape in shapes for row in measure(shape, device, bandwidth, repeats)]
+    shapes = GPU_SHAPES if on_gpu else CPU_SHAPES
+    rows = [row for shape in shapes for row in measure(shape, device, bandwidth)]
     print(table(rows, COLUMNS))
-    if args.json:
-        figures = {"device": name, "torch": torch.__version__, "triton": triton_version, "copy_bytes_per_s": bandwidth}
-        figures |= {"shapes": [s._asdict() for s in shapes], "rows": rows}
-        write_json(args.json, figures)
+    figures = {"device": name, "torch": torch.__version__, "triton": version, "copy_bytes_per_s": bandwidth}
+    write_json(args.json, figures | {"shapes": [s._asdict() for s in shapes], "rows": rows})
     if any(row["equal"] is False for row in rows):
         print("a kernel differs from its reference", file=sys.stderr)
         return 1

@@ -10,14 +10,14 @@ Parts, each in an engine of its own, bf16, on vLLM compiled; prompts are read be
   quarters; M, tokens per step and request; alpha, accepted by drafted tokens; c, time of a draft pass by that of a
   plain step; and the share that was reached of M alpha / ((M - 1) c + alpha).
 - demo (vLLM): the demo model, too small for layer skipping to pay: the controller has to end up off.
+- windows (when requested, alone): the demo model with `window: auto`, at prompts of --contexts tokens.
 - composed (vLLM, when requested): method "freedraft" on both models, by kind of prompt: no drafts, n-grams only, layer
   skip only and both take turns prompt by prompt.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -26,34 +26,38 @@ from typing import Any
 import numpy as np
 
 from bench.lib.deep_model import SKIP_SET, build
-from bench.lib.engine import SKIP_SET_OF_DEMO, Engine, Run, baseline_seconds, engine_of, in_process, verdicts
-from bench.lib.machine import cores, cpu, rounded
-from bench.lib.prompts import BY_KIND, PROMPTS, chats
+from bench.lib.engine import SKIP_SET_OF_DEMO, Run, VllmEngine, engine_of, in_process
+from bench.lib.machine import rounded, versions
+from bench.lib.prompts import BY_KIND, PROMPTS, chats, long_chats
 from bench.lib.results import ROOT, write_json
 from freedraft.draft import DraftBatch
 from freedraft.hybrid.method import HybridMethod
 
 K, COMPOSED_K = 5, 8
-PARTS = {"vllm": ("deep", "demo"), "sglang": ("deep",)}
+PARTS = {"vllm": ["deep", "demo"], "sglang": ["deep"]}
 ARMS = {"plain": (), "sssd": ("sssd",), "layerskip": ("layerskip",), "both": ("sssd", "layerskip")}
 
 
 def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Parts "deep" and "demo": a row for each batch size."""
-    prompts = chats(args.model, BY_KIND)
-    speculative = {"method": "layerskip", "num_speculative_tokens": K, "skip_set": str(args.skip_set)}
-    with engine_of(args.engine, args.model, speculative, requests=max(args.batches)) as engine:
+    """Parts "deep", "demo" and "windows": a row for each batch size."""
+    windows = args.part == "windows"
+    at_once = max(args.batches)
+    prompts = long_chats(args.model, args.contexts[0], max(6, at_once)) if windows else chats(args.model, BY_KIND)
+    speculative = {"method": "layerskip", "num_speculative_tokens": K}
+    speculative |= {"window": "auto"} if windows else {"skip_set": str(args.skip_set)}
+    longest = max(1024, args.tokens + 64 + max(map(len, prompts)))
 
-        def groups(batch: int) -> list[list[list[int]]]:
-            return [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
+    def groups(batch: int) -> list[list[list[int]]]:
+        return [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
 
+    rows = []
+    with engine_of(args.engine, args.model, speculative, requests=at_once, length=longest) as engine:
         # The controller learns what steps cost and what is accepted: what it settles on is measured.
         for batch in args.batches:
             for on in (False, True):
                 engine.generate(prompts[:batch], args.tokens, drafting=on)
-        for group in groups(max(args.batches)):
+        for group in groups(at_once):
             engine.generate(group, args.tokens, drafting=True)
-        rows = []
         for batch in args.batches:
             runs: tuple[list[Run], list[Run]] = [], []  # plain, drafting
             for turn in range(args.rounds):
@@ -61,35 +65,48 @@ def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
                     for on in (False, True) if turn % 2 == 0 else (True, False):
                         runs[on].append(engine.generate(group, args.tokens, drafting=on))
             rows.append(row(*runs, batch))
-        return rows
+    return rows
 
 
 def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
-    """The figures of one batch size."""
-    speed = [sum(r.decoded for r in runs) / sum(r.seconds for r in runs) for runs in (baseline, drafting)]
+    """The figures of one batch size. Steps run from one call's end to the begin of the next one."""
+    plain_speed, speed = (sum(r.decoded for r in runs) / sum(r.seconds for r in runs) for runs in (baseline, drafting))
     pairs = [b.speed / a.speed for a, b in zip(baseline, drafting, strict=True)]
-    judged = [verdict for run in drafting for verdict in verdicts(run.calls)]
-    steps, drafted, accepted = len(judged), sum(d for d, _ in judged), sum(a for _, a in judged)
-    plain = median(s for run in baseline for s in baseline_seconds(run.calls, batch))
-    result: dict[str, Any] = {"batch": batch, "plain_tokens_per_second": speed[0], "tokens_per_second": speed[1]}
+    result: dict[str, Any] = {"batch": batch, "plain_tokens_per_second": plain_speed, "tokens_per_second": speed}
     result |= {"ratio": median(pairs), "ratio_quarters": np.quantile(pairs, (0.25, 0.75)).tolist()}
     result["ratio_spread"] = [min(pairs), max(pairs)]
     result["same"] = all(a.tokens == b.tokens for a, b in zip(baseline, drafting, strict=True))
+    plain = median(b.began - a.ended for run in baseline for a, b in pairwise(run.calls) if a.batch == batch)
+    steps = [(a, b) for run in drafting for a, b in pairwise(run.calls) if a.ids == b.ids]
+    full = [(a, b) for a, b in steps if a.batch == batch and any(a.drafted)]
+    result |= {"plain_ms": 1e3 * plain, "turns": len(pairs), "drafting_share": len(full) / len(steps)}
+    drafted = sum(sum(a.drafted) for a, _ in steps)
     if drafted:
-        full = [(a, b) for run in drafting for a, b in pairwise(run.calls) if a.batch == batch and any(a.drafted)]
-        m, alpha = 1 + accepted / steps, accepted / drafted
-        c = median(a.pass_seconds or 0.0 for a, _ in full) / plain
+        accepted = sum(sum(b.gained) - b.batch for _, b in steps)
+        m, alpha = 1 + accepted / sum(a.batch for a, _ in steps), accepted / drafted
+        c = median((a.ended - a.began) / max(a.drafted) for a, _ in full) / plain
         formula = m * alpha / ((m - 1) * c + alpha)
         result |= {"M": m, "alpha": alpha, "c": c, "verify": median(b.began - a.ended for a, b in full) / plain}
         result |= {"formula": formula, "share_of_formula": result["ratio"] / formula}
     return result
 
 
+def of_window(row: dict[str, Any], context: int) -> dict[str, Any]:
+    """The same figures as the tables of windows have them."""
+    names = ("batch", "turns", "drafting_share", "plain_ms", "ratio", "same")
+    found = {"context": context} | {name: row[name] for name in names} | {"ratio_quartiles": row["ratio_quarters"]}
+    found |= {
+        "c": row.get("c", 0.0),
+        "alpha": row.get("alpha", 0.0),
+        "verify": [row["verify"]] if "verify" in row else [],
+    }
+    return found | {"allowed": max(1.0, row.get("formula", 1.0))}
+
+
 def composed(args: argparse.Namespace) -> dict[str, Any]:
     """By kind of prompt: ratios to plain decoding, medians over prompts and rounds, with the quarters."""
     speculative = {"method": "freedraft", "live": "off", "num_speculative_tokens": COMPOSED_K}
-    speculative["skip_set"] = str(args.skip_set)
-    engine = Engine(args.model, speculative)
+    engine = VllmEngine(args.model, speculative | {"skip_set": str(args.skip_set)})
     method: HybridMethod = engine.method
     off = {
         "sssd": (method.host, "propose", lambda step, max_draft_len: DraftBatch.roots(step.roots)),
@@ -121,9 +138,6 @@ def composed(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-WORK = {"deep": settled, "demo": settled, "composed": composed}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=tuple(PARTS), default="vllm")
@@ -133,30 +147,37 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--tokens", type=int, default=96, help="output tokens per prompt")
     parser.add_argument("--rounds", type=int, default=3, help="times that each group of prompts is decoded both ways")
-    parser.add_argument("--only", nargs="*", choices=tuple(WORK), help="parts; default: all but composed")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[4000], help="tokens of a prompt, of part windows")
+    parser.add_argument("--only", nargs="*", choices=("deep", "demo", "windows", "composed"), help="parts")
     parser.add_argument("--json", type=Path, help="where the figures go")
-    parser.add_argument("--part", choices=tuple(WORK), help=argparse.SUPPRESS)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        print(json.dumps(WORK[args.part](args)), flush=True)
+        print(json.dumps((composed if args.part == "composed" else settled)(args)), flush=True)
         return
     if not (args.deep_model / "config.json").is_file():
         build(args.model, args.deep_model)
-    models = {"deep": (args.deep_model, args.deep_model / SKIP_SET), "demo": (args.model, args.skip_set)}
+    deep, demo = (args.deep_model, args.deep_model / SKIP_SET), (args.model, args.skip_set)
+    sizes = ("--engine", args.engine, "--rounds", args.rounds, "--tokens", args.tokens)
+
+    def measured(part: str, model: Path, skip_set: Path, *more: object) -> Any:
+        options = ("--part", part, "--model", model, "--skip-set", skip_set, *sizes, "--batches", *args.batches)
+        return in_process(__file__, *options, *more)
 
     names = args.only or PARTS[args.engine]
-    figures: dict[str, Any] = {"machine": f"{cpu()}, {cores()} cores", "output_tokens": args.tokens}
-    figures["max_draft_tokens"] = COMPOSED_K if "composed" in names else K
-    sizes = ("--engine", args.engine, "--rounds", args.rounds, "--tokens", args.tokens, "--batches", *args.batches)
-    for name, (folder, skip_set) in models.items():
-        for part in {name, "composed"} & {*names}:
-            rows = in_process(__file__, "--part", part, "--model", folder, "--skip-set", skip_set, *sizes)
-            if part == "composed":
-                figures[f"{name} model"] = rows
-            elif args.engine == "sglang":
-                figures["batches"] = rows
-            else:
-                figures[f"{name} model, bf16, compiled"] = {f"batch {row['batch']}": row for row in rows}
+    figures: dict[str, Any] = {"output_tokens": args.tokens}
+    for part in names:
+        if part == "composed":
+            figures |= {"demo model": measured(part, *demo), "deep model": measured(part, *deep)}
+        elif part == "windows":
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB
+            by_context = {context: measured(part, *demo, "--contexts", context) for context in args.contexts}
+            rows = [of_window(row, context) for context, each in by_context.items() for row in each]
+            figures |= versions(args.engine) | {"dtype": "bfloat16", "rows": rows}
+        else:
+            rows = measured(part, *(deep if part == "deep" else demo))
+            of_vllm = {f"{part} model, bf16, compiled": {f"batch {row['batch']}": row for row in rows}}
+            figures |= {"batches": rows} if args.engine == "sglang" else of_vllm
     figures = rounded(figures)
     print(json.dumps(figures, indent=1))
     write_json(args.json, figures)

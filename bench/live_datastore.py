@@ -3,12 +3,9 @@
     python bench/live_datastore.py --trace FILE --tokenizer DIR --json OUT
 
 Cold start: the rows of the trace are replayed in order (see bench/replay.py), and each finished answer enters a store
-that began empty. After as many rows as bench/replay.py puts into its static store, its test rows are replayed with
-either. Rebuild: drafting while one thread sorts and merges all the time, as the live datastore's does, in turns with
-drafting alone.
+that began empty; then the test rows, with either store. Rebuild: drafting while one thread sorts and merges all the
+time, as the live datastore's does, in turns with drafting alone.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -24,22 +21,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lib.machine import timed
+from bench.lib.machine import rounded, timed
 from bench.lib.results import write_json
 from bench.lib.trace import STORE_ROWS, Trace, replayed
 from bench.replay import drafting, replay
 from freedraft.draft import DraftBatch
-from sssd_plugin.datastore.index.runs import Run, merged, sorted_run
+from sssd_plugin.datastore.index.runs import merged, sorted_run
 from sssd_plugin.datastore.live.opening import open_live
 from sssd_plugin.datastore.live.runs import NICE
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 
-NODES = 16
-"""Per step, root included."""
-HUNDRED = 100
-DELTA = 256 << 10  # tokens of the delta that is rebuilt
-PACE = 50_000  # tokens per second of a server's answers
+NODES, HUNDRED = 16, 100  # per step, root included; rows
+DELTA, PACE = 256 << 10, 50_000  # tokens that are sorted and merged; tokens per second of a server's answers
 
 
 def cold_start(trace: Trace) -> dict[str, Any]:
@@ -53,11 +47,10 @@ def cold_start(trace: Trace) -> dict[str, Any]:
             steps, tokens = steps + found["steps"], tokens + found["output_tokens"]
         live.insert(output)
         if number % HUNDRED == 0 or number == STORE_ROWS:
-            by_hundred.append({"rows": number, "tokens_per_step": round(tokens / max(1, steps), 4)})
+            by_hundred.append({"rows": number, "tokens_per_step": tokens / max(1, steps)})
             steps = tokens = 0
     drafters = {"no_store": make(), "live_store": drafter, "static_store": make(snapshot=trace.snapshot)}
-    rows = trace.test_rows
-    rates = {name: replay(rows, drafting(each, NODES))["tokens_per_step"] for name, each in drafters.items()}
+    rates = {name: replay(trace.test_rows, drafting(d, NODES))["tokens_per_step"] for name, d in drafters.items()}
     live.close()
     return {"by_hundred_rows": by_hundred, "test_rows": rates}
 
@@ -74,8 +67,7 @@ def insert_all(live: LiveStore, trace: Trace, tokens_per_second: float) -> list[
 
 def percentiles(seconds: list[float], unit: float) -> dict[str, float]:
     """Median, 99th percentile and maximum in multiples of `unit` (seconds)."""
-    at = {"p50": 50, "p99": 99, "max": 100}
-    return {name: round(float(np.percentile(seconds, q)) / unit, 3) for name, q in at.items()}
+    return {name: float(np.percentile(seconds, q)) / unit for name, q in (("p50", 50), ("p99", 99), ("max", 100))}
 
 
 def update_cost(trace: Trace) -> dict[str, Any]:
@@ -89,43 +81,40 @@ def update_cost(trace: Trace) -> dict[str, Any]:
             stats = live.stats()
             result[where] = {
                 "tokens": stats.inserted,
-                "us_per_token": round(sum(seconds) / stats.inserted * 1e6, 3),
+                "us_per_token": sum(seconds) / stats.inserted * 1e6,
                 "visible_after_ms": percentiles(seconds, 1e-3),
                 "visible_after_ms_paced": percentiles(insert_all(live, trace, PACE), 1e-3),
-                "background_us_per_token": round(stats.merge_seconds / stats.inserted * 1e6, 3),
-                "bytes_per_token": round(stats.nbytes / stats.tokens, 2),
+                "background_us_per_token": stats.merge_seconds / stats.inserted * 1e6,
+                "bytes_per_token": stats.nbytes / stats.tokens,
             }
             live.close()
     return result
 
 
-def sort(documents: list[NDArray[np.int32]], vocab_size: int) -> Run:
-    """A run of documents without tenants and times."""
-    return sorted_run(documents, vocab_size, np.zeros((len(documents), 3), np.int64))
-
-
 def rebuild(trace: Trace) -> dict[str, Any]:
-    documents, vocab_size = list[NDArray[np.int32]](), trace.vocab_size
+    def sort(documents: list[NDArray[np.int32]]) -> Any:  # a run without tenants and times
+        return sorted_run(documents, trace.vocab_size, np.zeros((len(documents), 3), np.int64))
+
+    documents = list[NDArray[np.int32]]()
     order = np.random.default_rng(0).permutation(2 * len(trace.rows)) % len(trace.rows)
     while sum(len(document) + 1 for document in documents) < DELTA:
         documents.append(trace.rows[order[len(documents) % len(order)]][1])
-    older, sorting = timed(lambda: sort(documents, vocab_size))
-    newer = sort([trace.rows[i][1] for i in order[-len(documents) :]], vocab_size)
-    merging = timed(lambda: merged(older, newer, vocab_size))[1]
+    older, sorting = timed(lambda: sort(documents))
+    newer = sort([trace.rows[i][1] for i in order[-len(documents) :]])
+    merging = timed(lambda: merged(older, newer, trace.vocab_size))[1]
     live = LiveStore(trace.vocab_size, isolation="shared")
-    for _, output in trace.rows[:STORE_ROWS]:
+    for output in trace.documents:
         live.insert(output)
     live.settle()
-    drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=NODES, live=live)
-    rows = trace.test_rows[:24]
+    draft = drafting(Drafter(vocab_size=trace.vocab_size, max_nodes=NODES, live=live), NODES)
     seconds: dict[str, list[float]] = {"idle": [], "rebuilding": []}
-    draft, rebuilds, name, last = drafting(drafter, NODES), 0, "", ""
+    rebuilds, name, last = 0, "", ""
 
     def work(stop: threading.Event) -> None:
         nonlocal rebuilds
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         while not stop.is_set():
-            merged(older, sort(documents, vocab_size), vocab_size)
+            merged(older, sort(documents), trace.vocab_size)
             rebuilds += 1
 
     def timed_draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
@@ -138,17 +127,17 @@ def rebuild(trace: Trace) -> dict[str, Any]:
 
     for turn in range(6):
         name, stop = ("idle", "rebuilding")[turn % 2], threading.Event()
-        if name == "idle":
-            stop.set()
         thread = threading.Thread(target=work, args=(stop,))
-        thread.start()
-        replay(rows, timed_draft)
+        if name == "rebuilding":
+            thread.start()
+        replay(trace.test_rows[:24], timed_draft)
         stop.set()
-        thread.join()
+        if name == "rebuilding":
+            thread.join()
     live.close()
     figures = {name: {f"{at}_us": us for at, us in percentiles(each, 1e-6).items()} for name, each in seconds.items()}
-    times = {"sort_seconds": round(sorting, 4), "merge_with_as_many_seconds": round(merging, 4)}
-    return times | {"delta_tokens": older.n, "rebuilds_meanwhile": rebuilds, "drafting": figures}
+    times = {"sort_seconds": sorting, "merge_with_as_many_seconds": merging, "delta_tokens": older.n}
+    return times | {"rebuilds_meanwhile": rebuilds, "drafting": figures}
 
 
 def main() -> None:
@@ -159,7 +148,7 @@ def main() -> None:
     arguments = parser.parse_args()
     trace = Trace.load(arguments.trace, arguments.tokenizer)
     result = {"trace": arguments.trace.name, "budget": NODES, "update": update_cost(trace)}
-    result |= {"rebuild": rebuild(trace), "cold_start": cold_start(trace)}
+    result = rounded(result | {"rebuild": rebuild(trace), "cold_start": cold_start(trace)})
     print(json.dumps(result, indent=1))
     write_json(arguments.json, result, data=[arguments.trace])
 

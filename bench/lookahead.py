@@ -10,10 +10,9 @@ draft passes that cost a share c of a whole pass (a verify pass costs 1, a token
 skip set itself (weights read, head included) is the first one; the others show what would pay elsewhere.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from bench.lib.results import write_json
 from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.draft import DraftBatch
 from freedraft.draft_pass import Recipe
-from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate.disco import Prices, train
 from layerskip_plugin.calibrate.host_model import HostModel
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
@@ -35,8 +33,7 @@ from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.rounds import Candidate, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
-PER_TOKEN = 0.02
-LONGEST = 8  # tokens of a draft
+PER_TOKEN, LONGEST = 0.02, 8  # of a step, for each verified token; tokens of a draft
 
 
 class Recorded:
@@ -45,61 +42,47 @@ class Recorded:
 
     def __init__(self, host: HostModel, skip: SkipSet, one: Answered) -> None:
         text = host.read(one.tokens)
-        drafts, self.top, self.entropy = draft_chains(host, skip, text, one.prompt, LONGEST)
+        drafts, top, entropy = draft_chains(host, skip, text, one.prompt, LONGEST)
         # What the whole model says next: the answer, and its choice behind the last token.
         truth = np.append(text.tokens.numpy()[one.prompt + 1 :], int(text.best[-1]))
         places = len(truth) - LONGEST + 1
-        self.top, self.entropy = self.top[:places], self.entropy[:places]
+        self.top, self.entropy = top[:places], entropy[:places]
         ahead = np.arange(places)[:, None] + np.arange(LONGEST)
         self.right = np.cumprod(drafts[:places] == truth[ahead], 1).astype(np.bool_)
 
     def verifications(self, request: int) -> dict[str, NDArray[Any]]:
         """What an engine would have recorded, had a round started at every place: fields of `Verifications`."""
-        judged = np.concatenate([np.ones((len(self.right), 1), np.bool_), self.right[:, :-1]], 1)
-        at = np.nonzero(judged)
+        at = np.nonzero(np.concatenate([np.ones((len(self.right), 1), np.bool_), self.right[:, :-1]], 1))
         place, position = (x.astype(np.int32) for x in at)
         found = {"top": self.top[at], "entropy": self.entropy[at], "position": position, "accepted": self.right[at]}
         return found | {"request": np.full(len(place), request, np.int32), "round": place}
 
 
-class Heuristic(Fixed):
-    """transformers' num_assistant_tokens_schedule="heuristic" (Gante): two tokens more after a round that was accepted
-    whole, else one fewer; 5 at first."""
-
-    def __init__(self) -> None:
-        super().__init__(5)
-
-    def record_acceptance(self, outcome: Outcome) -> None:
-        whole = bool((outcome.accepted == outcome.verified).all())
-        self.length = min(self.max_draft_len, self.length + 2) if whole else max(1, self.length - 1)
-
-
 class Costs:
-    """Known costs, in steps of the whole model: `c` for a draft pass, `per_token` for each further token of a step."""
+    """Known costs, in steps of the whole model: `c` for a draft pass, PER_TOKEN for each further token of a step."""
 
     overrun = 1.0
 
-    def __init__(self, c: float, per_token: float) -> None:
-        self.c, self.per_token, self.acceptance = c, per_token, Acceptance()
+    def __init__(self, c: float) -> None:
+        self.c, self.acceptance = c, Acceptance()
 
     def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
-        return 1 + self.per_token * (np.asarray(query_tokens, np.float64) - 1)
+        return 1 + PER_TOKEN * (np.asarray(query_tokens, np.float64) - 1)
 
     def pass_seconds(self, recipe: Recipe, batch: ArrayLike) -> NDArray[np.float64]:
         return np.full(np.shape(batch), self.c)
 
-
-def learn(acceptance: Acceptance, confidence: NDArray[np.float32], accepted: int) -> None:
-    """Tell `acceptance` of a chain drafted with these probabilities, as a controller does; its tokens are all 1."""
-    length = len(confidence)
-    draft = DraftBatch.empty(1, length + 1)
-    draft.tokens[:], draft.counts[:] = 1, length + 1
-    draft.parents[:], draft.depths[:] = np.arange(-1, length), np.arange(length + 1)
-    draft.scores[0, 0], draft.scores[0, 1:] = 1.0, np.cumprod(confidence)
-    draft.kinds[:] = PASS_KINDS
-    gained = np.append(np.ones(accepted, np.int32), np.int32(0))
-    ends = np.array([len(gained)], np.int64)
-    acceptance.learn(draft, draft.counts, np.zeros(1, np.int32), gained, ends - len(gained), ends)
+    def learn(self, confidence: NDArray[np.float32], accepted: int) -> None:
+        """Learn of a chain drafted with these probabilities, as a controller does; its tokens are all 1."""
+        length = len(confidence)
+        draft = DraftBatch.empty(1, length + 1)
+        draft.tokens[:], draft.counts[:] = 1, length + 1
+        draft.parents[:], draft.depths[:] = np.arange(-1, length), np.arange(length + 1)
+        draft.scores[0, 0], draft.scores[0, 1:] = 1.0, np.cumprod(confidence)
+        draft.kinds[:] = PASS_KINDS
+        gained = np.append(np.ones(accepted, np.int32), np.int32(0))
+        ends = np.array([len(gained)], np.int64)
+        self.acceptance.learn(draft, draft.counts, np.zeros(1, np.int32), gained, ends - len(gained), ends)
 
 
 def walk(policy: Lookahead, skip: SkipSet, recorded: list[Recorded]) -> tuple[float, Any, Any]:
@@ -130,7 +113,7 @@ def walk(policy: Lookahead, skip: SkipSet, recorded: list[Recorded]) -> tuple[fl
             top, entropy = one.top[place, None], one.entropy[place, None]
             policy.record_acceptance(Outcome(skip, name, made, made, kept, kept, top, entropy))
             if isinstance(policy, Cost):
-                learn(policy.costs.acceptance, one.top[place, :length, 0], right)
+                policy.costs.learn(one.top[place, :length, 0], right)  # type: ignore[attr-defined]
             rounds.append((length, right))
             place += right + 1
         policy.finish(*name)
@@ -144,38 +127,31 @@ def main() -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--prompts", type=int, default=12, help="prompts per file; half of them train DISCO")
-    parser.add_argument("--answer", type=int, default=64)
     options = parser.parse_args()
     host, tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
     skip = SkipSet.load(options.skip_set, host.n_layers, host.fingerprint)
     learn, held = [], []
     for prompts in map(Prompts.load, options.data):
-        answers = answer(host, tokenizer, prompts.texts[: options.prompts], options.answer, 256, batch=12)
+        answers = answer(host, tokenizer, prompts.texts[: options.prompts], 64, 256, batch=12)
         recorded = [Recorded(host, skip, one) for one in answers if len(one.tokens) - one.prompt > LONGEST]
         learn += recorded[::2]
         held += recorded[1::2]
     parts = [one.verifications(i) for i, one in enumerate(learn)]
     fields: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     records = Verifications(**fields, model=host.fingerprint)
-    costs = [round(weight_share(host, skip), 3), 0.5, 0.3]
     rows = []
-    for c in costs:
+    for c in (round(weight_share(host, skip), 3), 0.5, 0.3):
         classifier, _ = train(records, Prices(c, PER_TOKEN))
-        policies: dict[str, Callable[[], Lookahead]] = {
-            **{f"fixed {n}": lambda n=n: Fixed(n) for n in (1, 2, 3, 5, LONGEST)},  # type: ignore[misc]
-            "confidence 0.7": lambda: Confidence(0.7),
-            "Draft & Verify": DraftVerify,
-            "transformers, heuristic": Heuristic,
-            "DISCO": lambda classifier=classifier: Disco(classifier),  # type: ignore[misc]
-            "cost": lambda c=c: Cost(Costs(c, PER_TOKEN), [skip]),  # type: ignore[misc]
-        }
+        policies: dict[str, Callable[[], Lookahead]] = {f"fixed {n}": partial(Fixed, n) for n in (1, 2, 3, 5, LONGEST)}
+        policies |= {"confidence 0.7": partial(Confidence, 0.7), "Draft & Verify": DraftVerify}
+        policies |= {"DISCO": partial(Disco, classifier), "cost": partial(Cost, Costs(c), [skip])}
         for name, make in policies.items():
             f1, drafted, accepted = walk(make(), skip, held)
             seconds = float((c * drafted + 1 + PER_TOKEN * drafted).sum())
             row = {"c": c, "policy": name, "f1": f1, "tokens_per_round": 1 + float(accepted.mean())}
             rows.append(rounded(row | {"tokens_per_time": float((1 + accepted).sum() / seconds)}))
             print(rows[-1], flush=True)
-    about = {"hardware": hardware(), "model": options.model.name, "skip_set": options.skip_set.name}
+    about = {"model": options.model.name, "skip_set": options.skip_set.name}
     write_json(options.json, about | {"trained_on": len(records), "rows": rows}, data=options.data)
 
 

@@ -4,26 +4,20 @@
     python bench/replay.py --long --tokenizer DIR --drafter sssd suffix --json OUT
     python bench/replay.py --sessions FILE --tokenizer DIR --drafter sssd suffix --shape chain tree --json OUT
 
-Rivals: prompt lookup; ArcticInference's suffix decoding (`bench/arctic.py` builds it) with opened limits (`suffix`)
+Rivals: prompt lookup; ArcticInference's suffix decoding (`bench/arctic.sh` builds it) with opened limits (`suffix`)
 and with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`). `sssd-alone` has no datastore.
 
 Greedy verification accepts exactly the drafted tokens that equal the target's own continuation, so a recorded answer
-of any model tells what would have been accepted: the same figure on every machine. The outputs of the first 605 rows
-are the datastore; the other rows are replayed, outputs cut at 512 tokens, rows with a prompt under 4 or an output under
-9 tokens left out. A step yields the longest drafted path that equals the continuation, plus one token. The budget
-counts the root.
-
---long replays answers that copy, or edit, 600 tokens of a prompt of 1 k to 128 k tokens of Python's library, without a
-datastore. --sessions replays every turn of the assistant in recorded sessions of agents;
-all text before a turn is its prompt, drafters begin empty and learn each finished turn.
+of any model tells what would have been accepted. A step yields the longest drafted path that equals the continuation,
+plus one token; the budget counts the root. The outputs of the first 605 rows are the datastore, the others are
+replayed, up to 512 tokens. --long replays answers that copy, or edit, 600 tokens of a prompt of Python's library.
+--sessions replays every turn of the assistant after all text before it; drafters begin empty and learn each turn.
 """
 
-from __future__ import annotations
-
 import argparse
-import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,15 +35,26 @@ from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.method import LEADING, to_learn
 
-COPIES = 4  # of each kind and length
+COPIES, ARCTIC = 4, "build/arctic"  # of each kind and length; what bench/arctic.sh built
 SCORINGS = {"sssd": "learned", "sssd-alone": "learned", "paper": "paper"}
+LIMITS = {"suffix": (64, 4.0, 0.0), "suffix-vllm": (24, 1.0, 0.1)}
+"""Of ArcticInference: tokens of a match, drafted tokens for each one matched, least probability of a drafted token."""
+CHAINS_ONLY = ("suffix-vllm", "lookup")
+Tokens = NDArray[np.int32]
+DraftFunction = Callable[[str, Tokens, int], DraftBatch]
+"""Drafts for the first n tokens of a row; called with n rising within a request, from the length of its prompt on, and
+with a new id for each request."""
 
-# Draft for the first n tokens of a row; called with n rising within a request, and with a fresh id per request, first
-# with the length of its prompt.
-DraftFunction = Callable[[str, NDArray[np.int32], int], DraftBatch]
+
+class Cell(NamedTuple):
+    """What drafts, within which budget."""
+
+    drafter: str
+    shape: Any
+    budget: int
 
 
-def accepted_length(batch: DraftBatch, continuation: NDArray[np.int32]) -> int:
+def accepted_length(batch: DraftBatch, continuation: Tokens) -> int:
     """Tokens of the longest drafted path that equals the continuation, root left out."""
     children = {(int(batch.parents[0, i]), int(batch.tokens[0, i])): i for i in range(1, int(batch.counts[0]))}
     node = 0
@@ -63,7 +68,7 @@ def accepted_length(batch: DraftBatch, continuation: NDArray[np.int32]) -> int:
 def drafting(drafter: Drafter, budget: int, shape: Any = "tree") -> DraftFunction:
     current, known = "", 0
 
-    def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
+    def draft(request: str, tokens: Tokens, n: int) -> DraftBatch:
         nonlocal current, known
         if request != current:
             drafter.finish([current])
@@ -76,49 +81,32 @@ def drafting(drafter: Drafter, budget: int, shape: Any = "tree") -> DraftFunctio
     return draft
 
 
-class SuffixLimits(NamedTuple):
-    """Limits of ArcticInference's suffix decoding."""
-
-    depth: int  # tokens of a match
-    factor: float  # drafted tokens for each one matched
-    probability: float  # of a drafted token, at least
-
-
-LIMITS = {"suffix": SuffixLimits(64, 4.0, 0.0), "suffix-vllm": SuffixLimits(24, 1.0, 0.1)}
-DRAFTERS = (*SCORINGS, *LIMITS, "lookup")
-CHAINS_ONLY = ("suffix-vllm", "lookup")
-
-
-def suffix(
-    documents: Sequence[NDArray[np.int32]], budget: int, shape: str, limits: SuffixLimits, learns: bool
-) -> DraftFunction:
-    """ArcticInference's suffix decoding: a tree over the request, one over all answers, the better of both. With
-    `documents`, or if it `learns`, its tree grows by the answers replayed so far, as when it serves; freedraft's
-    datastore stays what it was. Raises ImportError: it is not installed."""
+def suffix(documents: Sequence[Tokens], cell: Cell, learns: bool) -> DraftFunction:
+    """ArcticInference's suffix decoding. With `documents`, or if it `learns`, its tree grows by the answers replayed so
+    far, as when it serves. Raises ImportError: it is not installed."""
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
-    cache = SuffixDecodingCache(max_tree_depth=limits.depth, max_cached_requests=-1 if len(documents) or learns else 0)
+    depth, factor, probability = LIMITS[cell.drafter]
+    options = {"max_spec_tokens": cell.budget - 1, "use_tree_spec": cell.shape == "tree"}
+    options |= {"max_spec_factor": factor, "min_token_prob": probability}
+    cache = SuffixDecodingCache(max_tree_depth=depth, max_cached_requests=-1 if len(documents) or learns else 0)
     for number, document in enumerate(documents):
         cache.start_request(("store", number), [])
         cache.add_active_response(("store", number), document.tolist())
         cache.stop_request(("store", number))
-    out = DraftBatch.empty(1, budget)
+    out = DraftBatch.empty(1, cell.budget)
     current, known = "", 0
 
-    def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
+    def draft(request: str, tokens: Tokens, n: int) -> DraftBatch:
         nonlocal current, known
         if request != current:
             if current:
                 cache.stop_request(current)
             cache.start_request(request, tokens[:n].tolist())
-            current, known = request, n
-        if n > known:
+        elif n > known:
             cache.add_active_response(request, tokens[known:n].tolist())
-            known = n
-        newest = tokens[max(0, n - limits.depth) : n].tolist()
-        options = {"max_spec_factor": limits.factor, "min_token_prob": limits.probability}
-        options |= {"max_spec_tokens": budget - 1, "use_tree_spec": shape == "tree"}
-        found = cache.speculate(request, newest, **options)
+        current, known = request, n
+        found = cache.speculate(request, tokens[max(0, n - depth) : n].tolist(), **options)
         count = 1 + len(found.token_ids)
         out.tokens[0, :count] = [tokens[n - 1], *found.token_ids]
         out.parents[0, :count] = [-1, *(parent + 1 for parent in found.parents)]
@@ -133,48 +121,34 @@ def lookup(budget: int) -> DraftFunction:
     out = DraftBatch.empty(1, budget)
     out.parents[0] = np.arange(-1, budget - 1)
 
-    def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
-        found: NDArray[np.int32] = tokens[:0]
-        for size in (4, 3, 2):
-            if n <= size:
-                continue
+    def draft(request: str, tokens: Tokens, n: int) -> DraftBatch:
+        found = tokens[:0]
+        for size in (size for size in (4, 3, 2) if size < n):
             windows = np.lib.stride_tricks.sliding_window_view(tokens[: n - 1], size)
             hits = np.flatnonzero((windows == tokens[n - size : n]).all(1))
             if len(hits):
                 start = int(hits[0]) + size
                 found = tokens[start : min(start + budget - 1, n)]
                 break
-        out.tokens[0, 0] = tokens[n - 1]
-        out.tokens[0, 1 : 1 + len(found)] = found
+        out.tokens[0, : 1 + len(found)] = [tokens[n - 1], *found]
         out.counts[0] = 1 + len(found)
         return out
 
     return draft
 
 
-class Cell(NamedTuple):
-    """What drafts, within which budget."""
-
-    drafter: str
-    shape: Any
-    budget: int
-
-    def make(
-        self,
-        documents: Sequence[NDArray[np.int32]],
-        vocab_size: int,
-        weights: Path | None,
-        live: LiveStore | None = None,
-    ) -> DraftFunction:
-        """A drafter that knows `documents`, and learns where `live` is given. Raises ImportError: see `suffix`."""
-        if self.drafter == "lookup":
-            return lookup(self.budget)
-        if self.drafter in LIMITS:
-            return suffix(documents, self.budget, self.shape, LIMITS[self.drafter], live is not None)
-        options: dict[str, Any] = {"scoring": SCORINGS[self.drafter], "weights": weights, "live": live}
-        if documents and self.drafter != "sssd-alone":
-            options["snapshot"] = store_of(documents, vocab_size)
-        return drafting(Drafter(vocab_size=vocab_size, max_nodes=self.budget, **options), self.budget, self.shape)
+def make(
+    cell: Cell, documents: Sequence[Tokens], vocab_size: int, weights: Path | None, live: LiveStore | None = None
+) -> DraftFunction:
+    """A drafter that knows `documents`, and learns where `live` is given. Raises ImportError: see `suffix`."""
+    if cell.drafter == "lookup":
+        return lookup(cell.budget)
+    if cell.drafter in LIMITS:
+        return suffix(documents, cell, live is not None)
+    options: dict[str, Any] = {"scoring": SCORINGS[cell.drafter], "weights": weights, "live": live}
+    if documents and cell.drafter != "sssd-alone":
+        options["snapshot"] = store_of(documents, vocab_size)
+    return drafting(Drafter(vocab_size=vocab_size, max_nodes=cell.budget, **options), cell.budget, cell.shape)
 
 
 def replay(
@@ -182,14 +156,9 @@ def replay(
     draft: DraftFunction,
     *,
     name: str = "",
-    finished: Callable[[NDArray[np.int32], NDArray[np.int32]], object] = lambda prompt, answer: None,
+    finished: Callable[[Tokens, Tokens], object] = lambda prompt, answer: None,
 ) -> dict[str, Any]:
-    """Replay the rows.
-
-    Args:
-        name: that no other rows of this drafter have.
-        finished: called with each prompt and answer at the end of the answer.
-    """
+    """Replay rows under a name that no other rows of this drafter have; `finished` gets each prompt and answer."""
     steps = produced = 0
     for number, (prompt, output) in enumerate(rows):
         tokens = np.concatenate([prompt, output]).astype(np.int32)
@@ -204,9 +173,11 @@ def replay(
 
 def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
     """All combinations that there are."""
-    for name in arguments.drafter:
-        shapes = ["chain"] if name in CHAINS_ONLY else arguments.shape
-        yield from itertools.starmap(Cell, itertools.product([name], shapes, arguments.budget))
+    for cell in map(Cell._make, product(arguments.drafter, arguments.shape, arguments.budget)):
+        if cell.drafter not in CHAINS_ONLY:
+            yield cell
+        elif cell.shape == arguments.shape[0]:
+            yield cell._replace(shape="chain")
 
 
 def of_trace(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -215,7 +186,7 @@ def of_trace(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, An
     if not rows:
         raise ValueError(f"{path} has no row to replay after its first {STORE_ROWS}")
     for cell in cells(arguments):
-        row = replay(rows, cell.make(documents, trace.vocab_size, arguments.weights))
+        row = replay(rows, make(cell, documents, trace.vocab_size, arguments.weights))
         stored = cell.drafter not in ("sssd-alone", "lookup")
         row["store_tokens"] = sum(len(d) + 1 for d in documents) if stored else 0
         scoring = SCORINGS.get(cell.drafter)
@@ -227,9 +198,9 @@ def of_copies(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row per drafter, shape, kind of copy and length of the prompt."""
     encoder = tokenizer.load(arguments.tokenizer)
     text = python_sources(encoder, 2 * max(arguments.lengths))
-    for cell, kind, length in itertools.product(cells(arguments), COPY_KINDS, arguments.lengths):
-        found = replay(copies(text, length, kind, COPIES), cell.make([], encoder.get_vocab_size(), arguments.weights))
-        yield cell._asdict() | {"kind": kind, "context": length} | found
+    for cell, kind, length in product(cells(arguments), COPY_KINDS, arguments.lengths):
+        draft = make(cell, [], encoder.get_vocab_size(), arguments.weights)
+        yield cell._asdict() | {"kind": kind, "context": length} | replay(copies(text, length, kind, COPIES), draft)
 
 
 def of_sessions(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -239,11 +210,11 @@ def of_sessions(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str,
     for cell in cells(arguments):
         live = LiveStore(sessions.vocab_size, isolation="shared")
 
-        def learn(prompt: NDArray[np.int32], answer: NDArray[np.int32], live: LiveStore = live) -> None:
+        def learn(prompt: Tokens, answer: Tokens, live: LiveStore = live) -> None:
             live.insert(to_learn(prompt, answer, LEADING))
             live.settle()
 
-        draft = cell.make([], sessions.vocab_size, arguments.weights, live)
+        draft = make(cell, [], sessions.vocab_size, arguments.weights, live)
         found = {
             session: {"turns": len(turns)} | replay(turns, draft, name=session, finished=learn)
             for session, turns in sessions.turns.items()
@@ -266,23 +237,21 @@ def main() -> int:
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
     parser.add_argument("--budget", type=int, nargs="+", default=[16], help="nodes per step, root included")
     parser.add_argument("--shape", choices=("tree", "chain"), nargs="+", default=["tree"])
-    parser.add_argument("--drafter", choices=DRAFTERS, nargs="+", default=["sssd"])
+    parser.add_argument("--drafter", choices=(*SCORINGS, *LIMITS, "lookup"), nargs="+", default=["sssd"])
     parser.add_argument("--weights", type=Path, help="scorer weights; default: the shipped ones")
-    parser.add_argument("--arctic", type=Path, default=Path("build/arctic"), help="what bench/arctic.py built")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    sys.path.append(str(arguments.arctic))
-    data, across, form = [], "budget", "drafter={drafter} | shape={shape} | kind={kind}"
+    if min(arguments.budget) < 1:
+        parser.error("--budget must be at least 1 (the root)")
+    sys.path.append(ARCTIC)
+    data, across = arguments.trace or arguments.sessions or [], "context" if arguments.long else "budget"
     try:
-        if min(arguments.budget) < 1:
-            raise ValueError("--budget must be at least 1 (the root)")
         if arguments.long:
-            across, results = "context", list(of_copies(arguments))
+            form, results = "drafter={drafter} | shape={shape} | kind={kind}", list(of_copies(arguments))
         elif arguments.sessions:
-            data, form = arguments.sessions, "sessions={file} | drafter={drafter} | limits={limits} | shape={shape}"
+            form = "sessions={file} | drafter={drafter} | limits={limits} | shape={shape}"
             results = [row for path in data for row in of_sessions(path, arguments)]
         else:
-            data = arguments.trace
             form = "answers={trace} | drafter={drafter} | scoring={scoring} | store={store_tokens} | shape={shape}"
             results = [row for path in data for row in of_trace(path, arguments)]
     except (ValueError, ImportError) as error:

@@ -5,33 +5,28 @@
 Plots are written beside the page as PNGs. Other files of results are passed over.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bench.lib import plots, summary, tables
-from bench.lib.plots import Plot, Rows, names, nice, overall
+from bench.lib.plots import Plot, Rows, names, nice
 from bench.lib.results import checked
 
 METHODS = ("sssd", "layerskip", "freedraft")
-
-
-def serving_table(rows: Rows) -> str:
-    rows = [r | {"name": nice(r["group"]), "interval": bounds(*r.get("ratio_interval", (0, 0)))} for r in rows]
-    for r in rows:
-        r["by_pass"] = " ".join(f"{rate:.1f}" for rate in r.get("tokens_per_second_by_pass", ()))
-    return tables.table(
-        rows,
-        "group={name} | at a time={concurrency} | arm={arm} | tokens/s={?tokens_per_second:.1f} | by pass={by_pass}",
-        "over plain={?ratio:.2f} | 95 %={interval} | ms/token={ms_per_token:.1f} | TTFT p50={?ttft_ms:.0f}",
-        "TTFT p99={?ttft_ms_p99:.0f} | TPOT p50={?decode_ms_per_token:.1f} | TPOT p99={?decode_ms_per_token_p99:.1f}",
-        "tokens/pass={?tokens_per_step:.2f} | accepted={?acceptance:.0%} | identical={?identical:.1%}",
-    )
+COLUMNS = (
+    "group={name} | at a time={concurrency} | arm={arm} | tokens/s={?tokens_per_second:.1f} | by pass={by_pass}",
+    "over plain={?ratio:.2f} | 95 %={interval} | ms/token={ms_per_token:.1f} | TTFT p50={?ttft_ms:.0f}",
+    "TTFT p99={?ttft_ms_p99:.0f} | TPOT p50={?decode_ms_per_token:.1f} | TPOT p99={?decode_ms_per_token_p99:.1f}",
+    "tokens/pass={?tokens_per_step:.2f} | accepted={?acceptance:.0%} | identical={?identical:.1%}",
+)
+NOTE = (
+    "Answers are compared with plain's as text with special tokens. Servers began with nothing learnt or cached at "
+    "each number of requests at a time. Tokens per second are those that came under full load, their ratio the median "
+    "over blocks of questions; ratios of a group are of the time that a request takes for a token after the first."
+)
 
 
 def bounds(low: float, high: float) -> str:
@@ -41,9 +36,12 @@ def bounds(low: float, high: float) -> str:
 
 def below_plain(result: dict[str, Any]) -> str:
     """Of each arm, how many cells lie below plain, in one sentence; empty where nothing was compared."""
-    found = summary.below_plain(result["rows"])
-    counts = ", ".join(f"{arm} {below} of {cells}" for arm, (below, cells) in found.items())
-    return f"Cells of group and requests at a time that lie more than 1 % below plain: {counts}." if found else ""
+    ratios: dict[str, list[float]] = {}
+    for row in result["rows"]:
+        if "ratio" in row:
+            ratios.setdefault(row["arm"], []).append(row["ratio"])
+    counts = ", ".join(f"{arm} {sum(r < 0.99 for r in each)} of {len(each)}" for arm, each in ratios.items())
+    return f"Cells of group and requests at a time that lie more than 1 % below plain: {counts}." if counts else ""
 
 
 def near_the_best(result: dict[str, Any]) -> str:
@@ -96,24 +94,20 @@ def rivals(result: dict[str, Any]) -> str:
     return f"### Over the rivals\n\nThroughput, of a group ms per token; 95 % intervals.\n\n{cells}" if pairs else ""
 
 
-def engines(result: dict[str, Any]) -> str:
-    """The engines of the arms with their versions: those of SGLang come from its own environment."""
-    arms = result["settings"]["arms"].values()
-    used = {f"{arm['engine']}{build}" for arm in arms for build in ("", "-cpu")}
-    known = result["versions"].items() | {pair for arm in arms for pair in arm.get("versions", {}).items()}
-    return ", ".join(f"{package} {version}" for package, version in sorted(known) if package in used)
-
-
 def conditions(result: dict[str, Any]) -> str:
     """What was measured, on what and how, for the reader of a page."""
-    settings, machine = result["settings"], result["machine"]
+    settings, machine, arms = result["settings"], result["machine"], result["settings"]["arms"].values()
+    used = {f"{arm['engine']}{build}" for arm in arms for build in ("", "-cpu")}
+    # Those of SGLang come from its own environment.
+    known = result["versions"].items() | {pair for arm in arms for pair in arm.get("versions", {}).items()}
+    engines = ", ".join(f"{package} {version}" for package, version in sorted(known) if package in used)
     hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
     mode, template = "eager" if settings["eager"] else "compiled", settings.get("chat_template_kwargs")
     limit, asked = settings["questions"]["limit"], ", ".join(settings["questions"]["files"])
     asked += f", {limit} of each group" if limit else ""
     turns = "One server at a time, arm after arm" if settings.get("in_turns") else "Arms took turns, block by block"
     return (
-        f"{settings['model']}, {settings['dtype']}, {mode}; {engines(result)}; {hardware}; "
+        f"{settings['model']}, {settings['dtype']}, {mode}; {engines}; {hardware}; "
         f"questions of {asked}, answers of about {settings['max_tokens']} tokens, greedy"
         f"{f', chat template with {json.dumps(template)}' if template else ''}; {result['finished'][:10]}. {turns}."
     )
@@ -121,19 +115,17 @@ def conditions(result: dict[str, Any]) -> str:
 
 def serving(name: str, result: dict[str, Any]) -> tuple[list[str], list[Plot]]:
     rows = result["rows"]
+    for r in rows:
+        r |= {"name": nice(r["group"])}
+        r["interval"] = bounds(*r.get("ratio_interval", (0, 0)))
+        r["by_pass"] = " ".join(f"{rate:.1f}" for rate in r.get("tokens_per_second_by_pass", ()))
     shown = [plot for plot in (plots.latency_throughput(name, rows), plots.ratios(name, rows)) if plot is not None]
-    note = (
-        f"{conditions(result)} Answers are compared with plain's as text with special tokens. Servers began with "
-        "nothing learnt or cached at each number of requests at a time. Tokens per second are those that came under "
-        "full load, their ratio the median over blocks of questions; ratios of a group are of the "
-        "time that a request takes for a token after the first."
-    )
-    parts = [f"## Serving: {name}", note, below_plain(result), near_the_best(result)]
+    parts = [f"## Serving: {name}", f"{conditions(result)} {NOTE}", below_plain(result), near_the_best(result)]
     parts += [f"> problem: {text}" for text in result["problems"]]
     parts += [f"![{plot.name}]({plot.name}.png)\n\n{plot.caption}" for plot in shown]
-    parts += [serving_table(overall(rows)), serving_table([r for r in rows if r["group"] != summary.ALL])]
     commands = "\n".join(f"- `{command}`" for command in result["commands"].values())
-    return [*parts, rivals(result), f"### Commands of the servers\n\n{commands}"], shown
+    parts += [tables.table(rows, *COLUMNS), rivals(result), f"### Commands of the servers\n\n{commands}"]
+    return parts, shown
 
 
 def build(folder: Path) -> tuple[str, list[Plot]]:
@@ -151,7 +143,7 @@ def build(folder: Path) -> tuple[str, list[Plot]]:
     return "\n\n".join(filter(None, body)) + "\n", shown
 
 
-def main() -> int:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, nargs="?", default=Path("bench/results"))
     parser.add_argument("--out", type=Path, help="the page (default: report.md in the folder); plots go beside it")
@@ -160,15 +152,9 @@ def main() -> int:
     try:
         page, shown = build(args.folder)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        parser.exit(2, f"error: {error}\n")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")
     for plot in shown:
         plot.figure.savefig(out.parent / f"{plot.name}.png", bbox_inches="tight", metadata={"Software": None})
     print(f"{out} and {len(shown)} plots")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,10 +7,7 @@ prompts greedily; searches see the first prompts of each domain, figures are of 
 (KNN-SSD, equation 8): mean accepted length M, alpha as accepted over all draft tokens, expected speed
 M alpha / ((M - 1) c + alpha) with c the share of weights that a draft pass reads (for n draft tokens the same as
 M / (n c + 1)); plain decoding beside it.
-
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -18,14 +15,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from bench.lib.draft_chains import draft_chains, sample_of, weight_share
 from bench.lib.machine import rounded
 from bench.lib.results import write_json
-from freedraft.fingerprints import hardware_name as hardware
 from layerskip_plugin.calibrate import knapsack
 from layerskip_plugin.calibrate.host_model import HostModel, Sample, Text
 from layerskip_plugin.calibrate.knn import fit
@@ -36,7 +32,7 @@ from layerskip_plugin.selection.online_search import WINDOW, Swift
 from layerskip_plugin.skip_set import SkipSet
 
 MIX = (0.0, 0.3, 0.7, 1.0)
-DRAFT, SEED = 5, 0
+DRAFT, ANSWER, SEED = 5, 64, 0
 Answers = dict[str, list[Answered]]
 
 
@@ -54,6 +50,39 @@ def read_domains(paths: Sequence[Path], categories: Sequence[str]) -> dict[str, 
     return domains
 
 
+class Sets(NamedTuple):
+    """What the searches have found."""
+
+    by_domain: dict[str, SkipSet]
+    mixed: SkipSet
+    knapsack: SkipSet
+    length: int  # of its drafts
+    expected: float  # speed over plain, by KnapSpec's own figures
+    kept: list[int]  # sublayers that none may skip
+
+
+def search(host: HostModel, learn: Answers, options: argparse.Namespace) -> Sets:
+    everything = [a for part in learn.values() for a in part]
+    kept = sorted(knapsack.protected_sublayers(host, sample_of(host, everything, options.tokens, SEED)))
+    most = {"max_weight": round(options.share * host.sublayers), "survivors": options.survivors}
+
+    def searched(answers: Sequence[Answered]) -> list[tuple[SkipSet, float]]:
+        part = sample_of(host, answers, max(knapsack.MIN_TOKENS, options.tokens), SEED)
+        return [(c.skip, c.agreement) for c in knapsack.search(host, part, protected=kept, **most)]
+
+    found = searched(everything)
+    # KnapSpec's own choice of set and length, by the share of weights that its passes read.
+    rates = {
+        (skip, d): tokens_per_time(score, weight_share(host, skip), lambda n: 1.0, d)
+        for skip, score in found
+        if len(skip)
+        for d in range(1, 11)
+    }
+    (chosen, length), expected = max(rates.items(), key=lambda item: item[1])
+    by_domain = {name: searched(answers)[-1][0] for name, answers in learn.items()}
+    return Sets(by_domain, found[-1][0], chosen, length, expected, kept)
+
+
 def rounds_of(host: HostModel, skip: SkipSet, text: Text, prompt: int, length: int) -> tuple[int, int, int]:
     """Rounds, tokens drafted and tokens accepted of drafting a whole answer, `length` tokens each time."""
     drafts, _, _ = draft_chains(host, skip, text, prompt, length)
@@ -67,89 +96,85 @@ def rounds_of(host: HostModel, skip: SkipSet, text: Text, prompt: int, length: i
     return rounds, rounds * length, accepted  # passes behind a rejected token take as long as others
 
 
-def stream(
-    host: HostModel, domains: dict[str, list[str]], learn: Answers, held: Answers, options: Any
-) -> dict[str, Any]:
-    """Table 2 of KNN-SSD on this model, and the accuracy of routing."""
-    size, names = round(options.share * host.sublayers), list(domains)
-    everything, tokenizer = [a for part in learn.values() for a in part], load_tokenizer(options.model)
-    sample = sample_of(host, everything, options.tokens, SEED)
-    kept = sorted(knapsack.protected_sublayers(host, sample))
-
-    def searched(answers: Sequence[Answered]) -> list[tuple[SkipSet, float]]:
-        part = sample_of(host, answers, max(knapsack.MIN_TOKENS, options.tokens), SEED)
-        found = knapsack.search(host, part, max_weight=size, protected=kept, survivors=options.survivors)
-        return [(c.skip, c.agreement) for c in found]
-
-    sets = {name: searched(learn[name])[-1][0] for name in names}
-    found = searched(everything)
-    mixed = found[-1][0]
-    # KnapSpec's own choice of set and length, by the share of weights that its passes read.
-    rates = {
-        (skip, d): tokens_per_time(score, weight_share(host, skip), lambda n: 1.0, d)
-        for skip, score in found
-        if len(skip)
-        for d in range(1, 11)
-    }
-    (chosen, length), expected = max(rates.items(), key=lambda item: item[1])
-    n_learn, n_held = len(learn[names[0]]), len(held[names[0]])
-    behind = [*(sets[n] for n in names), mixed]
+def routing(host: HostModel, domains: dict[str, list[str]], sets: Sets, options: argparse.Namespace) -> list[list[int]]:
+    """By domain: to which domain's set KNN-SSD sends each held-out prompt, or behind them the mixed one."""
+    tokenizer, first, last = load_tokenizer(options.model), options.prompts, options.prompts + options.held
 
     def hidden(texts: Sequence[str]) -> Any:
         return np.stack([host.read(encode(tokenizer, t, 256)).final[-1].numpy(force=True) for t in texts])
 
-    known = [hidden(domains[n][n_learn + n_held :][:20] + domains[n][:n_learn]) for n in names]
-    anchors: Domains = fit(known, names, behind)
-    routed = [anchors.route(hidden(domains[n][n_learn : n_learn + n_held])).tolist() for n in names]
-    accuracy = float(np.mean([np.mean(np.array(r) == i) for i, r in enumerate(routed)]))
-    tested = [one for name in names for one in held[name]]
-    texts = [host.read(one.tokens[: one.prompt + options.answer]) for one in tested]
+    known = [hidden(texts[last:][:20] + texts[:first]) for texts in domains.values()]
+    anchors: Domains = fit(known, list(domains), [*sets.by_domain.values(), sets.mixed])
+    return [anchors.route(hidden(texts[first:last])).tolist() for texts in domains.values()]
+
+
+def orders(domains: int, options: argparse.Namespace) -> dict[float, list[tuple[int, int]]]:
+    """By mix ratio: (domain, prompt) of each request of a stream."""
+    rng, found = np.random.default_rng(SEED), {}
+    for ratio in MIX:
+        domain, order = int(rng.integers(domains)), []
+        for _ in range(options.requests):
+            order.append((domain, int(rng.integers(options.held))))
+            if rng.random() < ratio:
+                domain = int(rng.choice([d for d in range(domains) if d != domain]))
+        if ratio == 0:  # "task by task": every domain in turn
+            order = [(i * domains // options.requests, p) for i, (_, p) in enumerate(order)]
+        found[ratio] = order
+    return found
+
+
+def stream(host: HostModel, domains: dict[str, list[str]], answers: Answers, options: Any) -> dict[str, Any]:
+    """Table 2 of KNN-SSD on this model, and the accuracy of routing."""
+    sets = search(host, {name: part[: options.prompts] for name, part in answers.items()}, options)
+    held = [part[options.prompts :] for part in answers.values()]
+    texts = [[host.read(one.tokens[: one.prompt + ANSWER]) for one in part] for part in held]
+    routed = routing(host, domains, sets, options)
+    behind = [*sets.by_domain.values(), sets.mixed]
 
     @cache
-    def rounds(number: int, skip: SkipSet, length: int) -> tuple[int, int, int]:
-        return rounds_of(host, skip, texts[number], tested[number].prompt, length)
+    def rounds(d: int, p: int, skip: SkipSet, length: int) -> tuple[int, int, int]:
+        return rounds_of(host, skip, texts[d][p], held[d][p].prompt, length)
 
     def searching(order: Sequence[tuple[int, int]]) -> list[SkipSet]:
         """SWIFT's incumbent at each request; one batch of candidates is scored on the newest tokens of each."""
         newest: Sample
         scores = lambda skips: host.scores(skips, newest)[0]  # noqa: E731
-        swift, used = Swift(host.n_layers, scores, host.fingerprint, options.share, kept, seed=SEED), []
+        swift, used = Swift(host.n_layers, scores, host.fingerprint, options.share, sets.kept, seed=SEED), []
         for d, p in order:
-            one = held[names[d]][p]
             used.append(swift.incumbent)
-            newest = host.newest(one.tokens[: one.prompt + options.answer], WINDOW)
+            newest = host.newest(held[d][p].tokens[: held[d][p].prompt + ANSWER], WINDOW)
             swift.step()
         return used
 
-    rng, rows = np.random.default_rng(SEED), []
-    for ratio in MIX:
-        domain, order = int(rng.integers(len(names))), []
-        for _ in range(options.requests):
-            order.append((domain, int(rng.integers(n_held))))
-            if rng.random() < ratio:
-                domain = int(rng.choice([d for d in range(len(names)) if d != domain]))
-        if ratio == 0:  # "task by task": every domain in turn
-            order = [(i * len(names) // options.requests, p) for i, (_, p) in enumerate(order)]
+    rows = []
+    for ratio, order in orders(len(held), options).items():
         sums: dict[str, Any] = defaultdict(lambda: np.zeros(4))
         for (d, p), incumbent in zip(order, searching(order), strict=True):
             choices = {
-                "static, first domain": (sets[names[order[0][0]]], DRAFT),
-                "static, mixed": (mixed, DRAFT),
+                "static, first domain": (behind[order[0][0]], DRAFT),
+                "static, mixed": (sets.mixed, DRAFT),
                 "swift": (incumbent, DRAFT),
                 "knn": (behind[routed[d][p]], DRAFT),
-                "knapsack": (chosen, length),
+                "knapsack": (sets.knapsack, sets.length),
             }
-            for method, (skip, far) in choices.items():
-                sums[method] += [*rounds(d * n_held + p, skip, far), weight_share(host, skip)]
+            for method, (skip, length) in choices.items():
+                sums[method] += [*rounds(d, p, skip, length), weight_share(host, skip)]
         rows.append({"mix": ratio, "selection": "plain", "M": 1.0, "alpha": 0.0, "c": 0.0, "expected_speed": 1.0})
-        for method, (number, drafted, accepted, shares) in sums.items():
+        for method, of_method in sums.items():
+            number, drafted, accepted, shares = of_method.tolist()
             m, alpha, c = 1 + accepted / number, accepted / drafted, shares / len(order)
             row = {"mix": ratio, "selection": method, "M": m, "alpha": alpha, "c": c}
             rows.append(row | {"expected_speed": m / (drafted / number * c + 1)})
-            print(f"mix {ratio}  {method:<22} M {m:.2f}  alpha {alpha:.3f}  speed {rows[-1]['expected_speed']:.3f}")
-    own = {"skipped": len(chosen), "draft_length": length, "expected_over_plain": expected}
-    figures = {"routing_accuracy": accuracy, "held_out_prompts": len(names) * n_held, "draft_length": DRAFT}
-    return rounded(figures | {"skipped": size, "knapsack": own, "rows": rows})
+            print(rounded(rows[-1]), flush=True)
+    accuracy = float(np.mean([np.mean(np.array(r) == i) for i, r in enumerate(routed)]))
+    own = {"skipped": len(sets.knapsack), "draft_length": sets.length, "expected_over_plain": sets.expected}
+    figures: dict[str, Any] = {
+        "routing_accuracy": accuracy,
+        "held_out_prompts": sum(map(len, held)),
+        "draft_length": DRAFT,
+    }
+    figures |= {"skipped": round(options.share * host.sublayers), "knapsack": own, "rows": rows}
+    return rounded(figures)
 
 
 def main() -> None:
@@ -160,24 +185,16 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--prompts", type=int, default=6, help="prompts per domain that searches see")
     parser.add_argument("--held", type=int, default=6, help="held-out prompts per domain")
-    parser.add_argument("--answer", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--tokens", type=int, default=64, help="calibration tokens")
     parser.add_argument("--requests", type=int, default=40, help="in each stream")
     parser.add_argument("--share", type=float, default=0.2, help="of the sublayers skipped in the stream")
     parser.add_argument("--survivors", type=int, default=2, help="of each weight in the knapsack search")
-    parser.add_argument("--name", help="of the model, in the JSON; by default its folder's")
     options = parser.parse_args()
-    host, name_of_model = HostModel.load(options.model, dtype="float32"), options.name or options.model.name
-    domains = read_domains(options.data, options.categories)
-    tokenizer, number = load_tokenizer(options.model), options.prompts + options.held
-    answers = {
-        name: answer(host, tokenizer, texts[:number], options.answer, 256, batch=6) for name, texts in domains.items()
-    }
-    learn = {name: part[: options.prompts] for name, part in answers.items()}
-    held = {name: part[options.prompts :] for name, part in answers.items()}
-    figures = stream(host, domains, learn, held, options)
-    entry = {"hardware": hardware(host.device), "domains": list(domains), "stream": figures}
-    write_json(options.json, {name_of_model: entry}, data=options.data)
+    host, tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
+    domains, number = read_domains(options.data, options.categories), options.prompts + options.held
+    answers = {name: answer(host, tokenizer, texts[:number], ANSWER, 256, batch=6) for name, texts in domains.items()}
+    entry = {"domains": list(domains), "stream": stream(host, domains, answers, options)}
+    write_json(options.json, {options.model.name: entry}, data=options.data)
 
 
 if __name__ == "__main__":

@@ -3,15 +3,11 @@
     python bench/serve.py --questions question.jsonl --arms plain sssd ngram suffix --concurrency 1 4
 
 An arm is the name of a preset or NAME=JSON (a speculative configuration of vLLM, or of SGLang with "engine": "sglang").
-Blocks of questions of all groups go to all arms in turns, in an order that
-changes from block to block, while the other servers idle; throughput counts while all requests at a time are under way;
-see docs/benchmarks.md. `--questions long` (about modules of 16,000 to 100,000 characters), `agent` (a coding agent's
-turn that writes a file again) and `quotes` are made of Python's library; `sessions:FILE` asks turns of recorded
-sessions. Broken off, the same command goes on with the pass that it was in. Whatever fails is named in the report,
-and the rest goes on: exit code 1 then, or when answers differ in fp32 eager.
+Blocks of questions of all groups go to all arms in turns, in an order that changes from block to block, while the other
+servers idle; throughput counts while all requests at a time are under way; see docs/benchmarks.md. Broken off, the same
+command goes on with the pass that it was in. Whatever fails is named in the report, and the rest goes on: exit code 1
+then, or when answers differ in fp32 eager.
 """
-
-from __future__ import annotations
 
 import argparse
 import json
@@ -30,21 +26,20 @@ from typing import Any
 from bench.lib import load, questions, servers, summary
 from bench.lib.prompts import BY_KIND
 from bench.lib.results import ROOT
-from bench.lib.serving import PRESETS, Arm, Report, Step, baseline_of, console, parse_arm
+from bench.lib.serving import PACKAGES, PRESETS, Arm, Report, Step, baseline_of, console, parse_arm
 from bench.lib.tables import pivot
 
 WARM_UP = 32  # tokens of each answer that warms a server up
-ARCTIC = Path("build/arctic")  # what bench/arctic.py built, for arm suffix
-PACKAGES = ("sglang", "freedraft", "torch", "triton", "transformers", "numba", "sglang-kernel", "flashinfer-python")
+ARCTIC = Path("build/arctic")  # what bench/arctic.sh built, for arm suffix
 
 
 @dataclass
 class Running:
-    """An arm while it is measured, until it `failed`, and why."""
+    """An arm while it is measured, until it `failed`."""
 
     arm: Arm
     server: servers.Server
-    failed: str | None = None
+    failed: bool = False
 
 
 class Bench:
@@ -62,32 +57,31 @@ class Bench:
                 for each in self.order():
                     self.one_pass(*each)
             finally:
-                for running in self.arms:
-                    running.server.stop()
+                self.stop()
+
+    def stop(self) -> None:
+        for running in self.arms:
+            running.server.stop()
 
     def order(self) -> Iterator[tuple[list[Running], int, int]]:
         """Passes over all questions: who takes part, how many requests at a time, and which repeat it is."""
         for repeat in range(self.args.repeats):
-            if not self.args.in_turns:
-                for concurrency in self.args.concurrency:
-                    yield self.arms, concurrency, repeat
-                continue
             first = repeat % len(self.arms)
-            for running in [*self.arms[first:], *self.arms[:first]]:
+            turns = [[running] for running in [*self.arms[first:], *self.arms[:first]]]
+            for team in turns if self.args.in_turns else [self.arms]:
                 for concurrency in self.args.concurrency:
-                    yield [running], concurrency, repeat
+                    yield team, concurrency, repeat
 
     def one_pass(self, arms: Sequence[Running], concurrency: int, repeat: int) -> None:
         """Put all blocks in turns to those of the arms that lack some. They begin with nothing learnt or cached."""
         blocks, answered = self.blocks[concurrency], self.report.answered
-        team = [r for r in arms if r.failed is None and answered(r.arm.name, concurrency, repeat) < len(blocks)]
-        for running in self.arms:
-            running.server.stop()
+        team = [r for r in arms if not r.failed and answered(r.arm.name, concurrency, repeat) < len(blocks)]
+        self.stop()
         self.start(team, concurrency)
         for i, block in enumerate(blocks):
             turn = (i + repeat) % max(1, len(team))
             for running in [*team[turn:], *team[:turn]]:
-                if running.failed is None:
+                if not running.failed:
                     self.measure(running, Step(running.arm.name, concurrency, repeat, i), block)
 
     def start(self, team: Sequence[Running], concurrency: int) -> None:
@@ -95,40 +89,38 @@ class Bench:
         self.status.update(f"starting {len(team)} servers")
         for running in team:
             running.server = self.server(running.arm)  # on a port that is free now
-            command, model = ["python", *running.server.command[1:]], self.args.model
-            command = [model.name if part == str(model) else part for part in command]
-            self.report.commands[running.arm.name] = shlex.join(command)
+            command = [
+                self.args.model.name if part == str(self.args.model) else part for part in running.server.command
+            ]
+            self.report.commands[running.arm.name] = shlex.join(["python", *command[1:]])
             running.server.start()
         for running in team:
             try:
                 running.server.wait_until_ready(self.args.start_limit)
             except servers.ServerError as error:
                 self.give_up(running, str(error))
+        # Compiled code, thread pools, measured step times; on the demo's prompts, which are no questions.
+        chats: list[load.Request] = [([{"role": "user", "content": text}], WARM_UP) for text in BY_KIND]
         for running in team:
-            if running.failed is None:
-                self.warm_up(running, concurrency)
+            if not running.failed:
+                outcome = self.ask(running, chats * math.ceil(2 * concurrency / len(chats)), concurrency)
+                if outcome and outcome.errors:
+                    self.give_up(running, f"warm-up: {outcome.errors[0]}")
 
     def server(self, arm: Arm) -> servers.Server:
         args = self.args
         log = args.json.parent / "logs" / f"serve-{arm.name}.log"
-        options = {"dtype": args.dtype, "eager": not args.compiled, "device": args.device, "flags": args.flags.split()}
-        options |= {"speculative": arm.speculative, "max_model_len": args.max_model_len, "prefixes": True}
-        options["requests"] = max(args.concurrency)
+        options = {"dtype": args.dtype, "eager": not args.compiled, "device": args.device, "prefixes": True}
+        options |= {"max_model_len": args.max_model_len, "requests": max(args.concurrency)}
         python = str(args.sglang_python if arm.engine == "sglang" else sys.executable)
-        server = servers.build(arm.name, arm.engine, args.model, log, python=python, **options)
+        options |= {"speculative": arm.speculative, "python": python}
+        server = servers.build(arm.name, arm.engine, args.model, log, **options)
         server.tied = True
         server.env["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")  # GiB
         if arm.engine == "vllm" and ARCTIC.is_dir():
             paths = (str(ARCTIC.resolve()), os.environ.get("PYTHONPATH"))
             server.env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return server
-
-    def warm_up(self, running: Running, concurrency: int) -> None:
-        """Compiled code, thread pools, measured step times; on the demo's prompts, which are no questions."""
-        asked: list[load.Request] = [([{"role": "user", "content": text}], WARM_UP) for text in BY_KIND]
-        outcome = self.ask(running, asked * math.ceil(2 * concurrency / len(BY_KIND)), concurrency)
-        if outcome and outcome.errors:
-            self.give_up(running, f"warm-up: {outcome.errors[0]}")
 
     def ask(self, running: Running, asked: Sequence[load.Request], concurrency: int) -> load.Outcome | None:
         """None where the arm had to be given up."""
@@ -157,7 +149,7 @@ class Bench:
             self.give_up(running, "all requests of a block failed")
 
     def give_up(self, running: Running, why: str) -> None:
-        running.failed = why
+        running.failed = True
         self.report.problem(f"arm '{running.arm.name}' is left out: {why}")
         self.report.write()
         running.server.stop()
@@ -169,24 +161,22 @@ def request(question: questions.Question, tokens: int) -> load.Request:
     return question.chat, max(2, round(tokens * (0.5 + random.Random(question.name).random())))
 
 
-def versions_in(python: Path) -> dict[str, str]:
-    """Versions in another environment. Raises ValueError: one line: there is no such interpreter."""
-    code = f"import json; from bench.lib.machine import versions; print(json.dumps(versions(*{PACKAGES})))"
-    try:
-        command, env = [str(python.absolute()), "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
-        found: dict[str, str] = json.loads(subprocess.run(command, env=env, capture_output=True, check=True).stdout)
-    except (OSError, subprocess.CalledProcessError, ValueError) as error:
-        raise ValueError(f"--sglang-python {python} does not run: {error}") from None
-    return found
-
-
 def described(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The arms as the file of results keeps them: those of SGLang with the versions of its own environment."""
-    other = versions_in(args.sglang_python) if any(arm.engine == "sglang" for arm in args.arms) else {}
+    """The arms as the file of results keeps them: those of SGLang with the versions of its own environment. Raises
+    ValueError: one line: there is no such environment."""
+    if all(arm.engine == "vllm" for arm in args.arms):
+        return {arm.name: asdict(arm) for arm in args.arms}
+    packages = (*PACKAGES, "triton", "sglang-kernel", "flashinfer-python")
+    code = f"import json; from bench.lib.machine import versions; print(json.dumps(versions(*{packages})))"
+    try:
+        command, env = [str(args.sglang_python.absolute()), "-c", code], os.environ | {"PYTHONPATH": str(ROOT)}
+        other = json.loads(subprocess.run(command, env=env, capture_output=True, check=True).stdout)
+    except (OSError, subprocess.CalledProcessError, ValueError) as error:
+        raise ValueError(f"--sglang-python {args.sglang_python} does not run: {error}") from None
     return {arm.name: asdict(arm) | ({"versions": other} if arm.engine == "sglang" else {}) for arm in args.arms}
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -207,13 +197,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), default="float32")
     add("--compiled", action="store_true", help="vLLM's compiled graphs instead of eager mode")
     add("--chat-template-kwargs", type=json.loads, metavar="JSON", help='of every chat: {"enable_thinking": false}')
-    add("--flags", default="", help="further flags of every engine, in one text")
     add("--in-turns", action="store_true", help="one server at a time, where memory does not hold all of them")
     add("--sglang-python", type=Path, default=Path(".venv/sglang/bin/python"), help="python of SGLang's environment")
     add("--start-limit", type=float, default=servers.START_LIMIT_S, metavar="S", help="seconds for a start")
     add("--json", type=Path, default=Path("build/serve.json"), help="file of results")
     add("--fresh", action="store_true", help="begin again")
-    args = parser.parse_args(arguments)
+    args = parser.parse_args()
     if min(args.concurrency) < 1 or args.repeats < 1 or args.max_tokens < 2 or args.rounds < 3:
         parser.error("--concurrency and --repeats must be at least 1, --max-tokens 2, --rounds 3")
     if len({arm.name for arm in args.arms}) < len(args.arms):
@@ -225,10 +214,10 @@ def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` ends the servers
     asked = [question for name in args.questions for question in questions.read(name)]
-    names = ("device", "dtype", "flags", "chat_template_kwargs", "max_tokens", "max_model_len", "in_turns", "rounds")
-    files = [Path(name).name for name in args.questions]
+    names = ("device", "dtype", "chat_template_kwargs", "max_tokens", "max_model_len", "in_turns", "rounds")
     settings = {"model": args.model.name} | {name: getattr(args, name) for name in names}
-    settings["questions"] = {"files": files, "limit": args.limit, "sha256": questions.digest(asked)}
+    files = {"files": [Path(name).name for name in args.questions], "limit": args.limit}
+    settings["questions"] = files | {"sha256": questions.digest(asked)}
     settings |= {"warm_up": WARM_UP, "eager": not args.compiled, "arms": described(args)}
     report = Report.open(args.json, settings, args.fresh)
     try:
@@ -242,10 +231,9 @@ def main() -> int:
     exact = args.dtype == "float32" and not args.compiled
     differing = [r for r in rows if exact and r.get("identical") not in (None, 1.0)]
     for row in differing:
-        console.print(
-            f"[red]error:[/] arm '{row['arm']}', {row['concurrency']} at a time, {row['group']}: "
-            f"{1 - row['identical']:.1%} of answers differ from plain's in fp32 eager"
-        )
+        where = f"arm '{row['arm']}', {row['concurrency']} at a time, {row['group']}"
+        share = f"{1 - row['identical']:.1%} of answers differ from plain's in fp32 eager"
+        console.print(f"[red]error:[/] {where}: {share}")
     return 1 if report.problems or differing else 0
 
 

@@ -7,8 +7,6 @@ Wheels are downloaded with pip into --folder, and kept there. Nothing is run of 
 the tables of hooks (`freedraft/engines/*/hooks.py`) would accept it, not one that was tested.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import importlib
@@ -20,8 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib.util import resolve_name
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from bench.lib.tables import markdown
 from freedraft.engines.hooks import Hook, is_tested
 
 # Where a version has a wheel for CPUs, that one is read, which is smaller.
@@ -53,12 +52,12 @@ class Found(NamedTuple):
     """A definition, and the module that contains it."""
 
     module: str
-    node: ast.AST
+    node: Any
 
 
 class Source:
-    """The Python files of a package, read and not imported: for versions that this machine cannot install. `read` gives
-    the text of a file by its path ("sglang/srt/server_args.py"), None where there is none; `files` are all paths."""
+    """The Python files of a package, read and not imported. `read` gives the text of a file by its path
+    ("sglang/srt/server_args.py"), None where there is none; `files` are all paths."""
 
     def __init__(self, read: Callable[[str], str | None], files: Sequence[str]) -> None:
         self._read, self._files, self._module = read, files, cache(self._parse)
@@ -71,8 +70,7 @@ class Source:
         found = self._member(owner, hook.attribute) if hook.attribute else owner
         if found is None:
             return f"{hook.name} is missing"
-        absent = sorted(set(hook.parameters) - self._parameters(found)) if hook.parameters else []
-        if absent:
+        if absent := sorted(set(hook.parameters) - self._parameters(found)) if hook.parameters else []:
             return f"{hook.name} takes no parameter {', '.join(absent)}"
         absent = sorted(set(hook.members) - self._names(found))
         return f"{hook.name} has no {', '.join(absent)}" if absent else None
@@ -101,13 +99,12 @@ class Source:
             overload = isinstance(node, Function) and any("overload" in ast.unparse(d) for d in node.decorator_list)
             if name in _defined(node) and not overload:
                 return Found(owner.module, node)
-        for node in nodes:
-            if isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    if (alias.asname or alias.name) in (name, "*"):
-                        path = f"{self._imported(owner.module, node)}.{name if alias.name == '*' else alias.name}"
-                        if path != f"{owner.module}.{name}" and (found := self.resolve(path)) is not None:
-                            return found
+        imports = ((node, alias) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names)
+        for node, alias in imports:
+            if (alias.asname or alias.name) in (name, "*"):
+                path = f"{self._imported(owner.module, node)}.{name if alias.name == '*' else alias.name}"
+                if path != f"{owner.module}.{name}" and (found := self.resolve(path)) is not None:
+                    return found
         return next((found for base in self._bases(owner) if (found := self._member(base, name))), None)
 
     def _imported(self, importer: str, node: ast.ImportFrom) -> str:
@@ -118,10 +115,9 @@ class Source:
         return resolve_name("." * node.level + (node.module or ""), package)
 
     def _bases(self, owner: Found) -> Iterator[Found]:
-        module = self._module(owner.module)
-        assert module is not None
         for base in getattr(owner.node, "bases", ()):
-            found = self._member(Found(owner.module, module), ast.unparse(base).split(".")[0].split("[")[0])
+            name = ast.unparse(base).split(".")[0].split("[")[0]
+            found = self._member(Found(owner.module, self._module(owner.module)), name)
             if found is not None and isinstance(found.node, ast.ClassDef):
                 yield found
 
@@ -172,14 +168,16 @@ def parts(engine: str) -> dict[str, tuple[Hook, ...]]:
     return {title: sum((getattr(hooks, name) for name in names), ()) for title, names in TABLES[engine].items()}
 
 
-def wheel_of(engine: str, version: str, folder: Path) -> Path:
+def source_of(engine: str, version: str, folder: Path) -> Source:
     """Raises subprocess.CalledProcessError where pip finds no such wheel."""
     package = f"{engine}-{version}" if version.startswith("cpu") else f"{engine}=={version}"
     pattern = package.replace("-", "_").replace("==", "-") + "-*.whl"
     if not list(folder.glob(pattern)):
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
         subprocess.run([*command, package, "-d", str(folder)], check=True)
-    return next(folder.glob(pattern))
+    with zipfile.ZipFile(next(folder.glob(pattern))) as wheel:
+        texts = {name: wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".py")}
+    return Source(texts.get, list(texts))
 
 
 def main() -> int:
@@ -189,20 +187,17 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "engine-wheels")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
-    tables = parts(given.engine)
+    tables, rows, failed = parts(given.engine), [], False
     tested: tuple[str, ...] = importlib.import_module(f"freedraft.engines.{given.engine}.hooks").TESTED_VERSIONS
-    print(f"| version | {' | '.join(tables)} | tests |\n|---|{'---|' * len(tables)}---|")
-    failed = False
     for version in given.versions or VERSIONS[given.engine]:
-        with zipfile.ZipFile(wheel_of(given.engine, version, given.folder)) as wheel:
-            texts = {name: wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".py")}
-        source = Source(texts.get, list(texts))
+        source, number = source_of(given.engine, version, given.folder), version.removeprefix("cpu==")
         problems = ["; ".join(filter(None, map(source.problem, hooks))) for hooks in tables.values()]
         cells = [found.replace("sglang.srt.", "").replace("vllm.v1.", "") or "all there" for found in problems]
-        ran = is_tested(version.removeprefix("cpu=="), tested)
-        print(f"| {version.removeprefix('cpu==')} | {' | '.join(cells)} | {'run' if ran else 'not run'} |")
+        ran = is_tested(number, tested)
+        rows.append([number, *cells, "run" if ran else "not run"])
         failed |= ran and any(problems)
-    return failed
+    print(markdown(["version", *tables, "tests"], rows))
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -113,6 +114,22 @@ def budget_replay(result: Any) -> str:
     rows = [r | {"arm": arm, "value": value} for r in result["rows"] for arm, value in r["ratio"].items()]
     rows = [r for r in rows if r["arm"] != "plain"]
     return pivot(rows, "machine={machine} | drafts={arm}", "batch", "{value:.2f}", "batch {}")
+
+
+@section("How many draft tokens at most", "draft-lengths.json", CHAPTERS[2])
+def draft_lengths(result: Any) -> str:
+    """Policy `auto` with 8 to 64 draft tokens at most, on the same machines, over answers of Llama-3.1-8B (chat) and
+    agents' turns: geometric mean over plain of five machines and batch sizes, with the lowest and the highest. V1
+    drafts any number up to the limit, V2 one of few lengths, by the batch size."""
+    found = []
+    for runner in ("V1", "V2"):
+        for traffic in ("chat", "agent", "both"):
+            rows = [r["ratio"] for r in result["rows"] if r["runner"] == runner and traffic in (r["traffic"], "both")]
+            for length in rows[0]:
+                each = [ratios[length] for ratios in rows]
+                cell = f"{geometric_mean(each):.3f} ({min(each):.2f}-{max(each):.2f})"
+                found.append({"runner": runner, "traffic": traffic, "length": length, "cell": cell})
+    return pivot(found, "model runner={runner} | traffic={traffic}", "length", "{cell}")
 
 
 @section("Draft quality, by replay", "replay.json", CHAPTERS[1])

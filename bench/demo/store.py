@@ -1,15 +1,12 @@
 """The demo's datastore, of text that every machine has: the sources and documentation of Python's standard library."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-
-from rich.console import Console
+from pydoc_data.topics import topics
 
 # Tests and data tables are half of the library, and nobody writes such code in a chat.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
@@ -24,32 +21,21 @@ def documents() -> Iterator[str]:
                 yield path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError):
                 continue
-    from pydoc_data.topics import topics
-
     yield from topics.values()
 
 
-def write(out: Path) -> None:
-    """Write one JSON line `{"text": ...}` per document."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    part = out.with_name(out.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        for text in documents():
-            file.write(json.dumps({"text": text}) + "\n")
-    part.rename(out)
-
-
-def ensure_store(store: Path, model: Path, console: Console) -> None:
+def ensure_store(store: Path, model: Path) -> None:
     """Build the datastore with the `freedraft` command, unless a whole one for this model is there."""
     command = [str(Path(sys.executable).with_name("freedraft")), "datastore"]
-    verified = subprocess.run(
-        [*command, "verify", str(store), "--tokenizer", str(model)], capture_output=True, text=True, check=False
-    )
+    verify = [*command, "verify", str(store), "--tokenizer", str(model)]
+    verified = subprocess.run(verify, capture_output=True, text=True, check=False)
     if verified.returncode == 0:
-        console.print(f"datastore: {verified.stdout.strip()}", soft_wrap=True)
+        print(f"datastore: {verified.stdout.strip()}")
         return
-    console.print("datastore: from the sources and documentation of Python's standard library")
+    print("datastore: from the sources and documentation of Python's standard library", flush=True)
     text = store.with_name(store.name + ".jsonl")
-    write(text)
-    quiet = [] if console.is_terminal else ["--quiet"]
+    text.parent.mkdir(parents=True, exist_ok=True)
+    with text.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps({"text": document}) + "\n" for document in documents())
+    quiet = [] if sys.stdout.isatty() else ["--quiet"]
     subprocess.run([*command, "build", str(store), str(text), "--tokenizer", str(model), "--force", *quiet], check=True)

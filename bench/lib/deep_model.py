@@ -1,12 +1,9 @@
 """A deep synthetic model in which layer skipping can pay, made of the demo model.
 
-After each layer of the demo model comes a copy of it with `o_proj` and `down_proj` scaled down, so that the copies
-cost as much as any layer and hardly change the text. Skipping them all drafts with a half of the sublayers and finds
-nearly always the same token, as large models do without such help (notes of the SWIFT and Self-SD papers: acceptance
-.98 with 45-50 % of the sublayers skipped). It is synthetic in that one respect; weights, tokenizer and text are real.
+After each layer of the demo model comes a copy of it with `o_proj` and `down_proj` scaled down, which costs as much as
+any layer and hardly changes the text. Skipping all copies drafts with a half of the sublayers and finds nearly always
+the same token, as in large models (SWIFT, Self-SD: acceptance .98). Weights, tokenizer and text are real.
 """
-
-from __future__ import annotations
 
 import json
 import shutil

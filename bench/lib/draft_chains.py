@@ -1,8 +1,6 @@
 """Drafts that a skip set makes from every position of a text, what they cost, and samples for searches: without an
 engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

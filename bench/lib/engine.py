@@ -1,15 +1,15 @@
-"""Engines under a benchmark: their drafting is recorded, and switched on and off between requests or steps."""
+"""Engines under a benchmark, with one interface: their drafting is recorded, and switched on and off by request."""
 
-from __future__ import annotations
-
+import itertools
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,85 +20,45 @@ from bench.lib.servers import in_process_environment
 from freedraft.draft import DraftBatch
 from freedraft.step import Step
 
-Drafting = bool | Callable[[Step], bool]
-"""Whether the drafter is asked, or in which steps."""
 SKIP_SET_OF_DEMO = ROOT / "configs" / "skip_sets" / "smollm2-135m-instruct-12.json"
+LOG, ALGORITHM = "LAYER_SKIP_BENCH_LOG", "layerskip_in_turns"  # of SGLang
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of `Method.draft`, which comes between two steps of the engine.
+    """One call of `Method.draft`, which comes between two steps of the engine."""
 
-    Attributes:
-        began, ended: seconds on the clock of `time.perf_counter`.
-        on: whether the method was asked.
-        ids: the requests of the step. contexts: their tokens, in all.
-        gained: tokens that each of them gained by the step that has just ended.
-        drafted: depth of each request's draft. nodes: of all drafts, roots included.
-        kinds: of each draft's first token (`DraftBatch.kinds`); 0 where there is none.
-    """
-
-    began: float
+    began: float  # on the clock of `time.perf_counter`
     ended: float
-    on: bool
-    ids: list[str]
-    contexts: int
-    gained: list[int]
-    drafted: list[int]
-    nodes: int
-    kinds: list[int]
+    ids: list[str]  # requests of the step
+    contexts: int  # their tokens, in all
+    gained: list[int]  # tokens of each by the step that has just ended
+    drafted: list[int]  # depth of each draft
 
     @property
     def batch(self) -> int:
         return len(self.ids)
 
-    @property
-    def pass_seconds(self) -> float | None:
-        """The time of one draft pass, its share of the decisions included; None where nothing was drafted."""
-        depth = max(self.drafted, default=0)
-        return (self.ended - self.began) / depth if depth else None
-
-
-class Turns:
-    """For `Switch`: off and on in turns of `length` steps within the same requests, so that both meet the same machine
-    and contexts."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-        self._step = -1
-
-    def __call__(self, step: Step) -> bool:
-        self._step += 1
-        return self._step // self.length % 4 in (1, 2)  # off, on, on, off, ...: neither is always the first
-
 
 class Switch:
-    """Stands in for `method.draft` from now on.
+    """Stands in for `method.draft`: where `wants(step)` is false the method is not asked, and the drafts are roots. The
+    file `log` has each of the `calls` as a line of JSON."""
 
-    Where `wants(step)` is false the method is not asked, and the drafts are nothing but roots; it only hears what
-    became of the drafts that it made the step before. The file `log` gets every call as a line of JSON.
-
-    Attributes:
-        calls: all calls so far; the caller may clear them.
-        error: the last exception of the method, which is also passed on to the engine.
-    """
-
-    def __init__(self, method: Any, wants: Callable[[Step], bool] = lambda step: True, log: Path | None = None) -> None:
+    def __init__(self, method: Any, wants: Callable[[Step], bool], log: Path | None = None) -> None:
         self.wants, self.log = wants, log
         self.calls: list[Call] = []
         self.error: Exception | None = None
-        self._draft: Callable[[Step], DraftBatch] = method.draft
-        self._method = method
+        self._method, self._draft = method, method.draft
         self._drafted: list[str] = []  # for which requests it has just made drafts
         method.draft = self._watched
 
     def _watched(self, step: Step) -> DraftBatch:
-        began, on = time.perf_counter(), self.wants(step)
+        began, ids = time.perf_counter(), list(step.request_ids)
         try:
-            if on:
-                draft, self._drafted = self._draft(step), list(step.request_ids)
+            if self.wants(step):
+                draft, self._drafted = self._draft(step), ids
             else:
-                if self._drafted == step.request_ids:
+                if self._drafted == ids:  # it hears what became of its last drafts
                     self._method.controller.update(step)
                     self._method.update(step)
                 self._method.controller.interrupt()
@@ -106,98 +66,128 @@ class Switch:
         except Exception as error:
             self.error = error
             raise
-        ended = time.perf_counter()
+        ended, contexts = time.perf_counter(), int(step.contexts.sum())
         nodes = np.arange(draft.max_nodes) < draft.counts[:, None]
-        ids, gained, depths = list(step.request_ids), step.gained.tolist(), np.where(nodes, draft.depths, 0)
-        drafted, total = depths.max(1, initial=0).tolist(), int(nodes.sum())
-        kinds = np.where(nodes, draft.kinds, 0)[:, 1:2].max(1, initial=0).tolist()
-        self.calls.append(Call(began, ended, on, ids, int(step.contexts.sum()), gained, drafted, total, kinds))
+        drafted = np.where(nodes, draft.depths, 0).max(1, initial=0).tolist()
+        self.calls.append(Call(began, ended, ids, contexts, step.gained.tolist(), drafted))
         if self.log is not None:
             with self.log.open("a") as file:
                 file.write(json.dumps(asdict(self.calls[-1])) + "\n")
         return draft
 
 
-def calls_in(log: Path) -> list[Call]:
-    """None as long as there is no such file."""
-    return [Call(**json.loads(line)) for line in log.read_text().splitlines()] if log.exists() else []
-
-
-def baseline_seconds(calls: Sequence[Call], batch: int) -> list[float]:
-    """Seconds of each step of `batch` requests that verified no drafts, from one call's end to the next one's begin."""
-    pairs = [(a, b) for a, b in pairwise(calls) if a.batch == batch and a.ids == b.ids]
-    return [after.began - call.ended for call, after in pairs if not any(call.drafted)]
-
-
-def verdicts(calls: Sequence[Call]) -> list[tuple[int, int]]:
-    """(drafted, accepted) tokens of each request in each step, if the request took part in the next one."""
-    return [
-        (drafted, after.gained[after.ids.index(name)] - 1)
-        for call, after in pairwise(calls)
-        for name, drafted in zip(call.ids, call.drafted, strict=True)
-        if name in after.ids
-    ]
-
-
 @dataclass(frozen=True)
 class Run:
-    """The answers to some prompts, all in one batch.
+    """The answers to some prompts, all in one batch."""
 
-    Attributes:
-        tokens: of each answer.
-        calls: of `Method.draft`, from the first one after all prompts were read.
-        seconds: from then to the last token. decoded: tokens since then.
-    """
-
-    tokens: list[list[int]]
-    calls: list[Call]
-    seconds: float
-    decoded: int
+    tokens: list[list[int]]  # of each answer
+    calls: list[Call]  # of `Method.draft`, from the first one after all prompts were read
+    seconds: float  # from then to the last token
+    decoded: int  # tokens since then
 
     @property
     def speed(self) -> float:
         return self.decoded / self.seconds
 
 
-class Engine:
-    """vLLM in this process: compiled in bf16, or eager in fp32 where token identity is at stake."""
+class VllmEngine:
+    """vLLM in this process, compiled."""
 
-    def __init__(
-        self, model: Path, speculative: dict[str, Any], *, requests: int = 1, length: int = 1024, exact: bool = False,
-        prefixes: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: Path, speculative: dict[str, Any], *, requests: int = 1, length: int = 1024) -> None:
         from vllm import LLM
 
-        options: dict[str, Any] = {"dtype": "float32" if exact else "bfloat16", "enforce_eager": exact, "seed": 0}
-        options |= {"max_num_seqs": requests, "max_model_len": length, "enable_prefix_caching": prefixes}
-        self.llm = LLM(str(model), speculative_config=speculative, gpu_memory_utilization=0.5, **options)
-        self.method = method_of(self.llm.llm_engine)
-        self.switch = Switch(self.method)
+        options: dict[str, Any] = {"dtype": "bfloat16", "seed": 0, "gpu_memory_utilization": 0.5}
+        options |= {"max_num_seqs": requests, "max_model_len": length}
+        self.llm = LLM(str(model), speculative_config=speculative, **options)
+        runner: Any = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        self.method = runner.drafter.guarded.method
+        self.drafting = True
+        self.switch = Switch(self.method, lambda step: self.drafting)
 
-    def generate(self, prompts: Sequence[list[int]], tokens: int, *, drafting: Drafting) -> Run:
+    def generate(self, prompts: Sequence[list[int]], tokens: int, *, drafting: bool) -> Run:
         """Greedy answers of exactly `tokens` tokens."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        switch = self.switch
-        switch.wants = drafting if callable(drafting) else lambda step: drafting
-        switch.calls.clear()
+        self.drafting = drafting
+        self.switch.calls.clear()
         how: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
         requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
         outputs = self.llm.generate(requests, SamplingParams(**how), use_tqdm=False)
         ended = time.perf_counter()
-        if switch.error is not None:
-            raise RuntimeError("drafting failed") from switch.error
-        first = next(i for i, call in enumerate(switch.calls) if call.batch == len(prompts))
-        calls, answers = switch.calls[first:], [list(output.outputs[0].token_ids) for output in outputs]
+        if self.switch.error is not None:
+            raise RuntimeError("drafting failed") from self.switch.error
+        first = next(i for i, call in enumerate(self.switch.calls) if call.batch == len(prompts))
+        calls, answers = self.switch.calls[first:], [list(output.outputs[0].token_ids) for output in outputs]
         before = calls[0].contexts - sum(map(len, prompts))
         return Run(answers, calls, ended - calls[0].began, sum(map(len, answers)) - before)
 
 
-def method_of(llm_engine: Any) -> Any:
-    """The `Method` of an engine in this process; None without one of ours."""
-    drafter: Any = getattr(llm_engine.model_executor.driver_worker.worker.model_runner, "drafter", None)
-    return drafter.guarded.method if hasattr(drafter, "guarded") else None
+def register() -> None:
+    """Entry point of `sglang.srt.plugins`: layer skip that drafts only for requests with a name of `SglangEngine`."""
+    from freedraft.engines.sglang import registration
+    from layerskip_plugin.method import SPEC
+
+    registration.register(replace(SPEC, name=ALGORITHM, factory=f"{__name__}:make_method"))
+
+
+def make_method(options: Any, context: Any, controller: Any = None) -> Any:
+    from layerskip_plugin.method import SPEC
+
+    method = SPEC.make(options, context, controller)
+    Switch(method, lambda step: step.request_ids[0].startswith("draft"), Path(os.environ[LOG]))
+    return method
+
+
+class SglangEngine:
+    """SGLang's CPU platform, with the method in a process of its own."""
+
+    def __init__(self, engine: Any, log: Path) -> None:
+        self._engine, self._log, self._numbers = engine, log, itertools.count()
+
+    def generate(self, prompts: Sequence[list[int]], tokens: int, *, drafting: bool) -> Run:
+        """See `VllmEngine.generate`."""
+        number = next(self._numbers)
+        ids = [f"{'draft' if drafting else 'plain'}-{number}-{i}" for i in range(len(prompts))]
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        outputs = self._engine.generate(input_ids=list(prompts), sampling_params=sampling, rid=ids)
+        logged = [Call(**json.loads(line)) for line in self._log.read_text().splitlines()]
+        calls = [call for call in logged if sorted(call.ids) == sorted(ids)]
+        decoded = sum(sum(call.gained) for call in calls[1:])
+        return Run([o["output_ids"] for o in outputs], calls, calls[-1].began - calls[0].began, decoded)
+
+
+@contextmanager
+def engine_of(
+    name: str, model: Path, speculative: dict[str, Any], *, requests: int, length: int = 1024
+) -> Iterator[VllmEngine | SglangEngine]:
+    """An engine in bf16 for `requests` requests at a time, of at most `length` tokens. On SGLang chains of at most
+    `num_speculative_tokens`; the other options of `speculative` are freedraft's."""
+    if name == "vllm":
+        yield VllmEngine(model, speculative, requests=requests, length=length)
+        return
+    from tests.sglang.conftest import sglang_engine
+
+    own = {key: value for key, value in speculative.items() if key not in ("method", "num_speculative_tokens")}
+    env = {f"FREEDRAFT_{key.upper()}": str(value) for key, value in own.items()} | {"FREEDRAFT_TREE": "0"}
+    nodes = speculative["num_speculative_tokens"] + 1
+    options = {"speculative_algorithm": ALGORITHM, "speculative_num_draft_tokens": nodes, "skip_tokenizer_init": True}
+    options |= {"dtype": "bfloat16", "max_running_requests": requests}
+    options |= {"max_total_tokens": max(8192, 2 * requests * length)}
+    with tempfile.TemporaryDirectory() as folder:
+        log, plugin = Path(folder) / "calls.jsonl", Path(folder) / "plugin"
+        info = plugin / "freedraft_bench-0.dist-info"  # its entry point is called in the engine's processes
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: freedraft-bench\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nbench = {__name__}:register\n")
+        paths = [str(plugin), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        env |= {LOG: str(log), "PYTHONPATH": os.pathsep.join(paths)}
+        sys.path.insert(0, str(plugin))
+        try:
+            with sglang_engine(model, env=env, **options) as engine:
+                yield SglangEngine(engine, log)
+        finally:
+            sys.path.remove(str(plugin))
 
 
 def in_process(script: str, *options: object) -> Any:
@@ -207,22 +197,3 @@ def in_process(script: str, *options: object) -> Any:
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-@contextmanager
-def engine_of(
-    name: str, model: Path, speculative: dict[str, Any], *, requests: int, length: int = 1024, **options: Any
-) -> Iterator[Any]:
-    """An `Engine` in this process or an `SglangEngine`, which have one interface.
-
-    Args:
-        requests: at a time at most, of `length` tokens at most.
-        options: `exact`, and `prefixes`: prompts stay in a cache, so that only the first of each is read.
-    """
-    if name == "vllm":
-        yield Engine(model, speculative, requests=requests, length=length, **options)
-    else:
-        from bench.lib.sglang_engine import sglang_engine
-
-        with sglang_engine(model, speculative, requests=requests, length=length, **options) as engine:
-            yield engine

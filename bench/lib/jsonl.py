@@ -1,7 +1,5 @@
 """Reading files with a JSON object per line."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +13,9 @@ class FileError(ValueError):
 
 
 def read(path: Path, form: str, parse: Callable[[int, Any], T]) -> list[T]:
-    """Parse each line that is not empty.
+    """Parse the number, from 1, and the JSON of each line that is not empty. form: of a line, for errors.
 
-    Args:
-        form: of a line, for errors.
-        parse: gets the line's number, from 1, and its JSON; raises ValueError, OverflowError, LookupError or
-            TypeError where the form is another one.
-
-    Raises:
-        FileError: the file cannot be read, has a line of another form, or no line at all.
+    Raises FileError: the file cannot be read, has a line that `parse` does not take, or no line at all.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

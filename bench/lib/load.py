@@ -1,7 +1,5 @@
 """Load on a server by `vllm bench serve`: a fixed number of requests at a time, greedy, of given lengths."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import io
@@ -22,50 +20,36 @@ Request = tuple[list[dict[str, str]], int]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of some requests.
+    """The results of some requests."""
 
-    Attributes:
-        seconds: time under full load, see `full_load`. left: tokens that left in it.
-        tokens: number that each request generated. latency_s, ttft_s: of each request; nan where it failed.
-        answers: fingerprint of each answer, special tokens included; None where it failed.
-        drafted, accepted: tokens of all requests; None where the server does not say (SGLang of drafted ones).
-        errors: the last line of each different error.
-    """
-
-    seconds: float
-    left: float
-    tokens: list[int]
-    latency_s: list[float]
+    seconds: float  # under full load, see `full_load`
+    left: float  # tokens that left in it
+    tokens: list[int]  # that each request generated
+    latency_s: list[float]  # of each request, nan where it failed
     ttft_s: list[float]
-    answers: list[str | None]
-    drafted: int | None
+    answers: list[str | None]  # fingerprint of each, special tokens included; None where it failed
+    drafted: int | None  # tokens of all requests; None where the server does not say (SGLang)
     accepted: int | None
-    errors: list[str]
+    errors: list[str]  # last line of each different one
 
 
 def ask(url: str, model: str, asked: Sequence[Request], concurrency: int, template: dict[str, Any] | None) -> Outcome:
-    """Put requests to the server in their order, with arguments of the model's chat template; wait for all answers.
-
-    The end of a sequence is ignored, so that answers have the requested tokens and arms do equal work. Nothing else is
-    sent: a trial request would teach the arms that learn from traffic an answer.
-    """
+    """Put requests to the server in their order, with arguments of the model's chat template; wait for all answers. The
+    end of a sequence is ignored, so that arms do equal work. Nothing else is sent: arms learn from traffic."""
     from vllm.benchmarks.datasets import SampleRequest
     from vllm.benchmarks.serve import TaskType, benchmark
 
     requests = [SampleRequest(prompt=chat, prompt_len=0, expected_output_len=length) for chat, length in asked]
-    server: dict[str, Any] = {"endpoint_type": "openai-chat", "api_url": url + CHAT, "base_url": url}
-    server |= {"model_id": model, "model_name": model, "tokenizer": None, "lora_modules": None, "extra_headers": None}
-    answers: dict[str, Any] = {"ignore_eos": True, "logprobs": None}
-    answers |= {"extra_body": {"temperature": 0.0, "skip_special_tokens": False}}
-    if template:
-        answers["extra_body"]["chat_template_kwargs"] = template
-    pace: dict[str, Any] = {"request_rate": float("inf"), "burstiness": 1.0, "max_concurrency": concurrency}
-    pace |= {"num_warmups": 0, "ready_check_timeout_sec": 0}
-    figures: dict[str, Any] = {"disable_tqdm": True, "profile": False, "goodput_config_dict": {}}
-    figures |= {"selected_percentile_metrics": [], "selected_percentiles": []}
+    body = {"temperature": 0.0, "skip_special_tokens": False} | ({"chat_template_kwargs": template} if template else {})
+    how: dict[str, Any] = {"endpoint_type": "openai-chat", "api_url": url + CHAT, "base_url": url, "extra_body": body}
+    how |= {"model_id": model, "model_name": model, "tokenizer": None, "lora_modules": None, "extra_headers": None}
+    how |= {"ignore_eos": True, "logprobs": None, "num_warmups": 0, "ready_check_timeout_sec": 0}
+    how |= {"request_rate": float("inf"), "burstiness": 1.0, "max_concurrency": concurrency}
+    how |= {"disable_tqdm": True, "profile": False, "goodput_config_dict": {}}
+    how |= {"selected_percentile_metrics": [], "selected_percentiles": []}
     output = io.StringIO()
     with redirect_stdout(output), redirect_stderr(output):
-        call = benchmark(task_type=TaskType.GENERATION, input_requests=requests, **server, **answers, **pace, **figures)
+        call = benchmark(task_type=TaskType.GENERATION, input_requests=requests, **how)
         verifications = sglang_verifications(url)
         result: dict[str, Any] = asyncio.run(call)
     lengths, nan, accepted = result["output_lens"], float("nan"), result.get("spec_decode_accepted_tokens")

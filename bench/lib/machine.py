@@ -1,7 +1,5 @@
 """The machine and the package versions that figures are measured with; how they are timed and rounded."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import platform
@@ -19,14 +17,13 @@ INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
 
 
 def _info(name: str) -> str:
-    """What the kernel says of the first core; "" where it says nothing."""
+    """A field of the first core in /proc/cpuinfo; "" for none."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
     found = (line.partition(":")[2].strip() for line in info.splitlines() if line.startswith(name))
     return next(found, "")
 
 
 def cpu() -> str:
-    """The name of the processor as the kernel gives it."""
     return _info("model name") or platform.processor() or platform.machine()
 
 
@@ -49,14 +46,12 @@ def machine() -> dict[str, Any]:
 
 def gpu(device: str = "cuda") -> dict[str, str]:
     """The GPUs by the names of nvidia-smi if `device` is "cuda"; empty without."""
-    if device != "cuda":
-        return {}
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        names = subprocess.run(query, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return {}
-    return {"gpu": ", ".join(names.split("\n")).strip(", ")}
+    with suppress(OSError, subprocess.CalledProcessError):
+        if device == "cuda":
+            names = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+            return {"gpu": ", ".join(names.split("\n")).strip(", ")}
+    return {}
 
 
 def versions(*packages: str) -> dict[str, str]:

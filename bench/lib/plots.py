@@ -1,10 +1,7 @@
 """The plots of the page of results."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 
@@ -23,13 +20,18 @@ COLOURS |= {"sglang": "#999999", "sglang-sssd": "#56B4E9", "sglang-ngram": "#CC7
 SPARE = ("#CC79A7", "#F0E442", "#56B4E9", "#000000")
 MARKS = {"plain": "s", "sssd": "o", "ngram": "^", "suffix": "D", "layerskip": "v"}
 GROUPS = {"mt_bench": "MT-Bench", "qa": "QA", "rag": "RAG", "math_reasoning": "math", "summarization": "summaries"}
-plt.rcParams.update({"figure.dpi": 100, "savefig.dpi": 160, "font.size": 11, "legend.frameon": False})
-plt.rcParams.update({"axes.grid": True, "grid.color": "#e6e6e6", "axes.axisbelow": True})
-plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+STYLE: dict[Any, Any] = {
+    "figure.dpi": 100,
+    "savefig.dpi": 160,
+    "font.size": 11,
+    "legend.frameon": False,
+    "axes.grid": True,
+}
+STYLE |= {"grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False}
+plt.rcParams.update(STYLE)
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """A picture on the page, written as `name`.png too."""
 
     name: str
@@ -50,20 +52,16 @@ def names(rows: Rows, field: str) -> list[Any]:
     return list(dict.fromkeys(row[field] for row in rows))
 
 
-def overall(rows: Rows) -> Rows:
-    return [r for r in rows if r["group"] == ALL]
-
-
 def latency_throughput(name: str, rows: Rows) -> Plot:
     figure, axis = plt.subplots(figsize=(7.2, 4.6))
     arms = names(rows, "arm")
     for arm in arms:
-        mine = sorted((r for r in overall(rows) if r["arm"] == arm), key=lambda r: r["concurrency"])
-        x, y = [r["tokens_per_second"] for r in mine], [r["ms_per_token"] for r in mine]
-        axis.plot(x, y, marker=MARKS.get(arm, "o"), color=colour(arm, arms), label=arm, linewidth=1.8, markersize=6)
-        for number, at in zip((r["concurrency"] for r in mine), zip(x, y, strict=True), strict=True):
-            label, shade = str(number), colour(arm, arms)
-            axis.annotate(label, at, xytext=(6, 5), textcoords="offset points", fontsize=9, color=shade)
+        mine = [r for r in rows if (r["arm"], r["group"]) == (arm, ALL)]  # by rising concurrency
+        x, y, shade = [r["tokens_per_second"] for r in mine], [r["ms_per_token"] for r in mine], colour(arm, arms)
+        axis.plot(x, y, marker=MARKS.get(arm, "o"), color=shade, label=arm, linewidth=1.8, markersize=6)
+        for row, at in zip(mine, zip(x, y, strict=True), strict=True):
+            where: dict[str, Any] = {"xytext": (6, 5), "textcoords": "offset points"}
+            axis.annotate(str(row["concurrency"]), at, fontsize=9, color=shade, **where)
     axis.set(xlabel="throughput, tokens per second", ylabel="latency, ms per token of a request")
     axis.margins(0.08)  # room for the numbers at the outermost points
     axis.set(xlim=(0, None), ylim=(0, None))
@@ -93,14 +91,14 @@ def ratios(name: str, rows: Rows) -> Plot | None:
         return None
     arms, panels = names(compared, "arm"), list[tuple[str, Rows]]()
     for concurrency in names(compared, "concurrency"):
-        here = [r for r in compared if r["concurrency"] == concurrency]
-        panels.append((f"{concurrency} at a time, tokens of a request", [r for r in here if r["group"] != ALL]))
-    every = [r | {"group": f"{r['concurrency']} at a time"} for r in overall(compared)]
+        here = [r for r in compared if r["concurrency"] == concurrency and r["group"] != ALL]
+        panels.append((f"{concurrency} at a time, tokens of a request", here))
+    every = [r | {"group": f"{r['concurrency']} at a time"} for r in compared if r["group"] == ALL]
     panels.append(("throughput of all questions", every))
     columns = 1 if len(panels) < 3 else 2
-    rows_of_panels = -(-len(panels) // columns)
-    size = 7.0 * columns, 0.6 + 2.2 * rows_of_panels
-    figure, axes = plt.subplots(rows_of_panels, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    count = -(-len(panels) // columns)
+    size = 7.0 * columns, 0.6 + 2.2 * count
+    figure, axes = plt.subplots(count, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     for axis, (title, shown) in zip(axes.flat, panels, strict=False):

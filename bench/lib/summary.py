@@ -1,27 +1,19 @@
 """Figures of a serving benchmark, from its blocks: throughput, latency, ratio to plain, acceptance, identity."""
 
-from __future__ import annotations
-
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-ALL = "all"
-RESAMPLES = 2000
+ALL, RESAMPLES = "all", 2000
 Block = dict[str, Any]
 Pairs = Sequence[tuple[Block, Block]]
 
 
 def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[dict[str, Any]]:
-    """One row for each arm, concurrency and group, with ratios of the time that a request takes for a token, and
-    one for all groups together, with ratios of throughput.
-
-    Args:
-        blocks: as `serve.py` writes them.
-        baseline_of: for each arm the one that it is compared with: plain decoding on its engine.
-    """
+    """One row for each arm, concurrency and group, with ratios of the time that a request takes for a token, and one
+    for all groups together, with ratios of throughput. baseline_of: the plain arm that each arm is compared with."""
     result = []
     for concurrency in sorted({b["concurrency"] for b in blocks}):
         these = [b for b in blocks if b["concurrency"] == concurrency and not b["errors"]]
@@ -45,11 +37,11 @@ def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[di
 
 def of_best_length(rows: Sequence[dict[str, Any]], arms: dict[str, Any]) -> list[float]:
     """Speed of each cell of an arm that chooses its draft length, over the best of its method's arms with policy
-    "fixed" and of plain decoding on its engine; empty where there are no such arms.
+    "fixed" and of plain decoding on its engine. arms: by name, as `serve.py` keeps them."""
 
-    Args:
-        rows: of `rows`; arms: by name, as `serve.py` keeps them.
-    """
+    def rate(row: dict[str, Any]) -> float:
+        return float(row.get("tokens_per_second") or 1e3 / row["decode_ms_per_token"])
+
     kinds = {name: (arm["engine"], (arm["speculative"] or {}).get("method")) for name, arm in arms.items()}
     fixed = {name for name, arm in arms.items() if (arm["speculative"] or {}).get("policy") == "fixed"}
     shares = []
@@ -64,23 +56,8 @@ def of_best_length(rows: Sequence[dict[str, Any]], arms: dict[str, Any]) -> list
     return shares
 
 
-def rate(row: dict[str, Any]) -> float:
-    """Tokens per second: of all requests together, in a group of one of them."""
-    return float(row.get("tokens_per_second") or 1e3 / row["decode_ms_per_token"])
-
-
-def below_plain(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[int, int]]:
-    """For each arm that was compared with plain decoding, in how many cells it is more than 1 % slower, and of how
-    many."""
-    compared: dict[str, list[float]] = {}
-    for row in rows:
-        if "ratio" in row:
-            compared.setdefault(row["arm"], []).append(row["ratio"])
-    return {arm: (sum(ratio < 0.99 for ratio in ratios), len(ratios)) for arm, ratios in compared.items()}
-
-
 def members(block: Block, group: str) -> list[int]:
-    """Where the requests of a group stand in a block."""
+    """Indices of a group's requests in a block."""
     return [i for i, name in enumerate(block["groups"]) if group in (ALL, name)]
 
 
@@ -97,15 +74,10 @@ def measures(blocks: Sequence[Block], group: str) -> dict[str, Any] | None:
     if not requests:
         return None
     decode, ttft = [1e3 * per_token(b, i) for b, i in requests], [1e3 * b["ttft_s"][i] for b, i in requests]
-    row: dict[str, Any] = {
-        "requests": len(requests),
-        "tokens": sum(b["tokens"][i] for b, i in requests),
-        "ms_per_token": statistics.median(1e3 * b["latency_s"][i] / b["tokens"][i] for b, i in requests),
-        "decode_ms_per_token": statistics.median(decode),
-        "decode_ms_per_token_p99": quantiles(decode, 0.99)[0],
-        "ttft_ms": statistics.median(ttft),
-        "ttft_ms_p99": quantiles(ttft, 0.99)[0],
-    }
+    row: dict[str, Any] = {"requests": len(requests), "tokens": sum(b["tokens"][i] for b, i in requests)}
+    row["ms_per_token"] = median(1e3 * b["latency_s"][i] / b["tokens"][i] for b, i in requests)
+    for name, times in (("decode_ms_per_token", decode), ("ttft_ms", ttft)):
+        row |= {name: median(times), f"{name}_p99": float(np.quantile(times, 0.99))}
     if group != ALL:
         return row
     row["tokens_per_second"] = throughput(blocks)
@@ -148,8 +120,4 @@ def compared(pairs: Pairs, group: str) -> list[float] | None:
     picks = np.random.default_rng(0).integers(0, len(found), (RESAMPLES, len(found)))
     mine, theirs = np.moveaxis(np.array(found, float)[np.vstack([np.arange(len(found)), picks])], 2, 0)
     ratios = np.median(mine / theirs, axis=1) if group == ALL else mine.sum(1) / theirs.sum(1)
-    return [float(ratios[0]), *quantiles(ratios[1:], 0.025, 0.975)]
-
-
-def quantiles(values: Iterable[float], *at: float) -> list[float]:
-    return [float(x) for x in np.quantile(list(values), at)]
+    return [float(ratios[0]), *np.quantile(ratios[1:], (0.025, 0.975)).tolist()]

@@ -1,7 +1,5 @@
 """Tables of results: each column is a title and a format of the row's values, "title={format}"."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,29 +7,24 @@ from typing import Any
 Row = Mapping[str, Any]
 
 
-class _Nothing:
-    """The value of an empty cell."""
-
-    def __format__(self, spec: str) -> str:
-        return ""
-
-
 class _Cells(string.Formatter):
     """`str.format` in which None is the empty text, `{?name}` may be missing, and `{name!y}` is "yes" or "no"."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
-            value, used = super().get_field(field_name.removeprefix("?"), args, kwargs)
+            return super().get_field(field_name.removeprefix("?"), args, kwargs)
         except (KeyError, TypeError):
             if not field_name.startswith("?"):
                 raise
-            return _Nothing(), field_name
-        return _Nothing() if value is None else value, used
+            return None, field_name
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        if conversion == "y" and not isinstance(value, _Nothing):
+        if conversion == "y" and value is not None:
             return "yes" if value else "no"
         return value if conversion == "y" else super().convert_field(value, conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        return "" if value is None else super().format_field(value, format_spec)
 
 
 cell = _Cells().vformat
@@ -43,11 +36,8 @@ def columns(forms: Iterable[str]) -> dict[str, str]:
 
 
 def lines(rows: Iterable[Row], *forms: str) -> list[list[str]]:
-    """The cells of each row; `{ratio[fixed 4]:.2f}` is the value at row["ratio"]["fixed 4"].
-
-    Args:
-        forms: columns, "title={format} | title={format}". Raises KeyError: a row lacks a value.
-    """
+    """The cells of each row; `{ratio[fixed 4]:.2f}` is the value at row["ratio"]["fixed 4"]. forms: columns,
+    "title={format} | title={format}". Raises KeyError: a row lacks a value."""
     return [[cell(form, (), row) for form in columns(forms).values()] for row in rows]
 
 
@@ -62,11 +52,13 @@ def table(rows: Iterable[Row], *forms: str) -> str:
 
 
 def pivot(rows: Iterable[Row], form: str, by: str, value: str, title: str = "{}") -> str:
-    """A line for all rows with the same cells, with a further column for each value of the field `by`."""
+    """A line for all rows with the same cells, with a further column for each value of the field `by`, numbers in
+    their order."""
     cells: dict[tuple[str, ...], dict[Any, str]] = {}
     for row in rows:
         (key,) = lines([row], form)
         cells.setdefault(tuple(key), {})[row[by]] = cell(value, (), row)
-    across = sorted({at for line in cells.values() for at in line})
+    seen = dict.fromkeys(at for line in cells.values() for at in line)
+    across = sorted(seen, key=lambda at: 0 if isinstance(at, str) else at)
     body = [[*key, *(line.get(at, "") for at in across)] for key, line in cells.items()]
     return markdown([*columns([form]), *(title.format(at) for at in across)], body)

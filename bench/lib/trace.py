@@ -1,11 +1,9 @@
 """Recorded text, one JSON object per line: prompts with answers, and sessions of agents."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +14,8 @@ from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 
 Row = tuple[NDArray[np.int32], NDArray[np.int32]]
 MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 512, 4, 9
-# Outputs of the first rows of a trace are the datastore; the others are replayed.
-STORE_ROWS = 605
-# Tokens at least of a turn in a session.
-MIN_TURN, MIN_BEFORE = 4, 4
+STORE_ROWS = 605  # of a trace, whose outputs are the datastore; the others are replayed
+MIN_TURN, MIN_BEFORE = 4, 4  # tokens of a turn in a session, and before it
 
 
 def replayed(rows: Sequence[Row]) -> list[Row]:
@@ -43,7 +39,7 @@ class Trace:
     vocab_size: int
 
     @classmethod
-    def load(cls, path: Path, tokenizer: Path) -> Trace:
+    def load(cls, path: Path, tokenizer: Path) -> Self:
         """Read JSONL with "prompt" and "output", and tokenize both. Raises ValueError: no file or no tokenizer."""
         encoder = tokenizers.load(tokenizer)
         form = 'an object with "prompt" and "output"'
@@ -68,34 +64,29 @@ class Trace:
 
 @dataclass(frozen=True)
 class Sessions:
-    """Tokens of agents' sessions.
-
-    Attributes:
-        turns: by session, in file order: (prompt, answer) of each turn of the assistant, where the prompt is all before
-            it and the answer ends with the token that ends a turn; answers under 4 tokens are left out.
-    """
+    """Tokens of agents' sessions: `turns` has, by session and in file order, (prompt, answer) of each turn of the
+    assistant, where the prompt is all before it and the answer ends with the token that ends a turn."""
 
     turns: dict[str, list[Row]]
     vocab_size: int
 
     @classmethod
-    def load(cls, path: Path, tokenizer: Path) -> Sessions:
+    def load(cls, path: Path, tokenizer: Path) -> Self:
         """Read JSONL with "session" and "messages", which are framed as ChatML. Raises ValueError: as `Trace.load`."""
         encoder = tokenizers.load(tokenizer)
         turns: dict[str, list[Row]] = {}
 
-        def encode(text: str) -> list[int]:
-            ids: list[int] = encoder.encode(text, add_special_tokens=False).ids
-            return ids
+        def encode(text: str) -> NDArray[np.int32]:
+            return np.array(encoder.encode(text, add_special_tokens=False).ids, np.int32)
 
         def parse(number: int, row: Any) -> None:
-            own, context = turns.setdefault(str(row["session"]), []), list[int]()
+            own, context = turns.setdefault(str(row["session"]), []), encode("")
             for role, content in [(str(m["role"]), str(m["content"])) for m in row["messages"]]:
-                prompt = context + encode(f"<|im_start|>{role}\n")
+                prompt = np.append(context, encode(f"<|im_start|>{role}\n"))
                 text = encode(f"{content}<|im_end|>")
                 if role == "assistant" and len(prompt) >= MIN_BEFORE and len(text) >= MIN_TURN:
-                    own.append((np.array(prompt, np.int32), np.array(text, np.int32)))
-                context = prompt + text + encode("\n")
+                    own.append((prompt, text))
+                context = np.concatenate([prompt, text, encode("\n")])
 
         jsonl.read(path, 'an object with "session" and "messages" of "role" and "content"', parse)
         found = {name: own for name, own in turns.items() if own}

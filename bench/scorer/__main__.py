@@ -7,11 +7,8 @@ A trace has an object with "prompt" and "output" in each line; sessions are what
 answers with logits are recorded by `bench.scorer.record`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +20,7 @@ from bench.scorer.weights import save
 from sssd_plugin.datastore import tokenizer
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
     parser.add_argument("--trace", type=Path, nargs="*", default=[])
@@ -31,15 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--sessions", type=Path, nargs="*", default=[])
     parser.add_argument("--recorded", type=Path, nargs="*", default=[])
     parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     traces = [replayed(Trace.load(path, options.tokenizer).rows[: options.rows]) for path in options.trace]
     sessions = [Sessions.load(path, options.tokenizer) for path in options.sessions]
     recordings = [load_recordings(path) for path in options.recorded]
     vocab_size = tokenizer.load(options.tokenizer).get_vocab_size()
     weights = train(traces, sessions, recordings, vocab_size)
     files = {path.name: sha256(path) for path in (*options.trace, *options.sessions, *options.recorded)}
-    recipe = command_line(sys.orig_argv[1:] if arguments is None else ["-m", "bench.scorer", *arguments])
-    save(replace(weights, trained_on=files, recipe=recipe), options.out)
+    save(replace(weights, trained_on=files, recipe=command_line(sys.orig_argv[1:])), options.out)
     print(f"wrote {options.out}: trained on {', '.join(files)}")
 
 

@@ -1,20 +1,15 @@
 """Answers over long prompts: made from recorded ones, which a trace of short chats lacks for training, and of Python's
 own library, to be replayed."""
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bench.lib.trace import Row
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 Tokens = NDArray[np.int32]
 
@@ -31,11 +26,8 @@ KINDS = {
 
 
 def edit(tokens: Tokens, kind: str, share: float, others: Tokens, rng: np.random.Generator) -> Tokens:
-    """Copy `tokens` with about `share` of them edited, by tokens drawn from `others`.
-
-    Args:
-        kind: "replace", "insert" or "delete" one token each time, or "mixed": any of these, of one to three tokens.
-    """
+    """Copy `tokens` with about `share` of them edited, by tokens drawn from `others`. kind: "replace", "insert" or
+    "delete" one token each time, or "mixed": any of these, of one to three tokens."""
     pieces: list[Tokens] = []
     at = 0
     while at < len(tokens):
@@ -67,11 +59,9 @@ def extract(tokens: Tokens, glue: Tokens, length: int, rng: np.random.Generator)
 def long_rows(
     rows: Sequence[Row], number: int, *, max_prompt: int = 16_384, output: int = 300, seed: int = 0
 ) -> list[Row]:
-    """Make `number` (prompt, output) rows: the texts of several recorded rows for a prompt, of 512 tokens or more.
-
-    A fifth of the answers copies a part of the prompt, two fifths edit one, a fifth quotes several, and the last fifth
-    is a recorded answer, its own prompt last: a long context is not always there to be copied.
-    """
+    """Make `number` (prompt, output) rows: the texts of several recorded rows for a prompt, of 512 tokens or more. A
+    fifth of the answers copies a part of the prompt, two fifths edit one, a fifth quotes several, and the last fifth
+    is a recorded answer, its own prompt last: a long context is not always there to be copied."""
     rng = np.random.default_rng(seed)
     made = []
     for i in range(number):
@@ -98,7 +88,7 @@ def long_rows(
     return [(prompt, answer) for prompt, answer in made if len(answer)]
 
 
-def python_sources(encoder: Tokenizer, number: int) -> Tokens:
+def python_sources(encoder: Any, number: int) -> Tokens:
     """The first tokens of Python's own library, its modules in order of their names. Raises ValueError: the library is
     shorter than that."""
     parts: list[int] = []
@@ -111,10 +101,7 @@ def python_sources(encoder: Tokenizer, number: int) -> Tokens:
 
 
 def copies(text: Tokens, length: int, kind: str, number: int) -> list[Row]:
-    """Make (prompt, answer) rows: `length` tokens of the text, then 600 of them, from a fifth of it on, edited.
-
-    The prompts begin at different places of the text, if it is long enough.
-    """
+    """Make (prompt, answer) rows: `length` tokens of the text, at different places, then 600 of these, edited."""
     how, share, begun = KINDS[kind]
     made: list[Row] = []
     for i in range(number):

@@ -7,8 +7,6 @@ The recording is what `python -m bench.scorer --recorded` reads: a JSON object p
 with "prompt", "question" or "turns"; they take turns. Needs vLLM; answers are greedy.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -23,19 +21,16 @@ from bench.lib.prompts import chats
 from freedraft.step import TOP_TOKENS
 from layerskip_plugin.calibrate.prompts import Prompts
 
+MAX_PROMPT = 1024  # tokens; longer ones are left out
+
 
 class Recording(NamedTuple):
-    """An answer with the likeliest tokens before each of its own, at temperature 1.
+    """An answer with the likeliest tokens before each of its own, at temperature 1, the likeliest first."""
 
-    Attributes:
-        prompt: int32 [P]; output: int32 [T].
-        top_tokens: int32 [T, TOP_TOKENS], likeliest first; top_log_probs: float32 [T, TOP_TOKENS].
-    """
-
-    prompt: NDArray[np.int32]
-    output: NDArray[np.int32]
-    top_tokens: NDArray[np.int32]
-    top_log_probs: NDArray[np.float32]
+    prompt: NDArray[np.int32]  # [P]
+    output: NDArray[np.int32]  # [T]
+    top_tokens: NDArray[np.int32]  # [T, TOP_TOKENS]
+    top_log_probs: NDArray[np.float32]  # [T, TOP_TOKENS]
 
 
 def load_recordings(path: Path) -> list[Recording]:
@@ -57,27 +52,23 @@ def main() -> None:
     parser.add_argument("prompts", type=Path, nargs="+")
     parser.add_argument("--answers", type=int, default=400)
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="longer prompts are left out")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
 
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
-    llm = LLM(str(arguments.model), max_model_len=arguments.prompt_tokens + arguments.tokens, max_num_seqs=32)
+    llm = LLM(str(arguments.model), max_model_len=MAX_PROMPT + arguments.tokens, max_num_seqs=32)
     of_files = (Prompts.load(path).texts for path in arguments.prompts)
     texts = [text for text in itertools.chain.from_iterable(itertools.zip_longest(*of_files)) if text]
-    short = [prompt for prompt in chats(arguments.model, texts) if len(prompt) <= arguments.prompt_tokens]
+    short = [prompt for prompt in chats(arguments.model, texts) if len(prompt) <= MAX_PROMPT]
     requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in short[: arguments.answers]]
     outputs = llm.generate(requests, SamplingParams(temperature=0, max_tokens=arguments.tokens, logprobs=TOP_TOKENS))
     with arguments.out.open("w") as file:
         for output in outputs:
             answer = output.outputs[0]
-            assert answer.logprobs is not None
-            likeliest = [
-                sorted(((p.logprob, token) for token, p in at.items()), reverse=True)[:TOP_TOKENS]
-                for at in answer.logprobs
-            ]
+            probable = ([(p.logprob, token) for token, p in at.items()] for at in answer.logprobs or ())
+            likeliest = [sorted(at, reverse=True)[:TOP_TOKENS] for at in probable]
             row: dict[str, Any] = {"prompt": output.prompt_token_ids, "output": list(answer.token_ids)}
             row["top_tokens"] = [[token for _, token in at] for at in likeliest]
             row["top_log_probs"] = [[round(p, 4) for p, _ in at] for at in likeliest]

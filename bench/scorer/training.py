@@ -3,8 +3,6 @@
 An example is a node on the true path of a draft: the inputs of its candidates, and which of them came next, or none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -32,11 +30,9 @@ from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, ROWS, WIDTH, Weight
 NO_LOGITS = np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
 NO_LIMIT = 1 << 31
 WITHOUT_LOGITS = Recycled(entries(0), np.int64(0))
-SHAPES = ((16, False), (32, False), (16, True))
-"""(nodes, chain) of the drafts that answers are replayed with, in turns."""
+SHAPES = ((16, False), (32, False), (16, True))  # (nodes, chain) of drafts, in turns
 FOLDS, STORE_EVERY, RECYCLED_MEGABYTES = 4, 16, 64
-LONG_ROWS, REPEATED = 2, 3
-"""One answer over a long prompt is made for each LONG_ROWS recorded ones; one turn in REPEATED comes again, edited."""
+LONG_ROWS, REPEATED = 2, 3  # recorded answers for each one over a long prompt; turns, of which one comes again, edited
 ROUNDS, EPOCHS, BATCH, RATE, CANDIDATES = 2, 14, 1024, 6e-3, FEW_CANDIDATES
 """The second round replays with the network of the first: a scorer is for its own drafts."""
 
@@ -63,12 +59,8 @@ def _replay(
     slots, s, truth, position, store, limits, weights, tree, scratch, seen, recycled, start, top_tokens, top_log_probs,
     examples, filled,
 ):  # fmt: skip
-    """Replay one request and add examples from `filled` on; return where its slot has to grow, and their number.
-
-    Args:
-        recycled: a `Recycled`; where it has entries, the logits before `truth[start + i]` are `top_tokens[i]` and
-            `top_log_probs[i]`.
-    """
+    """Replay one request and add examples from `filled` on; return where its slot has to grow, and their number. If
+    `recycled` has entries, the logits before `truth[start + i]` are `top_tokens[i]` and `top_log_probs[i]`."""
     while position < len(truth) and ingest(slots, s, truth, 0, position):
         sources = Sources(request_at(slots, s), store, recycled)
         seen.sizes[:] = -1
@@ -107,15 +99,13 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
     view, answer, n = lesson.view, lesson.answer, max_nodes + 1
     out = DraftBatch.empty(1, n)
     tree = Tree(out.tokens[0], out.parents[0], out.depths[0], out.scores[0], out.kinds[0])
-    seen = Recorded(
-        np.full(n, -1, np.int32), np.zeros((n, SHORTLIST), np.int32), np.zeros((n, NODE_INPUTS), np.float32),
-        np.zeros((n, SHORTLIST, INPUTS), np.float32),
-    )  # fmt: skip
+
+    def inputs(count: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        return np.zeros((count, NODE_INPUTS), np.float32), np.zeros((count, SHORTLIST, INPUTS), np.float32)
+
+    seen = Recorded(np.full(n, -1, np.int32), np.zeros((n, SHORTLIST), np.int32), *inputs(n))
     most = 2 * len(answer.output) + 1  # nodes on the true path: one a token, and one a step
-    examples = Examples(
-        np.zeros((most, NODE_INPUTS), np.float32), np.zeros((most, SHORTLIST, INPUTS), np.float32),
-        np.zeros(most, np.int32), np.zeros(most, np.int32),
-    )  # fmt: skip
+    examples = Examples(*inputs(most), np.zeros(most, np.int32), np.zeros(most, np.int32))
     store, space = Store(view.table, view.sizes[0], view.static_rows[0]), scratch(n, len(view.table))
     truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
     index, position, filled = RequestIndex(1), len(answer.prompt), 0
@@ -126,8 +116,8 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
             (weights.layer, weights.out), tree, space, seen, lesson.recycled, len(answer.prompt), answer.top_tokens,
             answer.top_log_probs, examples, filled,
         )  # fmt: skip
-    halves = np.float16, np.float16, np.int32, np.int32
-    return Examples(*(part[:filled].astype(form) for part, form in zip(examples, halves, strict=True)))
+    node_inputs, of_candidates = (part[:filled].astype(np.float16) for part in examples[:2])
+    return Examples(node_inputs, of_candidates, examples.sizes[:filled].copy(), examples.labels[:filled].copy())
 
 
 def view_of(outputs: Sequence[NDArray[np.int32]], vocab_size: int, learnt: bool) -> View:
@@ -137,11 +127,8 @@ def view_of(outputs: Sequence[NDArray[np.int32]], vocab_size: int, learnt: bool)
 
 
 def lessons_of_rows(rows: Sequence[Row], vocab_size: int) -> Iterator[Lesson]:
-    """Each row, and answers over long prompts made from rows of the same fold, against a store of the outputs of all
-    other folds, built or learnt in turns.
-
-    Raises ValueError: there are too few rows to split.
-    """
+    """Each row, and answers over long prompts made from rows of its fold, against a store of the outputs of all other
+    folds, built or learnt in turns. Raises ValueError: there are too few rows to split."""
     if len(rows) < 2 * FOLDS:
         raise ValueError(f"training needs at least {2 * FOLDS} rows with a prompt and an output, not {len(rows)}")
     for fold in range(FOLDS):
@@ -153,8 +140,7 @@ def lessons_of_rows(rows: Sequence[Row], vocab_size: int) -> Iterator[Lesson]:
 
 
 def lessons_of_sessions(sessions: Sessions) -> Iterator[Lesson]:
-    """Each turn in its order, over what was learnt of those before; then some of them once more, edited, as where a
-    task comes again."""
+    """Each turn in its order, over what was learnt of those before; then some of them once more, edited."""
     live, rng = LiveStore(sessions.vocab_size, isolation="shared"), np.random.default_rng(0)
     turns = list(chain.from_iterable(sessions.turns.values()))
     again = [turns[i] for i in range(0, len(turns), REPEATED)]
@@ -219,11 +205,9 @@ def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0) -> Weights:
 
 
 def train(
-    traces: Sequence[Sequence[Row]],
-    sessions: Sequence[Sessions],
-    recordings: Sequence[Sequence[Recording]],
+    traces: Sequence[Sequence[Row]], sessions: Sequence[Sessions], recordings: Sequence[Sequence[Recording]],
     vocab_size: int,
-) -> Weights:
+) -> Weights:  # fmt: skip
     """Train on all of these. Raises ValueError: a trace has too few rows, or there is nothing at all to train on."""
     if not (traces or sessions or recordings):
         raise ValueError("there is nothing to train on: give a trace, sessions or answers with logits")

@@ -1,7 +1,5 @@
 """Weights of the learned scorer as training needs them: where it starts, and the file that it writes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
