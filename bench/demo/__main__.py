@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from openai import OpenAIError
 
@@ -46,6 +47,10 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def rows_of(prompts: list[Prompt]) -> list[dict[str, Any]]:
+    return [row(kind, [p for p in prompts if p.kind == kind]) for kind in PROMPTS]
+
+
 def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` ends the servers
@@ -64,16 +69,18 @@ def main() -> int:
         for asked, prompt in enumerate(measure(clients, prompts, args.repeats), 1):
             times = ", ".join(f"{name} {answers[-1].seconds:.1f} s" for name, answers in prompt.answers.items())
             print(f"measuring: {asked} of {args.repeats * len(prompts)} ({prompt.kind}): {times}", flush=True)
+            if asked == len(PROMPTS):  # something to look at meanwhile
+                print(f"\nthe first of each kind:\n\n{table(rows_of(prompts[:asked]), COLUMNS)}\n", flush=True)
 
-    rows = [row(kind, [p for p in prompts if p.kind == kind]) for kind in PROMPTS]
+    rows = rows_of(prompts)
     about = {"engine": args.engine, "model": MODEL, "max_tokens": args.max_tokens, "repeats": args.repeats}
     write_json(args.json, about | {"speculative": speculative | {"datastore": str(args.store)}, "rows": rows})
     engine = ", ".join(f"{name} {version}" for name, version in versions(args.engine, f"{args.engine}-cpu").items())
     print(f"\n{engine}, {MODEL}, float32 eager, {cores()} cores, batch 1\n\n{table(rows, COLUMNS)}\n")
     print(
-        f"tok/s, ratio: medians of {args.repeats}, prefill included. tok/step: per forward pass of the model, at most"
+        f"tok/s, ratio: medians of {args.repeats}, prefill included. tok/step: per forward pass of the model, at most "
+        f"{1 + DRAFT_TOKENS}. Figures: {args.json}"
     )
-    print(f"{1 + DRAFT_TOKENS}. Figures: {args.json}")
     if not all(r["identical"] for r in rows):
         print("error: outputs differ in fp32 eager, where they must be identical", file=sys.stderr)
         return 1

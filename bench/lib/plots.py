@@ -82,7 +82,8 @@ def bars_of_ratios(axis: Any, rows: Rows, arms: Sequence[str]) -> None:
         errors = np.maximum(bounds, 0).T if mine else None
         values, shade = [r["ratio"] for r in mine], colour(arm, arms)
         axis.bar(at, values, width, color=shade, label=arm, yerr=errors, capsize=2, ecolor="#333333")
-    axis.set_xticks(range(len(groups)), [nice(g) for g in groups])
+    slanted: dict[str, Any] = {"rotation": 30, "ha": "right"} if len(groups) > 6 else {}
+    axis.set_xticks(range(len(groups)), [nice(g) for g in groups], **slanted)
 
 
 def ratios(name: str, rows: Rows) -> Plot | None:
@@ -97,7 +98,7 @@ def ratios(name: str, rows: Rows) -> Plot | None:
     panels.append(("throughput of all questions", every))
     columns = 1 if len(panels) < 3 else 2
     count = -(-len(panels) // columns)
-    size = 7.0 * columns, 0.6 + 2.2 * count
+    size = 7.0 * columns, 0.6 + 2.4 * count
     figure, axes = plt.subplots(count, columns, figsize=size, sharey=True, squeeze=False, layout="constrained")
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
@@ -106,7 +107,8 @@ def ratios(name: str, rows: Rows) -> Plot | None:
         axis.axhline(1, color="#555555", linewidth=1.2)
         axis.set_ylabel("over plain")
         axis.set_title(title, loc="left", fontsize=11)
-    axes[0, -1].legend(ncols=len(arms), loc="upper right")
+    axes[0, 0].set_ylim(0, 1.5 * max(row["ratio"] for row in compared))  # intervals of few questions may go beyond
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), ncols=len(arms), loc="outside upper right")
     caption = (
         "Speed over plain decoding on the same questions; 1 is plain. By group: time of a request for each token "
         "after the first; bars are 95 % intervals, bootstrapped over questions. Of all: throughput under full load, "
