@@ -219,13 +219,14 @@ def test_a_salt_per_request_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(runs, "_TENANT_SECONDS", 0.0)
     store = LiveStore(VOCAB, max_tokens=1 << 14)
     first = store.tenant("salt 0")
-    for seed in range(2600):
+    for seed in range(3000):
         store.insert(document(seed), store.tenant(f"salt {seed}"))
         if seed % 10 == 9:
             assert store.settle() and store.stats().tokens <= 1 << 14
+            assert seed < 400 or store.stats().tokens > 1 << 13, "all lost their only document at once"
     assert store.stats().tenants < 500
-    held = [store.tenant(f"salt {seed}") for seed in range(2500, 2600)]
-    assert [contents(store, number) for number in held] == [[document(seed).tolist()] for seed in range(2500, 2600)]
+    held = [store.tenant(f"salt {seed}") for seed in range(2900, 3000)]
+    assert [contents(store, number) for number in held] == [[document(seed).tolist()] for seed in range(2900, 3000)]
     assert not store.insert(document(1), first), "forgotten until it comes again"
     assert store.view(np.array([first]))[0].table.size == 0
     assert store.tenant("salt 0") == first and store.insert(document(1), first)

@@ -192,9 +192,12 @@ class Log(DocumentFile):
         owner = "tenant" if self._isolated else "x''"
         size = "ifnull(length(tokens), 0) / 4 + 1"
         held = dict(self._db.execute(f"SELECT {owner}, sum({size}) FROM documents GROUP BY 1"))
-        for tenant, share in keep_shares(held, max_tokens).items():
-            if held[tenant] > share:
+        left, shares = sum(held.values()), keep_shares(held, max_tokens)
+        for tenant in sorted(held, key=lambda tenant: held[tenant], reverse=True):
+            if held[tenant] > shares[tenant] and left > max_tokens:  # documents are dropped whole
                 own = f"SELECT id, sum({size}) OVER (ORDER BY id DESC) AS newer FROM documents WHERE {owner} = ?"
                 old = f"SELECT id FROM ({own}) WHERE newer > ?"
-                self._db.execute(f"DELETE FROM documents WHERE id IN ({old})", (tenant, share))
-        return int(self._db.execute(f"SELECT total({size}) FROM documents").fetchone()[0])
+                remove = f"DELETE FROM documents WHERE id IN ({old}) RETURNING {size}"
+                gone = self._db.execute(remove, (tenant, shares[tenant]))
+                left -= sum(row[0] for row in gone)
+        return left

@@ -271,9 +271,11 @@ class LearntRuns:
     def _evict(self) -> None:
         """Drop documents beyond the bound, of tenants above an equal share, the oldest first."""
         held = {tenant: tenant.n for tenant in list(self.tenants.values())}
-        for tenant, share in keep_shares(held, self.max_tokens - self.max_tokens // 8).items():
-            excess = held[tenant] - share
-            while excess > 0 and tenant.all_runs:
+        bound = self.max_tokens - self.max_tokens // 8
+        shares = keep_shares(held, bound)
+        for tenant in sorted(held, key=lambda tenant: held[tenant], reverse=True):
+            excess = held[tenant] - shares[tenant]
+            while excess > 0 and tenant.all_runs and self._held > bound:  # documents are dropped whole
                 with self.lock:
                     if tenant.memtable and not tenant.runs:
                         tenant.runs, tenant.memtable = [tenant.memtable], None
