@@ -5,7 +5,8 @@
     python bench/replay.py --sessions FILE --tokenizer DIR --drafter sssd suffix --shape chain tree --json OUT
 
 Rivals: prompt lookup; ArcticInference's suffix decoding (`bench/arctic.py` builds it) with opened limits (`suffix`)
-and with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`). `sssd-alone` has no datastore.
+and with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`). `sssd-alone` and `paper-alone`
+have no datastore, `paper-store` of the request no more than its last four tokens.
 
 Greedy verification accepts exactly the drafted tokens that equal the target's own continuation, so a recorded answer
 of any model tells what would have been accepted: the same figure on every machine. The outputs of the first 605 rows
@@ -42,7 +43,13 @@ from sssd_plugin.drafter import Drafter
 from sssd_plugin.method import LEADING, to_learn
 
 COPIES = 4  # of each kind and length
-SCORINGS = {"sssd": "learned", "sssd-alone": "learned", "paper": "paper"}
+SCORINGS = {
+    "sssd": "learned",
+    "sssd-alone": "learned",
+    "paper": "paper",
+    "paper-alone": "paper",
+    "paper-store": "paper",
+}
 
 # Draft for the first n tokens of a row; called with n rising within a request, and with a fresh id per request, first
 # with the length of its prompt.
@@ -60,14 +67,15 @@ def accepted_length(batch: DraftBatch, continuation: NDArray[np.int32]) -> int:
     return len(continuation)
 
 
-def drafting(drafter: Drafter, budget: int, shape: Any = "tree") -> DraftFunction:
+def drafting(drafter: Drafter, budget: int, shape: Any = "tree", newest: int = 0) -> DraftFunction:
+    """newest: how many tokens of a request the drafter may see; 0 for all."""
     current, known = "", 0
 
     def draft(request: str, tokens: NDArray[np.int32], n: int) -> DraftBatch:
         nonlocal current, known
-        if request != current:
+        if request != current or newest:
             drafter.finish([current])
-            drafter.replace(request, tokens[:n])
+            drafter.replace(request, tokens[:n][-newest:])
         else:
             drafter.update([request], tokens, np.array([known]), np.array([n]), np.array([n], np.int32))
         current, known = request, n
@@ -172,9 +180,10 @@ class Cell(NamedTuple):
         if self.drafter in LIMITS:
             return suffix(documents, self.budget, self.shape, LIMITS[self.drafter], live is not None)
         options: dict[str, Any] = {"scoring": SCORINGS[self.drafter], "weights": weights, "live": live}
-        if documents and self.drafter != "sssd-alone":
+        if documents and not self.drafter.endswith("-alone"):
             options["snapshot"] = store_of(documents, vocab_size)
-        return drafting(Drafter(vocab_size=vocab_size, max_nodes=self.budget, **options), self.budget, self.shape)
+        drafter = Drafter(vocab_size=vocab_size, max_nodes=self.budget, **options)
+        return drafting(drafter, self.budget, self.shape, 4 if self.drafter == "paper-store" else 0)
 
 
 def replay(
@@ -216,11 +225,11 @@ def of_trace(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, An
         raise ValueError(f"{path} has no row to replay after its first {STORE_ROWS}")
     for cell in cells(arguments):
         row = replay(rows, cell.make(documents, trace.vocab_size, arguments.weights))
-        stored = cell.drafter not in ("sssd-alone", "lookup")
+        stored = cell.drafter != "lookup" and not cell.drafter.endswith("-alone")
         row["store_tokens"] = sum(len(d) + 1 for d in documents) if stored else 0
         scoring = SCORINGS.get(cell.drafter)
         row |= {"rows": len(rows), "trace": path.name, "drafter": "sssd" if scoring else cell.drafter}
-        yield row | {"scoring": scoring, "shape": cell.shape, "budget": cell.budget}
+        yield row | {"scoring": scoring, "shape": cell.shape, "budget": cell.budget, "arm": cell.drafter}
 
 
 def of_copies(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -283,7 +292,7 @@ def main() -> int:
             results = [row for path in data for row in of_sessions(path, arguments)]
         else:
             data = arguments.trace
-            form = "answers={trace} | drafter={drafter} | scoring={scoring} | store={store_tokens} | shape={shape}"
+            form = "answers={trace} | drafter={arm} | store={store_tokens} | shape={shape}"
             results = [row for path in data for row in of_trace(path, arguments)]
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
