@@ -99,15 +99,27 @@ def budget_replay(result: Any) -> str:
     return table(result["rows"], "machine={machine} | batch={batch}", *(f"{arm}={{ratio[{arm}]:.2f}}" for arm in arms))
 
 
-@section("Draft quality, by replay", "replay.json")
-def replay(rows: Any) -> str:
+@section("Draft quality, by replay", "replay.json replay-paper.json")
+def replay(rows: Any, paper: Any) -> str:
     """Recorded answers; of these, the scorer was trained on the first 240 rows of the Llama trace, which are in the
     store and not replayed. Deterministic."""
+    rows = [r for r in rows if r["scoring"] != "paper"] + [r for r in paper if r["arm"] == "paper"]
+    rows.sort(key=lambda r: str(r["trace"]))
     for r in rows:
         r["name"] = NAMES[r["drafter"]] + (f", `{r['scoring']}`" if r["scoring"] else "") + f", {r['shape']}"
         r["name"] += ", no store" if r["drafter"] == "sssd" and not r["store_tokens"] else ""
         r["trace"] = r["trace"].removeprefix("replay_").removesuffix(".jsonl")
     return pivot(rows, "answers of={trace} | tokens per step, by nodes={name}", "budget", "{tokens_per_step:.3f}")
+
+
+@section("Each source of `scoring: paper` alone, by replay", "replay-paper.json")
+def sources(rows: Any) -> str:
+    """As in figure 4a of its paper, trees: draft tokens accepted per step. The datastore alone sees the last four
+    tokens of a request."""
+    names = {"paper-alone": "request", "paper-store": "datastore", "paper": "both"}
+    rows = [r | {"source": names[r["arm"]], "accepted": r["tokens_per_step"] - 1} for r in rows]
+    rows.sort(key=lambda r: (str(r["trace"]), list(names).index(r["arm"])))
+    return pivot(rows, "answers of={trace} | accepted, by nodes={source}", "budget", "{accepted:.3f}")
 
 
 def comparison(rows: list[dict[str, Any]], limits: str) -> str:
@@ -146,11 +158,12 @@ def agents(rows: Any) -> str:
     return f"{defaults}\n\n`suffix` with opened limits, 16 nodes:\n\n{comparison(opened, 'opened')}"
 
 
-@section("Long copies and edits", "long-copies.json")
-def long_copies(rows: Any) -> str:
+@section("Long copies and edits", "long-copies.json long-copies-paper.json")
+def long_copies(rows: Any, paper: Any) -> str:
     """600 tokens copied from a prompt, with 5 % of them replaced, inserted or deleted; no datastore; at most 16 tokens
     per step; tokens per step by tokens of context."""
     names = NAMES | {"paper": "freedraft, `paper`"}
+    rows = [r for r in rows if r["drafter"] != "paper"] + paper
     rows = [r | {"drafter": names[r["drafter"]], "thousands": r["context"] // 1000} for r in rows]
     rows.sort(key=lambda r: (r["kind"], r["shape"], r["drafter"]))
     form = "text={kind} | draft={shape} | drafter={drafter}"
