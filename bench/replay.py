@@ -5,7 +5,8 @@
     python bench/replay.py --sessions FILE --tokenizer DIR --drafter sssd suffix --shape chain tree --json OUT
 
 Rivals: prompt lookup; ArcticInference's suffix decoding (`bench/arctic.sh` builds it) with opened limits (`suffix`)
-and with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`). `sssd-alone` has no datastore.
+and with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`). `sssd-alone` and `paper-alone`
+have no datastore, `paper-store` sees no more of a request than its last four tokens.
 
 Greedy verification accepts exactly the drafted tokens that equal the target's own continuation, so a recorded answer
 of any model tells what would have been accepted. A step yields the longest drafted path that equals the continuation,
@@ -36,7 +37,8 @@ from sssd_plugin.drafter import Drafter
 from sssd_plugin.method import LEADING, to_learn
 
 COPIES, ARCTIC = 4, "build/arctic"  # of each kind and length; what bench/arctic.sh built
-SCORINGS = {"sssd": "learned", "sssd-alone": "learned", "paper": "paper"}
+PAPER = ("paper", "paper-alone", "paper-store")
+SCORINGS = dict.fromkeys(("sssd", "sssd-alone"), "learned") | dict.fromkeys(PAPER, "paper")
 LIMITS = {"suffix": (64, 4.0, 0.0), "suffix-vllm": (24, 1.0, 0.1)}
 """Of ArcticInference: tokens of a match, drafted tokens for each one matched, least probability of a drafted token."""
 CHAINS_ONLY = ("suffix-vllm", "lookup")
@@ -65,14 +67,15 @@ def accepted_length(batch: DraftBatch, continuation: Tokens) -> int:
     return len(continuation)
 
 
-def drafting(drafter: Drafter, budget: int, shape: Any = "tree") -> DraftFunction:
+def drafting(drafter: Drafter, budget: int, shape: Any = "tree", newest: int = 0) -> DraftFunction:
+    """newest: how many tokens of a request the drafter may see; 0 for all."""
     current, known = "", 0
 
     def draft(request: str, tokens: Tokens, n: int) -> DraftBatch:
         nonlocal current, known
-        if request != current:
+        if request != current or newest:
             drafter.finish([current])
-            drafter.replace(request, tokens[:n])
+            drafter.replace(request, tokens[:n][-newest:])
         else:
             drafter.update([request], tokens, np.array([known]), np.array([n]), np.array([n], np.int32))
         current, known = request, n
@@ -146,9 +149,10 @@ def make(
     if cell.drafter in LIMITS:
         return suffix(documents, cell, live is not None)
     options: dict[str, Any] = {"scoring": SCORINGS[cell.drafter], "weights": weights, "live": live}
-    if documents and cell.drafter != "sssd-alone":
+    if documents and not cell.drafter.endswith("-alone"):
         options["snapshot"] = store_of(documents, vocab_size)
-    return drafting(Drafter(vocab_size=vocab_size, max_nodes=cell.budget, **options), cell.budget, cell.shape)
+    drafter = Drafter(vocab_size=vocab_size, max_nodes=cell.budget, **options)
+    return drafting(drafter, cell.budget, cell.shape, 4 if cell.drafter == "paper-store" else 0)
 
 
 def replay(
@@ -187,11 +191,11 @@ def of_trace(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, An
         raise ValueError(f"{path} has no row to replay after its first {STORE_ROWS}")
     for cell in cells(arguments):
         row = replay(rows, make(cell, documents, trace.vocab_size, arguments.weights))
-        stored = cell.drafter not in ("sssd-alone", "lookup")
+        stored = cell.drafter != "lookup" and not cell.drafter.endswith("-alone")
         row["store_tokens"] = sum(len(d) + 1 for d in documents) if stored else 0
         scoring = SCORINGS.get(cell.drafter)
         row |= {"rows": len(rows), "trace": path.name, "drafter": "sssd" if scoring else cell.drafter}
-        yield row | {"scoring": scoring, "shape": cell.shape, "budget": cell.budget}
+        yield row | {"scoring": scoring, "shape": cell.shape, "budget": cell.budget, "arm": cell.drafter}
 
 
 def of_copies(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -252,7 +256,7 @@ def main() -> int:
             form = "sessions={file} | drafter={drafter} | limits={limits} | shape={shape}"
             results = [row for path in data for row in of_sessions(path, arguments)]
         else:
-            form = "answers={trace} | drafter={drafter} | scoring={scoring} | store={store_tokens} | shape={shape}"
+            form = "answers={trace} | drafter={arm} | store={store_tokens} | shape={shape}"
             results = [row for path in data for row in of_trace(path, arguments)]
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)

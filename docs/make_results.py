@@ -132,11 +132,12 @@ def draft_lengths(result: Any) -> str:
     return pivot(found, "model runner={runner} | traffic={traffic}", "length", "{cell}")
 
 
-@section("Draft quality, by replay", "replay.json", CHAPTERS[1])
-def replay(rows: Any) -> str:
+@section("Draft quality, by replay", "replay.json replay-paper.json", CHAPTERS[1])
+def replay(rows: Any, paper: Any) -> str:
     """Recorded answers; tokens per step of drafts of 4 / 8 / 16 / 32 nodes, of 16 alone in the last three rows. The
     scorer was trained on the first 240 rows of the Llama trace, which are in the store and not replayed.
     Deterministic."""
+    rows = [r for r in rows if r["scoring"] != "paper"] + [r for r in paper if r["arm"] == "paper"]
     cells: dict[tuple[str, str], list[str]] = {}
     for r in rows:
         name = NAMES[r["drafter"]] + (f", `{r['scoring']}`" if r["scoring"] else "") + f", {r['shape']}"
@@ -145,6 +146,16 @@ def replay(rows: Any) -> str:
         cells.setdefault((name, trace), []).append(f"{r['tokens_per_step']:.2f}")
     found = [{"name": name, "trace": trace, "cell": " / ".join(values)} for (name, trace), values in cells.items()]
     return pivot(found, "drafter={name}", "trace", "{cell}")
+
+
+@section("Each source of `scoring: paper` alone, by replay", "replay-paper.json", CHAPTERS[1])
+def sources(rows: Any) -> str:
+    """As in figure 4a of its paper, trees: draft tokens accepted per step. The datastore alone sees the last four
+    tokens of a request."""
+    names = {"paper-alone": "request", "paper-store": "datastore", "paper": "both"}
+    rows = [r | {"source": names[r["arm"]], "accepted": r["tokens_per_step"] - 1} for r in rows]
+    rows.sort(key=lambda r: (str(r["trace"]), list(names).index(r["arm"])))
+    return pivot(rows, "answers of={trace} | accepted, by nodes={source}", "budget", "{accepted:.3f}")
 
 
 @section("Agents' sessions, by replay", "sessions.json", CHAPTERS[1])
@@ -159,12 +170,13 @@ def agents(rows: Any) -> str:
     return pivot(rows, "drafter={name}", "session", "{tokens_per_step:.2f}")
 
 
-@section("Long copies and edits", "long-copies.json", CHAPTERS[3])
-def long_copies(rows: Any) -> str:
+@section("Long copies and edits", "long-copies.json long-copies-paper.json", CHAPTERS[3])
+def long_copies(rows: Any, paper: Any) -> str:
     """600 tokens copied from a prompt, with 5 % of them replaced, inserted or deleted; no datastore; at most 16 tokens
     per step. Tokens per step of freedraft / `scoring: paper` / suffix decoding, by tokens of context."""
     cells: dict[tuple[str, str], list[str]] = {}
-    for r in rows:
+    rows = [r for r in rows if r["drafter"] != "paper"] + paper
+    for r in sorted(rows, key=lambda r: ["sssd", "paper", "suffix"].index(r["drafter"])):
         if r["context"] in (1000, 128000):
             key = (r["kind"], f"{r['shape']}, {r['context'] // 1000} k")
             cells.setdefault(key, []).append(f"{r['tokens_per_step']:.1f}")

@@ -6,6 +6,7 @@ Algorithm 3 merges the continuations by count ratios, discounted by source and m
 
 from __future__ import annotations
 
+import heapq
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,6 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.search import find_ngram, suffixes_of
-from sssd_plugin.request_index import find
 from sssd_plugin.scoring.views import add_node, record
 
 PREFIX = 4  # P: the longest context looked up
@@ -22,76 +22,54 @@ GRAM = 8  # longest n-gram kept of the request, prefix included
 BRANCH = 10  # longest continuation from the datastore
 SAMPLES = 100
 MIN_SAMPLES = 20  # of one sub-index
-ENOUGH = 50  # trie nodes after which the prefix is not shortened further
+ENOUGH = 50  # nodes of the datastore's trie, root included, after which the prefix is not shortened further
 INPUT_DISCOUNT = 0.6
+# Of a node below the first ones, by source: 0.6 + 0.1 * match, where the datastore counts as a match of 4 tokens.
+DISCOUNTS = (1.0, 0.7, 0.8, 0.9, 1.0)
 
-_MAX_STORE = 4096
-_MAX_INPUT = OCCURRENCES * GRAM
-SIZE, PUSHED = range(2)
-
-_NODE = record("", "token first last next")
-_ENTRY = record("score", "order node match parent")
+_MAX_NODES = 1 + PREFIX + PREFIX * OCCURRENCES * (GRAM - 1) + 4096
+_NODE = record("", "token count first last next")
 
 
-class Trie(NamedTuple):
-    """Continuations of a context; node 0 is the root."""
+class Tries(NamedTuple):
+    """Continuations by source, in one array: node 0 is the root of the datastore's, node m of those of the request's
+    last m tokens. Siblings are in the order of their tokens."""
 
-    # Token; first child; child that was inserted or found last; next sibling: -1 for none.
+    # Token; continuations through the node; first child; child inserted or found last; next sibling: -1 for none.
     nodes: NDArray[Any]
-    # int32 [N, PREFIX], continuations through each node; of the request's, those behind a match of at least m + 1
-    # tokens.
-    counts: NDArray[np.int32]
-    used: NDArray[np.int32]  # [1], number of nodes
-
-
-class Heap(NamedTuple):
-    """Candidates for the tree; those of match 0 are nodes of `Scratch.store`, the others of `Scratch.input`."""
-
-    entries: NDArray[Any]
-    ends: NDArray[np.int64]  # [2], entries held, and pushed so far
-
-
-class Scratch(NamedTuple):
-    """Preallocated arrays of the paper's scorer."""
-
-    store: Trie  # siblings in the order of their tokens
-    input: Trie  # siblings in the order in which they were met
-    heap: Heap
-
-
-@compiled(nogil=True)
-def _trie(size):
-    return Trie(np.empty(size, _NODE), np.empty((size, PREFIX), np.int32), np.empty(1, np.int32))
+    used: NDArray[np.int64]  # [1], number of nodes
 
 
 @compiled(nogil=True)
 def scratch():
     """Allocate scratch space."""
-    heap = Heap(np.empty(_MAX_STORE + PREFIX * _MAX_INPUT, _ENTRY), np.empty(2, np.int64))
-    return Scratch(_trie(_MAX_STORE), _trie(_MAX_INPUT), heap)
+    return Tries(np.empty(_MAX_NODES, _NODE), np.empty(1, np.int64))
 
 
 @compiled(nogil=True)
-def _child(nodes, counts, used, node, token, is_sorted):
-    """Return the child of a node of a trie for `token`, a new one if there is none, -1 if there is no room for it."""
+def _clear(tries):
+    for source in range(1 + PREFIX):
+        root = tries.nodes[source]
+        root.count, root.first, root.last = 0, -1, -1
+    tries.used[0] = 1 + PREFIX
+
+
+@compiled(nogil=True)
+def _child(tries, node, token):
+    """Return the child of a node for `token`, a new one if there is none, -1 if there is no room for it."""
+    nodes, used = tries
     before, child, last = -1, nodes[node].first, nodes[node].last
-    if is_sorted:
-        if last >= 0 and nodes[last].token <= token:  # tokens mostly come in their order
-            child = last
-        while child >= 0 and nodes[child].token < token:
-            before, child = child, nodes[child].next
-    else:
-        while child >= 0 and nodes[child].token != token:
-            before, child = child, nodes[child].next
+    if last >= 0 and nodes[last].token <= token:  # samples of the datastore come in the order of their tokens
+        child = last
+    while child >= 0 and nodes[child].token < token:
+        before, child = child, nodes[child].next
     if child < 0 or nodes[child].token != token:
         new = used[0]
         if new >= len(nodes):
             return -1
         used[0] = new + 1
         made = nodes[new]
-        made.token, made.first, made.last, made.next = token, -1, -1, child
-        for m in range(PREFIX):
-            counts[new, m] = 0
+        made.token, made.count, made.first, made.last, made.next = token, 0, -1, -1, child
         if before >= 0:
             nodes[before].next = new
         else:
@@ -102,159 +80,91 @@ def _child(nodes, counts, used, node, token, is_sorted):
 
 
 @compiled(nogil=True)
-def _clear(trie):
-    trie.nodes[0].first = trie.nodes[0].last = -1
-    trie.counts[0, :] = 0
-    trie.used[0] = 1
+def _insert(tries, source, tokens, start, end):
+    """Insert tokens[start:end], up to the first that is none of the vocabulary, into the trie of a source."""
+    node = source
+    tries.nodes[node].count += 1
+    for i in range(start, end):
+        if tokens[i] < 0:
+            break
+        node = _child(tries, node, tokens[i])
+        if node < 0:
+            break
+        tries.nodes[node].count += 1
 
 
 @compiled(nogil=True)
-def _insert_samples(trie, tokens, suffixes, lo, hi, offset, take):
-    """Insert what follows evenly spaced suffixes of [lo, hi) into the trie."""
-    nodes, counts, used = trie
-    for q in range(take):
-        at, node = suffixes[lo + (q * (hi - lo)) // take] + offset, 0
-        for d in range(BRANCH):
-            if tokens[at + d] < 0:
-                break
-            child = _child(nodes, counts, used, node, tokens[at + d], True)
-            if child < 0:
-                return
-            counts[child, 0] += 1
-            if node == 0:
-                counts[0, 0] += 1
-            node = child
+def _add_request(tries, request):
+    """Insert what followed the last 1..P tokens before, the newest occurrences of the last one (Algorithm 1)."""
+    tokens, length = request.tokens, len(request.tokens)
+    i, seen = request.previous[length - 1], 0
+    while i >= 0 and seen < OCCURRENCES:
+        seen += 1
+        match = 0
+        while match < PREFIX and i >= match and tokens[i - match] == tokens[length - 1 - match]:
+            match += 1
+            _insert(tries, match, tokens, i + 1, min(i + 1 + GRAM - match, length))
+        i = request.previous[i]
 
 
 @compiled(nogil=True)
-def _fill_store(table, tokens, trie):
-    """Build the trie of sampled continuations (Algorithm 2)."""
-    _clear(trie)
-    length, total = len(tokens), 0
+def _add_store(tries, table, tokens):
+    """Insert sampled continuations from the datastore (Algorithm 2)."""
+    length, total, before = len(tokens), 0, tries.used[0] - 1
     for j in range(len(table)):
         total += table[j, 3]
     for k in range(min(PREFIX, length), 0, -1):
         for j in range(len(table)):
             lo, hi = find_ngram(table, j, tokens, length - k, k)
-            if lo < hi:
-                take = min(hi - lo, max(MIN_SAMPLES, (SAMPLES * table[j, 3]) // total))
-                text, suffixes = suffixes_of(table, j)
-                _insert_samples(trie, text, suffixes, lo, hi, k, take)
-        if trie.used[0] - 1 >= ENOUGH:
+            take = min(hi - lo, max(MIN_SAMPLES, SAMPLES * table[j, 3] // max(total, 1)))
+            text, suffixes = suffixes_of(table, j)
+            for q in range(take):
+                at = suffixes[lo + (q * (hi - lo)) // take] + k
+                _insert(tries, 0, text, at, at + BRANCH)
+        if tries.used[0] - before >= ENOUGH:
             break
 
 
 @compiled(nogil=True)
-def _fill_input(request, trie):
-    """Build the trie of what followed the newest occurrences of the last token (Algorithm 1)."""
-    _clear(trie)
-    nodes, counts, used = trie
-    tokens, previous, seen = request.tokens, request.previous, 0
-    length = len(tokens)
-    i = request.heads[find(request, tokens[length - 1])]
-    while i >= 0 and seen < OCCURRENCES:
-        if i < length - 1:
-            seen += 1
-            match = 1
-            while match < PREFIX and i >= match and tokens[i - match] == tokens[length - 1 - match]:
-                match += 1
-            node = 0
-            for at in range(i + 1, min(i + 1 + GRAM - match, length)):
-                if tokens[at] < 0:
-                    break
-                child = _child(nodes, counts, used, node, tokens[at], False)
-                for m in range(match):
-                    counts[child, m] += 1
-                    if node == 0:
-                        counts[0, m] += 1
-                node = child
-        i = previous[i]
-
-
-@compiled(nogil=True)
-def _push(entries, ends, score, node, match, parent):
-    """Add an entry to the heap, highest score on top, then the one that came first."""
-    i = ends[SIZE]
-    while i > 0:
-        up = (i - 1) >> 1
-        if entries[up].score >= score:
-            break
-        entries[i] = entries[up]
-        i = up
-    entry = entries[i]
-    entry.score, entry.node, entry.match, entry.parent, entry.order = score, node, match, parent, ends[PUSHED]
-    ends[SIZE] += 1
-    ends[PUSHED] += 1
-
-
-@compiled(nogil=True)
-def _comes_first(a, b):
-    return a.score > b.score or (a.score == b.score and a.order < b.order)
-
-
-@compiled(nogil=True)
-def _pop(entries, ends):
-    """Remove the top."""
-    ends[SIZE] -= 1
-    size, i, child = ends[SIZE], 0, 1
-    while child < size:
-        if child + 1 < size and _comes_first(entries[child + 1], entries[child]):
-            child += 1
-        if _comes_first(entries[size], entries[child]):
-            break
-        entries[i] = entries[child]
-        i, child = child, 2 * child + 1
-    entries[i] = entries[size]
-
-
-@compiled(nogil=True)
-def _push_children(trie, node, match, scale, heap, parent):
-    """Push the continuations of a node, by their share of its count times both numbers in `scale`; `match` and `parent`
-    as in `_ENTRY`."""
-    nodes, counts, _ = trie
-    entries, ends = heap
-    column = max(match - 1, 0)
-    total, child = counts[node, column], nodes[node].first
+def _push_children(nodes, node, source, scale, parent, heap):
+    """Push the continuations of a node of a source's trie, which follow node `parent` of the tree: scores are `scale`
+    times their shares of the node's count."""
+    total, child = nodes[node].count, np.int64(nodes[node].first)
     while child >= 0:
-        if counts[child, column] > 0:
-            _push(entries, ends, counts[child, column] / total * scale[0] * scale[1], child, match, parent)
-        child = nodes[child].next
+        heapq.heappush(heap, (-(nodes[child].count / total * scale), np.int64(parent), child, np.int64(source)))
+        child = np.int64(nodes[child].next)
 
 
 @compiled(nogil=True)
-def draft_tree(request, table, limits, tree, scratch):
+def draft_tree(request, table, limits, tree, tries):
     """Merge all sources, best first, into a tree (Algorithm 3); return its number of nodes.
 
     A node's kind is the match length of the input it comes from, 0 for the store. Arguments are as of
-    `learned.draft_tree`; table: of a `Store`; scratch: a `Scratch`.
+    `learned.draft_tree`; table: of a `Store`; tries: from `scratch`.
     """
-    tokens, heap = request.tokens, scratch.heap
+    tokens, nodes, n = request.tokens, tries.nodes, 1
     if len(tokens) == 0:
         return 0
     add_node(tree, 0, tokens[-1], -1, 1.0, 0)
-    n, tip = 1, 0
-    heap.ends[SIZE] = heap.ends[PUSHED] = 0
-    if len(table) > 0:
-        _fill_store(table, tokens, scratch.store)
-        _push_children(scratch.store, 0, 0, (1.0, 1.0), heap, 0)
-    _fill_input(request, scratch.input)
-    for match in range(PREFIX, 0, -1):
-        _push_children(scratch.input, 0, match, (1.0, INPUT_DISCOUNT), heap, 0)
-    while heap.ends[SIZE] > 0 and n < limits.max_nodes:
-        top = heap.entries[0]
-        score, node, match, parent = top.score, top.node, top.match, top.parent
-        _pop(heap.entries, heap.ends)
-        if score <= limits.min_score:
+    _clear(tries)
+    _add_request(tries, request)
+    _add_store(tries, table, tokens)
+    # Negative score, parent in the tree, node, source: of equal scores, the one with the older parent comes first.
+    heap = [(0.0, 0, 0, 0)]
+    heap.pop()
+    for source in range(1 + PREFIX):
+        _push_children(nodes, source, source, INPUT_DISCOUNT if source else 1.0, 0, heap)
+    while len(heap) > 0 and n < limits.max_nodes:
+        negative, parent, node, source = heapq.heappop(heap)
+        if -negative <= limits.min_score:
             break
-        trie = scratch.store if match == 0 else scratch.input
-        token, here = trie.nodes[node].token, parent + 1
+        token, here = nodes[node].token, parent + 1
         while here < n and not (tree.parents[here] == parent and tree.tokens[here] == token):
             here += 1
         if here == n:
-            if limits.chain and parent != tip:
+            if limits.chain and parent != n - 1:
                 continue
-            add_node(tree, n, token, parent, score, match)
-            tip = n
+            add_node(tree, n, token, parent, -negative, source)
             n += 1
-        _push_children(trie, node, match, (score, 0.6 + 0.1 * match if match else 1.0), heap, here)
+        _push_children(nodes, node, source, -negative * DISCOUNTS[source], here, heap)
     return n

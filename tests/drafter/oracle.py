@@ -1,14 +1,12 @@
-"""The drafter once more, in plain Python over lists and dicts: what the compiled one must equal, token for token.
+"""The learned scorer once more, in plain Python over lists and dicts: what the compiled one must equal, to the token.
 
-Written from the paper's Algorithms 1-3 (SSSD, Marzollo et al.) and the recipe of the learned scorer, as directly as
-possible: suffixes are looked up by their n-gram in a dict, occurrences in a request by scanning it. Only the order of
-floating-point operations and of ties is taken over from the compiled code, so that results compare exactly.
+Written from its recipe, as directly as possible: suffixes are looked up by their n-gram in a dict, occurrences in a
+request by scanning it. Only the order of floating-point operations and of ties is taken over from the compiled code, so
+that results compare exactly. The paper's scorer: `literal_trie`.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -508,120 +506,6 @@ def learned_tree(
     return tree
 
 
-# ------------------------------------------------------------------------------------------------------ paper's scorer
-
-
-class Trie:
-    def __init__(self, count: int = 0) -> None:
-        self.count = count
-        self.children: dict[int, Trie] = {}
-
-    def insert(self, tokens: list[int]) -> None:
-        node = self
-        for token in tokens:
-            node = node.children.setdefault(token, Trie())
-            node.count += 1
-
-    def size(self) -> int:
-        """Nodes below this one."""
-        return sum(1 + child.size() for child in self.children.values())
-
-
-def store_trie(store: OracleStore, request: list[int]) -> Trie:
-    """Algorithm 2, prefixes of 4, 3, 2, 1 tokens until the trie has 50 nodes; continuations of at most 10 tokens."""
-    root = Trie()
-    for k in (4, 3, 2, 1):
-        if k > len(request):
-            continue
-        for j, tokens in enumerate(store.sub_indices):
-            if not tokens:
-                continue
-            for i in evenly(store.range(j, request[-k:]), max(20, 100 * len(tokens) // store.size)):
-                continuation = tokens[i + k : i + k + 10]
-                if SEPARATOR in continuation:
-                    continuation = continuation[: continuation.index(SEPARATOR)]
-                root.insert(continuation)
-        if root.size() >= 50:
-            break
-    root.count = sum(child.count for child in root.children.values())
-    return root
-
-
-class InputNode:
-    """Node of the request's tries for all match lengths at once: the occurrences that lead here, newest first."""
-
-    def __init__(self, request: list[int], occurrences: list[tuple[int, int]], depth: int) -> None:
-        self.request, self.occurrences, self.depth = request, occurrences, depth
-
-    def count(self, match: int) -> int:
-        return sum(1 for _, m in self.occurrences if m >= match)
-
-    def children(self) -> dict[int, InputNode]:
-        by_token: dict[int, list[tuple[int, int]]] = {}
-        for i, m in self.occurrences:
-            at = i + self.depth + 1
-            if m + self.depth < 8 and at < len(self.request):
-                by_token.setdefault(self.request[at], []).append((i, m))
-        return {token: InputNode(self.request, group, self.depth + 1) for token, group in by_token.items()}
-
-
-def input_root(request: list[int]) -> InputNode:
-    occurrences = []
-    for i in range(len(request) - 2, -1, -1):
-        match = 0
-        while match < min(4, i + 1) and request[i - match] == request[len(request) - 1 - match]:
-            match += 1
-        if match:
-            occurrences.append((i, match))
-    return InputNode(request, occurrences[:128], 0)
-
-
-def paper_tree(store: OracleStore, request: list[int], max_nodes: int, chain: bool, min_score: float) -> Tree:
-    """Algorithm 3."""
-    tree = Tree()
-    if not request:
-        return tree
-    tree.add(request[-1], -1, 1.0)
-    queue: list[tuple[float, int, int, Trie | InputNode, int, int]] = []
-    order = itertools.count()  # of equal scores, the one that came first
-
-    def push(value: float, token: int, node: Trie | InputNode, match: int, parent: int) -> None:
-        heapq.heappush(queue, (-value, next(order), token, node, match, parent))
-
-    root = store_trie(store, request)
-    for token, child in sorted(root.children.items()):
-        push(child.count / root.count, token, child, 0, 0)
-    children = input_root(request).children()
-    for match in (4, 3, 2, 1):
-        total = sum(child.count(match) for child in children.values())
-        for token, child in children.items():
-            if child.count(match):
-                push(child.count(match) / total * 0.6, token, child, match, 0)
-
-    tip = 0
-    while queue and len(tree.tokens) < max_nodes:
-        negative, _, token, node, match, parent = heapq.heappop(queue)
-        value = -negative
-        if value <= min_score:
-            break
-        same = [i for i in range(1, len(tree.tokens)) if (tree.parents[i], tree.tokens[i]) == (parent, token)]
-        if same:
-            here = same[0]
-        elif chain and parent != tip:
-            continue
-        else:
-            tip = here = tree.add(token, parent, value)
-        if isinstance(node, Trie):
-            for token, child in sorted(node.children.items()):
-                push(child.count / node.count * value, token, child, 0, here)
-        else:
-            for token, child in node.children().items():
-                if child.count(match):
-                    ratio = child.count(match) / node.count(match)
-                    push(ratio * value * (0.6 + 0.1 * match), token, child, match, here)
-    return tree
-
-
 # --------------------------------------------------------------------------------------------------------------- batch
 
 
@@ -629,7 +513,6 @@ def draft(
     store: OracleStore,
     requests: Sequence[Sequence[int]],
     *,
-    scoring: str,
     weights: Weights,
     max_nodes: int,
     shape: str = "tree",
@@ -640,9 +523,6 @@ def draft(
     trees = []
     for b, request in enumerate(requests):
         tokens = [int(t) for t in request]
-        if scoring == "learned":
-            own = logits[b] if logits else None
-            trees.append(learned_tree(store, tokens, weights, max_nodes, shape == "chain", min_score, own))
-        else:
-            trees.append(paper_tree(store, tokens, max_nodes, shape == "chain", min_score))
+        own = logits[b] if logits else None
+        trees.append(learned_tree(store, tokens, weights, max_nodes, shape == "chain", min_score, own))
     return trees

@@ -1,4 +1,5 @@
-"""The compiled drafter equals the plain Python oracle: tokens, parents, depths, and scores to the last bit."""
+"""The compiled drafter equals plain Python: by `learned` that of `oracle`, tokens, parents, depths, and scores to the
+last bit; by `paper` the definition in `literal_trie`."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.scorer.weights import save
+from sssd_plugin.scoring import paper
 
 SCORINGS = ("learned", "paper")
 EXAMPLES = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -148,14 +150,25 @@ def test_long_repetition(scoring: str) -> None:
         pair.append({name: [3] for name in pair.requests})
 
 
-@pytest.mark.parametrize("nodes", [48, 49, 50, 51])
+@pytest.mark.parametrize("match", [1, 2, 3, 4])
+def test_depth_of_what_follows_a_prefix_in_the_request(match: int) -> None:
+    """Algorithm 1: a tree goes as deep as 8-grams after its own prefix, however long the match of an occurrence is. So
+    what follows four equal tokens is drafted as deep as what follows the last one of them."""
+    text = [*range(30), 100, *range(5 - match, 5)]
+    pair = Pair([], scoring="paper", vocab_size=200, max_nodes=16)
+    pair.extend({"r": text})
+    for shape in ("chain", "tree"):
+        assert pair.compare(shape=shape).chain(0) == list(range(5, 12))
+
+
+@pytest.mark.parametrize("nodes", [47, 48, 49, 50])
 def test_the_prefix_is_shortened_below_fifty_nodes(nodes: int) -> None:
-    """Algorithm 2: what follows three tokens is looked at only if four have led to fewer than 50 nodes."""
+    """Algorithm 2: what follows three tokens is looked at only if four have led to a tree of fewer than 50 nodes."""
     found = list(range(100, 100 + nodes))
     documents = [[1, 2, 3, 4, *found[i : i + 10]] for i in range(0, nodes, 10)]
     pair = Pair([[*documents, [9, 2, 3, 4, 50]]], scoring="paper", vocab_size=200, max_nodes=128)
     pair.extend({"r": [1, 2, 3, 4]})
-    assert (50 in pair.compare().tokens) == (nodes < 50)
+    assert (50 in pair.compare().tokens) == (1 + nodes < 50)
 
 
 def test_samples_are_shared_among_sub_indices() -> None:
@@ -185,3 +198,15 @@ def test_more_candidates_than_fit() -> None:
     found = [oracle.gather(pair.store, r, r, oracle.ROOT_SAMPLES).candidates for r in pair.requests.values()]
     assert max(map(len, found)) == oracle.MAX_CANDIDATES
     pair.compare()
+
+
+def test_departures_from_the_paper_are_those_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "papers.md").read_text(encoding="utf-8")
+    for part in (
+        f"3 by default, 4 in its evaluation | {paper.PREFIX} |",
+        f"8 by default, 9 in its evaluation | {paper.GRAM} |",
+        f"the newest {paper.OCCURRENCES} of the last token",
+        f"under {paper.ENOUGH} sampled continuations | under {paper.ENOUGH} nodes |",
+        f"{paper.SAMPLES} by size of sub-index, at least about {paper.MIN_SAMPLES} of each |",
+    ):
+        assert part in page
