@@ -98,8 +98,9 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self._backend = verify_backend_of(self.model_runner)
         self.widths = widths_for(self._backend, self.max_nodes)
         runner = self.model_runner
-        shape = shape_for(self._spec.name, self._backend, runner.model_config, runner.sliding_window_size)
-        self._chains = chains = shape == "chain"
+        page, window = runner.page_size or 1, runner.sliding_window_size
+        shape = shape_for(self._spec.name, self._backend, runner.model_config, window, page)
+        self._chains = chains = shape == "chain" or get_spec().speculative_eagle_topk == 1
         if self._spec.runs_model:
             from freedraft.engines.sglang.draft_model import PagedDraftModel
 
