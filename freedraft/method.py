@@ -113,8 +113,8 @@ class Method:
         raise NotImplementedError
 
     def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
-        """Count what the last step gave, and what became of its drafts, for the metrics. rows: bool [B], of requests
-        that count; None: all."""
+        """Count what the last step gave, and what became of its drafts, for the metrics; after `draft`, `observe` or
+        `update`. rows: bool [B], of requests that count; None: all."""
         some = slice(None) if rows is None else rows
         self.metrics.request_steps.inc(len(step.gained[some]))
         self.metrics.tokens.inc(int(step.gained[some].sum()))
