@@ -378,6 +378,26 @@ Where tokens differ, the logits of the two, in fp32 by transformers, lie within 
 other: rounding that depends on the batch's shape and on the kernel. Of the one seeded answer in fp32 (`auto`, trees)
 this was not determined; vLLM's Triton attention computes fp32 products in TF32, the attention of trees does not."""
 
+
+@section("A drafter's thread behind a device", "draft-thread.json")
+def draft_thread(result: Any) -> str:
+    """SGLang's scheduler, overlapped, over a stand-in for a device whose passes take 5 ms while the host sleeps; two
+    runs of each arm, medians in us. Waited: by the scheduler's thread, for drafts of up to 15 tokens for each request,
+    which the thread begins with when the tokens are there. Idle: what the device has nothing to do between passes."""
+    rows = []
+    for batch in sorted({r["batch"] for r in result["rows"]}):
+        of = {on: [r for r in result["rows"] if r["batch"] == batch and r["thread"] == on] for on in (False, True)}
+        cells = {name + "+" * on: [r[name] for r in of[on]] for on in of for name in ("drafts", "idle")}
+        hidden = 1 - sum(cells["drafts+"]) / sum(cells["drafts"])
+        cells = {name: ", ".join(map(str, found)) for name, found in cells.items()}
+        rows.append(cells | {"batch": batch, "hidden": hidden})
+    return table(
+        rows,
+        "requests={batch} | waited={drafts} | waited, thread={drafts+} | hidden={hidden:.0%} | device idle={idle} | "
+        "device idle, thread={idle+}",
+    )
+
+
 EARLIER = """\
 ## Measured before
 
