@@ -27,6 +27,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, get_context, publish
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.overrides import TorchFunctionMode
 
 LENGTHS = [7, 1, 4]
@@ -90,7 +91,7 @@ def check_masks_in_fa3(runner: ModelRunner, nodes: int, page: int, topk: int) ->
     slots[rows, :20] = torch.from_numpy((pages[..., None] * page + np.arange(page)).reshape(batch, 20)).to(slots.dtype)
     windows = [slots[row, length : length + nodes] for row, length in zip(rows.tolist(), LENGTHS, strict=True)]
     get_context().override("test", speculative_num_draft_tokens=nodes, speculative_eagle_topk=topk)
-    runner.page_size = page
+    before, runner.page_size = runner.token_to_kv_pool, page
     pool = runner.token_to_kv_pool = CpuKVPool(256, page, torch.float32, 2, 8, 1, "cpu", False)
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.copy_(torch.from_numpy(rng.standard_normal(buffer.shape)))
@@ -105,6 +106,7 @@ def check_masks_in_fa3(runner: ModelRunner, nodes: int, page: int, topk: int) ->
         seq_lens_sum=sum(LENGTHS),
         out_cache_loc=torch.cat(windows).to(torch.int64),
         positions=inputs.positions,
+        spec_algorithm=SpeculativeAlgorithm.from_string("sssd"),
         spec_info=NgramVerifyInput(
             draft_token=inputs.input_ids, custom_mask=inputs.mask, positions=inputs.positions, draft_token_num=nodes
         ),
@@ -127,7 +129,7 @@ def check_masks_in_fa3(runner: ModelRunner, nodes: int, page: int, topk: int) ->
             if topk > 1:
                 assert int(made.cache_seqlens_int32[row]) == len(path)
                 assert made.page_table[row, : len(path)].tolist() == window[path].tolist()
-    runner.page_size = 1
+    runner.token_to_kv_pool, runner.page_size = before, 1
 
 
 def check_shared_page_indices(runner: ModelRunner, hybrid: bool) -> None:
