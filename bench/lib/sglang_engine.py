@@ -62,15 +62,6 @@ class SglangEngine:
         return Run([o["output_ids"] for o in outputs], calls, calls[-1].began - calls[0].began, decoded)
 
 
-def plugin(folder: Path, target: str) -> str:
-    """A folder with an entry point that is called in the engine's processes; the PYTHONPATH that they take for it."""
-    info = folder / "freedraft_bench-0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: freedraft-bench\nVersion: 0\n")
-    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nbench = {target}\n")
-    return os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
-
-
 @contextmanager
 def sglang_engine(
     model: Path, speculative: dict[str, Any], *, requests: int, length: int, exact: bool = False, prefixes: bool = False
@@ -85,11 +76,18 @@ def sglang_engine(
     options |= {"dtype": "float32" if exact else "bfloat16", "disable_radix_cache": not prefixes}
     options |= {"max_running_requests": requests, "max_total_tokens": max(8192, 2 * requests * length)}
     with tempfile.TemporaryDirectory() as folder:
-        log, place = Path(folder) / "calls.jsonl", Path(folder) / "plugin"
-        env |= {LOG: str(log), "PYTHONPATH": plugin(place, f"{__name__}:register")}
-        sys.path.insert(0, str(place))
+        log, plugin = Path(folder) / "calls.jsonl", Path(folder) / "plugin"
+        info = plugin / "freedraft_bench-0.dist-info"  # its entry point is called in the engine's processes
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: freedraft-bench\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nbench = {__name__}:register\n")
+        env |= {
+            LOG: str(log),
+            "PYTHONPATH": os.pathsep.join([str(plugin), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        sys.path.insert(0, str(plugin))
         try:
             with started(model, env=env, **options) as engine:
                 yield SglangEngine(engine, log)
         finally:
-            sys.path.remove(str(place))
+            sys.path.remove(str(plugin))
