@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import statistics
 import time
 from pathlib import Path
@@ -67,6 +68,9 @@ def measure(batch: int, between: float, thread: bool) -> dict[str, Any]:
 
 
 def main() -> None:
+    os.environ["SGLANG_PLATFORM"] = "freedraft_cpu"
+    import freedraft.engines.sglang.hooks  # noqa: F401 - with it SGLang can be imported without a GPU
+
     from sglang.srt.runtime_context import get_context
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

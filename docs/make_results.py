@@ -381,20 +381,23 @@ this was not determined; vLLM's Triton attention computes fp32 products in TF32,
 
 @section("A drafter's thread behind a device", "draft-thread.json")
 def draft_thread(result: Any) -> str:
-    """SGLang's scheduler, overlapped, over a stand-in for a device whose passes take 5 ms while the host sleeps; two
-    runs of each arm, medians in us. Waited: by the scheduler's thread, for drafts of up to 15 tokens for each request,
-    which the thread begins with when the tokens are there. Idle: what the device has nothing to do between passes."""
-    rows = []
-    for batch in sorted({r["batch"] for r in result["rows"]}):
-        of = {on: [r for r in result["rows"] if r["batch"] == batch and r["thread"] == on] for on in (False, True)}
-        cells = {name + "+" * on: [r[name] for r in of[on]] for on in of for name in ("drafts", "idle")}
-        hidden = 1 - sum(cells["drafts+"]) / sum(cells["drafts"])
-        cells = {name: ", ".join(map(str, found)) for name, found in cells.items()}
-        rows.append(cells | {"batch": batch, "hidden": hidden})
+    """SGLang's adapter over a stand-in for a device whose passes take 5 ms, while the host sleeps; two runs of each
+    arm, medians in us. Between: what the scheduler does after it has waited for the device and before it asks for
+    drafts; the thread begins when the tokens are there. Idle: what the device has nothing to do between passes."""
+    cells: dict[tuple[int, float], dict[str, list[float]]] = {}
+    for r in result["rows"]:
+        found = cells.setdefault((r["requests"], r["between"]), {})
+        for name in ("waited", "idle"):
+            found.setdefault(name + "+" * r["thread"], []).append(r[name])
+    rows = [
+        {"requests": batch, "between": between, "hidden": 1 - sum(found["waited+"]) / sum(found["waited"])}
+        | {name: " and ".join(f"{us:.0f}" for us in each) for name, each in found.items()}
+        for (batch, between), found in cells.items()
+    ]
     return table(
         rows,
-        "requests={batch} | waited={drafts} | waited, thread={drafts+} | hidden={hidden:.0%} | device idle={idle} | "
-        "device idle, thread={idle+}",
+        "requests={requests} | between={between} | waits for drafts={waited} | with the thread={waited+} | "
+        "hidden={hidden:.0%} | device idle={idle} | with the thread, idle={idle+}",
     )
 
 
