@@ -11,6 +11,7 @@ Resolving inputs takes what `--between` says, with the GIL. Medians in us.
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import os
 import statistics
@@ -69,8 +70,7 @@ def measure(batch: int, between: float, thread: bool) -> dict[str, Any]:
 
 def main() -> None:
     os.environ["SGLANG_PLATFORM"] = "freedraft_cpu"
-    import freedraft.engines.sglang.hooks  # noqa: F401 - with it SGLang can be imported without a GPU
-
+    importlib.import_module("freedraft.engines.sglang.hooks")  # with it SGLang can be imported without a GPU
     from sglang.srt.runtime_context import get_context
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -91,7 +91,7 @@ def check_masks_in_fa3(runner: ModelRunner, nodes: int, page: int, topk: int) ->
     slots[rows, :20] = torch.from_numpy((pages[..., None] * page + np.arange(page)).reshape(batch, 20)).to(slots.dtype)
     windows = [slots[row, length : length + nodes] for row, length in zip(rows.tolist(), LENGTHS, strict=True)]
     get_context().override("test", speculative_num_draft_tokens=nodes, speculative_eagle_topk=topk)
-    before, runner.page_size = runner.token_to_kv_pool, page
+    before, runner.page_size, runner.sliding_window_size = runner.token_to_kv_pool, page, None
     pool = runner.token_to_kv_pool = CpuKVPool(256, page, torch.float32, 2, 8, 1, "cpu", False)
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer.copy_(torch.from_numpy(rng.standard_normal(buffer.shape)))
