@@ -389,6 +389,31 @@ Where tokens differ, the logits of the two, in fp32 by transformers, lie within 
 other: rounding that depends on the batch's shape and on the kernel. Of the one seeded answer in fp32 (`auto`, trees)
 this was not determined; vLLM's Triton attention computes fp32 products in TF32, the attention of trees does not."""
 
+
+@section("A drafter's thread behind a device", "draft-thread.json", CHAPTERS[5])
+def draft_thread(result: Any) -> str:
+    """SGLang's adapter over a stand-in for a device whose passes take 5 ms, while the host sleeps; two runs of each
+    arm, medians in us. Between: what the scheduler does after it has waited for the device and before it asks for
+    drafts; the thread begins when the tokens are there. Idle: for how long the device has nothing to do between passes.
+    Hidden: by how much that is shorter with the thread, as a share of the wait for drafts without it."""
+    cells: dict[tuple[int, float], dict[str, list[float]]] = {}
+    for r in result["rows"]:
+        found = cells.setdefault((r["requests"], r["between"]), {})
+        for name in ("waited", "idle"):
+            found.setdefault(name + "+" * r["thread"], []).append(r[name])
+    rows = [
+        {"requests": batch, "between": between}
+        | {"hidden": (sum(found["idle"]) - sum(found["idle+"])) / sum(found["waited"])}
+        | {name: " and ".join(f"{us:.0f}" for us in each) for name, each in found.items()}
+        for (batch, between), found in cells.items()
+    ]
+    return table(
+        rows,
+        "requests={requests} | between={between} | wait for drafts={waited} | with the thread={waited+} | "
+        "device idle={idle} | idle with the thread={idle+} | hidden={hidden:.0%}",
+    )
+
+
 EARLIER = """\
 ## Measured before
 

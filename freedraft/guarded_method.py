@@ -64,6 +64,7 @@ class GuardedMethod:
         self._paused = 0
         self._next_pause = FIRST_PAUSE
         self._good_steps = 0
+        self._uncounted: Step | None = None
         atexit.register(self.close)  # engines do not notify drafters of their shutdown
 
     @property
@@ -92,20 +93,30 @@ class GuardedMethod:
     def prepare(self, model: DraftModel) -> None:
         self.call(self.method.prepare, model)
 
-    def draft(self, step: Step) -> DraftBatch | None:
-        """See `Method.draft`; None after a failure and during a pause."""
+    def draft(self, step: Step, *, count: bool = True) -> DraftBatch | None:
+        """See `Method.draft`; None after a failure and during a pause. count: whether to count the step now; otherwise
+        the caller calls `count` when nothing waits for it."""
         if self._paused > 0:
             self._paused -= 1
             return None
         started = time.perf_counter()
-        draft: DraftBatch | None = self.call(self._take, step, self.method.draft)
+        draft: DraftBatch | None = self.call(self.method.draft, step)
         if draft is not None:
             self.metrics.budget.set(self.method.controller.budget)
             self.metrics.seconds.observe(time.perf_counter() - started)
             self._good_steps += 1
             if self._good_steps == FORGIVEN:
                 self._next_pause = FIRST_PAUSE
+        self._uncounted = step
+        if count:
+            self.count()
         return draft
+
+    def count(self) -> None:
+        """Count the step that was drafted for, in the metrics."""
+        step, self._uncounted = self._uncounted, None
+        if step is not None:
+            self.call(self._count, step)
 
     def observe(self, step: Step) -> None:
         """See `Method.observe`."""
@@ -118,12 +129,14 @@ class GuardedMethod:
         if self._paused == 0:
             self.call(self._take, step, self.method.update)
 
-    def _take(self, step: Step, action: Callable[[Step], Any]) -> Any:
+    def _take(self, step: Step, action: Callable[[Step], Any]) -> None:
+        action(step)
+        self._count(step)
+
+    def _count(self, step: Step) -> None:
         self.method.record_acceptance(step)
-        result = action(step)
         self.metrics.speedup.set(self.method.controller.speedup)
         self._report.add(step, self.method.controller.speedup)
-        return result
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None = None, aborted: bool = False) -> None:
         self.running.discard(request_id)

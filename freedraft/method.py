@@ -115,8 +115,8 @@ class Method:
         raise NotImplementedError
 
     def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
-        """Count tokens and accepted drafts of the last step, for the metrics. rows: bool [B], requests to count; None:
-        all."""
+        """Count tokens and accepted drafts of the last step, for the metrics; called after `draft`, `observe` or
+        `update`. rows: bool [B], requests to count; None: all."""
         some = slice(None) if rows is None else rows
         self.metrics.request_steps.inc(len(step.gained[some]))
         self.metrics.tokens.inc(int(step.gained[some].sum()))

@@ -172,6 +172,9 @@ class SssdMethod(Method):
         request_ids = step.request_ids
         for row in self.drafter.update(request_ids, step.tokens, step.starts, step.ends, step.contexts):
             self.drafter.replace(request_ids[row], step.history(row))
+
+    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
+        super().record_acceptance(step, rows)
         self.source_metrics.update(self.drafter, step)
 
     @property

@@ -56,7 +56,7 @@ class HybridMethod(Method):
             for name in names:
                 setattr(self, name, getattr(getattr(self, role), name))
         self._speeds: dict[str, tuple[float, float]] = {}  # fading sums of tokens and seconds
-        self._by_model: set[str] = set()
+        self._by_model = self._verified_by_model = set[str]()
         self._previous: tuple[frozenset[str], float] = frozenset(), 0.0
 
     def draft(self, step: Step) -> DraftBatch:
@@ -84,6 +84,7 @@ class HybridMethod(Method):
         return draft
 
     def update(self, step: Step) -> None:
+        self._verified_by_model = self._by_model
         before, seconds = self._previous
         for request_id, gained in zip(step.request_ids, step.gained.tolist(), strict=True):
             if request_id in before:
@@ -120,7 +121,7 @@ class HybridMethod(Method):
         return rows, RestOfBatch(len(rest), int(rest.sum()), rate, int(rest.max(initial=1)))
 
     def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
-        by_model = np.fromiter((i in self._by_model for i in step.request_ids), np.bool_, step.batch_size)
+        by_model = np.fromiter((i in self._verified_by_model for i in step.request_ids), np.bool_, step.batch_size)
         self.host.record_acceptance(step, ~by_model)
         self.model.record_acceptance(step, by_model)
 

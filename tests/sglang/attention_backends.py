@@ -1,13 +1,14 @@
 """What SGLang's attention backends take from us, on a real ModelRunner: FA3 from tree masks, the slots of each node's
-path, in order; Triton's of several widths, from where they read page indices, with how little scratch. And encoders,
-which the worker refuses.
+path, in order, and what it attends to, with pages of one token and of four; Triton's of several widths, from where they
+read page indices, with how little scratch. And encoders, which the worker refuses.
 
-Argument: a model folder; the checks that fail, on the last line, as JSON. FA3's kernels are not for this machine: none
-is called, and no graph is captured.
+Argument: a model folder; the checks that fail, on the last line, as JSON. FA3's kernels are not for this machine: they
+are written out here, and no graph is captured.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import sys
@@ -27,6 +28,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import SpawnRanks, get_context, publish
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.overrides import TorchFunctionMode
 
 LENGTHS = [7, 1, 4]
@@ -43,30 +45,76 @@ def model_runner(model: str) -> ModelRunner:
     return load_model(args, PortArgs.init_new(args), 0, 0)[0].torch_runner
 
 
-def check_masks_in_fa3(runner: ModelRunner, nodes: int) -> None:
-    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+def attention_over_pages(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
+    cache_seqlens: torch.Tensor, cu_seqlens_q: torch.Tensor, softmax_scale: float, causal: bool,
+    return_softmax_lse: bool = False, **others: Any,
+) -> Any:  # fmt: skip
+    """FA3's kernel. k_cache, v_cache: [pages, tokens, heads, D]."""
+    out, lse = torch.empty_like(q), torch.empty(q.shape[1], len(q))
+    for b, (start, end) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
+        at = torch.arange(int(cache_seqlens[b]))
+        place = page_table[b, at // k_cache.shape[1]].long(), at % k_cache.shape[1]
+        keys, values = (c[place].repeat_interleave(q.shape[1] // c.shape[2], 1) for c in (k_cache, v_cache))
+        scores = torch.einsum("qhd,shd->hqs", q[start:end], keys) * softmax_scale
+        if causal:
+            scores = scores.masked_fill(at > (torch.arange(start, end) + len(at) - end)[:, None], -torch.inf)
+        out[start:end] = torch.einsum("hqs,shd->qhd", scores.softmax(-1), values)
+        lse[:, start:end] = scores.logsumexp(-1)
+    return (out, lse) if return_softmax_lse else out
 
+
+def merged(one: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> Any:
+    share = torch.sigmoid(lse - other_lse)[..., None]
+    return share * one + (1 - share) * other, None
+
+
+def check_masks_in_fa3(runner: ModelRunner, nodes: int, page: int, topk: int) -> None:
+    from sglang.srt.layers.attention import flashattention_backend as module
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
+
+    module.flash_attn_with_kvcache, module.merge_state_v2_wrapper = attention_over_pages, merged
     rng = np.random.default_rng(nodes)
     batch, lengths = len(LENGTHS), torch.tensor(LENGTHS)
     parents, depths = np.full((batch, nodes), -1, np.int32), np.zeros((batch, nodes), np.int32)
     for b in range(batch):
         for i in range(1, nodes):
-            parents[b, i] = rng.integers(0, i)
+            parents[b, i] = rng.integers(0, i) if topk > 1 else i - 1
             depths[b, i] = depths[b, parents[b, i]] + 1
     counts = np.array([nodes, 1, nodes - 1], np.int32)
     tree = TreeBatch.from_numpy(np.zeros_like(parents), parents, depths, counts)
     inputs = tree_inputs(tree, lengths, layout="full", seq_lens_sum=sum(LENGTHS))
     rows = torch.arange(1, 1 + batch)
     slots = runner.req_to_token_pool.req_to_token
-    slots[rows, :20] = torch.from_numpy(1 + rng.permutation(200)[: batch * 20].reshape(batch, 20)).to(slots.dtype)
+    pages = 1 + rng.permutation(200 // page)[: batch * 20 // page].reshape(batch, 20 // page)
+    slots[rows, :20] = torch.from_numpy((pages[..., None] * page + np.arange(page)).reshape(batch, 20)).to(slots.dtype)
     windows = [slots[row, length : length + nodes] for row, length in zip(rows.tolist(), LENGTHS, strict=True)]
-    get_context().override("test", speculative_num_draft_tokens=nodes)
-    backend = FlashAttentionBackend(runner)
-    given = {"draft_token": inputs.input_ids, "custom_mask": inputs.mask, "draft_token_num": nodes}
-    given = {"positions": inputs.positions, "spec_info": NgramVerifyInput(**given, positions=inputs.positions)}
-    given |= {"forward_mode": ForwardMode.TARGET_VERIFY, "batch_size": batch, "input_ids": inputs.input_ids}
-    given |= {"req_pool_indices": rows, "seq_lens": lengths, "seq_lens_cpu": lengths, "seq_lens_sum": sum(LENGTHS)}
-    backend.init_forward_metadata(ForwardBatch(**given, out_cache_loc=torch.cat(windows).to(torch.int64)))
+    get_context().override("test", speculative_num_draft_tokens=nodes, speculative_eagle_topk=topk)
+    before, runner.page_size, runner.sliding_window_size = runner.token_to_kv_pool, page, None
+    pool = runner.token_to_kv_pool = CpuKVPool(256, page, torch.float32, 2, 8, 1, "cpu", False)
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.copy_(torch.from_numpy(rng.standard_normal(buffer.shape)))
+    backend = module.FlashAttentionBackend(runner)
+    forward = ForwardBatch(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        batch_size=batch,
+        input_ids=inputs.input_ids,
+        req_pool_indices=rows,
+        seq_lens=lengths,
+        seq_lens_cpu=lengths,
+        seq_lens_sum=sum(LENGTHS),
+        out_cache_loc=torch.cat(windows).to(torch.int64),
+        positions=inputs.positions,
+        spec_algorithm=SpeculativeAlgorithm.from_string("sssd"),
+        spec_info=NgramVerifyInput(
+            draft_token=inputs.input_ids, custom_mask=inputs.mask, positions=inputs.positions, draft_token_num=nodes
+        ),
+    )
+    backend.init_forward_metadata(forward)
+    query = torch.from_numpy(rng.standard_normal((batch * nodes, 4, 8))).float()
+    out = backend.forward_extend(query, None, None, RadixAttention(4, 8, 0.5, 2, 0), forward, False)
     made = backend.forward_metadata_spec_decode_expand
     for b, window in enumerate(windows):
         for i in range(nodes):
@@ -74,8 +122,15 @@ def check_masks_in_fa3(runner: ModelRunner, nodes: int) -> None:
             while i < counts[b] and parents[b, path[0]] >= 0:
                 path.insert(0, int(parents[b, path[0]]))
             row = b * nodes + i
-            assert int(made.cache_seqlens_int32[row]) == len(path)
-            assert made.page_table[row, : len(path)].tolist() == window[path].tolist()
+            seen = torch.cat((slots[rows[b], : LENGTHS[b]], window[path]))
+            k, v = (buffer[0][seen.long()].repeat_interleave(2, 1) for buffer in (pool.k_buffer, pool.v_buffer))
+            weights = (0.5 * torch.einsum("hd,shd->hs", query[row], k)).softmax(-1)
+            if i < counts[b] or topk > 1:  # chains see one another's padding, which nobody reads
+                torch.testing.assert_close(out[row].view(4, 8), torch.einsum("hs,shd->hd", weights, v))
+            if topk > 1:
+                assert int(made.cache_seqlens_int32[row]) == len(path)
+                assert made.page_table[row, : len(path)].tolist() == window[path].tolist()
+    runner.token_to_kv_pool, runner.page_size = before, 1
 
 
 def check_shared_page_indices(runner: ModelRunner, hybrid: bool) -> None:
@@ -212,7 +267,8 @@ def main(folder: str) -> None:
     sys.modules["sgl_kernel"] = sys.modules["sgl_kernel.flash_attn"] = MagicMock()
     runner, failed = model_runner(folder), {}
     checks = [partial(check_shared_page_indices, hybrid=hybrid) for hybrid in (False, True)]
-    checks += [partial(check_masks_in_fa3, nodes=nodes) for nodes in (2, 5, NODES)]
+    of_fa3 = itertools.product((2, 5, NODES), (1, 4), (1, 2))
+    checks += [partial(check_masks_in_fa3, nodes=nodes, page=page, topk=topk) for nodes, page, topk in of_fa3]
     checks += map(partial, (check_flashinfer_of_several_widths, check_widths_that_cannot_be_captured))
     for check in [*checks, partial(check_encoders_are_refused)]:
         try:

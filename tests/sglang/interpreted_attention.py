@@ -1,6 +1,7 @@
 """SGLang's own Triton attention over draft trees, in Triton's interpreter, against attention written out.
 
-Run with TRITON_INTERPRET=1. Prints "tree", and with a sliding window "chain" and "tree", each with the largest error.
+Run with TRITON_INTERPRET=1. Prints "tree" and with a sliding window "chain", on pages of one token and of four, and in
+the end "tree" with such a window; each with the largest error.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def trees(parents: list[list[int]]) -> TreeBatch:
     return TreeBatch(torch.zeros_like(depths), torch.tensor(parents, dtype=torch.int32), depths, counts)
 
 
-def largest_error(tree: TreeBatch, window: int) -> float:
+def largest_error(tree: TreeBatch, window: int, page: int = 1) -> float:
     torch.manual_seed(0)
     batch, nodes = tree.tokens.shape
     lengths = torch.tensor(LENGTHS)
@@ -41,6 +42,7 @@ def largest_error(tree: TreeBatch, window: int) -> float:
         torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32), starts, torch.cat(read),
         inputs.mask, True, masks, nodes, 1.0, 1.0,
         sliding_window_size=window,
+        page_size=page,
         window_kv_offsets=torch.tensor([n - len(r) for n, r in zip(LENGTHS, read, strict=True)], dtype=torch.int32),
     )  # fmt: skip
     worst = 0.0
@@ -67,6 +69,7 @@ def largest_error(tree: TreeBatch, window: int) -> float:
 if __name__ == "__main__":
     tree = trees([[-1, 0, 0, 1, 1, 3, 2, 0], [-1, 0, 1, 2, 0, 4, 4, 6]])
     chain = trees([list(range(-1, 7))] * 2)
-    print("tree", largest_error(tree, -1))
-    print("chain", largest_error(chain, WINDOW))
+    for page in (1, 4):
+        print("tree", largest_error(tree, -1, page))
+        print("chain", largest_error(chain, WINDOW, page))
     print("tree", largest_error(tree, WINDOW))

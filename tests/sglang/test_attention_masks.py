@@ -27,8 +27,8 @@ def test_triton():
     """Trees are attended to as they should be; under a sliding window chains only (`guards.BACKENDS`)."""
     pytest.importorskip("triton")
     printed = run_script("interpreted_attention.py", TRITON_INTERPRET="1")
-    (_, tree), (_, chain), (_, tree_in_window) = (line.split() for line in printed.splitlines()[-3:])
-    assert float(tree) < 1e-5 and float(chain) < 1e-5
+    *right, (_, tree_in_window) = (line.split() for line in printed.splitlines()[-5:])
+    assert all(float(error) < 1e-5 for _, error in right), right
     assert float(tree_in_window) > 0.1, "SGLang counts windows by position now: draft trees there"
 
 
@@ -41,7 +41,8 @@ def failed(tiny):
 
 @pytest.mark.extended
 def test_what_fa3_takes_from_a_mask(failed):
-    """Slots of each node's ancestors and of itself, in order, and their number."""
+    """Slots of each node's ancestors and of itself, in order, and their number; also on pages of several tokens, and
+    where chains are read without a mask."""
     assert "check_masks_in_fa3" not in failed, failed["check_masks_in_fa3"]
 
 

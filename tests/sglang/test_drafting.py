@@ -69,8 +69,14 @@ class Recorder(Method):
         return log
 
 
-def drafting(widths=(1, 2, 4, NODES), max_batch=4, **given):
-    spec = MethodSpec("recorder", f"{__name__}:Recorder", PluginOptions)
+class Threaded(Recorder):
+    """Drafts in a thread of its own."""
+
+    needs_prompt_states, draft_timeout = False, 60.0
+
+
+def drafting(widths=(1, 2, 4, NODES), max_batch=4, method="Recorder", **given):
+    spec = MethodSpec("recorder", f"{__name__}:{method}", PluginOptions)
     session = DraftSession(spec, None, EngineContext(widths=widths))
     seam = Drafting(session, widths, max_batch, AcceptedTokens(256, NODES, "cpu"), **given)
     return seam, seam.guarded.method
@@ -137,6 +143,7 @@ def step(drafting, gained, *, overlap=True):
     if not overlap:
         read_result(gained)
     tree = drafting.draft(batch)
+    drafting.note(batch, tree)
     if overlap:  # the result of a step is read while the next one runs
         read_result(gained)
     return tree
@@ -360,6 +367,7 @@ def test_drafts_are_the_same_in_a_thread():
             if rng.random() < 0.7:  # without overlap nothing is prepared
                 seam.prepare(batch)
             trees.append(seam.draft(batch))
+            seam.note(batch, trees[-1])
             read_result(gained)
             for r, new in gained.items():
                 running[r] += len(new)
@@ -374,6 +382,28 @@ def test_drafts_are_the_same_in_a_thread():
     for one, other in zip(inside, outside, strict=True):
         for name in ("tokens", "parents", "depths", "counts"):
             assert np.array_equal(getattr(one, name), getattr(other, name))
+
+
+@pytest.mark.parametrize("threaded", [False, True], ids=["inside", "thread"])
+def test_nothing_is_counted_before_verification_is_launched(threaded):
+    """But then all is, also of a request that ends."""
+    seam, method = drafting(method="Threaded" if threaded else "Recorder")
+    metrics = seam.guarded.metrics
+    assert (seam._thread is not None) == threaded
+    method.nodes = {"a": 4}
+    a, b = request("a", [1, 2], stop_token_ids=[9]), request("b", [3])
+    seam.begin([a, b])
+    step(seam, {a: [5], b: [6]})
+    counters = metrics.tokens, metrics.drafted, metrics.accepted
+    before = [counter._value.get() for counter in counters]
+    batch = decoding_batch({a: [7, 8, 9], b: [4]}, seam.accepted)
+    seam.prepare(batch)
+    tree = seam.draft(batch)
+    assert [counter._value.get() for counter in counters] == before and len(method.steps) == 2
+    seam.note(batch, tree)
+    assert [counter._value.get() - was for counter, was in zip(counters, before, strict=True)] == [4, 3, 2]
+    seam.note(batch, tree)
+    assert metrics.tokens._value.get() - before[0] == 4, "counted twice"
 
 
 def test_lengths_come_with_the_tokens():

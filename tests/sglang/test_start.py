@@ -64,8 +64,6 @@ def test_backends_with_tree_masks_pass(resolved, backend):
             "flex_attention (--decode-attention-backend)",
             "--attention-backend",
         ),
-        ({"page_size": 16}, "pages of 16", "--page-size 1"),
-        ({"attention_backend": "fa3", "page_size": 64}, "pages of 64", "--page-size 1"),
         ({"pp_size": 2}, "pipeline parallelism", "--tp-size"),
         ({"enable_lora": True, "lora_paths": ["a=b"]}, "LoRA", "merged model"),
         ({"disaggregation_mode": "decode"}, "disaggregation", "--disaggregation-mode"),
@@ -88,6 +86,22 @@ def test_refused(resolved, monkeypatch, changed, reason, remedy):
     message = str(caught.value)
     assert message.startswith("--speculative-algorithm sssd ")
     assert reason in message and remedy in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "topk"),
+    [
+        ("sssd", {"SHAPE": "chain"}, 1),
+        ("layerskip", {}, 2),
+        ("layerskip", {"TREE": "false"}, 1),
+        ("freedraft", {"SHAPE": "chain"}, 2),
+        ("freedraft", {"SHAPE": "chain", "TREE": "false"}, 1),
+    ],
+)
+def test_chains_do_without_the_second_call_of_fa3(resolved, monkeypatch, name, options, topk):
+    for option, value in options.items():
+        monkeypatch.setenv(f"FREEDRAFT_{option}", value)
+    assert resolved(**ON_GPU | {"attention_backend": "fa3"}, speculative_algorithm=name).speculative_eagle_topk == topk
 
 
 def test_the_backend_that_does_not_verify_may_be_any(resolved):
@@ -142,6 +156,10 @@ def test_what_attention_verifies(weightless, tmp_path, attention, shapes):
     config = ModelConfig(str(tmp_path))
     window = 15 if attention == "windows" else resolve_sliding_window_size(object(), config)
     assert (config.attention_arch == AttentionArch.MLA) == (attention == "latent")
+    if attention in ("windows", "latent"):
+        with pytest.raises(ConfigError, match=r"on attention backend fa3 and KV pages of 64 tokens.*: (use|start)"):
+            shape_for("sssd", "fa3", config, window, 64)
+        shapes |= {"triton": shape_for("sssd", "triton", config, window, 64)}
     for backend, shape in shapes.items():
         if shape is not None:
             assert shape_for("sssd", backend, config, window) == shape

@@ -68,7 +68,9 @@ def test_two_ranks(tiny, plain, tmp_path):
     env = {"FREEDRAFT_LIVE": "true", "FREEDRAFT_ISOLATION": "shared"}
     with two_ranks(tiny, tmp_path, env=env, speculative_algorithm="sssd_cycle") as engine:
         assert ids(engine.generate(PROMPTS[:4], GREEDY)) == plain
+        assert not (tmp_path / "shared").exists(), "greedy outcomes are broadcast"
         engine.generate(PROMPTS[:4], SAMPLED)
+        assert (tmp_path / "shared").exists(), "sampled outcomes are not broadcast"
         abort_one(engine, PROMPTS[:2])
         # The drafter raises on the rank that drafts; the others wait for its trees.
         assert ids(engine.generate(PROMPTS[:4], GREEDY, rid=[f"broken-{i}" for i in range(4)])) == plain

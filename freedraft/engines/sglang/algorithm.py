@@ -64,8 +64,8 @@ class TreeAlgorithm(CustomSpecAlgo):
         if args.speculative_num_draft_tokens is None:
             length = self.spec.default_length if self.spec is not None else None
             args.speculative_num_draft_tokens = DEFAULT_NODES if length is None else length
-        # FA3 reads the tree mask only with topk > 1. The product stays within the nodes, so that no more slots are
-        # reserved.
+        # FA3 reads the tree mask only with topk > 1, in a second call of each layer. The product stays within the
+        # nodes, so that no more slots are reserved.
         args.speculative_eagle_topk = 2
         args.speculative_num_steps = max(1, args.speculative_num_draft_tokens // 2)
         args.enable_mixed_chunk = False
@@ -73,5 +73,8 @@ class TreeAlgorithm(CustomSpecAlgo):
             args.max_running_requests = 48
         if self.spec is not None:
             options = self.spec.option_type.read()
+            shapes = {getattr(options, name) for name in ("shape", "tree") if hasattr(options, name)}
+            if shapes and shapes <= {"chain", False}:
+                args.speculative_eagle_topk = 1
             if self.spec.check is not None:
                 self.spec.check(options, context_at_start(args))

@@ -42,20 +42,13 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...], *, chains: bo
     replica = get_parallel().dp_rank or 0
     runner, tokenizer = target_worker.model_runner, target_worker.tokenizer
     return EngineContext(
-        hf_config=published_config(runner.server_args),
-        vocab_size=runner.model_config.vocab_size,
-        max_draft_tokens=widths[-1] - 1,
-        widths=widths,
-        chains=chains,
-        dtype=str(runner.model_config.dtype).removeprefix("torch."),
-        kv_dtype=str(runner.kv_cache_dtype),
-        page_size=runner.page_size,
-        tensor_parallel=runner.server_args.tp_size,
-        rank=replica,
-        gives_logits=True,
+        hf_config=published_config(runner.server_args), vocab_size=runner.model_config.vocab_size,
+        max_draft_tokens=widths[-1] - 1, widths=widths, chains=chains,
+        dtype=str(runner.model_config.dtype).removeprefix("torch."), kv_dtype=str(runner.kv_cache_dtype),
+        page_size=runner.page_size, tensor_parallel=runner.server_args.tp_size, rank=replica, gives_logits=True,
         hardware=hardware_name(str(runner.device)),
         tokenizer_fingerprint=partial(tokenizer_fingerprint, tokenizer) if tokenizer else lambda: None,
-    )
+    )  # fmt: skip
 
 
 def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *, chains: bool) -> str:

@@ -15,15 +15,7 @@ from freedraft.draft_thread import DraftThread
 from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.session import DraftSession, room
 from freedraft.engines.sglang.accepted import AcceptedTokens, Gained
-from freedraft.engines.sglang.requests import (
-    UNTRACKED,
-    Tracked,
-    extra_of,
-    output_of,
-    tenant_of,
-    tokens_of,
-    was_aborted,
-)
+from freedraft.engines.sglang.requests import UNTRACKED, Tracked, extra_of, output_of, tenant_of, tokens_of, was_aborted
 from freedraft.step import Step
 
 NOTHING = np.zeros(0, np.int32)
@@ -158,12 +150,16 @@ class Drafting:
             gained = self.accepted.newest.read(batch.req_pool_indices_cpu.numpy())
             roots = gained.tokens[gained.ends - 1]
             draft = self._cut(DraftBatch.roots(roots), np.zeros(len(roots), np.int32), roots)
+        return draft
+
+    def note(self, batch: Any, draft: DraftBatch) -> None:
+        """The verification of these trees has been launched, so that nothing waits for what is done here."""
+        self._tell(self.guarded.count)
         for request in batch.reqs:
             if request.finished():  # with a grammar, SGLang runs a request once more after its end
                 self._forget(request.rid, NOTHING, was_aborted(request))
         self._drafted = dict(zip((r.rid for r in batch.reqs), (draft.counts - 1).tolist(), strict=True))
         self._previous = draft.tokens.shape[0], draft.tokens.size
-        return draft
 
     def _prepare(self, batch: Any) -> Callable[..., DraftBatch | None]:
         """A function that drafts for the step, in any thread: it waits for what the last step accepts, and has all else
@@ -189,7 +185,7 @@ class Drafting:
                 self.guarded.recycle(node_logits)
             if states:
                 self.session.set_prompt_states(states, torch.stack(list(states.values())))
-            proposed = None if late else self.guarded.draft(step)
+            proposed = None if late else self.guarded.draft(step, count=False)
             return None if proposed is None else self._cut(proposed, step.capacities, step.roots)
 
         return lambda late=False: self.guarded.call(draft, late)
@@ -210,21 +206,12 @@ class Drafting:
             before = tokens_of(requests[b])[: contexts[b] - (ends[b] - starts[b])]
             return np.concatenate((before, tokens[starts[b] : ends[b]]))
 
+        limits = np.where(lengths < least, 0, limits)
         return Step(
-            request_ids=[request.rid for request in requests],
-            tokens=tokens,
-            starts=starts,
-            ends=ends,
-            contexts=contexts,
-            capacities=room(
-                np.where(lengths < least, 0, limits), lengths, int(self._widths[-1]) - 1, trees=not self._chains
-            ),
-            drafted=drafted,
-            widths=self._widths,
-            previous=previous,
-            history=history,
-            engine=batch,
-        )
+            request_ids=[request.rid for request in requests], tokens=tokens, starts=starts, ends=ends,
+            contexts=contexts, capacities=room(limits, lengths, int(self._widths[-1]) - 1, trees=not self._chains),
+            drafted=drafted, widths=self._widths, previous=previous, history=history, engine=batch,
+        )  # fmt: skip
 
     def _cut(self, draft: DraftBatch, capacities: NDArray[np.int32], roots: NDArray[np.int32]) -> DraftBatch:
         """Trees of as many nodes as requests and attention allow, at the smallest prepared width. capacities, roots:

@@ -17,22 +17,23 @@ class AttentionBackend(NamedTuple):
     Attributes:
         mla: what it verifies of models with multi-head latent attention; None where it would verify nothing right.
         fixed_width: it is built for one number of nodes per request, so that each width needs one of its own.
-        pages: whether accepted branches may end in the midst of a page of several tokens.
+        pages: whether it verifies such models, and those with windows, also on KV pages of several tokens.
     """
 
     mla: Shape | None
     windows: Shape | None
     fixed_width: bool = False
-    pages: bool = False
+    pages: bool = True
 
 
 BACKENDS = {
     # A window is counted from a node's index, not from its position: the same in a chain, and another in a tree.
     "triton": AttentionBackend(mla="tree", windows="chain"),
     # MLA is planned as causal, whatever the mask; with windows the mask is not that of the keys which are read.
-    "flashinfer": AttentionBackend(mla="chain", windows=None, pages=True),
-    "fa3": AttentionBackend(mla="tree", windows="tree", fixed_width=True),
-    CPU_BACKEND: AttentionBackend(mla="tree", windows="tree", pages=True),
+    "flashinfer": AttentionBackend(mla="chain", windows=None),
+    # The nodes' slots are read as pages of one token: of plain attention only.
+    "fa3": AttentionBackend(mla="tree", windows="tree", fixed_width=True, pages=False),
+    CPU_BACKEND: AttentionBackend(mla="tree", windows="tree"),
 }
 
 
@@ -48,9 +49,9 @@ def widths_for(backend: str, max_nodes: int) -> tuple[int, ...]:
     return (*powers, max_nodes)
 
 
-def shape_for(name: str, backend: str, config: Any, window: int | None) -> Shape:
-    """What the speculative algorithm `name` may draft for a model. Raises ConfigError: this attention backend verifies
-    no drafts of such a model."""
+def shape_for(name: str, backend: str, config: Any, window: int | None, page: int = 1) -> Shape:
+    """What the speculative algorithm `name` may draft for a model, with KV pages of `page` tokens. Raises ConfigError:
+    this attention backend verifies no drafts of such a model."""
     from sglang.srt.configs.model_config import AttentionArch
 
     def shape_of(able: AttentionBackend) -> Shape | None:
@@ -59,6 +60,8 @@ def shape_for(name: str, backend: str, config: Any, window: int | None) -> Shape
             shapes.append(able.mla)
         if window is not None and window > -1:
             shapes.append(able.windows)
+        if page > 1 and not able.pages and len(shapes) > 1:
+            shapes.append(None)
         if config.attention_chunk_size is not None and able is not BACKENDS[CPU_BACKEND]:
             shapes.append(None)
         return None if None in shapes else "chain" if "chain" in shapes else "tree"
@@ -68,7 +71,7 @@ def shape_for(name: str, backend: str, config: Any, window: int | None) -> Shape
         others = [other for other, able in BACKENDS.items() if other != CPU_BACKEND and shape_of(able) is not None]
         raise ConfigError(
             f"--speculative-algorithm {name} verifies no drafts of {config.hf_config.architectures[0]} on attention "
-            f"backend {backend}, for its kind of attention: "
+            f"backend {backend} and KV pages of {page} tokens, for its kind of attention: "
             + (f"use --attention-backend {' or '.join(others)}" if others else "start without it")
         )
     return shape
@@ -129,10 +132,6 @@ def _check_backend(args: Any, backend: str | None, refuse: Any, cpu_platform: bo
             f"cannot verify trees on attention backend {backend}{option}",
             f"use --attention-backend {' or '.join(sorted(usable))}",
         )
-    page = getattr(args, "page_size", None)
-    if page is not None and page > 1 and not BACKENDS[backend].pages:
-        remedy = "use --page-size 1, or --attention-backend flashinfer"
-        refuse(f"cannot compact trees on pages of {page} tokens with attention backend {backend}", remedy)
 
 
 def _option_of(args: Any) -> str:

@@ -86,6 +86,7 @@ HOOKS = table("""
         is_all_greedy, sampling_seed, logit_bias, grammars, grammar_mask, has_custom_logit_processor
     sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo:apply_logits_bias(logits)
     sglang.srt.layers.sampler:apply_custom_logit_processor(num_tokens_in_batch)
+    sglang.srt.layers.sampler:SYNC_TOKEN_IDS_ACROSS_TP
     sglang.srt.layers.sampler.Sampler:forward(logits_output, sampling_info, return_logprob, top_logprobs_nums,
         token_ids_logprobs, positions)
 """)

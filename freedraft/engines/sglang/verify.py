@@ -14,7 +14,7 @@ from freedraft_kernels import KVPool, TreeBatch, Verification, verify, warm_up
 from numpy.typing import NDArray
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
-from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.layers.sampler import SYNC_TOKEN_IDS_ACROSS_TP, apply_custom_logit_processor
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
@@ -60,7 +60,10 @@ class TreeVerifier:
         LogitsProcessorOutput, whose logits (float [B * n, V]) are processed in place."""
         self._process_logits(batch, output.next_token_logits, host_tree)
         targets = self._targets(batch, tree, int(host_tree.counts.sum()), output.next_token_logits)
-        return self._ranks.share_outcome(verify(tree, targets.view(tree.tokens.shape)))
+        outcome, sampling = verify(tree, targets.view(tree.tokens.shape)), batch.sampling_info
+        # SGLang's own rule for the tokens of ranks, whose logits are the same to the bit.
+        alike = sampling.is_all_greedy and not batch.has_grammar and not SYNC_TOKEN_IDS_ACROSS_TP
+        return outcome if alike else self._ranks.share_outcome(outcome)
 
     def keep(self, batch: Any, verified: Verification, output: Any) -> None:
         """Let KV, logprobs and hidden states follow the outcome; arguments as in `verify`."""

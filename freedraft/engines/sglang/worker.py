@@ -98,8 +98,9 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self._backend = verify_backend_of(self.model_runner)
         self.widths = widths_for(self._backend, self.max_nodes)
         runner = self.model_runner
-        shape = shape_for(self._spec.name, self._backend, runner.model_config, runner.sliding_window_size)
-        self._chains = chains = shape == "chain"
+        page, window = runner.page_size or 1, runner.sliding_window_size
+        shape = shape_for(self._spec.name, self._backend, runner.model_config, window, page)
+        self._chains = chains = shape == "chain" or get_spec().speculative_eagle_topk == 1
         if self._spec.runs_model:
             from freedraft.engines.sglang.draft_model import PagedDraftModel
 
@@ -185,19 +186,16 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             self._accepted.put(batch.req_pool_indices, tokens, lengths, new_seq_lens)
         if on_publish is not None:
             on_publish(new_seq_lens)
+        relayed = {"new_seq_lens": new_seq_lens, "accept_lens": lengths}
         return GenerationBatchResult(
             logits_output=target.logits_output,
             next_token_ids=tokens.flatten(),
             can_run_cuda_graph=target.can_run_cuda_graph,
-            accept_lens=lengths,
-            new_seq_lens=new_seq_lens,
             next_draft_input=NgramVerifyInput(
-                draft_token_num=self.max_nodes,
-                new_seq_lens=new_seq_lens,
-                accept_tokens=tokens.flatten(),
-                accept_lens=lengths,
+                draft_token_num=self.max_nodes, accept_tokens=tokens.flatten(), **relayed
             ),
             speculative_num_draft_tokens=self.max_nodes,
+            **relayed,
         )
 
     def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
@@ -251,14 +249,10 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = inputs.input_ids
         batch.out_cache_loc = assign_extend_cache_locs_func(
-            req_pool_indices=batch.req_pool_indices,
-            req_to_token=batch.req_to_token_pool.req_to_token,
-            start_offset=batch.seq_lens,
-            end_offset=batch.seq_lens + width,
-            batch_size=size,
-            draft_token_num=width,
+            req_pool_indices=batch.req_pool_indices, req_to_token=batch.req_to_token_pool.req_to_token,
+            start_offset=batch.seq_lens, end_offset=batch.seq_lens + width, batch_size=size, draft_token_num=width,
             device=self.device,
-        )
+        )  # fmt: skip
         batch.spec_info = NgramVerifyInput(
             draft_token=inputs.input_ids,
             custom_mask=inputs.mask.view(-1),
@@ -278,6 +272,8 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             self._drafting.take_logits(batch, host_tree, logits)
         self._verifier.keep(batch, verified, result.logits_output)
         batch.forward_mode = ForwardMode.DECODE
+        if self._drafting is not None:
+            self._drafting.note(batch, host_tree)
         return published
 
     # -- calls from the scheduler --------------------------------------------------------------------------------------

@@ -147,11 +147,12 @@ def record_ranks(folder):
     first cannot do draft passes for a request whose id begins with `broken`; the first fails in the midst of one for
     `ends0`, and the others for `ends1`."""
     from freedraft.engines.sglang.draft_model import PagedDraftModel, PagedRound
+    from freedraft.engines.sglang.ranks import Ranks
     from freedraft.engines.sglang.verify import TreeVerifier
     from sssd_plugin.method import SssdMethod
 
     verify, init, ready = TreeVerifier.verify, SssdMethod.__init__, PagedRound._ready
-    run = PagedDraftModel.run
+    run, share = PagedDraftModel.run, Ranks.share_outcome
 
     def verifying(self, batch, host_tree, tree, output):
         verified = verify(self, batch, host_tree, tree, output)
@@ -175,7 +176,11 @@ def record_ranks(folder):
             raise RuntimeError("this rank fails on purpose")
         return run(self, stages, batch)
 
-    PagedDraftModel.run = ending
+    def sharing(self, verified):
+        (folder / "shared").touch()
+        return share(self, verified)
+
+    PagedDraftModel.run, Ranks.share_outcome = ending, sharing
     TreeVerifier.verify, SssdMethod.__init__, PagedRound._ready = verifying, making, failing
 
 
