@@ -47,17 +47,16 @@ def scratch():
 
 
 @compiled(nogil=True)
-def _clear(tries):
+def _clear(nodes, used):
     for source in range(1 + PREFIX):
-        root = tries.nodes[source]
+        root = nodes[source]
         root.count, root.first, root.last = 0, -1, -1
-    tries.used[0] = 1 + PREFIX
+    used[0] = 1 + PREFIX
 
 
 @compiled(nogil=True)
-def _child(tries, node, token):
+def _child(nodes, used, node, token):
     """Return the child of a node for `token`, a new one if there is none, -1 if there is no room for it."""
-    nodes, used = tries
     before, child, last = -1, nodes[node].first, nodes[node].last
     if last >= 0 and nodes[last].token <= token:  # samples of the datastore come in the order of their tokens
         child = last
@@ -80,21 +79,21 @@ def _child(tries, node, token):
 
 
 @compiled(nogil=True)
-def _insert(tries, source, tokens, start, end):
+def _insert(nodes, used, source, tokens, start, end):
     """Insert tokens[start:end], up to the first that is none of the vocabulary, into the trie of a source."""
     node = source
-    tries.nodes[node].count += 1
+    nodes[node].count += 1
     for i in range(start, end):
         if tokens[i] < 0:
             break
-        node = _child(tries, node, tokens[i])
+        node = _child(nodes, used, node, tokens[i])
         if node < 0:
             break
-        tries.nodes[node].count += 1
+        nodes[node].count += 1
 
 
 @compiled(nogil=True)
-def _add_request(tries, request):
+def _add_request(nodes, used, request):
     """Insert what followed the last 1..P tokens before, the newest occurrences of the last one (Algorithm 1)."""
     tokens, length = request.tokens, len(request.tokens)
     i, seen = request.previous[length - 1], 0
@@ -103,14 +102,14 @@ def _add_request(tries, request):
         match = 0
         while match < PREFIX and i >= match and tokens[i - match] == tokens[length - 1 - match]:
             match += 1
-            _insert(tries, match, tokens, i + 1, min(i + 1 + GRAM - match, length))
+            _insert(nodes, used, match, tokens, i + 1, min(i + 1 + GRAM - match, length))
         i = request.previous[i]
 
 
 @compiled(nogil=True)
-def _add_store(tries, table, tokens):
+def _add_store(nodes, used, table, tokens):
     """Insert sampled continuations from the datastore (Algorithm 2)."""
-    length, total, before = len(tokens), 0, tries.used[0] - 1
+    length, total, before = len(tokens), 0, used[0] - 1
     for j in range(len(table)):
         total += table[j, 3]
     for k in range(min(PREFIX, length), 0, -1):
@@ -120,8 +119,8 @@ def _add_store(tries, table, tokens):
             text, suffixes = suffixes_of(table, j)
             for q in range(take):
                 at = suffixes[lo + (q * (hi - lo)) // take] + k
-                _insert(tries, 0, text, at, at + BRANCH)
-        if tries.used[0] - before >= ENOUGH:
+                _insert(nodes, used, 0, text, at, at + BRANCH)
+        if used[0] - before >= ENOUGH:
             break
 
 
@@ -142,13 +141,14 @@ def draft_tree(request, table, limits, tree, tries):
     A node's kind is the match length of the input it comes from, 0 for the store. Arguments are as of
     `learned.draft_tree`; table: of a `Store`; tries: from `scratch`.
     """
-    tokens, nodes, n = request.tokens, tries.nodes, 1
+    nodes, used = tries  # passed apart: every access to a field of a tuple counts references
+    tokens, n = request.tokens, 1
     if len(tokens) == 0:
         return 0
     add_node(tree, 0, tokens[-1], -1, 1.0, 0)
-    _clear(tries)
-    _add_request(tries, request)
-    _add_store(tries, table, tokens)
+    _clear(nodes, used)
+    _add_request(nodes, used, request)
+    _add_store(nodes, used, table, tokens)
     # Negative score, parent in the tree, node, source: of equal scores, the one with the older parent comes first.
     heap = [(0.0, 0, 0, 0)]
     heap.pop()
