@@ -469,6 +469,15 @@ was measured.
   .66, translation .84, .71 and .62. KNN-SSD routed 93 % of unseen prompts to their domain. By context length, 256 to
   8,000 tokens, demo model: 3 of 60 sublayers, .92 to .95 of plain decoding as predicted and .82 to .95 as timed;
   predicted and timed rates of 30 sets and lengths correlate at .99.
+- **Windows on SGLang, some cells again** (e54116808c98), 48 tokens, two rounds, over plain with quarters: 2 requests of
+  7,500 tokens 1.06 (0.90-1.21), 8 of 4,000 1.26 (1.21-1.40), 8 of 7,500 1.41 (1.38-1.44), all answers those of plain
+  decoding. In the last cell a plain step took 0.40 s, and 1.27 s when the table above was measured; the measured times
+  allowed 1.53 and 1.81.
+- **Layer skipping on SGLang, in turns with commit 4323d4f**, deep model at batch 1, 2 and 4: 1.48, 1.59 and 1.61
+  there, 1.70, 1.84 and 1.54, then 1.48, 1.69 and 1.55 at ff756db1493c.
+- **Time of the learned scorer as a network**, over the 104 weight sets before it (ee41fc4 and the parent of 159c170 in
+  turns, one request unless said): stores of 1 M and 8 M tokens, 8 nodes 1.19 and 1.12, 16 nodes 1.28 and 1.19; 32
+  requests 1.14 to 1.18 and 1.08 to 1.16; 256 requests, 16 nodes 1.20 and 1.18.
 - **SWIFT's scores on vLLM and SGLang's CPU platform**, where each token also reads the target's KV of itself: 4 points
   too high, rank correlation .96 over random sets that skip 7 to 25 %.
 - **Windows by the roofline**, the best of 512, 2,048 and 8,192 tokens if .85, .9 and .95 of tokens are accepted, at
