@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from freedraft.step import Step
 
@@ -15,41 +16,51 @@ SECONDS, FEWEST_STEPS = 180.0, 500  # that one report covers at least
 OFF, ON = 0.02, 0.05  # shares of decoded requests with drafts, below and above which drafting counts as off and on
 
 
+@dataclass
+class Sums:
+    """Of the steps since a moment. compared: steps whose speedup over plain decoding was estimated."""
+
+    since: float
+    steps: int = 0
+    requests: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    compared: int = 0
+    speedups: float = 0.0
+
+
 class Report:
-    """Sums up steps. clock: seconds."""
+    """Sums up the steps of a method. clock: seconds."""
 
     def __init__(self, method: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._method, self._clock = method, clock
         self._off: bool | None = None  # as it was last reported
-        self._start()
+        self._sums: Sums | None = None
 
     def add(self, step: Step, speedup: float) -> None:
         """A step has ended. speedup: see `Controller`."""
-        self._steps += 1
-        self._requests += step.batch_size
-        self._tokens += int(step.gained.sum())
-        self._drafted += int((step.drafted > 0).sum())
-        self._speedups += speedup
-        if self._steps % FEWEST_STEPS == 0 and self._clock() - self._since >= SECONDS:
-            self._report()
-            self._start()
+        sums = self._sums = self._sums or Sums(self._clock())
+        sums.steps += 1
+        sums.requests += step.batch_size
+        sums.tokens += int(step.gained.sum())
+        sums.drafted += int((step.drafted > 0).sum())
+        if not math.isnan(speedup):
+            sums.speedups += speedup
+            sums.compared += 1
+        if sums.steps % FEWEST_STEPS == 0 and self._clock() - sums.since >= SECONDS:
+            self._report(sums)
+            self._sums = None
 
-    def _start(self) -> None:
-        self._since = self._clock()
-        self._steps = self._requests = self._tokens = self._drafted = 0
-        self._speedups = 0.0
-
-    def _report(self) -> None:
-        share = self._drafted / max(self._requests, 1)
+    def _report(self, sums: Sums) -> None:
+        share = sums.drafted / max(sums.requests, 1)
         off = share < (ON if self._off else OFF)
         if off == self._off:
             return
         self._off = off
         if off:
-            brings = f"drafting is off: in {1 - share:.0%} of steps no draft was likely to bring more than it costs"
+            brings = f"drafting is off: nothing was drafted in {1 - share:.0%} of steps"
         else:
-            speedup = self._speedups / self._steps
-            ratio = "" if math.isnan(speedup) else f", an estimated {speedup:.2f} times plain decoding"
-            brings = f"{self._tokens / self._requests:.2f} tokens per step and request{ratio}"
-        minutes = (self._clock() - self._since) / 60
-        logger.info("freedraft: %s, last %.0f minutes: %s", self._method, minutes, brings)
+            brings = f"{sums.tokens / sums.requests:.2f} tokens per step and request"
+            if sums.compared:
+                brings += f", an estimated {sums.speedups / sums.compared:.2f} times plain decoding"
+        logger.info("freedraft: %s, last %.0f minutes: %s", self._method, (self._clock() - sums.since) / 60, brings)

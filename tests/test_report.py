@@ -15,21 +15,22 @@ def test_it_says_what_drafting_brings_when_that_changes(caplog: pytest.LogCaptur
     now = [0.0]
     report = Report("sssd", clock=lambda: now[0])
 
-    def serve(drafted: list[int], gained: int, speedup: float, seconds: float = SECONDS + 1) -> list[str]:
+    def serve(drafted: list[int], gained: int, speedup: float, seconds: float = SECONDS + 2) -> list[str]:
         caplog.clear()
         step = make_step(["a", "b"], [[1] * gained, [1] * gained], drafted=drafted)
-        for _ in range(FEWEST_STEPS):
-            now[0] += seconds / FEWEST_STEPS
-            report.add(step, speedup)
+        for number in range(FEWEST_STEPS):
+            now[0] += seconds / (FEWEST_STEPS - 1)
+            report.add(step, speedup if number else math.nan)
         return caplog.messages
 
     with caplog.at_level(logging.INFO, logger="freedraft.report"):
+        now[0] += 3600.0  # the engine starts
         assert serve([4, 0], 2, 1.5, seconds=1.0) == [], "too early"
         (line,) = serve([4, 0], 2, 1.5)
         assert "sssd, last 3 minutes: 2.00 tokens per step and request, an estimated 1.50 times plain" in line
         assert serve([4, 4], 3, 1.9) == [], "it is still on"
         (line,) = serve([0, 0], 1, 1.0)
-        assert "drafting is off: in 100% of steps" in line
+        assert "drafting is off: nothing was drafted in 100% of steps" in line
         assert serve([0, 0], 1, 1.0) == []
         (line,) = serve([0, 4], 2, math.nan)  # another policy
         assert line.endswith("2.00 tokens per step and request")

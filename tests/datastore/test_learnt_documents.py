@@ -97,6 +97,18 @@ def test_a_tenant_beyond_its_share_drops_its_own(tmp_path: Path) -> None:
     assert file_of(tmp_path).stat().st_size < 16 * (1 << 14)
 
 
+def test_of_tenants_with_one_document_each_the_idle_ones_drop_theirs(tmp_path: Path) -> None:
+    log = log_of(tmp_path, max_tokens=1 << 14)
+    for number in range(1980):
+        log.pending.append(record([number, *[1] * 30], number.to_bytes(4, "little") * 4))
+        if number % 30 == 29:
+            sync(log)
+    log.close()
+    texts = read(tmp_path, max_tokens=1 << 14)
+    assert [text[0] for text in texts] == list(range(1980))[-len(texts) :]
+    assert 0.75 * (1 << 14) < sum(len(text) + 1 for text in texts) <= 1 << 14
+
+
 @pytest.mark.parametrize("part", ["tokens", "tenant", "milliseconds"])
 def test_a_flipped_bit_costs_one_document(tmp_path: Path, part: str, caplog: pytest.LogCaptureFixture) -> None:
     texts = [[i, i + 1, i + 2, 900] for i in range(12)]

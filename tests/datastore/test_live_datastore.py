@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -230,6 +231,16 @@ def test_a_salt_per_request_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) ->
     assert not store.insert(document(1), first), "forgotten until it comes again"
     assert store.view(np.array([first]))[0].table.size == 0
     assert store.tenant("salt 0") == first and store.insert(document(1), first)
+    store.close()
+
+
+def test_a_store_that_is_opened_with_a_lower_bound_goes_on_learning(tmp_path: Path) -> None:
+    store = open_live(tmp_path, VOCAB, max_tokens=1 << 16)
+    assert all(store.insert(document(seed)) for seed in range(1200))
+    store.close()
+    store = open_live(tmp_path, VOCAB, max_tokens=1 << 14)
+    assert store.settle() and 1 << 13 < store.stats().tokens <= 1 << 14
+    assert store.insert(document(1200)) and contents(store)[-1] == document(1200).tolist()
     store.close()
 
 

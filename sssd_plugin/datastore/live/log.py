@@ -187,17 +187,16 @@ class Log(DocumentFile):
             self._end_at = math.inf
 
     def _trim(self, max_tokens: int) -> int:
-        """Drop the oldest documents of tenants above an equal share, down to `max_tokens` together; return the tokens
-        that are left, separators included."""
+        """Drop the oldest documents of tenants above an equal share, down to `max_tokens` together, the longest idle
+        tenants first; return the tokens that are left, separators included."""
         owner = "tenant" if self._isolated else "x''"
         size = "ifnull(length(tokens), 0) / 4 + 1"
-        held = dict(self._db.execute(f"SELECT {owner}, sum({size}) FROM documents GROUP BY 1"))
+        held = dict(self._db.execute(f"SELECT {owner}, sum({size}) FROM documents GROUP BY 1 ORDER BY max(id)"))
         left, shares = sum(held.values()), keep_shares(held, max_tokens)
-        for tenant in sorted(held, key=lambda tenant: held[tenant], reverse=True):
-            if held[tenant] > shares[tenant] and left > max_tokens:  # documents are dropped whole
+        for tenant, tokens in held.items():
+            if tokens > shares[tenant] and left > max_tokens:  # documents are dropped whole
                 own = f"SELECT id, sum({size}) OVER (ORDER BY id DESC) AS newer FROM documents WHERE {owner} = ?"
-                old = f"SELECT id FROM ({own}) WHERE newer > ?"
-                remove = f"DELETE FROM documents WHERE id IN ({old}) RETURNING {size}"
-                gone = self._db.execute(remove, (tenant, shares[tenant]))
-                left -= sum(row[0] for row in gone)
-        return left
+                old = f"FROM documents WHERE id IN (SELECT id FROM ({own}) WHERE newer > ?)"
+                left -= self._db.execute(f"SELECT total({size}) {old}", (tenant, shares[tenant])).fetchone()[0]
+                self._db.execute(f"DELETE {old}", (tenant, shares[tenant]))
+        return int(left)

@@ -162,6 +162,9 @@ class LearntRuns:
                 owner.runs.append(owner.memtable)
                 owner.memtable = None
                 self._plan(owner)
+        self._make_room()
+
+    def _make_room(self) -> None:
         if self._held > self.max_tokens - self.max_tokens // 16 and not self._evicting:
             self._evicting = True
             self._submit(self._evict)
@@ -267,19 +270,22 @@ class LearntRuns:
             self._waiting -= size
             self._swap(owner, last, result, added=size)
             self._plan(owner)
+            self._make_room()  # those that were sorted together may exceed the bound
 
     def _evict(self) -> None:
-        """Drop documents beyond the bound, of tenants above an equal share, the oldest first."""
+        """Drop documents beyond the bound: the oldest of tenants above an equal share, longest idle tenants first."""
         held = {tenant: tenant.n for tenant in list(self.tenants.values())}
         bound = self.max_tokens - self.max_tokens // 8
         shares = keep_shares(held, bound)
-        for tenant in sorted(held, key=lambda tenant: held[tenant], reverse=True):
+        for tenant in sorted(held, key=lambda tenant: tenant.used):
             excess = held[tenant] - shares[tenant]
             while excess > 0 and tenant.all_runs and self._held > bound:  # documents are dropped whole
                 with self.lock:
                     if tenant.memtable and not tenant.runs:
                         tenant.runs, tenant.memtable = [tenant.memtable], None
                     oldest, erasures = tenant.runs[:1], list(tenant.erasures)
+                if not oldest:  # just erased
+                    break
                 left = self._combined(oldest, erasures, excess) if oldest[0].n > excess else None
                 with self.lock:
                     gone = self._swap(tenant, oldest, left)

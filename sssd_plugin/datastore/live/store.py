@@ -91,6 +91,7 @@ class LiveStore(LearntRuns):
         with self.lock:
             reason = self._reason_against(tokens, tenant)
             if reason:
+                self._make_room()
                 self._stats.dropped[reason] += 1
                 return False
             if conversation:
