@@ -233,7 +233,7 @@ def measure(shape: Shape, device: torch.device, bandwidth: float) -> list[dict[s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures there")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="file for the figures")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"

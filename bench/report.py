@@ -23,9 +23,9 @@ COLUMNS = (
     "tokens/pass={?tokens_per_step:.2f} | accepted={?acceptance:.0%} | identical={?identical:.1%}",
 )
 NOTE = (
-    "Answers are compared with plain's as text with special tokens. Servers began with nothing learnt or cached at "
-    "each number of requests at a time. Tokens per second are those that came under full load, their ratio the median "
-    "over blocks of questions; ratios of a group are of the time that a request takes for a token after the first."
+    "Answers are compared with plain's as text, special tokens included. Servers start with nothing learnt or cached "
+    "at each concurrency. Tokens per second are measured under full load, their ratio is the median over blocks of "
+    "questions; ratios of a group are of the time per token of a request after its first token."
 )
 
 

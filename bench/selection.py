@@ -187,9 +187,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6, help="prompts per domain that searches see")
     parser.add_argument("--held", type=int, default=6, help="held-out prompts per domain")
     parser.add_argument("--tokens", type=int, default=64, help="calibration tokens")
-    parser.add_argument("--requests", type=int, default=40, help="in each stream")
-    parser.add_argument("--share", type=float, default=0.2, help="of the sublayers skipped in the stream")
-    parser.add_argument("--survivors", type=int, default=2, help="of each weight in the knapsack search")
+    parser.add_argument("--requests", type=int, default=40, help="number in each stream")
+    parser.add_argument("--share", type=float, default=0.2, help="of sublayers that are skipped in the stream")
+    parser.add_argument("--survivors", type=int, default=2, help="per weight in the knapsack search")
     options = parser.parse_args()
     host, tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
     domains, number = read_domains(options.data, options.categories), options.prompts + options.held

@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("prompts", type=Path, nargs="+")
     parser.add_argument("--answers", type=int, default=400)
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
+    parser.add_argument("--tokens", type=int, default=128, help="maximum tokens of an answer")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
 

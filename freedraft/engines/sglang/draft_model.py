@@ -94,7 +94,7 @@ class PagedDraftModel(Passes, DraftModel):
         return PagedRound(self, step.engine, draft_pass, max_draft_len)
 
     def follow(self, batch: Any = None) -> None:
-        """Worker ranks: run the commands of rank 0 until it ends the series. batch: SGLang's ScheduleBatch of the step;
+        """Worker ranks: run the commands of rank 0 until it signals the end. batch: SGLang's ScheduleBatch of the step;
         None before the first step."""
         self.ranks.follow(self.build, partial(PagedRound, self, batch))
 

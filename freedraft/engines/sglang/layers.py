@@ -14,7 +14,7 @@ from freedraft.draft_pass import Recipe
 Stage = tuple[Any, Any, bool]  # A sublayer that runs; see `run_kept`
 Stages = tuple[Stage, ...]
 
-# Modules of SGLang whose layers compute h + attention(norm(h)), then h + mlp(norm(h)), and nothing else.
+# Modules of SGLang with layers that compute h + attention(norm(h)), then h + mlp(norm(h)), and nothing else.
 PLAIN = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
