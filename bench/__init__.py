@@ -1,1 +1,1 @@
-"""Benchmarks: each file here is one, `demo` is the one of `make demo`, `lib` holds what they share."""
+"""Benchmarks, one per file; `demo` is that of `make demo`, `lib` holds shared code."""

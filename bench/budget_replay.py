@@ -1,17 +1,17 @@
-"""Policies of the draft budget by replay: recorded answers, and machines with known step times.
+"""Policies of the draft budget by replay: recorded answers on simulated machines with known step times.
 
-A full batch of recorded answers is decoded step by step; what a draft gets accepted is read off the recording, and a
-step takes what the machine's table says, times a random factor that the policies do not know: the same on every
-computer, so differences of a percent mean something.
+A full batch of recorded answers is decoded step by step. The recording decides which draft tokens are accepted; the
+machine's table, times a random factor that the policies do not know, gives the step time. Results are the same on every
+computer, so differences of a percent are meaningful.
 
     python bench/budget_replay.py --trace FILE --tokenizer build/model --json build/budget-replay.json
     python bench/budget_replay.py --trace FILE --sessions FILE --tokenizer build/model --lengths 8 16 32 64 --json ...
 
-The second command compares numbers of draft tokens under policy `auto`: on V1, which may draft any number up to them,
-and on V2, which has few lengths and chooses one by the batch size before it drafts; over answers and over sessions.
+The second command compares maximum draft lengths under policy `auto`, over answers and sessions: on V1, which may draft
+any number of tokens up to the maximum, and on V2, which selects one of few lengths by the batch size before it drafts.
 
-Machines: `cpu` is vLLM on two cores with SmolLM2-135M in fp32, as timed there; `h200` is the roofline of an 8B model on
-an H200 of which computing reaches 60 % of its peak, so that the controller's own roofline is wrong about it.
+Machines: `cpu` is vLLM on two cores with SmolLM2-135M in fp32, as measured; `h200` is the roofline of an 8B model on an
+H200 that reaches 60 % of its peak compute, so that the controller's own roofline is wrong about it.
 """
 
 import argparse
@@ -39,10 +39,10 @@ from freedraft.step import Step
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.drafter import Drafter
 
-NOISE, CONTEXT, DRAFTING = 0.08, 600, 40e-6  # of step times; tokens of a request; seconds to draft for one
-ANSWERS, SESSIONS, TURNS = 199, 12, 48  # that are replayed at most
-SCHEDULED_AHEAD = 2  # steps that V2's engine has scheduled before it hears of new lengths
-CELLS = (("h200", 1), ("h200", 8), ("h200", 32), ("cpu", 1), ("cpu", 4))  # of --lengths
+NOISE, CONTEXT, DRAFTING = 0.08, 600, 40e-6  # relative, of step times; tokens per request; seconds to draft per request
+ANSWERS, SESSIONS, TURNS = 199, 12, 48  # maximum numbers to replay
+SCHEDULED_AHEAD = 2  # steps that V2's engine has scheduled before new lengths take effect
+CELLS = (("h200", 1), ("h200", 8), ("h200", 32), ("cpu", 1), ("cpu", 4))  # machine and batch size, for --lengths
 SMALL = ModelShape(
     hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152,
     weight_bytes=4, activation_bytes=4, kv_bytes=4, dtype="float32",
@@ -51,7 +51,7 @@ LARGE = ModelShape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, i
 
 
 class Clock:
-    """The seconds that a replay has taken."""
+    """Simulated time of a replay, in seconds."""
 
     now = 0.0
 
@@ -60,30 +60,30 @@ class Clock:
 
 
 def cpu(batch: int, query_tokens: int) -> float:
-    """Seconds as measured with one request, by query tokens; beyond nine, 0.9 ms each; 0.3 ms per request."""
+    """Seconds of a step as measured with one request; 0.9 ms per query token beyond nine, 0.3 ms per request."""
     at = np.interp(query_tokens, [1, 2, 3, 5, 6, 7, 9], [20.4, 21.7, 22.3, 22.6, 23.3, 24.5, 25.1])
     return 1e-3 * (float(at) + 0.9 * max(0, query_tokens - 9) + 0.3 * (batch - 1))
 
 
 def h200(batch: int, query_tokens: int) -> float:
-    """The roofline at 60 % of the peak, and 0.8 ms that no roofline knows of."""
+    """Seconds of a step by the roofline at 60 % of the peak, plus 0.8 ms that no roofline includes."""
     profile = HardwareProfile.load("h200")
     slower = profile.model_copy(update={"peak_flops": 0.6 * profile.peak_flops})
     return 0.0008 + float(Roofline(LARGE, slower).seconds(batch, query_tokens, CONTEXT))
 
 
 MACHINES: dict[str, tuple[Callable[[int, int], float], ModelShape]] = {"cpu": (cpu, SMALL), "h200": (h200, LARGE)}
-"""Seconds of a step by requests and query tokens; the model. The policies have the hardware profile of that name."""
+"""Seconds of a step by batch size and query tokens; the model. Policies get the hardware profile of that name."""
 
 
 class V1:
-    """Drafting as on model runner V1: the policy decides in each step. `min_score` is that of the drafted nodes."""
+    """Drafting on model runner V1: the policy decides at each step. min_score: minimum score of drafted nodes."""
 
     def __init__(self, policy: Controller) -> None:
         self._policy, self.min_score = policy, policy.profile.token_cost if isinstance(policy, Knee) else 0.0
 
     def draft(self, step: Step, drafter: Callable[[int], DraftBatch]) -> tuple[DraftBatch | None, int]:
-        """The drafts to verify, and the query tokens of the step. drafter: drafts chains of at most so many tokens."""
+        """Return the drafts to verify and the step's number of query tokens. drafter: drafts chains up to a length."""
         self._policy.update(step)
         draft, length = None, self._policy.max_draft_len(step)
         if length:
@@ -93,11 +93,11 @@ class V1:
         return draft, step.batch_size if draft is None else int(np.maximum(draft.counts, 1).sum())
 
     def end(self, batch: int, query_tokens: int, following: int) -> None:
-        """A step has ended; `following` requests are in the next one."""
+        """Record a finished step; `following` is the batch size of the next one."""
 
 
 class V2:
-    """Drafting as on model runner V2: the length of a step's drafts follows from its batch size, by a schedule."""
+    """Drafting on model runner V2: a schedule gives the draft length of a step by its batch size."""
 
     min_score = 0.0
 
@@ -136,7 +136,7 @@ MakeRunner = Callable[[Roofline, int, Clock], V1 | V2]
 
 
 def runner_of(name: str, most: int) -> MakeRunner:
-    """A policy on V1 ("fixed", "knee", "auto") or "V2", with so many draft tokens at most."""
+    """Return a factory of V1 with policy "fixed", "knee" or "auto", or of "V2", with at most `most` draft tokens."""
     makers: dict[str, MakeRunner] = {
         "fixed": lambda roofline, batch, clock: V1(Fixed(roofline.profile, most)),
         "knee": lambda roofline, batch, clock: V1(Knee(roofline.profile, most)),
@@ -154,7 +154,7 @@ ARMS |= {"knee": runner_of("knee", 8), "auto": runner_of("auto", 8)}
 
 @dataclass(eq=False)
 class Answer:
-    """A recorded answer that is being decoded; its tokens are those of row `place` of a table."""
+    """A recorded answer during decoding; its tokens are in row `place` of a table."""
 
     name: str
     place: int
@@ -166,7 +166,7 @@ class Answer:
 
 
 def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make: MakeRunner) -> float:
-    """Tokens per second of a batch of recorded answers that is always full, until all of them are done."""
+    """Decode recorded answers in a batch that is kept full while answers are left; return the tokens per second."""
     (seconds_of, shape), clock = MACHINES[machine], Clock()
     runner = make(Roofline(shape, HardwareProfile.load(machine)), batch, clock)
     rng = np.random.default_rng(batch)
@@ -219,11 +219,11 @@ def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make
 
 
 def of_policies(args: argparse.Namespace, trace: Trace) -> Iterator[dict[str, Any]]:
-    """A row for each machine and batch size."""
+    """Yield a row for each machine and batch size."""
     drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=9, snapshot=trace.snapshot)
     for machine in MACHINES:
         for batch in args.batches:
-            # Small batches see fewer answers, so that all take about as many steps.
+            # Small batches get fewer answers, so that all take about the same number of steps.
             shown = trace.test_rows[: max(12, min(ANSWERS, 4 * batch))]
             rates = {arm: replay(shown, batch, machine, drafter, make) for arm, make in ARMS.items()}
             best = max(rate for arm, rate in rates.items() if arm != "auto")
@@ -232,7 +232,7 @@ def of_policies(args: argparse.Namespace, trace: Trace) -> Iterator[dict[str, An
 
 
 def of_lengths(args: argparse.Namespace, trace: Trace) -> Iterator[dict[str, Any]]:
-    """A row for each kind of traffic, machine, batch size and model runner."""
+    """Yield a row for each kind of traffic, machine, batch size and model runner."""
     of_sessions = Sessions.load(args.sessions, args.tokenizer).turns.values()
     turns = list(chain.from_iterable(islice(of_sessions, SESSIONS)))[:TURNS]
     chat, agent = (trace.test_rows[:ANSWERS], trace.snapshot, 12), (turns, Snapshot.empty(), 24)

@@ -1,11 +1,11 @@
-"""What a thread of the drafter's own hides behind a device, in SGLang's adapter.
+"""Drafting time that a separate thread hides behind a device, in SGLang's adapter.
 
     python bench/draft_thread.py --json OUT        # in SGLang's environment
 
-The adapter's `Drafting` over SGLang's own requests and batches, in the order of its overlapped scheduler: the step is
-prepared, which waits for the device, the inputs of the pass are resolved, drafts are taken, the pass is launched. The
-device is a stand-in: what a pass accepts is there 5 ms after its launch, for which the host sleeps without the GIL.
-Resolving inputs takes what `--between` says, with the GIL. Medians in us.
+Runs the adapter's `Drafting` on SGLang's own requests and batches, in the order of its overlapped scheduler: prepare
+the step, which waits for the device; resolve the inputs of the pass; take the drafts; launch the pass. The device is
+simulated: accepted tokens arrive 5 ms after the launch of a pass, until when the host sleeps without the GIL. Resolving
+inputs takes `--between` us, with the GIL. Medians in us.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measure(batch: int, between: float, thread: bool) -> dict[str, Any]:
 
 def main() -> None:
     os.environ["SGLANG_PLATFORM"] = "freedraft_cpu"
-    importlib.import_module("freedraft.engines.sglang.hooks")  # with it SGLang can be imported without a GPU
+    importlib.import_module("freedraft.engines.sglang.hooks")  # allows SGLang to be imported without a GPU
     from sglang.srt.runtime_context import get_context
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -1,11 +1,11 @@
-"""What drafting costs on the CPU: per request, per batch (on as many threads as the drafter takes), ingest, memory,
-building the store, as one sub-index and as eight.
+"""CPU cost of drafting: per request, per batch (on the drafter's own threads), ingest, memory, and building the store,
+as one sub-index and as eight.
 
     python bench/drafter.py --json OUT [--tokenizer DIR]
 
 Stores of 1 M and 8 M real tokens (Python sources of this environment). The requests are held-out sources: each step
-appends the next tokens of the file, as if the engine had produced them, and asks for a draft through the same calls
-as the engine's plugin makes. Figures are medians over all steps, arms interleaved within a run.
+appends the next tokens of the file, as if the engine had generated them, and drafts through the calls of the engine's
+plugin. Figures are medians over all steps, arms interleaved within a run.
 """
 
 import argparse
@@ -29,15 +29,16 @@ from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter, Scoring
 from sssd_plugin.request_index import RequestIndex
 
-PROMPT, STEPS, ADVANCE, ROUNDS = 600, 120, 2, 3  # tokens, steps per request, tokens per step, times it is measured
+PROMPT, STEPS, ADVANCE, ROUNDS = 600, 120, 2, 3  # tokens, steps per request, tokens per step, repeats
 BATCH, LARGE, HELD_OUT = 32, 256, 64
 SHAPES: list[tuple[Scoring, int]] = [("paper", 16), ("learned", 8), ("learned", 16)]
-"""(scoring, nodes) of the arms."""
+"""Scoring and number of nodes of each arm."""
 Tokens = NDArray[np.int32]
 
 
 def corpus(tokenizer: Path, want: int) -> tuple[list[Tokens], int]:
-    """Python sources of this environment as token arrays, shuffled; at least `want` tokens and the held-out files."""
+    """Return shuffled Python sources of this environment as token arrays, `want` tokens or more; and the vocabulary
+    size."""
     encoder = tokenizers.load(tokenizer)
     paths = sysconfig.get_paths()
     files = sorted({p for root in ("stdlib", "purelib") for p in Path(paths[root]).rglob("*.py")})
@@ -53,7 +54,7 @@ def corpus(tokenizer: Path, want: int) -> tuple[list[Tokens], int]:
 
 
 def snapshot_of(tokens: Tokens, parts: int, vocab: int) -> Snapshot:
-    """A store of `parts` sub-indices of the same size."""
+    """Build a store of `parts` sub-indices of equal size."""
     pieces = [part.copy() for part in np.array_split(tokens, parts)]
     for piece in pieces:
         piece[-1] = SEPARATOR
@@ -61,7 +62,7 @@ def snapshot_of(tokens: Tokens, parts: int, vocab: int) -> Snapshot:
 
 
 class Arm:
-    """One drafter, stepping through the held-out requests."""
+    """A drafter that steps through the held-out requests."""
 
     def __init__(self, store: str, snapshot: Snapshot, vocab: int, shape: tuple[Scoring, int], batch: int) -> None:
         scoring, self.nodes = shape
@@ -71,7 +72,7 @@ class Arm:
         self.append_us: list[float] = []
 
     def run(self, rows: Tokens, timed: bool) -> None:
-        """All steps of a batch of requests. rows: int32 [batch, PROMPT + STEPS * ADVANCE]."""
+        """Run all steps of a batch of requests. rows: int32 [batch, PROMPT + STEPS * ADVANCE]."""
         ids = [str(i) for i in range(len(rows))]
         for name, row in zip(ids, rows, strict=True):
             self.drafter.replace(name, row[: PROMPT - ADVANCE])
@@ -91,7 +92,7 @@ class Arm:
 
 
 def build_cost(tokens: Tokens, vocab: int) -> dict[str, float]:
-    """Time and peak memory of `SubIndex.build`, in a fresh process; the input array is not counted."""
+    """Measure time and peak memory of `SubIndex.build` in a fresh process, without the input array."""
     SubIndex.build(np.array([1, 2, SEPARATOR], np.int32), 8)
     tokens[-1] = SEPARATOR
     before = resident_bytes()
@@ -101,7 +102,7 @@ def build_cost(tokens: Tokens, vocab: int) -> dict[str, float]:
 
 
 def context_cost(documents: list[Tokens]) -> dict[str, dict[str, float]]:
-    """Ingest time and bytes of a request by prompt length."""
+    """Measure ingest time and bytes of a request, by prompt length."""
     text = np.concatenate(documents).astype(np.int32)
     result = {}
     for length in (1024, 8192, 32768, 131072):

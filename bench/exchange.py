@@ -1,10 +1,10 @@
-"""Servers that learn from each other at one URL, over HTTP.
+"""Servers that share learnt text at one URL, over HTTP.
 
     python bench/exchange.py --json OUT [--engines vllm vllm] [--pythons PYTHON PYTHON]
 
-Two servers with the demo model, a core each, and an S3-compatible bucket (moto). A client with a salt asks the first
-one, and 8 seconds later the other one: tokens per step. Then the tenant is forgotten, and both are asked again.
-Clients without a salt, and with other ones, ask the same, and must not be drafted for from that answer.
+Two servers with the demo model, one core each, and an S3-compatible bucket (moto). A client with a salt asks the first
+server and, 8 seconds later, the other one: tokens per step. Then the tenant is erased, and both are asked again.
+Clients without a salt or with another one ask the same question and must not get drafts from that answer.
 """
 
 import argparse
@@ -31,7 +31,7 @@ URL, WAIT = "s3://servers/demo", 8.0
 
 
 def client_of(number: int, engine: str, python: str, model: Path, folder: Path) -> Client:
-    """Of a server at the URL that is not started yet."""
+    """Return a client of a server at the URL; the server is not started yet."""
     speculative: dict[str, object] = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed"}
     speculative |= {"live": True, "datastore": URL, "recycle": "off"}
     log = folder / f"server-{number}.log"
@@ -58,7 +58,7 @@ def measure(one: Client, other: Client) -> dict[str, Any]:
     row["after"] = {"none": tokens_per_step(other, None), "other salt": tokens_per_step(other, "third")}
     maintenance.forget_at(URL, [str(tenant_key("team"))])
     time.sleep(WAIT)
-    with ThreadPoolExecutor() as pool:  # at once, or the second would learn from what the first says now
+    with ThreadPoolExecutor() as pool:  # concurrently, or the second would learn from the first one's new answer
         row["forgotten"] = list(pool.map(tokens_per_step, (one, other), ("team", "team")))
     return row
 

@@ -1,10 +1,10 @@
-"""vLLM's model runners on a GPU with freedraft and without: are the tokens the same, and what does a step take?
+"""vLLM's model runners on a GPU, with and without freedraft: are tokens identical, and how long does a step take?
 
     python bench/first_hour.py --model build/model --json OUT      # ten minutes
 
-Each arm is an engine in a process of its own, with full CUDA graphs and not compiled by torch. Same tokens: the demo's
-prompts with the given model, twice 12 at a time, 8 one by one and 12 sampled under seeds, against the plain engine of
-the same numbers. Step times: the shape of Llama-3.1-8B with random weights, prompts of 512 tokens, answers of 200. Its
+Each arm is an engine in its own process, with full CUDA graphs and without torch.compile. Identical tokens: the demo's
+prompts with the given model, twice in a batch of 12, 8 one by one and 12 sampled with seeds, against the plain engine
+in the same dtype. Step times: the shape of Llama-3.1-8B with random weights, prompts of 512 tokens, answers of 200. Its
 greedy answers run into cycles, so nearly all drafts are accepted; at temperature 1 none is.
 """
 
@@ -55,7 +55,7 @@ BATCHES = (1, 8, 32)
 
 
 def arm(name: str, model: str) -> dict[str, Any]:
-    """What the engine of one arm answers, and its times."""
+    """Run the engine of one arm and return its answers and times."""
     import torch
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
@@ -75,7 +75,7 @@ def arm(name: str, model: str) -> dict[str, Any]:
         return sum(metric.value for metric in found)
 
     def ask(prompts: list[list[int]], tokens: int, temperature: float = 0.0, **sampling: Any) -> list[Any]:
-        """The answers, and the figures of all of them."""
+        """Return the answers, and figures over all of them."""
         seeds = sampling.pop("seeds", [None] * len(prompts))
         sampling |= {"max_tokens": tokens, "ignore_eos": True, "detokenize": False, "temperature": temperature}
         drafted, accepted, first, start = counted("draft"), counted("accepted"), step.call_count, time.perf_counter()
@@ -103,13 +103,13 @@ def arm(name: str, model: str) -> dict[str, Any]:
 
 
 def same(found: Any, base: Any, kind: str) -> list[int]:
-    """How many answers have the tokens of the plain engine, and how many there are."""
+    """Return how many answers have the tokens of the plain engine, and how many there are."""
     ours, theirs = ([tokens for given, _ in arm[kind] for tokens in given] for arm in (found, base))
     return [sum(a == b for a, b in zip(ours, theirs, strict=True)), len(theirs)]
 
 
 def summary(raw: dict[str, Any]) -> dict[str, Any]:
-    """Rows of the page, from what the arms answered."""
+    """Compute the rows of the results page from the arms' answers."""
     identical, steps = [], []
     for name, found in raw.items():
         base = raw.get(BASE.get(name, "plain"), {})
@@ -119,7 +119,7 @@ def summary(raw: dict[str, Any]) -> dict[str, Any]:
             identical.append(row | {"steps": [[r["steps"] for _, r in arm["greedy"]] for arm in (found, base)]})
         for cell, (first, last, prompts) in found.get("speed", {}).items():
             temperature, batch = cell.split()
-            # The faster of two runs, without what the prompts took.
+            # The faster of two runs, without prefill.
             times = [1e3 * (run["s"] - prompts["s"]) / (run["steps"] - prompts["steps"]) for run in (first, last)]
             row = {"arm": name, "temperature": float(temperature), "batch": int(batch), "step_ms": min(times)}
             row |= {"steps": last["steps"], "tokens_per_s": last["tokens"] / last["s"], "busy": None}

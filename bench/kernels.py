@@ -1,10 +1,10 @@
-"""Check and time every kernel of `freedraft_kernels` on whatever device there is. Needs torch and triton only.
+"""Check and time every kernel of `freedraft_kernels` on the available device. Needs torch and triton only.
 
     python bench/kernels.py [--json OUT]
 
-On a GPU: each Triton kernel against its torch reference (equal bit for bit; attention within a bfloat16's rounding) and
-against the bytes it must move, as a share of the bandwidth of a device-to-device copy measured here. Elsewhere the
-references are timed, at tiny shapes, and under TRITON_INTERPRET=1 the kernels are checked against them.
+On a GPU: each Triton kernel against its torch reference (bitwise equal; attention within bfloat16 rounding), and its
+time as a share of the bandwidth of a device-to-device copy measured here, by the bytes that it must move. On a CPU the
+references are timed, at tiny shapes; with TRITON_INTERPRET=1 the kernels are checked against them.
 """
 
 import argparse
@@ -43,23 +43,23 @@ class Shape(NamedTuple):
 
 
 GPU_SHAPES = [Shape(b, n, 4096, 152_064, 32, 8, 128) for b, n in ((1, 32), (8, 16), (64, 8), (64, 32))]
-GPU_SHAPES.append(Shape(4, 16, 64, 152_064, 32, 8, 128))  # so few keys that one too many shows in what is attended
+GPU_SHAPES.append(Shape(4, 16, 64, 152_064, 32, 8, 128))  # few keys, so that one too many shows in the output
 CPU_SHAPES = [Shape(2, 8, 300, 5000, 2, 2, 16)]
-PAGE, QUERY_HEADS = 16, 4  # tokens; for each KV head
+PAGE, QUERY_HEADS = 16, 4  # tokens; per KV head
 TOLERANCE = {"tree attention": 1e-2, "top tokens": 2e-5}
-"""Of floats that are summed in another order than the reference's; all else is equal bit for bit."""
+"""Absolute, of floats summed in another order than in the reference; all else must be bitwise equal."""
 COLUMNS = (
     "kernel={kernel} | batch x nodes={shape} | equal={equal!y} | bytes={bytes:,} | reference us={reference_us:.1f} | "
     "triton us={triton_us:.1f} | of a copy's bandwidth={share_of_copy:.0%}"
 )
 Run = Callable[[Backend], Any]
 Operation = tuple[str, Run, int]
-"""Name, what runs it, and the bytes that it must move at least."""
+"""Name, function that runs it, and minimum number of bytes moved."""
 
 
 def median_us(run: Callable[[], object], device: torch.device, repeats: int, graph: bool = False) -> float:
-    """Median time of one call. On a GPU: device time between events, caches flushed before each call; in a CUDA graph
-    the host's time to launch is not counted."""
+    """Return the median time of one call in us. On a GPU: device time between events, caches flushed before each call;
+    with `graph`, in a CUDA graph, which excludes the host's launch time."""
     run()
     if device.type != "cuda":
         return 1e6 * statistics.median(timed(run)[1] for _ in range(repeats))
@@ -72,7 +72,7 @@ def median_us(run: Callable[[], object], device: torch.device, repeats: int, gra
     flush = torch.empty(256 * 2**20, dtype=torch.int8, device=device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for start_event, end_event in events:
-        flush.zero_()  # keeps the device busy while the host queues the call, so that few launches are not counted
+        flush.zero_()  # keeps the device busy while the host queues the call, so that launch gaps are not timed
         start_event.record()
         run()
         end_event.record()
@@ -81,14 +81,14 @@ def median_us(run: Callable[[], object], device: torch.device, repeats: int, gra
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read plus written, of a copy of 512 MiB (16 MiB on a CPU)."""
+    """Return bytes per second, read plus written, of a copy of 512 MiB (16 MiB on a CPU)."""
     size = (512 if device.type == "cuda" else 16) * 2**20
     source, target = (torch.zeros(size, dtype=torch.int8, device=device) for _ in range(2))
     return 2 * size / (median_us(lambda: target.copy_(source), device, 10) * 1e-6)
 
 
 def random_trees(shape: Shape, device: torch.device) -> TreeBatch:
-    """Trees of up to N nodes: each node is a child of one of the four before it; siblings differ in their tokens."""
+    """Return trees of up to N nodes: a node's parent is one of the four before it; siblings differ in their tokens."""
     generator = torch.Generator().manual_seed(0)
     batch, nodes, node = shape.batch, shape.nodes, torch.arange(shape.nodes)
     back = torch.randint(1, 5, (batch, nodes), generator=generator)
@@ -102,19 +102,19 @@ def random_trees(shape: Shape, device: torch.device) -> TreeBatch:
 
 
 def of_trees(shape: Shape, device: torch.device) -> list[Operation]:
-    """Inputs of the pass that verifies trees, the verification, and the KV of what was accepted."""
+    """Operations on trees: inputs of the verification pass, verification, compaction of the accepted KV."""
     batch, nodes, capacity = shape.batch, shape.nodes, shape.batch * shape.seq_len
     tree, generator = random_trees(shape, device), torch.Generator(device).manual_seed(1)
     seq_lens = torch.full((batch,), shape.seq_len, dtype=torch.int64, device=device)
     logits = torch.randn(batch * nodes, shape.vocab, device=device, generator=generator)
-    # After every second node the target says the token of the next one, so that the walks go down the trees.
+    # After every second node the target is the next node's token, so that accepted paths go down the trees.
     said = torch.arange(nodes, device=device) % 2 == 0
     targets = torch.where(said, tree.tokens.roll(-1, 1), -1).long()
     slots = torch.randperm(2 * batch * nodes, device=device, generator=generator)[: batch * nodes].view(batch, nodes)
     row_shape = (2 * batch * nodes, shape.heads, shape.dim)
     kv = [torch.randn(row_shape, device=device, generator=generator).bfloat16() for _ in range(2 * shape.layers)]
     pools = {"triton": kv, "reference": [rows.clone() for rows in kv]}
-    # Every second node: all rows but the root's move.
+    # Every second node is accepted: all rows but the root's move.
     width = (nodes + 1) // 2
     accepted = (torch.arange(width, device=device, dtype=torch.int32) * 2).expand(batch, width).contiguous()
     lengths = torch.full((batch,), width, dtype=torch.int32, device=device)
@@ -140,9 +140,9 @@ def of_trees(shape: Shape, device: torch.device) -> list[Operation]:
 
 
 def attention(shape: Shape, device: torch.device) -> Operation:
-    """Attention of one layer over the whole context for trees of N nodes, and its bytes: each key and value once."""
+    """Attention of one layer over the whole context for trees of N nodes; its bytes count each key and value once."""
     batch, nodes, length, dim = shape.batch, shape.nodes, shape.seq_len + shape.nodes, shape.dim
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # NumPy, of which the interpreter is, has none
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # the interpreter uses NumPy, without bfloat16
     generator = torch.Generator(device).manual_seed(2)
     used = -(-length // PAGE)
     pages = torch.randperm(batch * used, generator=generator, device=device).int().view(batch, used)
@@ -173,7 +173,7 @@ def attention(shape: Shape, device: torch.device) -> Operation:
 
 
 def of_slots(shape: Shape, device: torch.device) -> list[Operation]:
-    """What vLLM's model runner V2 does with requests that live in slots: newest tokens, and queries of their trees."""
+    """Operations of vLLM's model runner V2 on requests in slots: newest tokens, and the queries of their trees."""
     batch, nodes, slots_in_all = shape.batch, shape.nodes, 2 * shape.batch
     generator = torch.Generator(device).manual_seed(3)
     texts = torch.randint(shape.vocab, (slots_in_all, shape.seq_len + nodes), generator=generator, device=device).int()
@@ -181,7 +181,7 @@ def of_slots(shape: Shape, device: torch.device) -> list[Operation]:
     slots = torch.randperm(slots_in_all, generator=generator, device=device)[:batch]
     gained = torch.ones(batch, dtype=torch.int32, device=device)
     own = 1 << torch.arange(nodes - 1, device=device)
-    trees = NodeMasks((own | 1).repeat(slots_in_all, 1), torch.zeros_like(lengths))  # all hang from the first
+    trees = NodeMasks((own | 1).repeat(slots_in_all, 1), torch.zeros_like(lengths))  # all descend from the first node
     offsets = torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32, device=device)
     seq_lens = torch.full((batch,), shape.seq_len + nodes, dtype=torch.int32, device=device)
 
@@ -206,7 +206,7 @@ def of_slots(shape: Shape, device: torch.device) -> list[Operation]:
 
 
 def agrees(name: str, run: Run) -> bool:
-    """Whether an operation's results are the reference's."""
+    """Whether an operation's Triton results equal the reference's."""
     results = (run("triton"), run("reference"))
     tensors = ([getattr(r, f.name) for f in fields(r)] if is_dataclass(r) else list(r) for r in results)
     for ours, theirs in zip(*tensors, strict=True):
@@ -219,7 +219,7 @@ def agrees(name: str, run: Run) -> bool:
 def measure(shape: Shape, device: torch.device, bandwidth: float) -> list[dict[str, Any]]:
     rows, repeats = [], 50 if device.type == "cuda" else 5
     for name, run, size in (*of_trees(shape, device), attention(shape, device), *of_slots(shape, device)):
-        # Before anything is timed: compaction works in place.
+        # Before timing, since compaction works in place.
         equal = agrees(name, run) if use_triton(device) else None
         row: dict[str, Any] = {"kernel": name, "shape": f"{shape.batch}x{shape.nodes}", "equal": equal, "bytes": size}
         row["reference_us"] = median_us(lambda run=run: run("reference"), device, repeats)  # type: ignore[misc]
@@ -233,7 +233,7 @@ def measure(shape: Shape, device: torch.device, bandwidth: float) -> list[dict[s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures there")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="file for the figures")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"

@@ -1,18 +1,18 @@
-"""Layer skipping on the CPU: where it can pay, and where it cannot and must stop by itself.
+"""Layer skipping on the CPU: a model on which it pays, and one on which it must switch itself off.
 
     python bench/layer_skip.py --model build/model --json build/layer-skip.json
     python bench/layer_skip.py --engine sglang --json build/layer-skip-sglang.json      # in SGLang's environment
     python bench/layer_skip.py --only composed --json build/composed.json
 
-Parts, each in an engine of its own, bf16, on vLLM compiled; prompts are read before the clock starts:
-- deep: the synthetic model of bench/lib/deep_model.py; its set skips a half of the sublayers. Plain and speculative
-  decoding take turns inside one engine, group by group. Reported by batch size: the ratio, median over groups and its
-  quarters; M, tokens per step and request; alpha, accepted by drafted tokens; c, time of a draft pass by that of a
-  plain step; and the share that was reached of M alpha / ((M - 1) c + alpha).
-- demo (vLLM): the demo model, too small for layer skipping to pay: the controller has to end up off.
-- windows (when requested, alone): the demo model with `window: auto`, at prompts of --contexts tokens.
-- composed (vLLM, when requested): method "freedraft" on both models, by kind of prompt: no drafts, n-grams only, layer
-  skip only and both take turns prompt by prompt.
+Parts, each in its own engine, bf16, compiled on vLLM; prefill is not timed:
+- deep: the synthetic model of bench/lib/deep_model.py with a skip set of half of the sublayers. Plain and speculative
+  decoding alternate inside one engine, group by group. Reported by batch size: the ratio, median over groups with
+  quartiles; M, tokens per step and request; alpha, accepted share of draft tokens; c, time of a draft pass in plain
+  steps; and the share reached of M alpha / ((M - 1) c + alpha).
+- demo (vLLM): the demo model, too small for layer skipping to pay: the controller has to switch drafting off.
+- windows (on request, alone): the demo model with `window: auto`, at prompts of --contexts tokens.
+- composed (vLLM, on request): method "freedraft" on both models, by kind of prompt: no drafts, n-grams only, layer
+  skipping only and both, alternating prompt by prompt.
 """
 
 import argparse
@@ -39,7 +39,7 @@ ARMS = {"plain": (), "sssd": ("sssd",), "layerskip": ("layerskip",), "both": ("s
 
 
 def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Parts "deep", "demo" and "windows": a row for each batch size."""
+    """Run parts "deep", "demo" and "windows"; return a row for each batch size."""
     windows = args.part == "windows"
     at_once = max(args.batches)
     prompts = long_chats(args.model, args.contexts[0], max(6, at_once)) if windows else chats(args.model, BY_KIND)
@@ -52,7 +52,7 @@ def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     rows = []
     with engine_of(args.engine, args.model, speculative, requests=at_once, length=longest) as engine:
-        # The controller learns what steps cost and what is accepted: what it settles on is measured.
+        # Warm-up: the controller learns step times and acceptance before it is measured.
         for batch in args.batches:
             for on in (False, True):
                 engine.generate(prompts[:batch], args.tokens, drafting=on)
@@ -69,7 +69,7 @@ def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
-    """The figures of one batch size. Steps run from one call's end to the begin of the next one."""
+    """Return the figures of one batch size. A step lasts from the end of one call to the start of the next."""
     plain_speed, speed = (sum(r.decoded for r in runs) / sum(r.seconds for r in runs) for runs in (baseline, drafting))
     pairs = [b.speed / a.speed for a, b in zip(baseline, drafting, strict=True)]
     result: dict[str, Any] = {"batch": batch, "plain_tokens_per_second": plain_speed, "tokens_per_second": speed}
@@ -92,7 +92,7 @@ def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
 
 
 def of_window(row: dict[str, Any], context: int) -> dict[str, Any]:
-    """The same figures as the tables of windows have them."""
+    """Return the same figures under the names that the tables of windows use."""
     names = ("batch", "turns", "drafting_share", "plain_ms", "ratio", "same")
     found = {"context": context} | {name: row[name] for name in names} | {"ratio_quartiles": row["ratio_quarters"]}
     found |= {
@@ -104,7 +104,7 @@ def of_window(row: dict[str, Any], context: int) -> dict[str, Any]:
 
 
 def composed(args: argparse.Namespace) -> dict[str, Any]:
-    """By kind of prompt: ratios to plain decoding, medians over prompts and rounds, with the quarters."""
+    """Return ratios to plain decoding by kind of prompt: medians over prompts and rounds, with quartiles."""
     speculative = {"method": "freedraft", "live": "off", "num_speculative_tokens": COMPOSED_K}
     engine = VllmEngine(args.model, speculative | {"skip_set": str(args.skip_set)})
     method: HybridMethod = engine.method
@@ -121,7 +121,7 @@ def composed(args: argparse.Namespace) -> dict[str, Any]:
         return engine.generate([prompt], args.tokens, drafting=arm != "plain")
 
     prompts = {kind: chats(args.model, texts) for kind, texts in PROMPTS.items()}
-    for arm in ARMS:  # the controllers learn here what steps and passes cost
+    for arm in ARMS:  # warm-up: the controllers learn times of steps and passes
         for of_kind in prompts.values():
             answer(of_kind[0], arm)
     result: dict[str, Any] = {}
@@ -146,10 +146,10 @@ def main() -> None:
     parser.add_argument("--skip-set", type=Path, default=SKIP_SET_OF_DEMO, help="for the demo model")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--tokens", type=int, default=96, help="output tokens per prompt")
-    parser.add_argument("--rounds", type=int, default=3, help="times that each group of prompts is decoded both ways")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[4000], help="tokens of a prompt, of part windows")
-    parser.add_argument("--only", nargs="*", choices=("deep", "demo", "windows", "composed"), help="parts")
-    parser.add_argument("--json", type=Path, help="where the figures go")
+    parser.add_argument("--rounds", type=int, default=3, help="repeats of each group of prompts, both ways")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[4000], help="tokens of each prompt, part windows")
+    parser.add_argument("--only", nargs="*", choices=("deep", "demo", "windows", "composed"), help="parts to run")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:

@@ -1,10 +1,10 @@
-"""The live datastore: how soon it is as good as a prepared one, and what learning costs.
+"""The live datastore: how soon it matches a prepared one, and the cost of learning.
 
     python bench/live_datastore.py --trace FILE --tokenizer DIR --json OUT
 
-Cold start: the rows of the trace are replayed in order (see bench/replay.py), and each finished answer enters a store
-that began empty; then the test rows, with either store. Rebuild: drafting while one thread sorts and merges all the
-time, as the live datastore's does, in turns with drafting alone.
+Cold start: the rows of the trace are replayed in order (see bench/replay.py), and each finished answer is added to an
+initially empty store; then the test rows are replayed with either store. Rebuild: drafting while one thread sorts and
+merges continuously, as in the live datastore, in turns with drafting alone.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def cold_start(trace: Trace) -> dict[str, Any]:
 
 
 def insert_all(live: LiveStore, trace: Trace, tokens_per_second: float) -> list[float]:
-    """Seconds that each answer of a trace takes until it is visible."""
+    """Insert all answers of a trace; return the seconds until each is visible."""
     seconds, due = list[float](), time.perf_counter()
     for _, output in trace.rows:
         time.sleep(max(due - time.perf_counter(), 0.0))
@@ -66,12 +66,12 @@ def insert_all(live: LiveStore, trace: Trace, tokens_per_second: float) -> list[
 
 
 def percentiles(seconds: list[float], unit: float) -> dict[str, float]:
-    """Median, 99th percentile and maximum in multiples of `unit` (seconds)."""
+    """Return median, 99th percentile and maximum in multiples of `unit` (seconds)."""
     return {name: float(np.percentile(seconds, q)) / unit for name, q in (("p50", 50), ("p99", 99), ("max", 100))}
 
 
 def update_cost(trace: Trace) -> dict[str, Any]:
-    """Learning the whole trace several times over, as fast as it goes, and once more at the rate of a busy server."""
+    """Measure learning of the whole trace: five times at full speed, and once at the rate of a busy server."""
     result: dict[str, Any] = {"paced_tokens_per_second": PACE}
     for where in ("memory", "disk"):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,13 +1,13 @@
-"""How far to draft: the lookahead policies on recorded drafts of one model and skip set, without an engine.
+"""Lookahead policies on recorded drafts of one model and skip set, without an engine.
 
-python bench/lookahead.py --model build/model --skip-set configs/skip_sets/smollm2-135m-instruct-12.json \\
+!python bench/lookahead.py --model build/model --skip-set configs/skip_sets/smollm2-135m-instruct-12.json \\
     --data a.jsonl b.jsonl --json build/lookahead.json
 
-The model (float32) answers prompts greedily; drafts from every place of the answers are recorded. DISCO is trained on
-the drafts of one part of the answers; every policy then drafts its way through the others, verified greedily. Reported:
-F1 of "go on" against "the token was accepted", tokens per round, and tokens per time in units of plain decoding, for
-draft passes that cost a share c of a whole pass (a verify pass costs 1, a token in it `PER_TOKEN` more). The c of the
-skip set itself (weights read, head included) is the first one; the others show what would pay elsewhere.
+The model (float32) answers prompts greedily; drafts from every position of the answers are recorded. DISCO is trained
+on the drafts of half of the answers; every policy then drafts its way through the others, with greedy verification.
+Reported: F1 of "continue" against "the token was accepted", tokens per round, and tokens per time relative to plain
+decoding, for draft passes that cost a share c of a whole pass (a verification pass costs 1, plus `PER_TOKEN` per
+token). The first c is that of the skip set (weights read, head included); the others show what would pay elsewhere.
 """
 
 import argparse
@@ -33,17 +33,17 @@ from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.rounds import Candidate, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
-PER_TOKEN, LONGEST = 0.02, 8  # of a step, for each verified token; tokens of a draft
+PER_TOKEN, LONGEST = 0.02, 8  # in steps, per verified token; maximum tokens of a draft
 
 
 class Recorded:
-    """Drafts from every place of one answer: bool[places, LONGEST] `right`, whether the draft is right up to and with
-    each token, float32[places, LONGEST, 10] `top` and float32[places, LONGEST] `entropy`."""
+    """Drafts from every position of one answer. right: bool[positions, LONGEST], whether the draft is right up to and
+    including each token; top: float32[positions, LONGEST, 10]; entropy: float32[positions, LONGEST]."""
 
     def __init__(self, host: HostModel, skip: SkipSet, one: Answered) -> None:
         text = host.read(one.tokens)
         drafts, top, entropy = draft_chains(host, skip, text, one.prompt, LONGEST)
-        # What the whole model says next: the answer, and its choice behind the last token.
+        # The whole model's next tokens: the answer, and its choice after the last token.
         truth = np.append(text.tokens.numpy()[one.prompt + 1 :], int(text.best[-1]))
         places = len(truth) - LONGEST + 1
         self.top, self.entropy = top[:places], entropy[:places]
@@ -51,7 +51,7 @@ class Recorded:
         self.right = np.cumprod(drafts[:places] == truth[ahead], 1).astype(np.bool_)
 
     def verifications(self, request: int) -> dict[str, NDArray[Any]]:
-        """What an engine would have recorded, had a round started at every place: fields of `Verifications`."""
+        """Return what an engine would have recorded with a round at every position: fields of `Verifications`."""
         at = np.nonzero(np.concatenate([np.ones((len(self.right), 1), np.bool_), self.right[:, :-1]], 1))
         place, position = (x.astype(np.int32) for x in at)
         found = {"top": self.top[at], "entropy": self.entropy[at], "position": position, "accepted": self.right[at]}
@@ -59,7 +59,7 @@ class Recorded:
 
 
 class Costs:
-    """Known costs, in steps of the whole model: `c` for a draft pass, PER_TOKEN for each further token of a step."""
+    """Fixed costs, in steps of the whole model: `c` per draft pass, PER_TOKEN per further token of a step."""
 
     overrun = 1.0
 
@@ -73,7 +73,7 @@ class Costs:
         return np.full(np.shape(batch), self.c)
 
     def learn(self, confidence: NDArray[np.float32], accepted: int) -> None:
-        """Learn of a chain drafted with these probabilities, as a controller does; its tokens are all 1."""
+        """Learn from a chain drafted with these probabilities, as a controller does; its tokens are all 1."""
         length = len(confidence)
         draft = DraftBatch.empty(1, length + 1)
         draft.tokens[:], draft.counts[:] = 1, length + 1
@@ -86,7 +86,7 @@ class Costs:
 
 
 def walk(policy: Lookahead, skip: SkipSet, recorded: list[Recorded]) -> tuple[float, Any, Any]:
-    """Draft through all answers one after another; F1 of the decisions, drafted and accepted tokens of every round."""
+    """Draft through all answers in turn; return F1 of the decisions, and drafted and accepted tokens of every round."""
     rounds, hits, predicted, actual = list[tuple[int, int]](), 0, 0, 0
     row = np.zeros(1, np.int32)
     for number, one in enumerate(recorded):
@@ -105,7 +105,7 @@ def walk(policy: Lookahead, skip: SkipSet, recorded: list[Recorded]) -> tuple[fl
                 more = bool(policy.should_continue(length, row, top, entropy)[0])
                 good = bool(one.right[place, length])
                 length += 1
-                # The last token allowed is no decision.
+                # After the last allowed token there is no decision.
                 if length < LONGEST and (length == 1 or one.right[place, length - 2]):
                     hits, predicted, actual = hits + (more and good), predicted + more, actual + good
             right = int(one.right[place, :length].sum())

@@ -4,15 +4,15 @@
     python bench/replay.py --long --tokenizer DIR --drafter sssd suffix --json OUT
     python bench/replay.py --sessions FILE --tokenizer DIR --drafter sssd suffix --shape chain tree --json OUT
 
-Rivals: prompt lookup; ArcticInference's suffix decoding (`bench/arctic.sh` builds it) with opened limits (`suffix`)
-and with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`). `sssd-alone` and `paper-alone`
-have no datastore, `paper-store` sees no more of a request than its last four tokens.
+Rivals: prompt lookup; ArcticInference's suffix decoding (built by `bench/arctic.sh`) with opened limits (`suffix`) and
+with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`). `sssd-alone` and `paper-alone`
+have no datastore; `paper-store` sees only the last four tokens of a request.
 
-Greedy verification accepts exactly the drafted tokens that equal the target's own continuation, so a recorded answer
-of any model tells what would have been accepted. A step yields the longest drafted path that equals the continuation,
-plus one token; the budget counts the root. The outputs of the first 605 rows are the datastore, the others are
-replayed, up to 512 tokens. --long replays answers that copy, or edit, 600 tokens of a prompt of Python's library.
---sessions replays every turn of the assistant after all text before it; drafters begin empty and learn each turn.
+Greedy verification accepts exactly the draft tokens that equal the target's own continuation, so a recorded answer of
+any model determines what is accepted. A step yields the longest drafted path that equals the continuation, plus one
+token; the budget includes the root. The outputs of the first 605 rows are the datastore; the others are replayed, up to
+512 tokens. --long replays answers that copy, or edit, 600 tokens of a prompt from Python's library. --sessions replays
+every assistant turn after all text before it; drafters start empty and learn each turn.
 """
 
 import argparse
@@ -36,20 +36,20 @@ from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.method import LEADING, to_learn
 
-COPIES, ARCTIC = 4, "build/arctic"  # of each kind and length; what bench/arctic.sh built
+COPIES, ARCTIC = 4, "build/arctic"  # per kind and length; built by bench/arctic.sh
 PAPER = ("paper", "paper-alone", "paper-store")
 SCORINGS = dict.fromkeys(("sssd", "sssd-alone"), "learned") | dict.fromkeys(PAPER, "paper")
 LIMITS = {"suffix": (64, 4.0, 0.0), "suffix-vllm": (24, 1.0, 0.1)}
-"""Of ArcticInference: tokens of a match, drafted tokens for each one matched, least probability of a drafted token."""
+"""Of ArcticInference: maximum match, draft tokens per matched token, minimum probability of a draft token."""
 CHAINS_ONLY = ("suffix-vllm", "lookup")
 Tokens = NDArray[np.int32]
 DraftFunction = Callable[[str, Tokens, int], DraftBatch]
-"""Drafts for the first n tokens of a row; called with n rising within a request, from the length of its prompt on, and
-with a new id for each request."""
+"""Drafts for the first n tokens of a row. Within a request, n rises from the length of its prompt; each request has a
+new id."""
 
 
 class Cell(NamedTuple):
-    """What drafts, within which budget."""
+    """Drafter, shape and budget of one replay."""
 
     drafter: str
     shape: Any
@@ -57,7 +57,7 @@ class Cell(NamedTuple):
 
 
 def accepted_length(batch: DraftBatch, continuation: Tokens) -> int:
-    """Tokens of the longest drafted path that equals the continuation, root left out."""
+    """Return the number of tokens of the longest drafted path that equals the continuation, without the root."""
     children = {(int(batch.parents[0, i]), int(batch.tokens[0, i])): i for i in range(1, int(batch.counts[0]))}
     node = 0
     for length, token in enumerate(continuation.tolist()):
@@ -68,7 +68,7 @@ def accepted_length(batch: DraftBatch, continuation: Tokens) -> int:
 
 
 def drafting(drafter: Drafter, budget: int, shape: Any = "tree", newest: int = 0) -> DraftFunction:
-    """newest: how many tokens of a request the drafter may see; 0 for all."""
+    """Return the draft function of a drafter. newest: number of newest tokens of a request that it sees; 0 for all."""
     current, known = "", 0
 
     def draft(request: str, tokens: Tokens, n: int) -> DraftBatch:
@@ -85,8 +85,8 @@ def drafting(drafter: Drafter, budget: int, shape: Any = "tree", newest: int = 0
 
 
 def suffix(documents: Sequence[Tokens], cell: Cell, learns: bool) -> DraftFunction:
-    """ArcticInference's suffix decoding. With `documents`, or if it `learns`, its tree grows by the answers replayed so
-    far, as when it serves. Raises ImportError: it is not installed."""
+    """ArcticInference's suffix decoding. With `documents`, or if it `learns`, its tree also grows by the answers
+    replayed so far, as in serving. Raises ImportError: it is not installed."""
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
     depth, factor, probability = LIMITS[cell.drafter]
@@ -120,7 +120,7 @@ def suffix(documents: Sequence[Tokens], cell: Cell, learns: bool) -> DraftFuncti
 
 
 def lookup(budget: int) -> DraftFunction:
-    """Prompt lookup: what followed the first occurrence of the longest suffix of 4, 3, 2 tokens."""
+    """Prompt lookup: the continuation of the first occurrence of the longest suffix of 4, 3 or 2 tokens."""
     out = DraftBatch.empty(1, budget)
     out.parents[0] = np.arange(-1, budget - 1)
 
@@ -143,7 +143,8 @@ def lookup(budget: int) -> DraftFunction:
 def make(
     cell: Cell, documents: Sequence[Tokens], vocab_size: int, weights: Path | None, live: LiveStore | None = None
 ) -> DraftFunction:
-    """A drafter that knows `documents`, and learns where `live` is given. Raises ImportError: see `suffix`."""
+    """Return a drafter with the datastore `documents`, which learns if `live` is given. Raises ImportError: see
+    `suffix`."""
     if cell.drafter == "lookup":
         return lookup(cell.budget)
     if cell.drafter in LIMITS:
@@ -162,7 +163,7 @@ def replay(
     name: str = "",
     finished: Callable[[Tokens, Tokens], object] = lambda prompt, answer: None,
 ) -> dict[str, Any]:
-    """Replay rows under a name that no other rows of this drafter have; `finished` gets each prompt and answer."""
+    """Replay rows. name: unique among the calls for this drafter; finished: called with each prompt and answer."""
     steps = produced = 0
     for number, (prompt, output) in enumerate(rows):
         tokens = np.concatenate([prompt, output]).astype(np.int32)
@@ -176,7 +177,7 @@ def replay(
 
 
 def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
-    """All combinations that there are."""
+    """Yield all valid combinations of drafter, shape and budget."""
     for cell in map(Cell._make, product(arguments.drafter, arguments.shape, arguments.budget)):
         if cell.drafter not in CHAINS_ONLY:
             yield cell
@@ -199,7 +200,7 @@ def of_trace(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, An
 
 
 def of_copies(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row per drafter, shape, kind of copy and length of the prompt."""
+    """Yield a row per drafter, shape, kind of copy and prompt length."""
     encoder = tokenizer.load(arguments.tokenizer)
     text = python_sources(encoder, 2 * max(arguments.lengths))
     for cell, kind, length in product(cells(arguments), COPY_KINDS, arguments.lengths):

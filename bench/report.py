@@ -1,8 +1,8 @@
-"""One page in Markdown, and its plots, from the results of bench/serve.py.
+"""Markdown page and plots from the results of bench/serve.py.
 
     python bench/report.py bench/results --out build/report.md
 
-Plots are written beside the page as PNGs. Other files of results are passed over.
+Plots are written next to the page as PNGs. Other result files are ignored.
 """
 
 import argparse
@@ -23,19 +23,19 @@ COLUMNS = (
     "tokens/pass={?tokens_per_step:.2f} | accepted={?acceptance:.0%} | identical={?identical:.1%}",
 )
 NOTE = (
-    "Answers are compared with plain's as text with special tokens. Servers began with nothing learnt or cached at "
-    "each number of requests at a time. Tokens per second are those that came under full load, their ratio the median "
-    "over blocks of questions; ratios of a group are of the time that a request takes for a token after the first."
+    "Answers are compared with plain's as text, special tokens included. Servers start with nothing learnt or cached "
+    "at each concurrency. Tokens per second are measured under full load, their ratio is the median over blocks of "
+    "questions; ratios of a group are of the time per token of a request after its first token."
 )
 
 
 def bounds(low: float, high: float) -> str:
-    """An interval behind its value; nothing where it comes from one block alone, which has no spread."""
+    """Format an interval; empty if it comes from one block alone, which has no spread."""
     return f" ({low:.2f}-{high:.2f})" if high > low else ""
 
 
 def below_plain(result: dict[str, Any]) -> str:
-    """Of each arm, how many cells lie below plain, in one sentence; empty where nothing was compared."""
+    """Return one sentence with each arm's number of cells below plain; empty without comparisons."""
     ratios: dict[str, list[float]] = {}
     for row in result["rows"]:
         if "ratio" in row:
@@ -45,7 +45,7 @@ def below_plain(result: dict[str, Any]) -> str:
 
 
 def near_the_best(result: dict[str, Any]) -> str:
-    """How many cells reach the best fixed draft length, in one sentence; empty without fixed ones."""
+    """Return one sentence with the number of cells that reach the best fixed draft length; empty without these."""
     shares = summary.of_best_length(result["rows"], result["settings"]["arms"])
     near = sum(share >= 0.99 for share in shares)
     said = f"{near} of {len(shares)} cells reach 99 % of the best fixed draft length, plain decoding among them."
@@ -53,7 +53,7 @@ def near_the_best(result: dict[str, Any]) -> str:
 
 
 def cells_of(rows: Rows) -> Iterator[tuple[int, str, dict[str, dict[str, Any]]]]:
-    """Requests at a time, group, and the rows of the arms by name."""
+    """Yield concurrency, group, and the rows of the arms by name."""
     for concurrency in names(rows, "concurrency"):
         for group in names(rows, "group"):
             if here := {r["arm"]: r for r in rows if (r["concurrency"], r["group"]) == (concurrency, group)}:
@@ -61,9 +61,9 @@ def cells_of(rows: Rows) -> Iterator[tuple[int, str, dict[str, dict[str, Any]]]]
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Speed over plain by group (tokens of a request) and concurrency (of all), as a table; intervals are 95 %."""
+    """Return a table of speed over plain by group (per token of a request) and over all questions; intervals: 95 %."""
     rows, settings = result["rows"], result["settings"]["arms"]
-    # The arm that decodes plainly; the first one, where there are two engines.
+    # The plain arm; the first one if there are two engines.
     plain = next((name for name, arm in settings.items() if arm["speculative"] is None), None)
     arms = [arm for arm in names(rows, "arm") if any("ratio" in r for r in rows if r["arm"] == arm)]
     said = ["| at a time | questions | plain | " + " | ".join(arms) + " |", "|---" * (3 + len(arms)) + "|"]
@@ -80,7 +80,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def rivals(result: dict[str, Any]) -> str:
-    """Our arms over each other one on the same questions; empty where there is nothing to compare."""
+    """Return a table of freedraft's arms over each other arm on the same questions; empty without comparisons."""
     settings, rows = result["settings"]["arms"], result["rows"]
     arms = names(rows, "arm")
     ours = {a for a in arms if ((settings.get(a) or {}).get("speculative") or {}).get("method") in METHODS}
@@ -95,10 +95,10 @@ def rivals(result: dict[str, Any]) -> str:
 
 
 def conditions(result: dict[str, Any]) -> str:
-    """What was measured, on what and how, for the reader of a page."""
+    """Return a sentence for readers of a page: model, engines, machine, questions and order of the arms."""
     settings, machine, arms = result["settings"], result["machine"], result["settings"]["arms"].values()
     used = {f"{arm['engine']}{build}" for arm in arms for build in ("", "-cpu")}
-    # Those of SGLang come from its own environment.
+    # SGLang's versions come from its own environment.
     known = result["versions"].items() | {pair for arm in arms for pair in arm.get("versions", {}).items()}
     engines = ", ".join(f"{package} {version}" for package, version in sorted(known) if package in used)
     hardware = machine.get("gpu") or f"{machine['cores']} cores of {machine['cpu']}"
@@ -129,7 +129,7 @@ def serving(name: str, result: dict[str, Any]) -> tuple[list[str], list[Plot]]:
 
 
 def build(folder: Path) -> tuple[str, list[Plot]]:
-    """The page and its plots, from every file of results in a folder. Raises ValueError: there is none, or one was
+    """Build the page and its plots from all result files in a folder. Raises ValueError: there is none, or one was
     changed since its benchmark wrote it."""
     body, shown = ["# freedraft: measured"], list[Plot]()
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):

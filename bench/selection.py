@@ -1,12 +1,12 @@
-"""Which sublayers to skip, on streams of requests of several domains: the ways to choose compared, without an engine.
+"""Ways to choose the sublayers to skip, on streams of requests of several domains, without an engine.
 
 python bench/selection.py --model build/model --data a.jsonl b.jsonl ... --json build/selection.json
 
 Each data file is a domain (rows with "category" are split by it: pass --categories). The model (float32) answers its
 prompts greedily; searches see the first prompts of each domain, figures are of the others, at mix ratios 0 to 1
-(KNN-SSD, equation 8): mean accepted length M, alpha as accepted over all draft tokens, expected speed
-M alpha / ((M - 1) c + alpha) with c the share of weights that a draft pass reads (for n draft tokens the same as
-M / (n c + 1)); plain decoding beside it.
+(KNN-SSD, equation 8): mean accepted length M, alpha, the accepted share of draft tokens, and expected speed M alpha /
+((M - 1) c + alpha), with c the share of weights that a draft pass reads (for n draft tokens the same as M / (n c + 1));
+next to plain decoding.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Answers = dict[str, list[Answered]]
 
 
 def read_domains(paths: Sequence[Path], categories: Sequence[str]) -> dict[str, list[str]]:
-    """Prompts by domain: one per file, or one per wanted category in files that have them."""
+    """Return prompts by domain: one per file, or one per wanted category in files with categories."""
     domains: dict[str, list[str]] = {}
     for path in paths:
         prompts = Prompts.load(path)
@@ -51,14 +51,14 @@ def read_domains(paths: Sequence[Path], categories: Sequence[str]) -> dict[str, 
 
 
 class Sets(NamedTuple):
-    """What the searches have found."""
+    """Skip sets that the searches found."""
 
     by_domain: dict[str, SkipSet]
     mixed: SkipSet
     knapsack: SkipSet
-    length: int  # of its drafts
-    expected: float  # speed over plain, by KnapSpec's own figures
-    kept: list[int]  # sublayers that none may skip
+    length: int  # draft length of `knapsack`
+    expected: float  # speed over plain, as KnapSpec estimates it
+    kept: list[int]  # sublayers that no set may skip
 
 
 def search(host: HostModel, learn: Answers, options: argparse.Namespace) -> Sets:
@@ -84,7 +84,7 @@ def search(host: HostModel, learn: Answers, options: argparse.Namespace) -> Sets
 
 
 def rounds_of(host: HostModel, skip: SkipSet, text: Text, prompt: int, length: int) -> tuple[int, int, int]:
-    """Rounds, tokens drafted and tokens accepted of drafting a whole answer, `length` tokens each time."""
+    """Return rounds, drafted tokens and accepted tokens of drafting a whole answer, `length` tokens per round."""
     drafts, _, _ = draft_chains(host, skip, text, prompt, length)
     answer = text.tokens.numpy()[prompt:]
     rounds = accepted = place = 0
@@ -93,11 +93,12 @@ def rounds_of(host: HostModel, skip: SkipSet, text: Text, prompt: int, length: i
         right = int(np.cumprod(drafts[place][: len(truth)] == truth).sum())
         rounds, accepted = rounds + 1, accepted + right
         place += right + 1
-    return rounds, rounds * length, accepted  # passes behind a rejected token take as long as others
+    return rounds, rounds * length, accepted  # passes after a rejected token take as long as others
 
 
 def routing(host: HostModel, domains: dict[str, list[str]], sets: Sets, options: argparse.Namespace) -> list[list[int]]:
-    """By domain: to which domain's set KNN-SSD sends each held-out prompt, or behind them the mixed one."""
+    """Return by domain where KNN-SSD routes each held-out prompt: the index of a domain, or of the mixed set after
+    them."""
     tokenizer, first, last = load_tokenizer(options.model), options.prompts, options.prompts + options.held
 
     def hidden(texts: Sequence[str]) -> Any:
@@ -109,7 +110,7 @@ def routing(host: HostModel, domains: dict[str, list[str]], sets: Sets, options:
 
 
 def orders(domains: int, options: argparse.Namespace) -> dict[float, list[tuple[int, int]]]:
-    """By mix ratio: (domain, prompt) of each request of a stream."""
+    """Return (domain, prompt) of each request of a stream, by mix ratio."""
     rng, found = np.random.default_rng(SEED), {}
     for ratio in MIX:
         domain, order = int(rng.integers(domains)), []
@@ -124,7 +125,7 @@ def orders(domains: int, options: argparse.Namespace) -> dict[float, list[tuple[
 
 
 def stream(host: HostModel, domains: dict[str, list[str]], answers: Answers, options: Any) -> dict[str, Any]:
-    """Table 2 of KNN-SSD on this model, and the accuracy of routing."""
+    """Compute table 2 of KNN-SSD on this model, and the accuracy of routing."""
     sets = search(host, {name: part[: options.prompts] for name, part in answers.items()}, options)
     held = [part[options.prompts :] for part in answers.values()]
     texts = [[host.read(one.tokens[: one.prompt + ANSWER]) for one in part] for part in held]
@@ -136,7 +137,7 @@ def stream(host: HostModel, domains: dict[str, list[str]], answers: Answers, opt
         return rounds_of(host, skip, texts[d][p], held[d][p].prompt, length)
 
     def searching(order: Sequence[tuple[int, int]]) -> list[SkipSet]:
-        """SWIFT's incumbent at each request; one batch of candidates is scored on the newest tokens of each."""
+        """Return SWIFT's incumbent at each request; one batch of candidates is scored on the newest tokens of each."""
         newest: Sample
         scores = lambda skips: host.scores(skips, newest)[0]  # noqa: E731
         swift, used = Swift(host.n_layers, scores, host.fingerprint, options.share, sets.kept, seed=SEED), []
@@ -186,9 +187,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=6, help="prompts per domain that searches see")
     parser.add_argument("--held", type=int, default=6, help="held-out prompts per domain")
     parser.add_argument("--tokens", type=int, default=64, help="calibration tokens")
-    parser.add_argument("--requests", type=int, default=40, help="in each stream")
-    parser.add_argument("--share", type=float, default=0.2, help="of the sublayers skipped in the stream")
-    parser.add_argument("--survivors", type=int, default=2, help="of each weight in the knapsack search")
+    parser.add_argument("--requests", type=int, default=40, help="number in each stream")
+    parser.add_argument("--share", type=float, default=0.2, help="of sublayers that are skipped in the stream")
+    parser.add_argument("--survivors", type=int, default=2, help="per weight in the knapsack search")
     options = parser.parse_args()
     host, tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
     domains, number = read_domains(options.data, options.categories), options.prompts + options.held

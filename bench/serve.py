@@ -1,12 +1,12 @@
-"""Latency against throughput: the same questions to servers that draft and to ones that do not, side by side.
+"""Latency against throughput: the same questions to servers with drafting and without, side by side.
 
     python bench/serve.py --questions question.jsonl --arms plain sssd ngram suffix --concurrency 1 4
 
 An arm is the name of a preset or NAME=JSON (a speculative configuration of vLLM, or of SGLang with "engine": "sglang").
 Blocks of questions of all groups go to all arms in turns, in an order that changes from block to block, while the other
-servers idle; throughput counts while all requests at a time are under way; see docs/benchmarks.md. Broken off, the same
-command goes on with the pass that it was in. Whatever fails is named in the report, and the rest goes on: exit code 1
-then, or when answers differ in fp32 eager.
+servers idle; throughput counts only while all concurrent requests are in flight; see docs/benchmarks.md. After an
+interruption, the same command continues the interrupted pass. Failures are named in the report, and the rest continues;
+exit code 1 then, or if answers differ in fp32 eager.
 """
 
 import argparse
@@ -29,13 +29,13 @@ from bench.lib.results import ROOT
 from bench.lib.serving import PACKAGES, PRESETS, Arm, Report, Step, baseline_of, console, parse_arm
 from bench.lib.tables import pivot
 
-WARM_UP = 32  # tokens of each answer that warms a server up
-ARCTIC = Path("build/arctic")  # what bench/arctic.sh built, for arm suffix
+WARM_UP = 32  # tokens of each warm-up answer
+ARCTIC = Path("build/arctic")  # built by bench/arctic.sh, for arm suffix
 
 
 @dataclass
 class Running:
-    """An arm while it is measured, until it `failed`."""
+    """An arm during the measurement, until it has `failed`."""
 
     arm: Arm
     server: servers.Server
@@ -43,7 +43,7 @@ class Running:
 
 
 class Bench:
-    """All arms, and the blocks that they have still to answer."""
+    """All arms, and the blocks that they still have to answer."""
 
     def __init__(self, args: argparse.Namespace, asked: Sequence[questions.Question], report: Report):
         self.args, self.report = args, report
@@ -64,7 +64,7 @@ class Bench:
             running.server.stop()
 
     def order(self) -> Iterator[tuple[list[Running], int, int]]:
-        """Passes over all questions: who takes part, how many requests at a time, and which repeat it is."""
+        """Yield passes over all questions: the arms that take part, the concurrency and the number of the repeat."""
         for repeat in range(self.args.repeats):
             first = repeat % len(self.arms)
             turns = [[running] for running in [*self.arms[first:], *self.arms[:first]]]
@@ -73,7 +73,7 @@ class Bench:
                     yield team, concurrency, repeat
 
     def one_pass(self, arms: Sequence[Running], concurrency: int, repeat: int) -> None:
-        """Put all blocks in turns to those of the arms that lack some. They begin with nothing learnt or cached."""
+        """Send all blocks, in turns, to the arms that lack some. Servers start with nothing learnt or cached."""
         blocks, answered = self.blocks[concurrency], self.report.answered
         team = [r for r in arms if not r.failed and answered(r.arm.name, concurrency, repeat) < len(blocks)]
         self.stop()
@@ -85,7 +85,7 @@ class Bench:
                     self.measure(running, Step(running.arm.name, concurrency, repeat, i), block)
 
     def start(self, team: Sequence[Running], concurrency: int) -> None:
-        """Bring up the servers at the same time, then warm them up."""
+        """Start the servers concurrently, then warm them up."""
         self.status.update(f"starting {len(team)} servers")
         for running in team:
             running.server = self.server(running.arm)  # on a port that is free now
@@ -99,7 +99,7 @@ class Bench:
                 running.server.wait_until_ready(self.args.start_limit)
             except servers.ServerError as error:
                 self.give_up(running, str(error))
-        # Compiled code, thread pools, measured step times; on the demo's prompts, which are no questions.
+        # Warms up compiled code, thread pools and step times, on the demo's prompts, which are no questions.
         chats: list[load.Request] = [([{"role": "user", "content": text}], WARM_UP) for text in BY_KIND]
         for running in team:
             if not running.failed:
@@ -123,7 +123,7 @@ class Bench:
         return server
 
     def ask(self, running: Running, asked: Sequence[load.Request], concurrency: int) -> load.Outcome | None:
-        """None where the arm had to be given up."""
+        """Send requests to an arm; None if the arm had to be given up."""
         url, template = running.server.url, self.args.chat_template_kwargs
         try:
             return load.ask(url, servers.MODEL_NAME, asked, concurrency, template)
@@ -156,14 +156,14 @@ class Bench:
 
 
 def request(question: questions.Question, tokens: int) -> load.Request:
-    """Half to one and a half `tokens`, the same for every arm: of equal lengths, plain decoding would answer in
-    lockstep, and read prompts only between answers."""
+    """Return a request for half to one and a half `tokens`, the same for every arm: with equal lengths, plain decoding
+    would answer in lockstep and prefill only between answers."""
     return question.chat, max(2, round(tokens * (0.5 + random.Random(question.name).random())))
 
 
 def described(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The arms as the file of results keeps them: those of SGLang with the versions of its own environment. Raises
-    ValueError: one line: there is no such environment."""
+    """Return the arms as the result file stores them, those of SGLang with the versions of its own environment. Raises
+    ValueError (one line): there is no such environment."""
     if all(arm.engine == "vllm" for arm in args.arms):
         return {arm.name: asdict(arm) for arm in args.arms}
     packages = (*PACKAGES, "triton", "sglang-kernel", "flashinfer-python")
@@ -187,21 +187,21 @@ def parse() -> argparse.Namespace:
     presets = [PRESETS[name] for name in ("plain", "sssd", "ngram")]
     add("--arms", nargs="+", type=parse_arm, default=presets, metavar="ARM", help=f"servers to compare: {kinds}")
     add("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16], metavar="N")
-    add("--limit", type=int, metavar="N", help="questions of each group at most, but a block in all")
-    add("--rounds", type=int, default=8, metavar="N", help="questions of a block, for each request at a time")
-    add("--max-tokens", type=int, default=128, metavar="N", help="length of answers, on average")
-    add("--max-model-len", type=int, default=8192, metavar="N", help="tokens of a request at most")
+    add("--limit", type=int, metavar="N", help="maximum questions per group, but at least a block")
+    add("--rounds", type=int, default=8, metavar="N", help="questions per block and concurrent request")
+    add("--max-tokens", type=int, default=128, metavar="N", help="mean length of answers")
+    add("--max-model-len", type=int, default=8192, metavar="N", help="maximum tokens of a request")
     add("--repeats", type=int, default=1, metavar="N", help="passes over all questions")
     add("--model", type=Path, default=Path("build/model"), help="folder or name of the model")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--dtype", choices=("float32", "bfloat16", "float16", "auto"), default="float32")
     add("--compiled", action="store_true", help="vLLM's compiled graphs instead of eager mode")
-    add("--chat-template-kwargs", type=json.loads, metavar="JSON", help='of every chat: {"enable_thinking": false}')
-    add("--in-turns", action="store_true", help="one server at a time, where memory does not hold all of them")
+    add("--chat-template-kwargs", type=json.loads, metavar="JSON", help='for all chats: {"enable_thinking": false}')
+    add("--in-turns", action="store_true", help="one server at a time, if memory does not hold all of them")
     add("--sglang-python", type=Path, default=Path(".venv/sglang/bin/python"), help="python of SGLang's environment")
-    add("--start-limit", type=float, default=servers.START_LIMIT_S, metavar="S", help="seconds for a start")
+    add("--start-limit", type=float, default=servers.START_LIMIT_S, metavar="S", help="time limit for a start")
     add("--json", type=Path, default=Path("build/serve.json"), help="file of results")
-    add("--fresh", action="store_true", help="begin again")
+    add("--fresh", action="store_true", help="discard the file's earlier results")
     args = parser.parse_args()
     if min(args.concurrency) < 1 or args.repeats < 1 or args.max_tokens < 2 or args.rounds < 3:
         parser.error("--concurrency and --repeats must be at least 1, --max-tokens 2, --rounds 3")

@@ -1,10 +1,10 @@
-"""Which versions of an engine have everything that we hook: their wheels' Python files are read, nothing is installed.
+"""Engine versions that have every name that freedraft hooks: reads the Python files of their wheels, installs nothing.
 
     python -m bench.versions vllm            # a table in Markdown
     python -m bench.versions sglang 0.5.22 0.5.23
 
-Wheels are downloaded with pip into --folder, and kept there. Nothing is run of them: a version that passes is one where
-the tables of hooks (`freedraft/engines/*/hooks.py`) would accept it, not one that was tested.
+Wheels are downloaded with pip into --folder and kept there. Their code is not run: a version that passes is one that
+the tables of hooks (`freedraft/engines/*/hooks.py`) would accept, not one that was tested.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 from bench.lib.tables import markdown
 from freedraft.engines.hooks import Hook, is_tested
 
-# Where a version has a wheel for CPUs, that one is read, which is smaller.
+# The CPU wheel of a version, which is smaller, if it has one.
 VERSIONS = {
     "sglang": ("0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
     "vllm": ("cpu==0.29.0", "cpu==0.30.0", "cpu==0.31.0", "cpu==0.32.0", "0.33.0"),
 }
 ASSEMBLED = {"sglang.srt.server_args.ServerArgs": "sglang/srt/arg_groups/fields"}
-"""Classes that are put together of the annotations of all classes in the files of a folder."""
+"""Classes assembled from the annotations of all classes in the files of a folder."""
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "sglang": {
         "`sssd`": ("HOOKS",), "`layerskip`": ("MODEL_HOOKS",), "CPU platform": ("CPU_HOOKS",),
@@ -44,7 +44,7 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
         "`min_p`, `logit_bias` on V1": ("PROCESSOR_HOOKS",),
     },
 }  # fmt: skip
-"""The tables of hooks by what needs them."""
+"""Tables of hooks by the feature that needs them."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -56,14 +56,14 @@ class Found(NamedTuple):
 
 
 class Source:
-    """The Python files of a package, read and not imported. `read` gives the text of a file by its path
-    ("sglang/srt/server_args.py"), None where there is none; `files` are all paths."""
+    """Python files of a package, parsed without import. read: returns the text of a file by its path
+    ("sglang/srt/server_args.py"), None if there is none; files: all paths."""
 
     def __init__(self, read: Callable[[str], str | None], files: Sequence[str]) -> None:
         self._read, self._files, self._module = read, files, cache(self._parse)
 
     def problem(self, hook: Hook) -> str | None:
-        """As `Hook.problem`."""
+        """See `Hook.problem`."""
         owner = self.resolve(hook.path)
         if owner is None:
             return f"{hook.path} is missing"
@@ -76,7 +76,7 @@ class Source:
         return f"{hook.name} has no {', '.join(absent)}" if absent else None
 
     def resolve(self, path: str) -> Found | None:
-        """The module, or what in a module, that a dotted path names."""
+        """Return the module, or the definition in a module, that a dotted path names."""
         parts = path.split(".")
         for depth in range(len(parts), 0, -1):
             name = ".".join(parts[:depth])
@@ -131,7 +131,7 @@ class Source:
         return {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
 
     def _names(self, found: Found) -> set[str]:
-        """What a class has, and what its methods assign to their first argument."""
+        """Return the members of a class, and attributes that its methods assign to their first argument."""
         if not isinstance(found.node, ast.ClassDef):
             return set()
         names = {name for node in _definitions(found.node) for name in _defined(node)}
@@ -146,7 +146,7 @@ class Source:
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.AST]:
-    """Statements of a module or class, also those under a condition."""
+    """Yield statements of a module or class, including those under a condition."""
     for child in getattr(node, "body", []):
         yield child
         if isinstance(child, ast.If | ast.Try | ast.With):
@@ -169,7 +169,7 @@ def parts(engine: str) -> dict[str, tuple[Hook, ...]]:
 
 
 def source_of(engine: str, version: str, folder: Path) -> Source:
-    """Raises subprocess.CalledProcessError where pip finds no such wheel."""
+    """Raises subprocess.CalledProcessError: pip finds no such wheel."""
     package = f"{engine}-{version}" if version.startswith("cpu") else f"{engine}=={version}"
     pattern = package.replace("-", "_").replace("==", "-") + "-*.whl"
     if not list(folder.glob(pattern)):

@@ -30,38 +30,38 @@ HEAD = f"""\
 
 <!-- Written by docs/make_configuration.py from the options' models: change those, then run it. -->
 
-Options come from three places; each is checked by itself, and an unknown option (of unknown variables only those that
-resemble an option) or a wrong value stops the engine with a line that names it. Where one is given twice, the first of
-these counts:
+Options come from three sources, each checked by itself: an unknown option (among variables only one that resembles an
+option) or a wrong value stops the engine with a line that names it. If an option is set in several sources, the first
+of these applies:
 
-1. the engine's flags: on vLLM, keys of `--speculative-config` beside `method` and `num_speculative_tokens`;
+1. the engine's flags: on vLLM, keys of `--speculative-config` next to `method` and `num_speculative_tokens`;
 2. the YAML file that `{CONFIG_VARIABLE}` names, with lines `option: value`;
-3. environment variables `{PREFIX}<OPTION>`, say `{PREFIX}DATASTORE`.
+3. environment variables `{PREFIX}<OPTION>`, e.g. `{PREFIX}DATASTORE`.
 
 SGLang has no flag for them: use the file or the variables.
 
-| engine | method | most draft tokens |
+| engine | method | maximum of draft tokens |
 |---|---|---|
 | vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, 1 to 64, default 32 for sssd: \
 draft tokens of a request, chain or tree, root not counted |
 | SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, 1 to 256, default 32 for sssd, else 16: \
 nodes of a tree, root included |
 
-How many of these a step really drafts is decided by `policy` (sssd) and `lookahead` (layerskip); see
+`policy` (sssd) and `lookahead` (layerskip) decide how many of these a step drafts; see
 [how much to draft](cost-model.md). Method `{HYBRID}` drafts with both.
 """
 
 HYBRID_SECTION = f"""
 ## {HYBRID}
 
-`"method": "{HYBRID}"`, in SGLang `--speculative-algorithm {HYBRID}`, takes the options of both methods.
-`policy` must be `auto`, without a `knee`, and `lookahead` must be `cost`: both drafters are compared by measured times.
+`"method": "{HYBRID}"`, in SGLang `--speculative-algorithm {HYBRID}`, accepts the options of both methods.
+`policy` must be `auto`, without a `knee`, and `lookahead` must be `cost`: the drafters are compared by measured times.
 One `metrics_port` serves the metrics of both.
 """
 
 
 def descriptions(model: type[PluginOptions]) -> dict[str, str]:
-    """What the "Attributes" section of the docstring says of each option.
+    """Return the description of each option, from the "Attributes" section of the docstring.
 
     Raises:
         ValueError: an option is not described there.
@@ -82,7 +82,7 @@ def descriptions(model: type[PluginOptions]) -> dict[str, str]:
 
 
 def type_name(annotation: Any) -> str:
-    """How a user writes a value of this type."""
+    """Return how a user writes a value of this type."""
     origin, inner = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_name(inner[0])
@@ -109,7 +109,7 @@ def default(info: FieldInfo) -> str:
 
 
 def page() -> str:
-    """The whole page.
+    """Return the whole page.
 
     Raises:
         ValueError: an option is not described, or the hybrid method has other options than its parts.

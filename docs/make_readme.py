@@ -1,6 +1,6 @@
-"""Writes the figures in README.md from bench/results, between the two marks.
+"""Writes the figures in README.md from bench/results, between pairs of marks.
 
-python docs/make_readme.py            # --check only says whether they are up to date
+python docs/make_readme.py            # --check only reports whether they are up to date
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ MARKS = {name: (f"<!-- {name}: {BY} -->\n", f"<!-- end of {name} -->") for name 
 
 
 def result(name: str) -> Any:
-    """Raises ValueError: it is not as its benchmark wrote it."""
+    """Return the contents of a result file. Raises ValueError: it is not as its benchmark wrote it."""
     checked(FOLDER / name)
     return json.loads((FOLDER / name).read_text(encoding="utf-8"))
 
 
 def served() -> list[dict[str, Any]]:
-    """Rows of the benchmark over HTTP; none before it has been run."""
+    """Return the rows of the benchmark over HTTP; empty if it has not been run."""
     rows: list[dict[str, Any]] = result(SERVED)["rows"] if (FOLDER / SERVED).is_file() else []
     return rows
 
@@ -123,7 +123,7 @@ def worst() -> str:
 
 
 def page() -> str:
-    """Raises ValueError: a mark is missing."""
+    """Return README.md with current figures. Raises ValueError: a mark is missing."""
     text = PAGE.read_text(encoding="utf-8")
     for name, write in (("figures", figures), ("worst", worst)):
         begin, end = MARKS[name]

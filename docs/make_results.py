@@ -1,10 +1,9 @@
-"""Writes results.md from the files of results: a table of each, and where each file comes from.
+"""Writes results.md from the result files: a table for each, and the origin of each file.
 
 python docs/make_results.py           # write it
 python docs/make_results.py --check   # exit code 1 when it is out of date
 
-A file without a manifest, or changed since its benchmark wrote it, is refused by name.
-"""
+Files without a manifest, or changed since their benchmark wrote them, are rejected by name."""
 
 from __future__ import annotations
 
@@ -34,19 +33,19 @@ HEAD = """\
 
 """
 CONDITIONS = """\
-Everything here ran on CPUs: 2 cores of an AMD EPYC, without a GPU, often beside other work. A ratio compares arms that
+Everything here ran on CPUs: 2 cores of an AMD EPYC, without a GPU, often under other load. A ratio compares arms that
 took turns in one run; tokens per second and milliseconds are those of this machine. The engines' CPU builds have other
 kernels than those for GPUs, and CPUs have little idle arithmetic: gains on a GPU will differ. Draft quality by replay
-is the same on every machine. The JSON files hold more columns than the tables, their manifests command and versions.
-How to measure it yourself: [benchmarks.md](benchmarks.md).
+is the same on every machine. The JSON files hold more columns than the tables; their manifests hold command and
+versions. To measure it yourself, see [benchmarks.md](benchmarks.md).
 """
-ON_A_GPU = "On a GPU: "  # titles of sections that do not concern CPUs
+ON_A_GPU = "On a GPU: "  # prefix of the titles of sections measured on GPUs
 CHAPTERS = ["Does it pay?", "Against other drafters", "By batch size", "By context length", "Which layers, and how far"]
 CHAPTERS += ["What it costs", "On a GPU"]
 
 
 class Section(NamedTuple):
-    """A part of the page: `body` returns the Markdown for the contents of `files`, in their order."""
+    """Part of the page; `body` returns its Markdown for the contents of `files`, in order."""
 
     title: str
     files: list[str]
@@ -60,7 +59,7 @@ NAMES = {"sssd": "freedraft", "suffix": "ArcticInference suffix decoding", "look
 
 
 def section(title: str, files: str, chapter: str = CHAPTERS[0]) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """The decorated function writes the table of a section from these files; its docstring is the text above."""
+    """Add a section: the decorated function returns its table from these files, its docstring is the text above."""
 
     def add(body: Callable[..., str]) -> Callable[..., str]:
         SECTIONS.append(Section(title, files.split(), body, chapter))
@@ -70,15 +69,15 @@ def section(title: str, files: str, chapter: str = CHAPTERS[0]) -> Callable[[Cal
 
 
 def spread(value: str, bounds: str) -> str:
-    """The format of a value with its bounds in brackets."""
+    """Return the format of a value with its bounds in brackets."""
     return f"{value} ({{{bounds}[0]:.2f}}-{{{bounds}[1]:.2f}})"
 
 
 @section("Over HTTP, on the demo's prompts", "demo-vllm-cpu.json demo-sglang-cpu.json")
 def demo(vllm: Any, sglang: Any) -> str:
-    """Over plain (repeats), and tokens per step. SmolLM2-135M-Instruct, fp32, eager, one request at a time, prefill
-    included; two servers, prompts alternating between them; datastore of Python's library, 2.4 M tokens. vLLM verifies
-    chains, SGLang trees."""
+    """Speed over plain decoding (range of repeats), and tokens per step. SmolLM2-135M-Instruct, fp32, eager, one
+    request at a time, prefill included; two servers, prompts alternate between them; datastore of Python's library, 2.4
+    M tokens. vLLM verifies chains, SGLang trees."""
     rows = [row | {"engine": name} for name, result in (("vLLM", vllm), ("SGLang", sglang)) for row in result["rows"]]
     cell = "**{ratio:.2f}** ({ratio_min:.2f}-{ratio_max:.2f}), {tokens_per_step:.2f}"
     same = "all answers are" if all(row["identical"] for row in rows) else "not all answers are"
@@ -88,11 +87,12 @@ def demo(vllm: Any, sglang: Any) -> str:
 @section("Over HTTP, against plain decoding and vLLM's own drafters", "serve-vllm-cpu.json", CHAPTERS[1])
 def serve(result: Any) -> str:
     """Questions of all groups in one closed loop. `sssd` is the README's one flag: it starts with an empty datastore
-    and learns from what it answers; `ngram` and `suffix` (ArcticInference) have the settings of vLLM's documentation.
-    Prefix caching in all. Over plain, with 95 % intervals: for all questions throughput under full load, prefill
-    included; for a group the time per token of a request after its first.
+    and learns from its answers; `ngram` and `suffix` (ArcticInference) have the settings of vLLM's documentation.
+    Prefix caching is on for all. Speed over plain decoding with 95 % intervals: for all questions throughput under full
+    load, prefill included; for a group the time per token of a request after its first token.
 
-    ![Latency against throughput](../bench/results/serve-vllm-cpu-latency-throughput.png)"""
+    [Latency against throughput](../bench/results/serve-vllm-cpu-latency-throughput.png)
+    """
     cells, over = [], []
     for concurrency, group, here in report.cells_of(result["rows"]):
         ratios = {arm: r for arm, r in here.items() if "ratio" in r}
@@ -109,8 +109,8 @@ def serve(result: Any) -> str:
 
 @section("How much is drafted, on machines with known step times", "budget-replay.json", CHAPTERS[2])
 def budget_replay(result: Any) -> str:
-    """Over plain. Answers of Llama-3.1-8B replayed, chains; step times have 8 % noise that the policies do not see;
-    drafting time included. `cpu`: two cores with SmolLM2; `h200`: the roofline of an 8B model."""
+    """Speed over plain decoding. Replayed answers of Llama-3.1-8B, chains; step times have 8 % noise unknown to the
+    policies; drafting time is included. `cpu`: two cores with SmolLM2; `h200`: the roofline of an 8B model."""
     rows = [r | {"arm": arm, "value": value} for r in result["rows"] for arm, value in r["ratio"].items()]
     rows = [r for r in rows if r["arm"] != "plain"]
     return pivot(rows, "machine={machine} | drafts={arm}", "batch", "{value:.2f}", "batch {}")
@@ -118,9 +118,9 @@ def budget_replay(result: Any) -> str:
 
 @section("How many draft tokens at most", "draft-lengths.json", CHAPTERS[2])
 def draft_lengths(result: Any) -> str:
-    """Policy `auto` with 8 to 64 draft tokens at most, on the same machines, over answers of Llama-3.1-8B (chat) and
-    agents' turns: geometric mean over plain of five machines and batch sizes, with the lowest and the highest. V1
-    drafts any number up to the limit, V2 one of few lengths, by the batch size."""
+    """Policy `auto` with a maximum of 8 to 64 draft tokens, on the same machines, over answers of Llama-3.1-8B (chat)
+    and agents' turns: geometric mean over plain decoding of five machines and batch sizes (minimum-maximum). V1 drafts
+    any number up to the maximum, V2 one of few lengths, by the batch size."""
     found = []
     for runner in ("V1", "V2"):
         for traffic in ("chat", "agent", "both"):
@@ -134,9 +134,9 @@ def draft_lengths(result: Any) -> str:
 
 @section("Draft quality, by replay", "replay.json replay-paper.json", CHAPTERS[1])
 def replay(rows: Any, paper: Any) -> str:
-    """Recorded answers; tokens per step of drafts of 4 / 8 / 16 / 32 nodes, of 16 alone in the last three rows. The
-    scorer was trained on the first 240 rows of the Llama trace, which are in the store and not replayed.
-    Deterministic."""
+    """Recorded answers; tokens per step with drafts of 4 / 8 / 16 / 32 nodes, only 16 in rows with one value. The
+    scorer was trained on the first 240 rows of the Llama trace, which are in the store and not replayed. Deterministic.
+    """
     rows = [r for r in rows if r["scoring"] != "paper"] + [r for r in paper if r["arm"] == "paper"]
     cells: dict[tuple[str, str], list[str]] = {}
     for r in rows:
@@ -150,7 +150,7 @@ def replay(rows: Any, paper: Any) -> str:
 
 @section("Each source of `scoring: paper` alone, by replay", "replay-paper.json", CHAPTERS[1])
 def sources(rows: Any) -> str:
-    """As in figure 4a of its paper, trees: draft tokens accepted per step. The datastore alone sees the last four
+    """As in figure 4a of the paper, trees: accepted draft tokens per step. The datastore alone sees the last four
     tokens of a request."""
     names = {"paper-alone": "request", "paper-store": "datastore", "paper": "both"}
     rows = [r | {"source": names[r["arm"]], "accepted": r["tokens_per_step"] - 1} for r in rows]
@@ -160,9 +160,9 @@ def sources(rows: Any) -> str:
 
 @section("Agents' sessions, by replay", "sessions.json", CHAPTERS[1])
 def agents(rows: Any) -> str:
-    """Recorded sessions, every turn of the assistant replayed after all that came before; both drafters learn each
+    """Recorded sessions; every assistant turn is replayed after all text before it, and both drafters learn each
     finished turn. Tokens per step; "as in vLLM": `suffix` with vLLM's limits, at most 32 draft tokens for both. The
-    scorer was trained on these two files, which flatters it here."""
+    scorer was trained on these two files, which favours it here."""
     for r in rows:
         limits = {"vLLM's": ", as in vLLM", "opened": ", limits opened"}.get(r["limits"], "")
         r["name"] = f"{NAMES[r['drafter']]}{limits}, {r['shape']}"
@@ -173,7 +173,7 @@ def agents(rows: Any) -> str:
 @section("Long copies and edits", "long-copies.json long-copies-paper.json", CHAPTERS[3])
 def long_copies(rows: Any, paper: Any) -> str:
     """600 tokens copied from a prompt, with 5 % of them replaced, inserted or deleted; no datastore; at most 16 tokens
-    per step. Tokens per step of freedraft / `scoring: paper` / suffix decoding, by tokens of context."""
+    per step. Tokens per step of freedraft / `scoring: paper` / suffix decoding, by context length in tokens."""
     cells: dict[tuple[str, str], list[str]] = {}
     rows = [r for r in rows if r["drafter"] != "paper"] + paper
     for r in sorted(rows, key=lambda r: ["sssd", "paper", "suffix"].index(r["drafter"])):
@@ -186,8 +186,8 @@ def long_copies(rows: Any, paper: Any) -> str:
 
 @section("What drafting costs", "drafter.json", CHAPTERS[5])
 def drafter(result: Any) -> str:
-    """Microseconds per draft, median, for the whole batch (on two threads); rows by size of the datastore, and by the
-    number of its sub-indices."""
+    """Microseconds per draft of the whole batch, median, on two threads; rows by size of the datastore and number of
+    its sub-indices."""
     times = []
     for name, t in result["draft_us_per_call"].items():
         (head, batch), prompt, build = name.split(", batch "), result["prompt"], result["store_build"]
@@ -228,8 +228,8 @@ def live(result: Any) -> str:
 
 @section("Servers that learn from each other", "exchange.json")
 def exchange(result: Any) -> str:
-    """Two servers and an S3 bucket, over HTTP: tokens per step for the same question, asked of one server, then of the
-    other, then of both after the tenant was erased."""
+    """Two servers and an S3 bucket, over HTTP: tokens per step for the same question, sent to one server, then to the
+    other, then to both after the tenant was erased."""
     return " ".join(
         f"{engine}: {r['first_answer']:.2f} for the first answer, **{r['other_server']:.2f}** at the other server "
         f"{r['wait_seconds']:.0f} s later, at most {max(*r['before'].values(), *r['after'].values()):.2f} for other "
@@ -240,11 +240,11 @@ def exchange(result: Any) -> str:
 
 @section("Layer skipping", "layer-skip-vllm-cpu.json layer-skip-sglang-cpu.json", CHAPTERS[2])
 def layer_skip(vllm: Any, sglang: Any) -> str:
-    """Over plain (quarters, on SGLang pairs of requests): tokens per step, share of draft tokens accepted, time of a
-    draft pass in plain steps. bf16, on vLLM compiled, 5 draft tokens, lookahead `cost`, 12 prompts of 96 tokens, plain
-    and drafted in turns in one engine. The deep model is synthetic (real weights, after each layer a copy that hardly
-    changes the text), its skip set leaves out the 60 copies of sublayers; of the demo model 12 of 60 sublayers are
-    skipped, which it cannot spare, and drafting stops by itself."""
+    """Speed over plain decoding (quartiles; on SGLang the range over groups of requests): tokens per step, accepted
+    share of draft tokens, time of a draft pass in plain steps. bf16, compiled on vLLM, 5 draft tokens, lookahead
+    `cost`, 12 prompts of 96 tokens, plain and drafted in turns in one engine. The deep model is synthetic (real
+    weights, each layer followed by a copy that hardly changes the text); its skip set omits the 60 copied sublayers.
+    With 12 of 60 sublayers of the demo model skipped, drafting does not pay and switches itself off."""
     rows, said = [], []
     for model, cells in vllm.items():
         name = model.partition(",")[0]
@@ -262,8 +262,8 @@ def layer_skip(vllm: Any, sglang: Any) -> str:
 
 @section("Windows", "windowed-acceptance.json", CHAPTERS[3])
 def windowed(result: Any) -> str:
-    """How often a pass of all layers over 16 sinks and the newest tokens predicts the model's next token (spread over
-    documents), and its next 4: answers of 96 tokens about long documents, fp32, without an engine."""
+    """Accuracy of a pass of all layers over 16 sinks and the newest tokens for the model's next token (range over
+    documents) and its next 4: answers of 96 tokens about long documents, fp32, without an engine."""
     rows = [r | {"least": min(r["by_document"]), "most": max(r["by_document"])} for r in result["rows"]]
     form = "context={context:,} | window={window:,} | next token (by document)={next 1:.2f} ({least:.2f}-{most:.2f})"
     return table(rows, form, "next 4={next 4:.2f}")
@@ -276,8 +276,8 @@ def windowed(result: Any) -> str:
 )
 def windowed_speed(*results: Any) -> str:
     """`window: auto` over plain decoding, in turns of four steps within the same requests, on vLLM's CPU build (V1) and
-    SGLang's CPU platform: questions about long documents. Each cell: over plain, in brackets what the measured times
-    allow at the best draft length and window, and the share of steps with drafts."""
+    SGLang's CPU platform: questions about long documents. Each cell: speed over plain decoding, in brackets the speed
+    that the measured times allow at the best draft length and window, and the share of steps with drafts."""
     rows = []
     for result in results:
         engine = f"{'SGLang' if 'sglang' in result else 'vLLM'}, {result['dtype']}"
@@ -294,8 +294,8 @@ def windowed_speed(*results: Any) -> str:
 
 @section("Both together", "composed-vllm-cpu.json")
 def composed(result: Any) -> str:
-    """Methods over plain, quarters in brackets; vLLM V1, bf16, compiled, one request at a time, 8 draft tokens at most,
-    no datastore; three prompts of each kind, twice."""
+    """Speed over plain decoding, quartiles in brackets; vLLM V1, bf16, compiled, one request at a time, at most 8 draft
+    tokens, no datastore; three prompts of each kind, twice."""
     names = {"sssd": "sssd", "layerskip": "layerskip", "both": "freedraft"}
     rows = [
         arms[arm] | {"model": model, "kind": kind, "name": name}
@@ -308,17 +308,17 @@ def composed(result: Any) -> str:
 
 @section("How far to draft", "lookahead.json", CHAPTERS[4])
 def lookahead(result: Any) -> str:
-    """Recorded drafts of SmolLM2 with 12 of 60 sublayers skipped, held-out answers; tokens per time over plain,
-    for draft passes that cost c of a plain step."""
+    """Recorded drafts of SmolLM2 with 12 of 60 sublayers skipped, held-out answers; tokens per time over plain
+    decoding, for draft passes that cost c plain steps."""
     rows = [r for r in result["rows"] if r["policy"] not in ("fixed 3", "fixed 8", "transformers, heuristic")]
     return pivot(rows, "c={c:.2f}", "policy", "{tokens_per_time:.2f}")
 
 
 @section("Which layers, on streams of prompts", "selection-streams.json selection-deep.json", CHAPTERS[4])
 def selection(*results: Any) -> str:
-    """Expected speed over plain, M alpha / ((M - 1) c + alpha), from measured acceptance and pass times, without an
-    engine, fp32; five domains, 0 / 30 / 70 / 100 % of the prompts shuffled (KNN-SSD, equation 8). `swift` in an
-    earlier form, which scored one batch of candidates after each request."""
+    """Expected speed over plain decoding, M alpha / ((M - 1) c + alpha), from measured acceptance and pass times,
+    without an engine, fp32; five domains, 0 / 30 / 70 / 100 % of the prompts shuffled (KNN-SSD, equation 8). `swift` in
+    an earlier form, which scored one batch of candidates after each request."""
     cells: dict[tuple[str, str], list[str]] = {}
     for model, found in (pair for result in results for pair in result.items()):
         for r in found["stream"]["rows"]:
@@ -329,8 +329,8 @@ def selection(*results: Any) -> str:
 
 @section(f"{ON_A_GPU}vLLM", "serve-vllm.json", CHAPTERS[6])
 def gpu_serve(result: Any) -> str:
-    """Over plain vLLM with 95 % intervals, by `bench/gpu.sh`: of all questions throughput under full load, prefill
-    included; of a group the time of a request for each token after the first."""
+    """Speed over plain vLLM with 95 % intervals, by `bench/gpu.sh`: for all questions throughput under full load,
+    prefill included; for a group the time per token of a request after its first token."""
     said = (report.conditions(result), report.near_the_best(result), report.below_plain(result))
     own = {tuple(arm["versions"].items()) for arm in result["settings"]["arms"].values() if "versions" in arm}
     apart = [
@@ -348,8 +348,8 @@ def gpu_serve_sglang(result: Any) -> str:
 
 @section(f"{ON_A_GPU}kernels", "kernels.json", CHAPTERS[6])
 def gpu_kernels(result: Any) -> str:
-    """Microseconds of each Triton kernel by requests x nodes, and the share of a copy's bandwidth at which it moves the
-    bytes that it must move; contexts of 4,096 tokens, of 64 at 4x16."""
+    """Microseconds of each Triton kernel by requests x nodes, and the bandwidth at which it moves its minimum of bytes,
+    as a share of a copy's; contexts of 4,096 tokens, of 64 at 4x16."""
     rows = result["rows"]
     for r in rows:
         r["us"] = f"{r['triton_us']:,.0f} ({r['share_of_copy']:.0%})" if r["triton_us"] else "-"
@@ -361,13 +361,12 @@ def gpu_kernels(result: Any) -> str:
 
 @section(f"{ON_A_GPU}first hour", "first-hour.json", CHAPTERS[6])
 def gpu_first_hour(result: Any) -> str:
-    """vLLM 0.32, full CUDA graphs. First table: answers with exactly the tokens of the plain engine in its dtype, of
-    prompts asked twice in a batch of 12, of 8 asked alone, and of 12 sampled under seeds; steps of both passes.
+    """vLLM 0.32, full CUDA graphs. First table: answers with exactly the tokens of the plain engine in the same dtype,
+    for prompts asked twice in a batch of 12, 8 asked alone, and 12 sampled with seeds; steps of both passes.
     SmolLM2-135M with weights rounded to 7 bits. Second table: tokens per second and milliseconds per step of an 8B
     model's shape with random weights, bf16, FlashAttention; at temperature 0 answers run into cycles and drafts are
-    accepted, at 1 none is. torch was 2.11, older than vLLM asks for. At that commit the next step was prepared only
-    after the last one's tokens had come, and `auto` kept drafting what was never accepted; both are changed since, and
-    no GPU has measured it."""
+    accepted, at 1 none is. torch was 2.11, older than vLLM requires. Two later changes have not been measured on a GPU:
+    a step is prepared before the last one's tokens arrive, and `auto` stops drafting what is never accepted."""
     kinds = {"batches of 12, twice": "greedy", "alone": "one", "seeded": "seeded"}
     same = [
         {"arm": r["arm"], "answers": name, "cell": "{} of {}".format(*r[kind])}
@@ -392,10 +391,10 @@ this was not determined; vLLM's Triton attention computes fp32 products in TF32,
 
 @section("A drafter's thread behind a device", "draft-thread.json", CHAPTERS[5])
 def draft_thread(result: Any) -> str:
-    """SGLang's adapter over a stand-in for a device whose passes take 5 ms, while the host sleeps; two runs of each
-    arm, medians in us. Between: what the scheduler does after it has waited for the device and before it asks for
-    drafts; the thread begins when the tokens are there. Idle: for how long the device has nothing to do between passes.
-    Hidden: by how much that is shorter with the thread, as a share of the wait for drafts without it."""
+    """SGLang's adapter on a simulated device with passes of 5 ms, during which the host sleeps; two runs of each arm,
+    medians in us. Between: the scheduler's work after its wait for the device and before it takes drafts; the thread
+    starts when the tokens arrive. Idle: time of the device between passes. Hidden: the decrease of idle time with the
+    thread, as a share of the wait for drafts without it."""
     cells: dict[tuple[int, float], dict[str, list[float]]] = {}
     for r in result["rows"]:
         found = cells.setdefault((r["requests"], r["between"]), {})
@@ -417,8 +416,8 @@ def draft_thread(result: Any) -> str:
 EARLIER = """\
 ## Measured before
 
-Scripts and files of these are in the history, at commit 4323d4f or ff756db; a commit beside a figure is the one that
-was measured.
+Scripts and files of these are in the history, at commit 4323d4f or ff756db; a commit next to a figure is the measured
+one.
 
 - **Spec-Bench over HTTP**, Intel Xeon, at 1, 2, 4, 8 and 16 at a time, over plain: `sssd` with 8 draft tokens 1.39,
   1.24, 1.08, 1.01 and 1.04, `suffix` 1.35, 1.23, 1.03, 1.01 and 0.99; a second plain server 0.99 (b1f58a296ea9).
@@ -489,7 +488,7 @@ was measured.
 
 
 def source(name: str) -> str:
-    """Where a file comes from, in one line. Raises ValueError: it is not as its benchmark wrote it."""
+    """Return the origin of a file in one line. Raises ValueError: it is not as its benchmark wrote it."""
     manifest = checked(FOLDER / name)
     machine = manifest["machine"]
     known = f" ({machine['instructions']})" if machine.get("instructions") else ""
@@ -502,7 +501,7 @@ def source(name: str) -> str:
 
 
 def head() -> str:
-    """The beginning, which names the sections that do not concern CPUs, if there are any."""
+    """Return the introduction; it names the sections measured on GPUs, if there are any."""
     on_gpus = [name for section in SECTIONS if section.title.startswith(ON_A_GPU) for name in section.files]
     said = " ".join(CONDITIONS.split())
     if any((FOLDER / name).is_file() for name in on_gpus):
@@ -511,7 +510,7 @@ def head() -> str:
 
 
 def written(one: Section, files: list[str]) -> str:
-    """The section with its heading. Raises ValueError: a file is not as its benchmark writes it now."""
+    """Return the section with its heading. Raises ValueError: a file is not as its benchmark writes it now."""
     figures = [json.loads((FOLDER / name).read_text(encoding="utf-8")) for name in files]
     try:
         body = one.body(*figures)

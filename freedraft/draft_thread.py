@@ -1,4 +1,4 @@
-"""`DraftThread`: drafts are made in a thread of their own, and no step waits for them longer than it may."""
+"""`DraftThread`: drafts in a separate thread, with a limit on how long a step waits for them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class DraftThread:
-    """Runs a method's work, one piece after the other; its thread keeps no process alive.
+    """Runs a method's work in a daemon thread, one call at a time.
 
     Args:
         timeout: seconds that a step waits for its drafts.
-        note_late: called for each step that goes without.
+        note_late: called for each step that runs without drafts because they were late.
     """
 
     def __init__(self, timeout: float, note_late: Callable[[], Any]) -> None:
@@ -29,11 +29,11 @@ class DraftThread:
         threading.Thread(target=self._run, name="freedraft-drafter", daemon=True).start()
 
     def start(self, work: Callable[[], Any]) -> Future[Any] | None:
-        """Begin with drafts; None while late ones are still being made."""
+        """Start drafting and return the future; None while late drafts of an earlier step are still running."""
         return self._put(work) if self._newest.done() else None
 
     def result(self, drafts: Future[Any] | None) -> Any:
-        """What `start` began with; None where that is late."""
+        """Return the drafts of a future from `start`; None if they are late."""
         if drafts is not None:
             try:
                 return drafts.result(self._timeout)
@@ -48,7 +48,7 @@ class DraftThread:
         return None
 
     def call(self, work: Callable[[], Any]) -> None:
-        """Do other work for the method: now, or behind drafts that are late."""
+        """Run other work of the method: at once, or in the thread after late drafts."""
         if self._newest.done():
             work()
         else:
@@ -64,6 +64,6 @@ class DraftThread:
             work, done = self._work.get()
             try:
                 done.set_result(work())
-            except BaseException as error:  # for whoever waits
+            except BaseException as error:  # raised in the waiting thread
                 done.set_exception(error)
             del work, done

@@ -1,1 +1,1 @@
-"""The demo: its model, its datastore, its two servers, and the server that stays up."""
+"""The demo: its model, its datastore, its two servers, and a server that keeps running."""

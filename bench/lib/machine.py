@@ -1,4 +1,4 @@
-"""The machine and the package versions that figures are measured with; how they are timed and rounded."""
+"""Machine and package versions of a measurement; timing and rounding of figures."""
 
 import multiprocessing
 import os
@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "asimd")
-"""What decides most about matrix products on a CPU, and what it costs to verify several tokens: the best first."""
+"""Instruction sets that decide the speed of matrix products, and so the cost of verification, best first."""
 
 
 def _info(name: str) -> str:
-    """A field of the first core in /proc/cpuinfo; "" for none."""
+    """Return a field of the first core in /proc/cpuinfo; "" if missing."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
     found = (line.partition(":")[2].strip() for line in info.splitlines() if line.startswith(name))
     return next(found, "")
@@ -28,13 +28,13 @@ def cpu() -> str:
 
 
 def instructions() -> str:
-    """The best of `INSTRUCTIONS` that the processor has; "" for none of them."""
+    """Return the best of `INSTRUCTIONS` that the processor has; "" if none."""
     known = {*_info("flags").split(), *_info("Features").split()}
     return next((name for name in INSTRUCTIONS if name in known), "")
 
 
 def cores() -> int:
-    """The number of cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -45,7 +45,7 @@ def machine() -> dict[str, Any]:
 
 
 def gpu(device: str = "cuda") -> dict[str, str]:
-    """The GPUs by the names of nvidia-smi if `device` is "cuda"; empty without."""
+    """Return the names of the GPUs from nvidia-smi if `device` is "cuda"; empty without GPUs."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     with suppress(OSError, subprocess.CalledProcessError):
         if device == "cuda":
@@ -55,7 +55,7 @@ def gpu(device: str = "cuda") -> dict[str, str]:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Versions of Python and of those of the packages that are installed."""
+    """Return the versions of Python and of the packages that are installed."""
     installed = {"python": platform.python_version()}
     for package in packages:
         with suppress(PackageNotFoundError):
@@ -64,7 +64,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def rounded(value: Any, places: int = 4) -> Any:
-    """The same lists and dicts with every float rounded."""
+    """Return the same lists and dicts with every float rounded."""
     if isinstance(value, float):
         return round(value, places)
     if isinstance(value, dict):
@@ -73,13 +73,13 @@ def rounded(value: Any, places: int = 4) -> Any:
 
 
 def timed(work: Callable[[], Any]) -> list[Any]:
-    """What `work` returns, and its seconds."""
+    """Return the result of `work` and its seconds."""
     start = time.perf_counter()
     result = work()
     return [result, time.perf_counter() - start]
 
 
 def in_fresh_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function of a module returns in a process of its own, so that the peak of memory is its own."""
+    """Run a module's function in a new process, with its own peak of memory, and return the result."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()

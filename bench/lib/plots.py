@@ -1,4 +1,4 @@
-"""The plots of the page of results."""
+"""Plots of the results page."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from bench.lib.summary import ALL
 
 Rows = Sequence[dict[str, Any]]
 
-# Okabe and Ito's colours, which the colour-blind tell apart; ours first.
+# Okabe and Ito's colours, safe for the colour-blind; freedraft's first.
 COLOURS = {"sssd": "#0072B2", "plain": "#555555", "ngram": "#E69F00", "suffix": "#D55E00", "layerskip": "#009E73"}
 COLOURS |= {"sglang": "#999999", "sglang-sssd": "#56B4E9", "sglang-ngram": "#CC79A7"}
 SPARE = ("#CC79A7", "#F0E442", "#56B4E9", "#000000")
@@ -32,7 +32,7 @@ plt.rcParams.update(STYLE)
 
 
 class Plot(NamedTuple):
-    """A picture on the page, written as `name`.png too."""
+    """A picture on the page, also written as `name`.png."""
 
     name: str
     figure: Figure

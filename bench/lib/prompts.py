@@ -1,4 +1,4 @@
-"""Prompts: of the demo, four kinds of work, three prompts each, in prompts.json; and about long texts."""
+"""Prompts: four kinds of work for the demo, three prompts each, in prompts.json; and questions about long texts."""
 
 import json
 import sysconfig
@@ -7,7 +7,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-# A model of 135 M parameters follows simple instructions only; in each of these it does what is asked, more or less.
+# A model of 135 M parameters follows only simple instructions, like these.
 PROMPTS: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 BY_KIND = [prompt for prompts in PROMPTS.values() for prompt in prompts]
 WARM_UP = "Write one sentence about the sea, then write the same sentence again."
@@ -19,11 +19,11 @@ LONG = (
     ("asyncio/base_events.py", "Which methods does the main class have, and what do they do?"),
     ("_pydecimal.py", "Write a short introduction to this module for a user."),
 )
-"""Files of Python's own library, and a question about each."""
+"""Files of Python's standard library, and a question about each."""
 
 
 def chats(model: Path, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text as a chat of one turn in the model's template."""
+    """Return the token ids of each text as a chat of one turn in the model's template."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
@@ -32,7 +32,7 @@ def chats(model: Path, texts: Sequence[str]) -> list[list[int]]:
 
 
 def long_chats(model: Path, context: int, count: int = len(LONG)) -> list[list[int]]:
-    """Token ids of `LONG`, in turns, each file cut so that the prompt has `context` tokens, its question after it."""
+    """Return `count` prompts of `context` token ids: the files of `LONG` in rotation, cut, each before its question."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)

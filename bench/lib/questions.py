@@ -1,9 +1,9 @@
-"""Questions of a benchmark: from files in Spec-Bench's format, one JSON object with "category" and "turns" a line; made
-of Python's own library, the same on every machine with the same Python; and turns of recorded sessions.
+"""Questions of a benchmark: from files in Spec-Bench's format, one JSON object with "category" and "turns" per line;
+built from Python's standard library, identical with the same Python; and turns of recorded sessions.
 
     python -m bench.lib.questions spec-bench long agent quotes --concurrency 1 256
 
-needs nothing but Python, and prints what keeps bench/serve.py from asking these.
+needs nothing but Python, and prints why bench/serve.py cannot use these questions, if so.
 """
 
 import argparse
@@ -31,19 +31,19 @@ MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", 
 FORM = 'Spec-Bench\'s format, which is {"question_id": 1, "category": "qa", "turns": ["..."]} on every line'
 LENGTHS, OF_EACH_LENGTH = (16_000, 32_000, 64_000, 100_000), 8  # characters of long documents, 3 or 4 to a token
 AGENT_TURNS = 64
-QUOTES, OF_A_TEXT = 32, 4_000  # most passages; characters of the text of each
-TURNS, OF_A_PROMPT = 4, 17_000  # of a session, as far apart as can be; characters of each, up to 6,000 tokens
-# Folders of the library that some distributions leave out, or fill with packages.
+QUOTES, OF_A_TEXT = 32, 4_000  # maximum number of passages; characters of text for each
+TURNS, OF_A_PROMPT = 4, 17_000  # per session, evenly spaced; characters of each, up to 6,000 tokens
+# Folders of the library that some distributions omit, or fill with packages.
 NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "tkinter"}
 
 
 class QuestionError(ValueError):
-    """Questions that cannot be had or asked. The message is one line."""
+    """Questions that cannot be obtained or used. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question, and the messages before it as (role, content)."""
+    """A question, and the messages before it as (role, content)."""
 
     name: str
     group: str
@@ -56,7 +56,7 @@ class Question:
 
 
 def load(path: Path) -> list[Question]:
-    """First turns, in the order of the file. Raises jsonl.FileError: it is missing, empty, or in another format."""
+    """Return first turns, in file order. Raises jsonl.FileError: the file is missing, empty, or in another format."""
 
     def parse(number: int, row: Any) -> Question:
         category, text = row["category"], row["turns"][0]
@@ -69,7 +69,7 @@ def load(path: Path) -> list[Question]:
 
 
 def spec_bench() -> list[Question]:
-    """Spec-Bench's own file, which is downloaded once. Raises QuestionError: it cannot be."""
+    """Return the questions of Spec-Bench's own file, downloaded once. Raises QuestionError: the download failed."""
     path = Path("build/questions/spec_bench.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -83,7 +83,7 @@ def spec_bench() -> list[Question]:
 
 
 def digest(questions: Sequence[Question]) -> str:
-    """A fingerprint that differs between two sets of questions."""
+    """Return a fingerprint of the questions."""
     return hashlib.sha256("\0".join(f"{q.name}\0{q.group}\0{q.chat}" for q in questions).encode()).hexdigest()[:16]
 
 
@@ -97,11 +97,10 @@ def groups(questions: Iterable[Question]) -> dict[str, list[Question]]:
 def blocks(
     questions: Sequence[Question], concurrency: int, rounds: int = 8, limit: int | None = None
 ) -> list[tuple[Question, ...]]:
-    """Blocks of about `concurrency * rounds` questions of all groups, as equal as can be, in a fixed order that mixes
-    the groups evenly and keeps that of each group; of a group at most `limit`, but a block in all.
+    """Split questions into blocks of about `concurrency * rounds`, as equal as possible, in a fixed order that mixes
+    groups evenly and keeps the order of each group. limit: maximum per group, but at least one block in all.
 
-    Raises QuestionError: there are less than two questions for each request at a time.
-    """
+    Raises QuestionError: there are fewer than two questions per concurrent request."""
     by_group, size, jitter = groups(questions), concurrency * rounds, random.Random(0)
     most = None if limit is None else max(limit, math.ceil(size / len(by_group)))
     limited = [members[:most] for members in by_group.values()]
@@ -117,7 +116,7 @@ def blocks(
 
 
 def read(name: str) -> list[Question]:
-    """The questions of a name or file. Raises QuestionError, jsonl.FileError: they cannot be had or used."""
+    """Return the questions of a name or file. Raises QuestionError, jsonl.FileError: they cannot be had or used."""
     if name.startswith("sessions:"):
         return session_turns(Path(name.removeprefix("sessions:")))
     made = {"long": long_documents, "agent": agent_turns, "quotes": quotes, "spec-bench": spec_bench}
@@ -125,8 +124,8 @@ def read(name: str) -> list[Question]:
 
 
 def long_documents() -> list[Question]:
-    """Questions about modules of 16,000 to 100,000 characters, answered by much that stands in them."""
-    # Tables of data have nothing to list, and twice the tokens.
+    """Return questions about modules of 16,000 to 100,000 characters that are answered mostly by quoting."""
+    # Data tables have nothing to list, and twice the tokens per character.
     made = list[Question]()
     sources = [(name, text) for name, text in modules() if text.count("def ") >= 10]
     ask = (
@@ -141,7 +140,7 @@ def long_documents() -> list[Question]:
 
 
 def agent_turns() -> list[Question]:
-    """The turn of a coding agent that has read a file, and now writes it with a function renamed."""
+    """Return turns of a coding agent that has read a file and rewrites it with a function renamed."""
     made = list[Question]()
     for name, text in modules():
         if len(made) < AGENT_TURNS and 2_000 <= len(text) <= 10_000 and (function := renamed(text)) is not None:
@@ -158,7 +157,7 @@ def agent_turns() -> list[Question]:
 
 
 def quotes() -> list[Question]:
-    """Questions that are answered by quoting a passage of 300 to 1,000 characters from a text of Python's manual."""
+    """Return questions that ask for a passage of 300 to 1,000 characters from a text of Python's manual."""
     made, text = [], "\n".join(topics[name] for name in sorted(topics))
     for start in range(0, len(text), len(text) // QUOTES)[:QUOTES]:
         part = text[start : start + OF_A_TEXT]
@@ -172,8 +171,9 @@ def quotes() -> list[Question]:
 
 
 def session_turns(path: Path) -> list[Question]:
-    """What an agent's model was asked in recorded sessions, with all before it; the group has the file's name. Longer
-    messages than a prompt may be are left out, and what tools said is the user's, as not every template knows them."""
+    """Return the turns of an agent's model in recorded sessions, with all messages before; the group is the file's
+    name. Messages longer than a prompt may be are dropped; tool results become the user's, since some templates lack
+    tools."""
 
     def parse(number: int, row: Any) -> list[Question]:
         said = [(str(m["role"]).replace("tool", "user"), str(m["content"])) for m in row["messages"]]
@@ -193,7 +193,7 @@ def session_turns(path: Path) -> list[Question]:
 
 
 def modules() -> Iterator[tuple[str, str]]:
-    """Names and sources of the modules of Python's library, those of its packages too, in alphabetical order."""
+    """Yield names and sources of the modules of Python's library, including its packages, in alphabetical order."""
     library = Path(sysconfig.get_path("stdlib"))
     for path in sorted(library.rglob("*.py")):
         place = path.relative_to(library)
@@ -202,7 +202,7 @@ def modules() -> Iterator[tuple[str, str]]:
 
 
 def renamed(text: str) -> str | None:
-    """The first function of a module that it uses itself; None where there is none."""
+    """Return the first function of a module that the module uses itself; None if there is none."""
     names = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     return next((name for name in names if len(re.findall(rf"\b{name}\b", text)) > 2), None)
 

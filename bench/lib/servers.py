@@ -1,4 +1,4 @@
-"""The OpenAI-compatible servers of vLLM and SGLang as child processes: started on a free port, ended by their pid."""
+"""OpenAI-compatible servers of vLLM and SGLang as child processes: started on a free port, stopped by their pid."""
 
 import ctypes
 import json
@@ -23,7 +23,7 @@ START_LIMIT_S = 420.0
 
 
 class ServerError(RuntimeError):
-    """A server that did not start, or ended by itself, with the end of its log."""
+    """A server did not start, or exited by itself; the message has the end of its log."""
 
 
 def free_port() -> int:
@@ -33,10 +33,10 @@ def free_port() -> int:
 
 
 def environment(engine: str, python: str = sys.executable) -> dict[str, str]:
-    """The environment of a CPU server: one thread per core, the venv's OpenMP runtime, no network."""
+    """Return the environment of a CPU server: one thread per core, the venv's OpenMP runtime, no network."""
     env = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     env |= {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "PYTHONUNBUFFERED": "1"}
-    # A third faster than torch's OpenMP runtime, and in its place, since vLLM refuses both. vLLM's CPU build has it.
+    # A third faster than torch's OpenMP runtime, which it replaces: vLLM refuses both. In vLLM's CPU build.
     openmp = Path(python).parent.parent / "lib" / "libiomp5.so"
     if openmp.is_file():
         others = [path for path in os.environ.get("LD_PRELOAD", "").split(":") if path and "omp" not in Path(path).name]
@@ -47,26 +47,26 @@ def environment(engine: str, python: str = sys.executable) -> dict[str, str]:
         env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_AOT_COMPILE": "0"}
     else:
         env["SGLANG_PLATFORM"] = "freedraft_cpu"
-        # Waiting threads of torch's OpenMP runtime spin otherwise: when anything else runs, steps take seconds.
+        # Otherwise waiting threads of torch's OpenMP runtime spin, and steps take seconds under other load.
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     return env
 
 
 def in_process_environment() -> dict[str, str]:
-    """The environment of a process that holds one of vLLM's CPU engines itself."""
+    """Return the environment of a process that runs a vLLM CPU engine itself."""
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return {"VLLM_LOGGING_LEVEL": "WARNING"} | environment("vllm") | own
 
 
 def programs_first(env: Mapping[str, str], python: str = sys.executable) -> dict[str, str]:
-    """The same with what lies beside an interpreter found first: engines compile with the ninja that pip puts there."""
+    """Return `env` with the interpreter's folder first in PATH: engines compile with the ninja that pip put there."""
     beside = Path(shutil.which(python) or python).absolute().parent
     return {**env, "PATH": os.pathsep.join(filter(None, (str(beside), env.get("PATH"))))}
 
 
 @dataclass
 class Server:
-    """A server process and its children. If `tied`, it ends with this process, even if that is killed (Linux)."""
+    """A server process and its children. tied: it ends with this process, even if that is killed (Linux)."""
 
     name: str
     command: Sequence[str]
@@ -81,7 +81,7 @@ class Server:
         return f"http://{HOST}:{self.port}"
 
     def start(self) -> None:
-        """Start it in a process group of its own, so that all of it can be ended by one signal."""
+        """Start the server in its own process group, so that one signal ends all of it."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         how: dict[str, Any] = {"preexec_fn": end_with_parent if self.tied else None, "start_new_session": True}
         with self.log.open("wb") as out:
@@ -89,7 +89,7 @@ class Server:
             self.process = subprocess.Popen(self.command, env=self.env, **how)
 
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
-        """Raises ServerError: the process has ended, or the time is over."""
+        """Wait for the health check. Raises ServerError: the process has exited, or the time limit has passed."""
         assert self.process is not None, "start it first"
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline:
@@ -105,14 +105,14 @@ class Server:
             return answer.read().decode()
 
     def stop(self) -> None:
-        """End it and its children; nothing happens when it has ended."""
+        """Stop the server and its children, if they are running."""
         if self.process is not None:
             end_group(self.process.pid)
             self.process.wait()
             self.process = None
 
     def tail(self, lines: int = 15) -> str:
-        """The last lines of its log, and the errors among the lines before."""
+        """Return the last lines of the log, and errors among earlier lines."""
         log = self.log.read_text(errors="replace").splitlines()
         errors = [line for line in log[:-lines] if "rror:" in line][-5:]
         return "\n".join([*errors, *log[-lines:], f"(all of it: {self.log})"])
@@ -120,7 +120,7 @@ class Server:
 
 @contextmanager
 def running(*servers: Server) -> Iterator[None]:
-    """All of them up; ended whatever happens."""
+    """Start all servers and wait until they are ready; stop them on every exit."""
     try:
         for server in servers:
             server.start()
@@ -147,7 +147,7 @@ def is_healthy(url: str) -> bool:
 
 
 def end_group(leader: int, patience_s: float = 20.0) -> None:
-    """Ask the process group of `leader` to end; make it, when it does not in time."""
+    """Send SIGTERM to the process group of `leader`; SIGKILL if it still runs after `patience_s`."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(leader, number)
@@ -155,7 +155,7 @@ def end_group(leader: int, patience_s: float = 20.0) -> None:
             return
         deadline = time.monotonic() + patience_s
         while time.monotonic() < deadline:
-            with suppress(ChildProcessError):  # not our child, or reaped already
+            with suppress(ChildProcessError):  # not a child of this process, or already reaped
                 os.waitpid(leader, os.WNOHANG)
             try:
                 os.killpg(leader, 0)
@@ -169,21 +169,21 @@ def build(
     speculative: dict[str, object] | None = None, device: str = "cpu", requests: int = 4,
     max_model_len: int = MAX_MODEL_LEN, python: str = sys.executable, prefixes: bool = False,
 ) -> Server:  # fmt: skip
-    """A server that is not started yet.
+    """Return a server that is not started yet.
 
     Args:
-        port: 0 picks a free one.
-        eager: without compiled graphs, as exact comparisons need it; SGLang on CPU is always eager.
-        speculative: vLLM's `--speculative-config`; None decodes plainly. SGLang's options are set from it.
+        port: 0 selects a free one.
+        eager: without compiled graphs, as exact comparisons require; SGLang on CPU is always eager.
+        speculative: vLLM's `--speculative-config`; None for plain decoding. SGLang's options are derived from it.
         device: "cpu", or "cuda" with the engine's own defaults.
-        requests: at a time at most, of `max_model_len` tokens at most.
-        python: of the environment that has the engine. prefixes: whether those of prompts are cached.
+        requests: maximum number of concurrent requests, of at most `max_model_len` tokens each.
+        python: interpreter of the engine's environment. prefixes: whether prefix caching is on.
     """
     port = port or free_port()
     env = environment(engine, python) if device == "cpu" else {**os.environ, "PYTHONUNBUFFERED": "1"}
     env, own = programs_first(env, python), speculative or {}
     length = str(max_model_len)
-    if engine == "vllm":  # as `vllm serve`, which does not find its own version in the CPU wheel
+    if engine == "vllm":  # like `vllm serve`, which does not find its own version in the CPU wheel
         command = ["vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += [f"--{'' if prefixes else 'no-'}enable-prefix-caching"]
         command += ["--max-model-len", length, "--max-num-seqs", str(requests)]
@@ -193,7 +193,7 @@ def build(
         command = ["sglang.launch_server", "--model-path", str(model)]
         command += [] if prefixes else ["--disable-radix-cache"]
         command += ["--context-length", length, "--max-running-requests", str(requests)]
-        # An idle scheduler takes a whole core otherwise, also from the other server.
+        # Otherwise an idle scheduler takes a whole core, which the other server may need.
         command += ["--skip-server-warmup", "--enable-metrics", "--sleep-on-idle"]
         if device == "cpu":
             command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]

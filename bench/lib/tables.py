@@ -1,4 +1,4 @@
-"""Tables of results: each column is a title and a format of the row's values, "title={format}"."""
+"""Tables of results: each column is a title and a format of row values, "title={format}"."""
 
 import string
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ Row = Mapping[str, Any]
 
 
 class _Cells(string.Formatter):
-    """`str.format` in which None is the empty text, `{?name}` may be missing, and `{name!y}` is "yes" or "no"."""
+    """`str.format` with None as the empty text, optional fields `{?name}`, and "yes" or "no" for `{name!y}`."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -31,12 +31,12 @@ cell = _Cells().vformat
 
 
 def columns(forms: Iterable[str]) -> dict[str, str]:
-    """Title to format, of "title={format} | title={format}"."""
+    """Return formats by title, from "title={format} | title={format}"."""
     return {title: form for part in forms for title, _, form in (one.partition("=") for one in part.split(" | "))}
 
 
 def lines(rows: Iterable[Row], *forms: str) -> list[list[str]]:
-    """The cells of each row; `{ratio[fixed 4]:.2f}` is the value at row["ratio"]["fixed 4"]. forms: columns,
+    """Return the cells of each row; `{ratio[fixed 4]:.2f}` formats row["ratio"]["fixed 4"]. forms: columns,
     "title={format} | title={format}". Raises KeyError: a row lacks a value."""
     return [[cell(form, (), row) for form in columns(forms).values()] for row in rows]
 
@@ -47,13 +47,13 @@ def markdown(head: Iterable[str], body: Iterable[Sequence[Any]]) -> str:
 
 
 def table(rows: Iterable[Row], *forms: str) -> str:
-    """A table in Markdown. Args and errors: see `lines`."""
+    """Return a Markdown table. Args and errors: see `lines`."""
     return markdown(columns(forms), lines(rows, *forms))
 
 
 def pivot(rows: Iterable[Row], form: str, by: str, value: str, title: str = "{}") -> str:
-    """A line for all rows with the same cells, with a further column for each value of the field `by`, numbers in
-    their order."""
+    """Return a Markdown table with one line for all rows that have the same cells of `form`, and a column for each
+    value of the field `by`; numbers are sorted."""
     cells: dict[tuple[str, ...], dict[Any, str]] = {}
     for row in rows:
         (key,) = lines([row], form)

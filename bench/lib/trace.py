@@ -14,17 +14,17 @@ from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 
 Row = tuple[NDArray[np.int32], NDArray[np.int32]]
 MAX_OUTPUT, MIN_PROMPT, MIN_OUTPUT = 512, 4, 9
-STORE_ROWS = 605  # of a trace, whose outputs are the datastore; the others are replayed
+STORE_ROWS = 605  # first rows of a trace: their outputs are the datastore; the others are replayed
 MIN_TURN, MIN_BEFORE = 4, 4  # tokens of a turn in a session, and before it
 
 
 def replayed(rows: Sequence[Row]) -> list[Row]:
-    """The rows that are replayed: not the shortest ones, and the beginnings of long outputs."""
+    """Return the rows to replay: without the shortest ones, long outputs truncated."""
     return [(p, o[:MAX_OUTPUT]) for p, o in rows if len(p) >= MIN_PROMPT and len(o) >= MIN_OUTPUT]
 
 
 def store_of(documents: Sequence[NDArray[np.int32]], vocab_size: int) -> Snapshot:
-    """A store of these documents, a separator after each."""
+    """Build a store of documents, with a separator after each."""
     if not documents:
         return Snapshot.empty()
     tokens = np.concatenate([np.append(document, SEPARATOR) for document in documents]).astype(np.int32)
@@ -33,7 +33,7 @@ def store_of(documents: Sequence[NDArray[np.int32]], vocab_size: int) -> Snapsho
 
 @dataclass(frozen=True)
 class Trace:
-    """Tokens of a trace: rows of (prompt, output), int32 each, in the order of the file."""
+    """Tokens of a trace: rows of (prompt, output), int32 each, in file order."""
 
     rows: list[Row]
     vocab_size: int
@@ -50,7 +50,7 @@ class Trace:
 
     @property
     def documents(self) -> list[NDArray[np.int32]]:
-        """What drafters may learn from beforehand."""
+        """Outputs that drafters may learn from before the replay."""
         return [output for _, output in self.rows[:STORE_ROWS]]
 
     @property
@@ -64,15 +64,15 @@ class Trace:
 
 @dataclass(frozen=True)
 class Sessions:
-    """Tokens of agents' sessions: `turns` has, by session and in file order, (prompt, answer) of each turn of the
-    assistant, where the prompt is all before it and the answer ends with the token that ends a turn."""
+    """Tokens of agents' sessions. turns: by session and in file order, (prompt, answer) of each assistant turn; the
+    prompt is all text before it, and the answer ends with the end-of-turn token."""
 
     turns: dict[str, list[Row]]
     vocab_size: int
 
     @classmethod
     def load(cls, path: Path, tokenizer: Path) -> Self:
-        """Read JSONL with "session" and "messages", which are framed as ChatML. Raises ValueError: as `Trace.load`."""
+        """Read JSONL with "session" and "messages", which get ChatML markers. Raises ValueError: as `Trace.load`."""
         encoder = tokenizers.load(tokenizer)
         turns: dict[str, list[Row]] = {}
 

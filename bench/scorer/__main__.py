@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
     parser.add_argument("--trace", type=Path, nargs="*", default=[])
-    parser.add_argument("--rows", type=int, help="of each trace, the first ones (default: all)")
+    parser.add_argument("--rows", type=int, help="number of first rows of each trace (default: all)")
     parser.add_argument("--sessions", type=Path, nargs="*", default=[])
     parser.add_argument("--recorded", type=Path, nargs="*", default=[])
     parser.add_argument("--out", type=Path, required=True)

@@ -1,5 +1,5 @@
-"""Answers over long prompts: made from recorded ones, which a trace of short chats lacks for training, and of Python's
-own library, to be replayed."""
+"""Answers over long prompts: built from recorded ones for training, which traces of short chats lack, and from Python's
+library for replay."""
 
 import sysconfig
 from collections.abc import Sequence
@@ -22,12 +22,12 @@ KINDS = {
     "insert": ("insert", 0.05, 0),
     "delete": ("delete", 0.05, 0),
 }
-"""Of `copies`: kind of edit, share of tokens that it meets, how many tokens of the answer end the prompt already."""
+"""Of `copies`: kind of edit, share of edited tokens, number of the answer's tokens that already end the prompt."""
 
 
 def edit(tokens: Tokens, kind: str, share: float, others: Tokens, rng: np.random.Generator) -> Tokens:
-    """Copy `tokens` with about `share` of them edited, by tokens drawn from `others`. kind: "replace", "insert" or
-    "delete" one token each time, or "mixed": any of these, of one to three tokens."""
+    """Copy `tokens` with about `share` of them edited, with tokens drawn from `others`. kind: "replace", "insert" or
+    "delete" one token per edit, or "mixed": any of these, of one to three tokens."""
     pieces: list[Tokens] = []
     at = 0
     while at < len(tokens):
@@ -46,7 +46,7 @@ def edit(tokens: Tokens, kind: str, share: float, others: Tokens, rng: np.random
 
 
 def extract(tokens: Tokens, glue: Tokens, length: int, rng: np.random.Generator) -> Tokens:
-    """Quote passages of `tokens` in any order, with a few tokens of `glue` between them."""
+    """Quote passages of `tokens` in random order, with a few tokens of `glue` between them."""
     pieces: list[Tokens] = []
     while sum(map(len, pieces)) < length:
         start = int(rng.integers(len(tokens)))
@@ -59,9 +59,9 @@ def extract(tokens: Tokens, glue: Tokens, length: int, rng: np.random.Generator)
 def long_rows(
     rows: Sequence[Row], number: int, *, max_prompt: int = 16_384, output: int = 300, seed: int = 0
 ) -> list[Row]:
-    """Make `number` (prompt, output) rows: the texts of several recorded rows for a prompt, of 512 tokens or more. A
-    fifth of the answers copies a part of the prompt, two fifths edit one, a fifth quotes several, and the last fifth
-    is a recorded answer, its own prompt last: a long context is not always there to be copied."""
+    """Build `number` (prompt, output) rows with prompts of 512 tokens or more, joined from several recorded rows. A
+    fifth of the answers copies a part of the prompt, two fifths edit one, a fifth quotes several, and the last fifth is
+    a recorded answer with its own prompt last, since long contexts are not always copied."""
     rng = np.random.default_rng(seed)
     made = []
     for i in range(number):
@@ -89,8 +89,8 @@ def long_rows(
 
 
 def python_sources(encoder: Any, number: int) -> Tokens:
-    """The first tokens of Python's own library, its modules in order of their names. Raises ValueError: the library is
-    shorter than that."""
+    """Return the first `number` tokens of Python's library, modules in alphabetical order. Raises ValueError: the
+    library is shorter."""
     parts: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         if len(parts) < number:
@@ -101,7 +101,7 @@ def python_sources(encoder: Any, number: int) -> Tokens:
 
 
 def copies(text: Tokens, length: int, kind: str, number: int) -> list[Row]:
-    """Make (prompt, answer) rows: `length` tokens of the text, at different places, then 600 of these, edited."""
+    """Build (prompt, answer) rows: `length` tokens of the text, from different positions, then 600 of these, edited."""
     how, share, begun = KINDS[kind]
     made: list[Row] = []
     for i in range(number):

@@ -1,10 +1,10 @@
-"""Record a model's answers and its 8 likeliest tokens at each position: what recycled logits are trained on.
+"""Record a model's answers and its 8 likeliest tokens at each position, as training data for recycled logits.
 
     python -m bench.scorer.record build/model prompts.jsonl ... --answers 400 --out build/recorded.jsonl
 
-The recording is what `python -m bench.scorer --recorded` reads: a JSON object per answer, with prompt and output
-(token ids), top_tokens and top_log_probs (8 for each token of the output). Prompt files have a JSON object per line
-with "prompt", "question" or "turns"; they take turns. Needs vLLM; answers are greedy.
+`python -m bench.scorer --recorded` reads the recording: a JSON object per answer, with prompt and output (token ids),
+top_tokens and top_log_probs (8 for each token of the output). Prompt files have a JSON object per line with "prompt",
+"question" or "turns"; files alternate. Needs vLLM; answers are greedy.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from bench.lib.prompts import chats
 from freedraft.step import TOP_TOKENS
 from layerskip_plugin.calibrate.prompts import Prompts
 
-MAX_PROMPT = 1024  # tokens; longer ones are left out
+MAX_PROMPT = 1024  # tokens; longer prompts are left out
 
 
 class Recording(NamedTuple):
-    """An answer with the likeliest tokens before each of its own, at temperature 1, the likeliest first."""
+    """An answer with the likeliest tokens at each of its positions, at temperature 1, the likeliest first."""
 
     prompt: NDArray[np.int32]  # [P]
     output: NDArray[np.int32]  # [T]
@@ -34,7 +34,7 @@ class Recording(NamedTuple):
 
 
 def load_recordings(path: Path) -> list[Recording]:
-    """Raises ValueError: a missing or malformed file, named with its line."""
+    """Read recordings. Raises ValueError: the file is missing or malformed; the message names the line."""
 
     def parse(number: int, row: Any) -> Recording:
         prompt, output, tokens = (np.array(row[name], np.int32) for name in ("prompt", "output", "top_tokens"))
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("prompts", type=Path, nargs="+")
     parser.add_argument("--answers", type=int, default=400)
-    parser.add_argument("--tokens", type=int, default=128, help="of an answer, at most")
+    parser.add_argument("--tokens", type=int, default=128, help="maximum tokens of an answer")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
 

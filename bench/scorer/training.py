@@ -1,6 +1,6 @@
-"""Training the learned scorer: replayed answers give examples, of which PyTorch makes a small network.
+"""Training of the learned scorer: replayed answers give examples, to which PyTorch fits a small network.
 
-An example is a node on the true path of a draft: the inputs of its candidates, and which of them came next, or none.
+An example is a node on the true path of a draft: the inputs of its candidates, and which of them came next, if any.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,22 +32,22 @@ NO_LIMIT = 1 << 31
 WITHOUT_LOGITS = Recycled(entries(0), np.int64(0))
 SHAPES = ((16, False), (32, False), (16, True))  # (nodes, chain) of drafts, in turns
 FOLDS, STORE_EVERY, RECYCLED_MEGABYTES = 4, 16, 64
-LONG_ROWS, REPEATED = 2, 3  # recorded answers for each one over a long prompt; turns, of which one comes again, edited
+LONG_ROWS, REPEATED = 2, 3  # recorded answers per answer over a long prompt; turns per turn that is repeated, edited
 ROUNDS, EPOCHS, BATCH, RATE, CANDIDATES = 2, 14, 1024, 6e-3, FEW_CANDIDATES
-"""The second round replays with the network of the first: a scorer is for its own drafts."""
+"""The second round replays with the network of the first, so that examples come from the scorer's own drafts."""
 
 
 class Examples(NamedTuple):
-    """Nodes, and what followed there."""
+    """Nodes, and the tokens that followed them."""
 
     node_inputs: NDArray[np.floating]  # [E, NODE_INPUTS]
     inputs: NDArray[np.floating]  # [E, SHORTLIST, INPUTS]
     sizes: NDArray[np.int32]  # [E], number of candidates
-    labels: NDArray[np.int32]  # [E], which of them it was, -1 for none
+    labels: NDArray[np.int32]  # [E], index of the candidate that followed, -1 for none
 
 
 class Lesson(NamedTuple):
-    """An answer to replay, and the store that it is drafted from."""
+    """An answer to replay, and the store to draft from."""
 
     view: View
     answer: Recording
@@ -59,8 +59,8 @@ def _replay(
     slots, s, truth, position, store, limits, weights, tree, scratch, seen, recycled, start, top_tokens, top_log_probs,
     examples, filled,
 ):  # fmt: skip
-    """Replay one request and add examples from `filled` on; return where its slot has to grow, and their number. If
-    `recycled` has entries, the logits before `truth[start + i]` are `top_tokens[i]` and `top_log_probs[i]`."""
+    """Replay one request, adding examples from index `filled` on; return where its slot has to grow, and their number.
+    If `recycled` has entries, the logits before `truth[start + i]` are `top_tokens[i]` and `top_log_probs[i]`."""
     while position < len(truth) and ingest(slots, s, truth, 0, position):
         sources = Sources(request_at(slots, s), store, recycled)
         seen.sizes[:] = -1
@@ -104,7 +104,7 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
         return np.zeros((count, NODE_INPUTS), np.float32), np.zeros((count, SHORTLIST, INPUTS), np.float32)
 
     seen = Recorded(np.full(n, -1, np.int32), np.zeros((n, SHORTLIST), np.int32), *inputs(n))
-    most = 2 * len(answer.output) + 1  # nodes on the true path: one a token, and one a step
+    most = 2 * len(answer.output) + 1  # nodes on the true path: one per token, and one per step
     examples = Examples(*inputs(most), np.zeros(most, np.int32), np.zeros(most, np.int32))
     store, space = Store(view.table, view.sizes[0], view.static_rows[0]), scratch(n, len(view.table))
     truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
@@ -121,14 +121,14 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
 
 
 def view_of(outputs: Sequence[NDArray[np.int32]], vocab_size: int, learnt: bool) -> View:
-    """A store of these outputs, that was built, or of what was learnt."""
+    """Build a store of outputs, marked as built or as learnt."""
     view = View.of(store_of(outputs, vocab_size))
     return view if not learnt else View(view.table, view.bounds, view.sizes, 0 * view.static_rows, view.keeps, 1)
 
 
 def lessons_of_rows(rows: Sequence[Row], vocab_size: int) -> Iterator[Lesson]:
-    """Each row, and answers over long prompts made from rows of its fold, against a store of the outputs of all other
-    folds, built or learnt in turns. Raises ValueError: there are too few rows to split."""
+    """Yield each row, and answers over long prompts built from rows of its fold, with a store of the outputs of all
+    other folds, alternately built and learnt. Raises ValueError: there are too few rows to split."""
     if len(rows) < 2 * FOLDS:
         raise ValueError(f"training needs at least {2 * FOLDS} rows with a prompt and an output, not {len(rows)}")
     for fold in range(FOLDS):
@@ -140,7 +140,7 @@ def lessons_of_rows(rows: Sequence[Row], vocab_size: int) -> Iterator[Lesson]:
 
 
 def lessons_of_sessions(sessions: Sessions) -> Iterator[Lesson]:
-    """Each turn in its order, over what was learnt of those before; then some of them once more, edited."""
+    """Yield turns in order, with a store of the turns before; then some of them once more, edited."""
     live, rng = LiveStore(sessions.vocab_size, isolation="shared"), np.random.default_rng(0)
     turns = list(chain.from_iterable(sessions.turns.values()))
     again = [turns[i] for i in range(0, len(turns), REPEATED)]
@@ -153,7 +153,7 @@ def lessons_of_sessions(sessions: Sessions) -> Iterator[Lesson]:
 
 
 def lessons_of_recordings(recordings: Sequence[Recording], vocab_size: int) -> Iterator[Lesson]:
-    """Each answer in its order, with the logits, and a store, of those before."""
+    """Yield answers in order, with the logits and a store of earlier answers."""
     recycled, view = Recycled(entries(RECYCLED_MEGABYTES), np.int64(0)), View.of(Snapshot.empty())
     for i, recording in enumerate(recordings):
         if i % STORE_EVERY == 0 and i > 0:
@@ -162,13 +162,13 @@ def lessons_of_recordings(recordings: Sequence[Recording], vocab_size: int) -> I
 
 
 def collect(lessons: Iterator[Lesson], weights: Weights) -> Examples:
-    """Replay answers, with drafts of SHAPES in turns."""
+    """Replay answers, with the drafts' shapes alternating between SHAPES."""
     found = [replay(lesson, weights, *SHAPES[i % len(SHAPES)]) for i, lesson in enumerate(lessons)]
     return Examples(*map(np.concatenate, zip(*found, strict=True)))
 
 
 def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0) -> Weights:
-    """Train a network on the log-loss of what followed, among the first CANDIDATES of each node."""
+    """Train a network on the log-loss of the next token, among the first CANDIDATES of each node."""
     import torch
 
     torch.manual_seed(seed)
@@ -178,7 +178,7 @@ def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0) -> Weights:
     nodes, inputs = torch.from_numpy(examples.node_inputs).float(), torch.from_numpy(examples.inputs).float()
     inputs = inputs[:, :CANDIDATES] * mask[..., None]
     some = nodes, inputs[mask]
-    spread = [part.square().mean(0).sqrt() + 0.05 for part in some]  # inputs are trained at one size
+    spread = [part.square().mean(0).sqrt() + 0.05 for part in some]  # inputs are scaled to similar sizes
     inputs /= spread[1]
     largest = inputs.masked_fill(~mask[..., None], -torch.inf).amax(1)
     shared = torch.cat([torch.ones(len(nodes), 1), nodes / spread[0], largest], 1)
@@ -208,7 +208,7 @@ def train(
     traces: Sequence[Sequence[Row]], sessions: Sequence[Sessions], recordings: Sequence[Sequence[Recording]],
     vocab_size: int,
 ) -> Weights:  # fmt: skip
-    """Train on all of these. Raises ValueError: a trace has too few rows, or there is nothing at all to train on."""
+    """Train on all of these. Raises ValueError: a trace has too few rows, or there is no training data at all."""
     if not (traces or sessions or recordings):
         raise ValueError("there is nothing to train on: give a trace, sessions or answers with logits")
     weights = initial_weights()

@@ -1,4 +1,4 @@
-"""Weights of the learned scorer as training needs them: where it starts, and the file that it writes."""
+"""Weights of the learned scorer for training: the initial ones, and the file with the result."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from sssd_plugin.scoring.weights import FORMAT, INPUTS, ROWS, WIDTH, Weights
 
 
 def initial_weights() -> Weights:
-    """Return the weights that training starts from: a mix of both interpolated probabilities, in the linear unit."""
+    """Return the initial weights: a mix of both interpolated probabilities, in the linear unit."""
     layer = np.zeros((ROWS, WIDTH), np.float32)
     layer[0, -1], layer[-INPUTS, -1], layer[1 - INPUTS, -1] = 1.0, 0.4, 0.5
     return Weights(layer, np.append(np.zeros(WIDTH - 1, np.float32), np.float32(1.0)))

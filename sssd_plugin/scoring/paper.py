@@ -1,6 +1,6 @@
 """The paper's scorer: arXiv 2411.05894, Algorithms 1-3, with their constants.
 
-Algorithm 1 looks the last 1..P tokens up in the request, Algorithm 2 the last P (then fewer) in the datastore,
+Algorithm 1 looks up the last 1..P tokens in the request, Algorithm 2 the last P (then fewer) in the datastore.
 Algorithm 3 merges the continuations by count ratios, discounted by source and match length. Scores are not calibrated.
 """
 
@@ -16,15 +16,15 @@ from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.search import find_ngram, suffixes_of
 from sssd_plugin.scoring.views import add_node, record
 
-PREFIX = 4  # P: the longest context looked up
+PREFIX = 4  # P: maximum context that is looked up
 OCCURRENCES = 128  # newest occurrences in the request
-GRAM = 8  # longest n-gram kept of the request, prefix included
-BRANCH = 10  # longest continuation from the datastore
+GRAM = 8  # maximum n-gram from the request, prefix included
+BRANCH = 10  # maximum continuation from the datastore
 SAMPLES = 100
-MIN_SAMPLES = 20  # of one sub-index
-ENOUGH = 50  # nodes of the datastore's trie, root included, after which the prefix is not shortened further
+MIN_SAMPLES = 20  # per sub-index
+ENOUGH = 50  # nodes of the datastore's trie, root included, at which the prefix is no longer shortened
 INPUT_DISCOUNT = 0.6
-# Of a node below the first ones, by source: 0.6 + 0.1 * match, where the datastore counts as a match of 4 tokens.
+# Factor per level below the first, by source: 0.6 + 0.1 * match; the datastore counts as a match of 4 tokens.
 DISCOUNTS = (1.0, 0.7, 0.8, 0.9, 1.0)
 
 _MAX_NODES = 1 + PREFIX + PREFIX * OCCURRENCES * (GRAM - 1) + 4096
@@ -32,10 +32,10 @@ _NODE = record("", "token count first last next")
 
 
 class Tries(NamedTuple):
-    """Continuations by source, in one array: node 0 is the root of the datastore's, node m of those of the request's
-    last m tokens. Siblings are in the order of their tokens."""
+    """Tries of continuations by source, in one array: node 0 is the root for the datastore, node m the root for matches
+    of m tokens in the request. Siblings are sorted by token."""
 
-    # Token; continuations through the node; first child; child inserted or found last; next sibling: -1 for none.
+    # Token, number of continuations through the node, first child, last visited child, next sibling; -1 for none.
     nodes: NDArray[Any]
     used: NDArray[np.int64]  # [1], number of nodes
 
@@ -56,9 +56,9 @@ def _clear(nodes, used):
 
 @compiled(nogil=True)
 def _child(nodes, used, node, token):
-    """Return the child of a node for `token`, a new one if there is none, -1 if there is no room for it."""
+    """Return the child of a node for `token`, created if there is none; -1 if the array is full."""
     before, child, last = -1, nodes[node].first, nodes[node].last
-    if last >= 0 and nodes[last].token <= token:  # samples of the datastore come in the order of their tokens
+    if last >= 0 and nodes[last].token <= token:  # datastore samples are sorted
         child = last
     while child >= 0 and nodes[child].token < token:
         before, child = child, nodes[child].next
@@ -80,7 +80,7 @@ def _child(nodes, used, node, token):
 
 @compiled(nogil=True)
 def _insert(nodes, used, source, tokens, start, end):
-    """Insert tokens[start:end], up to the first that is none of the vocabulary, into the trie of a source."""
+    """Insert tokens[start:end], up to the first negative one, into the trie of a source."""
     node = source
     nodes[node].count += 1
     for i in range(start, end):
@@ -94,7 +94,7 @@ def _insert(nodes, used, source, tokens, start, end):
 
 @compiled(nogil=True)
 def _add_request(nodes, used, request):
-    """Insert what followed the last 1..P tokens before, the newest occurrences of the last one (Algorithm 1)."""
+    """Insert what followed the last 1..P tokens before, at the newest occurrences of the last token (Algorithm 1)."""
     tokens, length = request.tokens, len(request.tokens)
     i, seen = request.previous[length - 1], 0
     while i >= 0 and seen < OCCURRENCES:
@@ -126,8 +126,8 @@ def _add_store(nodes, used, table, tokens):
 
 @compiled(nogil=True)
 def _push_children(nodes, node, source, scale, parent, heap):
-    """Push the continuations of a node of a source's trie, which follow node `parent` of the tree: scores are `scale`
-    times their shares of the node's count."""
+    """Push the children of a trie node as candidates below node `parent` of the tree; a score is `scale` times the
+    child's share of the node's count."""
     total, child = nodes[node].count, np.int64(nodes[node].first)
     while child >= 0:
         heapq.heappush(heap, (-(nodes[child].count / total * scale), np.int64(parent), child, np.int64(source)))
@@ -138,10 +138,10 @@ def _push_children(nodes, node, source, scale, parent, heap):
 def draft_tree(request, table, limits, tree, tries):
     """Merge all sources, best first, into a tree (Algorithm 3); return its number of nodes.
 
-    A node's kind is the match length of the input it comes from, 0 for the store. Arguments are as of
-    `learned.draft_tree`; table: of a `Store`; tries: from `scratch`.
+    A node's kind is its match length in the request, 0 for the datastore. Arguments as in `learned.draft_tree`; table:
+    of a `Store`; tries: from `scratch`.
     """
-    nodes, used = tries  # passed apart: every access to a field of a tuple counts references
+    nodes, used = tries  # unpacked once: each access to a tuple's field counts references
     tokens, n = request.tokens, 1
     if len(tokens) == 0:
         return 0
@@ -149,7 +149,7 @@ def draft_tree(request, table, limits, tree, tries):
     _clear(nodes, used)
     _add_request(nodes, used, request)
     _add_store(nodes, used, table, tokens)
-    # Negative score, parent in the tree, node, source: of equal scores, the one with the older parent comes first.
+    # (negative score, parent in the tree, node, source); equal scores are ordered by parent, oldest first.
     heap = [(0.0, 0, 0, 0)]
     heap.pop()
     for source in range(1 + PREFIX):

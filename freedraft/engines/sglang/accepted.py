@@ -1,4 +1,4 @@
-"""`AcceptedTokens`: what steps accept, on its way to the host that drafts from it."""
+"""`AcceptedTokens`: asynchronous host copies of the tokens that each step accepts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 
 
 class Gained(NamedTuple):
-    """The tokens that the last step accepted: `tokens[starts[b]:ends[b]]` of request b, at least one. tokens: int32
-    [T]; starts, ends: int64 [B]; seq_lens: int64 [B], tokens of each request in the KV cache, without the newest one.
-    """
+    """Tokens accepted by the last step: request b has `tokens[starts[b]:ends[b]]`, at least one. tokens: int32 [T];
+    starts, ends: int64 [B]; seq_lens: int64 [B], tokens of each request in the KV cache, excluding the newest one."""
 
     tokens: NDArray[np.int32]
     starts: NDArray[np.int64]
@@ -21,13 +20,13 @@ class Gained(NamedTuple):
 
 
 class OneCopy(NamedTuple):
-    """What `AcceptedTokens` held after a step; it may be read in any thread."""
+    """Host copy of `AcceptedTokens` after one step, readable from any thread. done: event to wait for, or None."""
 
     host: torch.Tensor
     done: Any
 
     def read(self, rows: NDArray[np.int64]) -> Gained:
-        """Wait for the copy; `rows` of the requests' pool, [B]."""
+        """Wait for the copy and return the tokens of the requests in pool rows `rows` [B]."""
         if self.done is not None:
             self.done.synchronize()
         found = self.host.numpy()[rows]
@@ -36,17 +35,17 @@ class OneCopy(NamedTuple):
 
 
 class AcceptedTokens:
-    """The newest tokens of all requests, by their rows in SGLang's pool of requests, as SGLang relays them itself. They
-    go to the host by one copy for each step, behind nothing but the step's verification. max_nodes: N, most tokens that
-    a step accepts of a request."""
+    """Newest accepted tokens of all requests, by row of SGLang's request pool. One asynchronous copy per step takes
+    them to the host, queued right after verification. max_nodes: N, maximum number of tokens accepted per request and
+    step."""
 
     def __init__(self, rows: int, max_nodes: int, device: Any) -> None:
         self._held = torch.zeros(rows, 2 + max_nodes, dtype=torch.int32, device=device)
         self.newest = OneCopy(self._held.cpu(), None)
 
     def put(self, rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Take what a step has accepted of B requests, and start the copy. rows: int64 [B]; tokens: int32 [B, N];
-        lengths: int32 [B], how many of these; seq_lens: int [B]."""
+        """Store the tokens accepted for B requests and start the copy. rows: int64 [B]; tokens: int32 [B, N]; lengths:
+        int32 [B], number of valid tokens; seq_lens: int [B]."""
         self._held[rows] = torch.cat((lengths[:, None], seq_lens[:, None].to(torch.int32), tokens), 1)
         if self._held.device.type == "cpu":
             self.newest = OneCopy(self._held.clone(), None)

@@ -16,10 +16,10 @@ DEFAULT_NODES = 16
 
 
 class TreeAlgorithm(CustomSpecAlgo):
-    """Verifies draft trees that come from the host.
+    """Speculative algorithm that verifies draft trees built on the host.
 
-    It passes for NGRAM (`is_ngram`), SGLang's own algorithm of that kind, to get its branches in the core: the relay of
-    accepted tokens under overlap, the dummy input for graph capture, the manager of external corpora.
+    `is_ngram` is True so that SGLang's core uses its NGRAM branches: relay of accepted tokens under overlap scheduling,
+    dummy input for graph capture, manager of external corpora.
     """
 
     spec: MethodSpec | None = None
@@ -32,7 +32,7 @@ class TreeAlgorithm(CustomSpecAlgo):
     def has_draft_kv(self) -> bool:
         return False
 
-    # The core calls these three, which CustomSpecAlgo 0.5.23 lacks.
+    # Called by SGLang's core, missing from CustomSpecAlgo 0.5.23.
 
     def need_topk(self) -> bool:
         return False
@@ -57,15 +57,15 @@ class TreeAlgorithm(CustomSpecAlgo):
         return None if self.prepare is None else self.prepare(batch)
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Set what the user left open, and refuse what cannot work. Raises ValueError: an argument does not go with
-        tree verification, or an option is wrong."""
+        """Fill in defaults and reject unsupported settings. Raises ValueError: an argument is incompatible with tree
+        verification, or an option is invalid."""
         args = server_args
         refuse_unsupported(args, self.name, cpu_platform=selected())
         if args.speculative_num_draft_tokens is None:
             length = self.spec.default_length if self.spec is not None else None
             args.speculative_num_draft_tokens = DEFAULT_NODES if length is None else length
-        # FA3 reads the tree mask only with topk > 1, in a second call of each layer. The product stays within the
-        # nodes, so that no more slots are reserved.
+        # FA3 reads the tree mask only with topk > 1, in a second call per layer. topk * steps stays within the number
+        # of nodes, so that SGLang reserves no more slots.
         args.speculative_eagle_topk = 2
         args.speculative_num_steps = max(1, args.speculative_num_draft_tokens // 2)
         args.enable_mixed_chunk = False

@@ -1,4 +1,4 @@
-"""`EngineContext` of an SGLang server, before it starts and in its scheduler; and the log line at start."""
+"""`EngineContext` of an SGLang server, in its front end and in its schedulers; the log line at start."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from freedraft.step import EngineContext
 
 
 def published_config(args: Any) -> Any:
-    """The model's config as it was published: SGLang rounds the one that it works with to what its ranks can share."""
+    """Return the model's published config; SGLang rounds sizes in its own copy to what its ranks can share."""
     from sglang.srt.utils.hf_transformers_utils import get_config
 
     return get_config(args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision)
 
 
 def context_at_start(args: Any) -> EngineContext:
-    """In the front-end process, from ServerArgs with our defaults in."""
+    """Build the context in the front-end process, from ServerArgs with this plugin's defaults applied."""
     config = published_config(args)
     nodes = args.speculative_num_draft_tokens
     return EngineContext(
@@ -36,7 +36,7 @@ def context_at_start(args: Any) -> EngineContext:
 
 
 def context_of_worker(target_worker: Any, widths: tuple[int, ...], *, chains: bool) -> EngineContext:
-    """In a scheduler: of each data-parallel replica one."""
+    """Build the context in a scheduler; each data-parallel replica has its own."""
     from sglang.srt.runtime_context import get_parallel
 
     replica = get_parallel().dp_rank or 0
@@ -52,8 +52,8 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...], *, chains: bo
 
 
 def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *, chains: bool) -> str:
-    """Return the line of a server whose CUDA graphs are captured. runner: SGLang's ModelRunner; backend: of attention,
-    in steps that verify; widths: numbers of nodes per request, root included, that a step may have."""
+    """Return the start line of a server with captured CUDA graphs. runner: SGLang's ModelRunner; backend: attention
+    backend of verification; widths: supported numbers of nodes per request, root included."""
     args, version = runner.server_args, hooks.installed_version(DISTRIBUTIONS)
     parts = [
         f"overlap scheduling {'off' if args.disable_overlap_schedule else 'on'}",

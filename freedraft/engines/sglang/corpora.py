@@ -1,4 +1,4 @@
-"""Corpora over SGLang's HTTP calls."""
+"""External corpora through SGLang's HTTP endpoints."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 def documents_of(token_chunks: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
-    """SGLang's corpus chunks as documents: it cuts documents anywhere, and marks their starts with a negative token."""
+    """Return the documents in SGLang's corpus chunks, which split them anywhere; a negative token starts a document."""
     flat = np.fromiter((token for chunk in token_chunks for token in chunk), np.int64)
     pieces = np.split(flat, np.flatnonzero(flat < 0))
     return [tokens.astype(np.int32) for piece in pieces if len(tokens := piece[piece >= 0])]
 
 
 class CorpusCalls:
-    """What SGLang's `ExternalCorpusManager` calls of a speculative worker, on every tensor-parallel rank: the first one
-    holds the corpora. Additions come from a thread of their own; what is raised goes to the client, except from
+    """Methods that SGLang's `ExternalCorpusManager` calls on a speculative worker, on every tensor-parallel rank; rank
+    0 holds the corpora. Corpora are added from a separate thread. Errors are returned to the client, except those of
     `commit_corpus_load`."""
 
     _drafting: Drafting | None

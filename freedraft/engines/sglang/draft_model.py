@@ -1,4 +1,4 @@
-"""`PagedDraftModel`: the target model with some of its sublayers skipped, on the target's own weights and KV pool."""
+"""`PagedDraftModel`: the target model with skipped sublayers, on the target's own weights and KV pool."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ MAX_WINDOW_ROWS = 256
 
 
 class PagedDraftModel(Passes, DraftModel):
-    """The target in SGLang. Kept attention reads the KV that the target wrote for the past. Raises ConfigError: this
-    model is not built of plain pre-norm layers."""
+    """Draft model on SGLang's target. Kept attention sublayers read the KV that the target wrote for past tokens.
+    Raises ConfigError: the model is not built of plain pre-norm layers."""
 
     def __init__(self, runner: Any, ranks: DraftRanks, window_rows: WindowRows | None = None) -> None:
         super().__init__(runner)
@@ -39,13 +39,13 @@ class PagedDraftModel(Passes, DraftModel):
         self.waits = runner.device != "cpu"
         self.n_layers = len(self.decoder.layers)
         windows = [layer.self_attn.attn.sliding_window_size for layer in self.decoder.layers]
-        # What the model itself looks back to: the least of its layers.
+        # Smallest sliding window of the model's layers.
         self.attended: int | None = min((size for size in windows if size is not None and size > 0), default=None)
         self._to_capture: dict[Stages, None] = {}
         self._graphs: dict[Stages, Captured] = {}
 
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:
-        """See `DraftModel.build`. What is built after `capture` runs without CUDA graphs."""
+        """See `DraftModel.build`. Passes built after `capture` run without CUDA graphs."""
         number = self.ranks.tell("build", recipe, {"top_k": top_k, "entropy": entropy, "optimize": optimize})
         stages = stages_of(self.decoder, recipe)
         if optimize:
@@ -53,13 +53,13 @@ class PagedDraftModel(Passes, DraftModel):
         return DraftPass(stages, recipe.window, top_k, entropy, number)
 
     def clear(self) -> None:
-        """Forget the CUDA graphs, whose memory may then be used again."""
+        """Drop the CUDA graphs; their memory can then be reused."""
         self._graphs.clear()
 
     def capture(self) -> None:
-        """Capture CUDA graphs of the passes built to be optimized; does nothing where SGLang captures none.
+        """Capture CUDA graphs of the passes built with `optimize`; no effect if SGLang captures none.
 
-        A graph is of a step of one node per request, as SGLang captures them under speculation. Where capturing fails,
+        A graph covers a step of one node per request, as SGLang captures them under speculation. If capturing fails,
         passes run eagerly, which costs time only. Raises EngineMustEnd: it failed on one of several ranks, which
         capture together.
         """
@@ -86,7 +86,7 @@ class PagedDraftModel(Passes, DraftModel):
             )
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
-        """SGLang has reserved slots for the widest tree."""
+        """Return `step.capacities`: SGLang has reserved slots for the widest tree."""
         return step.capacities
 
     def start(self, step: Step, draft_pass: DraftPass, rows: NDArray[np.intp], max_draft_len: int) -> PagedRound:
@@ -94,21 +94,21 @@ class PagedDraftModel(Passes, DraftModel):
         return PagedRound(self, step.engine, draft_pass, max_draft_len)
 
     def follow(self, batch: Any = None) -> None:
-        """In ranks other than the first: do what that one does, until it has ended. batch: SGLang's ScheduleBatch of
-        the step; None where nothing is run yet."""
+        """Worker ranks: run the commands of rank 0 until it signals the end. batch: SGLang's ScheduleBatch of the step;
+        None before the first step."""
         self.ranks.follow(self.build, partial(PagedRound, self, batch))
 
     def scorer(self, window: int) -> SetScores:
-        # SGLang keeps memory for one row per request: so a pass has at most that many recipes, and tokens of each.
+        # SGLang has memory for one row per request, which bounds the recipes of a pass and the tokens of each.
         rows = int(self.runner.max_running_requests)
         return SetScores(self, window, max(1, rows // window), min(window, rows))
 
     def has_graphs(self, stages: Stages) -> bool:
-        """Whether these are captured, so that their passes are to be verifications of one node."""
+        """Whether graphs of `stages` are captured; its passes must then have the form of a one-node verification."""
         return stages in self._graphs
 
     def run(self, stages: Stages, batch: ForwardBatch) -> torch.Tensor:
-        """Logits after one token per request, float [R, V]."""
+        """Return the logits after one token per request, float [R, V]."""
         return self.logits(self._runs(stages), batch, self._graphs.get(stages))
 
     def _runs(self, stages: Stages) -> HiddenOf:
@@ -119,7 +119,7 @@ class PagedDraftModel(Passes, DraftModel):
 
 
 class _Ready(NamedTuple):
-    """The tokens of a pass, what they read through a window, and their batch."""
+    """Tokens of a pass, their windowed read and their forward batch."""
 
     tokens: Tokens
     read: WindowedRead | None
@@ -127,15 +127,15 @@ class _Ready(NamedTuple):
 
 
 class PagedRound(RankedRound):
-    """One step's draft passes over a batch of B requests.
+    """Draft passes of one step over a batch of B requests.
 
-    Position `seq_lens[b] + j` of request b is slot `slots[b, j]`: reserved by SGLang for this step's verification,
-    which rewrites it. Pass j reads the slots of positions below and writes that one: it never touches a committed
-    token. What a pass needs goes to the device before the first one; the others count on from there.
+    Position `seq_lens[b] + j` of request b is slot `slots[b, j]`: SGLang reserved it for this step's verification,
+    which overwrites it. Pass j reads the slots of lower positions and writes its own, never that of a committed token.
+    Inputs are copied to the device before the first pass and advanced there for the later ones.
 
     Args:
-        batch: SGLang's ScheduleBatch in decoding, before its verification; it is not changed.
-        max_draft_len: most positions.
+        batch: SGLang's ScheduleBatch of a decoding step before its verification; not modified.
+        max_draft_len: maximum number of positions.
     """
 
     def __init__(self, model: PagedDraftModel, batch: Any, draft_pass: DraftPass, max_draft_len: int) -> None:
@@ -179,7 +179,7 @@ class PagedRound(RankedRound):
         return self._model.one_token_each(self._batch, tokens, left_out=read, as_nodes=as_nodes)
 
     def _windowed(self, rows: NDArray[np.intp], there: torch.Tensor) -> WindowedRead | None:
-        """What these requests read; made again only when they change. None for the whole cache."""
+        """Return the windowed read of these requests, rebuilt when they change; None if the whole cache is read."""
         window, window_rows, n = self.draft_pass.window, self._model.window_rows, len(rows)
         if window is None or window_rows is None or n > len(window_rows.rows):
             return None
@@ -193,7 +193,7 @@ class PagedRound(RankedRound):
         return self._read
 
     def _as_sampled(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The distribution that the request samples from, as far as one request's own settings go."""
+        """Apply the logit bias and temperature of each row's request."""
         sampling = self._batch.sampling_info
         if sampling.logit_bias is not None:
             logits = logits + sampling.logit_bias[rows]
@@ -201,9 +201,9 @@ class PagedRound(RankedRound):
 
 
 class WindowRows:
-    """Rows of SGLang's `req_to_token` with the part of a request's KV that windowed draft passes read: after those of
-    the pool (SGLang's ReqToTokenPool), which it never gives to a request. Attention backends keep the tensor, some of
-    them in CUDA graphs, so it has to be there before they are made. rows: int64 [R], their indices."""
+    """Extra rows of SGLang's `req_to_token` for the part of a request's KV that windowed draft passes read. They come
+    after the rows of `pool` (SGLang's ReqToTokenPool), which it never assigns to requests. Create before the attention
+    backends: these keep the tensor, some of them in CUDA graphs. rows: int64 [R], indices of the extra rows."""
 
     def __init__(self, pool: Any, page_size: int) -> None:
         self._pool, self._page_size = pool, page_size
@@ -220,9 +220,9 @@ class WindowRows:
         max_draft_len: int,
         attended: int | None,
     ) -> NDArray[np.int64]:
-        """Write rows, from the first on, that keep only the sink and window tokens of B <= R requests. Returns int64
-        [B], tokens of each that are left out. requests: int64 [B], their rows; roots: int64 [B], positions of their
-        roots."""
+        """Fill the first rows with only the sink and window tokens of B <= R requests. Returns the number of omitted
+        tokens of each request, int64 [B]. requests: int64 [B], their rows; roots: int64 [B], positions of their roots.
+        """
         size, table = self._page_size, self._pool.req_to_token
         sinks, dropped = window.pages(roots, size, attended=attended, max_draft_len=max_draft_len)
         sinks, dropped = sinks * size, dropped * size

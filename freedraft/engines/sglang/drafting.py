@@ -1,4 +1,4 @@
-"""`Drafting`: passes SGLang's requests and steps to a method, and takes its drafts."""
+"""`Drafting`: builds steps from SGLang's batches, passes them to a method and returns its drafts."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NOTHING = np.zeros(0, np.int32)
 
 
 class Drafting:
-    """The drafts of one scheduler, in its tensor-parallel rank 0. B requests, N = most nodes of a request.
+    """Drafting of one scheduler, in its tensor-parallel rank 0. B requests, N = maximum nodes of a request.
 
     State is kept by request id, never by batch row. A method on the host may draft in a `DraftThread`: the scheduler's
-    thread then prepares a step while the last one is still being verified, and takes the drafts when it needs them.
+    thread then prepares a step while the previous one is being verified, and collects the drafts when it needs them.
 
     Args:
-        widths: the numbers of nodes per request, root included, that are prepared to be verified; ascending.
-        chains: whether trees are cut to chains.
+        widths: supported numbers of nodes per request, root included; ascending.
+        chains: whether trees are truncated to chains.
     """
 
     def __init__(
@@ -41,19 +41,19 @@ class Drafting:
         self._widths = np.array(widths, np.int32)
         self._max_running = 4 * max_batch + 64
         self._requests: dict[str, Tracked] = {}
-        self._states: dict[str, torch.Tensor] = {}  # float [H] on the device, behind prompts
-        self._drafted: dict[str, int] = {}  # draft tokens that the newest step verifies, by request
+        self._states: dict[str, torch.Tensor] = {}  # float [H] on the device, after the prompt
+        self._drafted: dict[str, int] = {}  # draft tokens in verification, by request
         self._previous: tuple[int, int] | None = None
         self._logits = LogitsCopy()
         timeout = self.guarded.method.draft_timeout
         # Prompt states are computed on the stream of the engine's thread.
         threaded = timeout > 0.0 and not self.guarded.needs_prompt_states
         self._thread = DraftThread(timeout, self.guarded.metrics.late.inc) if threaded else None
-        self._prepared: Callable[..., DraftBatch | None] | None = None  # drafts for the next step
-        self._drafts: Any = None  # what the thread makes of it
+        self._prepared: Callable[..., DraftBatch | None] | None = None  # proposes drafts for the next step
+        self._drafts: Any = None  # the thread's future of these drafts
 
     def keep_widths(self, widths: Sequence[int]) -> None:
-        """Restrict verification to these widths, which could be prepared."""
+        """Restrict verification to `widths`, those that could be prepared."""
         self._widths = np.array(widths, np.int32)
         if (controller := self.guarded.method.controller).widths is not None:
             controller.widths = self._widths
@@ -61,10 +61,10 @@ class Drafting:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def begin(self, requests: Sequence[Any]) -> None:
-        """Prefill starts, or goes on with a later chunk; of a request that was retracted, with its output so far."""
+        """Track requests at each chunk of their prefill; after a retraction, with their output so far."""
 
         def begin_each() -> None:
-            # SGLang does not tell of those that have ended with their prefill.
+            # SGLang does not report requests that end with their prefill.
             for request_id in [i for i, tracked in self._requests.items() if tracked.request.finished()]:
                 self.finish(request_id)
             for request in requests:
@@ -81,7 +81,7 @@ class Drafting:
         self._drafted.pop(request.rid, None)
 
     def _begin(self, request: Any, tokens: NDArray[np.int32]) -> Callable[[], None]:
-        """The call that tells the method; the request is read now."""
+        """Return the call that adds the request to the session; the request is read now."""
         return partial(self.session.add, request.rid, tokens, tenant_of(request), extra_of(request))
 
     def _tell(self, work: Callable[[], Any]) -> None:
@@ -91,13 +91,13 @@ class Drafting:
             self._thread.call(work)
 
     def take_states(self, requests: Sequence[Any], states: torch.Tensor) -> None:
-        """float [B, H]: the last hidden states behind prompts, as far as these have been read."""
+        """Store the last hidden state of each prompt, up to the chunk just read. states: float [B, H]."""
         for request, state in zip(requests, states, strict=True):
-            if not request.output_ids:  # not one that was retracted in the midst of its output
+            if not request.output_ids:  # not one that was retracted during decoding
                 self._states[request.rid] = state
 
     def finish(self, request_id: str) -> None:
-        """SGLang is done with a request."""
+        """Finish a request that SGLang has released."""
         request = self._requests.get(request_id, UNTRACKED).request
         ended = None if request is None else self.guarded.call(lambda: (output_of(request), was_aborted(request)))
         self._forget(request_id, *(ended or (None, False)))
@@ -108,8 +108,8 @@ class Drafting:
         self._tell(partial(self.session.finish, request_id, output, aborted))
 
     def _sweep(self, ids: Sequence[str]) -> None:
-        """Finish what is not in this step if far more requests are known than can run: SGLang does not tell of those
-        that were aborted while they waited. One that still waits begins anew with its next prefill."""
+        """Finish requests outside of this step if far more are tracked than can run: SGLang does not report requests
+        aborted in its queue. A request that is still queued is added again at its next prefill."""
         if len(self.guarded.running) > self._max_running:
             for request_id in self.guarded.running - set(ids):
                 self._forget(request_id, None, True)
@@ -117,28 +117,28 @@ class Drafting:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Something else than decoding runs, so that the time until the next step is not that of a decoding step."""
+        """Record that work other than decoding runs: the time until the next step is not that of a decoding step."""
         self._previous = None
 
     def take_logits(self, batch: Any, draft: DraftBatch, logits: torch.Tensor) -> None:
-        """float [B * n, V]: what the model says at each node of the trees that this step verifies."""
+        """Copy the logits of all nodes that this step verifies, if the method uses them. logits: float [B * n, V]."""
         if self.guarded.needs_logits:
             ids = [request.rid for request in batch.reqs]
             self.guarded.call(lambda: self._logits.put(ids, draft, logits))
 
     def prepare(self, batch: Any) -> torch.Tensor:
-        """A decoding step of SGLang's ScheduleBatch is next; the last one may still be running, and is waited for.
-        Returns its requests' tokens in the KV cache, int64 [B]."""
+        """Prepare drafts for the next decoding step of SGLang's ScheduleBatch, and wait for the previous step, which
+        may still be running. Returns the number of tokens in the KV cache of each request, int64 [B]."""
         self._prepared = drafts_of = self.guarded.call(self._prepare, batch)
         if self._thread is not None and drafts_of is not None:
             self._drafts = self._thread.start(drafts_of)
-            if self._drafts is None:  # late ones are still being made: what this step brings is not lost
+            if self._drafts is None:  # earlier drafts are late: pass on this step's requests, logits and states
                 self._thread.call(partial(drafts_of, late=True))
         return torch.from_numpy(self.accepted.newest.read(batch.req_pool_indices_cpu.numpy()).seq_lens)
 
     def draft(self, batch: Any) -> DraftBatch:
-        """Trees [B, n] for SGLang's ScheduleBatch, where n is the smallest prepared width that holds them all. Whatever
-        fails in making them, or takes too long, leaves the roots."""
+        """Return trees [B, n] for SGLang's ScheduleBatch, n the smallest prepared width that holds all of them; roots
+        only if drafting fails or is late."""
         if self._prepared is None:
             self.prepare(batch)
         drafts_of, drafts = self._prepared, self._drafts
@@ -153,7 +153,7 @@ class Drafting:
         return draft
 
     def note(self, batch: Any, draft: DraftBatch) -> None:
-        """The verification of these trees has been launched, so that nothing waits for what is done here."""
+        """Record a step after its verification was launched, so that the device does not wait for this work."""
         self._tell(self.guarded.count)
         for request in batch.reqs:
             if request.finished():  # with a grammar, SGLang runs a request once more after its end
@@ -162,8 +162,8 @@ class Drafting:
         self._previous = draft.tokens.shape[0], draft.tokens.size
 
     def _prepare(self, batch: Any) -> Callable[..., DraftBatch | None]:
-        """A function that drafts for the step, in any thread: it waits for what the last step accepts, and has all else
-        that it needs of the scheduler. With `late`, the method only takes what the last step brings."""
+        """Return a function that drafts for the step, in any thread: it waits for the tokens of the previous step and
+        reads nothing else from the scheduler. With `late` it only passes on new requests, logits and prompt states."""
         requests, rows, accepted = list(batch.reqs), batch.req_pool_indices_cpu.numpy(), self.accepted.newest
         ids = [request.rid for request in requests]
         new = [row for row, r in enumerate(requests) if r.rid not in self._requests and not r.finished()]
@@ -194,7 +194,7 @@ class Drafting:
         self, batch: Any, requests: Sequence[Any], gained: Gained, tracked: NDArray[np.int64],
         drafted: NDArray[np.int32], previous: tuple[int, int] | None,
     ) -> Step:  # fmt: skip
-        """The `Step` of these requests, in the order of the batch. tracked: int64 [B, 4], the numbers of each
+        """Build the `Step` of these requests, in batch order. tracked: int64 [B, 4], the numeric fields of each
         `Tracked`."""
         tokens, starts, ends, seq_lens = gained
         _, padding, least, limits = tracked.T
@@ -214,8 +214,8 @@ class Drafting:
         )  # fmt: skip
 
     def _cut(self, draft: DraftBatch, capacities: NDArray[np.int32], roots: NDArray[np.int32]) -> DraftBatch:
-        """Trees of as many nodes as requests and attention allow, at the smallest prepared width. capacities, roots:
-        int32 [B]; roots come from the engine, whatever the method holds."""
+        """Truncate trees to the nodes that requests and attention allow, at the smallest prepared width. capacities,
+        roots: int32 [B]; the engine's roots replace those of the method."""
         counts = np.clip(draft.counts, 1, capacities + 1)
         if self._chains:
             follows = draft.parents[:, 1:] == np.arange(draft.max_nodes - 1)

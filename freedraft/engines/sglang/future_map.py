@@ -1,4 +1,4 @@
-"""`EarlyFutureMap`: SGLang's relay between steps; drafting begins before the scheduler waits, and it waits once."""
+"""`EarlyFutureMap`: SGLang's relay between steps, with drafting started before its wait, and one wait per step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from sglang.srt.managers.overlap_utils import FutureMap
 
 
 class EarlyFutureMap(FutureMap):
-    """With overlap, SGLang decides on a step while the last one runs, and then waits here for the lengths of that. On
-    the rank that drafts they come with the tokens, by one copy and one wait; on others, by SGLang's own."""
+    """Under overlap scheduling, SGLang schedules a step while the previous one runs, then waits here for its lengths.
+    On the drafting rank they come with the accepted tokens, by one copy and one wait; other ranks use SGLang's copy."""
 
     prepare: Callable[[Any], torch.Tensor | None]
     needs_cpu_seq_lens: bool

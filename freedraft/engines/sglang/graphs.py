@@ -1,8 +1,8 @@
-"""An attention backend and CUDA graphs for every width of the verify pass.
+"""Attention backends and CUDA graphs for every width of the verification pass.
 
-SGLang has one backend and one set of graphs, for the widest; a batch of another width would run eagerly, and not at all
-on a backend that is built for one width. So each further width gets its own, made as SGLang makes them for its adaptive
-EAGLE, and swapped in for the pass.
+SGLang has one backend and one set of graphs, for the widest pass; other widths would run eagerly, or not at all on a
+backend built for one width. Each further width gets its own, built as SGLang builds them for adaptive EAGLE, and
+swapped in for the pass.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ logger = logging.getLogger("freedraft")
 
 
 class Captured(NamedTuple):
-    """What passes of one width run on; without graphs they run eagerly."""
+    """Backend and CUDA graphs of one width; graphs: None runs passes eagerly."""
 
     backend: Any
     graphs: Any
 
 
 class WidthGraphs:
-    """What each width of one model runner runs on; empty where one backend runs all, eagerly."""
+    """Backends and graphs of one model runner, by width; empty if one backend runs all widths eagerly."""
 
     def __init__(self, model_runner: Any) -> None:
         self._runner = model_runner
         self._of_width: dict[int, Captured] = {}
 
     def clear(self) -> None:
-        """Forget what was captured, whose memory may then be used again."""
+        """Drop all backends and graphs; their memory can then be reused."""
         self._of_width.clear()
 
     def capture(self, widths: Sequence[int], *, fixed_width: bool, alone: bool = True) -> tuple[int, ...]:
         """Prepare all of `widths` but the last, which SGLang has prepared; call it after SGLang's own capture. Returns
-        the widths that may be verified: without those of which the capture failed, e.g. for lack of memory.
+        the usable widths; those with a failed capture, e.g. for lack of memory, are left out.
 
         Args:
             fixed_width: whether the attention backend is built for one width.
-            alone: whether there are no other ranks, which would go on with a capture that fails on this one.
+            alone: whether this is the only rank; other ranks would continue with a capture that fails here.
         """
         if not fixed_width and self._runner.decode_cuda_graph_runner is None:
             return tuple(widths)
@@ -64,7 +64,7 @@ class WidthGraphs:
                     width,
                     (str(error) or repr(error)).splitlines()[0],
                 )
-            gc.collect()  # what a capture that has failed holds; in the clause above, its error does
+            gc.collect()  # frees a failed capture, which its error keeps alive in the except clause
             torch.cuda.empty_cache()
         if free is not None:
             left = free_bytes() or 0
@@ -79,14 +79,14 @@ class WidthGraphs:
         return tuple(kept)
 
     def use(self, width: int) -> AbstractContextManager[None]:
-        """Passes inside run on what belongs to this width."""
+        """Run passes in this context on the backend and graphs of `width`."""
         captured = self._of_width.get(width)
         return nullcontext() if captured is None else swapped_in(self._runner, captured)
 
 
 def capture(runner: Any, width: int) -> Captured:
-    """A backend of `width` nodes per request, and its graphs for every batch size that SGLang captures, if it captures
-    any, with whatever `runner` has as its model now."""
+    """Build a backend of `width` nodes per request and, if SGLang captures graphs, its graphs for each of SGLang's
+    batch sizes. Captures the model that `runner` holds at the call."""
     from sglang.srt.runtime_context import get_context, get_spec
 
     spec = get_spec()
@@ -94,7 +94,7 @@ def capture(runner: Any, width: int) -> Captured:
         "speculative_num_draft_tokens": spec.speculative_num_draft_tokens,
         "speculative_eagle_topk": spec.speculative_eagle_topk,
     }
-    # FA3 leaves the mask of a single node alone with topk 1, and then costs what plain decoding costs.
+    # With topk 1, FA3 skips the mask of a single node, which then costs as much as plain decoding.
     topk = 1 if width == 1 else spec.speculative_eagle_topk
     get_context().override("freedraft.capture", speculative_num_draft_tokens=width, speculative_eagle_topk=topk)
     try:
@@ -113,7 +113,7 @@ def capture(runner: Any, width: int) -> Captured:
 
 @contextmanager
 def swapped_in(runner: Any, captured: Captured) -> Iterator[None]:
-    """Passes of `runner` go to these."""
+    """Run passes of `runner` in this context on the backend and graphs of `captured`."""
     before = runner.attn_backend, runner.decode_cuda_graph_runner
     runner.attn_backend, runner.decode_cuda_graph_runner = captured
     try:
@@ -123,8 +123,8 @@ def swapped_in(runner: Any, captured: Captured) -> Iterator[None]:
 
 
 def _new_backend(runner: Any) -> Any:
-    """On the workspace (384 MiB and more) and the page indices of SGLang's own backend: passes of two widths never run
-    at the same time, and each writes the indices that it reads."""
+    """Build a backend that shares the workspace (384 MiB and more) and page indices of SGLang's own: passes of two
+    widths never overlap, and each writes the indices that it reads."""
     own = runner.init_new_workspace
     try:
         backend = runner._get_attention_backend(init_new_workspace=False)
@@ -132,14 +132,14 @@ def _new_backend(runner: Any) -> Any:
         runner.init_new_workspace = own
     for made, stock in zip(_parts(backend), _parts(runner.attn_backend), strict=False):
         if hasattr(made, "max_kv_splits"):
-            # Triton's scratch for decoding in parts: gigabytes under MLA, which passes that verify do not read.
+            # Triton's scratch for split-KV decoding, gigabytes with MLA; verification does not use it.
             made.max_kv_splits = 1
-        # Of the greatest width: they are enough.
+        # Sized for the largest width, which is enough.
         indices = getattr(stock, "cuda_graph_kv_indices", None) if type(stock) is type(made) else None
-        if isinstance(indices, list):  # FlashInfer's, a list of one unless there are windows
+        if isinstance(indices, list):  # FlashInfer: a list, of one entry unless there are windows
             indices = indices[0] if len(indices) == 1 else None
         start = made.init_cuda_graph_state
-        # With windows, Triton's backend would allocate as much again for theirs.
+        # With windows, Triton's backend would allocate as much again for the windows' indices.
         if (
             indices is not None
             and not runner.sliding_window_size
@@ -150,14 +150,14 @@ def _new_backend(runner: Any) -> Any:
 
 
 def _parts(backend: Any) -> tuple[Any, ...]:
-    """A backend, or the two of one that has others for prefill and decoding."""
+    """Return the decode and prefill backends of a hybrid backend, or a tuple of the backend itself."""
     from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
 
-    # FlashInfer's has attributes of these names, too, for kernels.
+    # Checked by type: FlashInfer's backend has attributes of the same names, for kernels.
     hybrid = isinstance(backend, HybridAttnBackend)
     return (backend.decode_backend, backend.prefill_backend) if hybrid else (backend,)
 
 
 def free_bytes() -> int | None:
-    """Free memory of the device; None without one."""
+    """Return the free memory of the CUDA device in bytes; None without one."""
     return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None

@@ -1,4 +1,4 @@
-"""What cannot verify trees is refused at start, with the reason and what works instead; never silently wrong."""
+"""Checks at start: setups that cannot verify trees are rejected with the reason and what works instead."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Shape = Literal["tree", "chain"]
 
 
 class AttentionBackend(NamedTuple):
-    """What an attention backend verifies in TARGET_VERIFY (read in SGLang 0.5.23).
+    """Draft shapes that an attention backend verifies correctly in TARGET_VERIFY (read in SGLang 0.5.23).
 
     Attributes:
-        mla: what it verifies of models with multi-head latent attention; None where it would verify nothing right.
-        fixed_width: it is built for one number of nodes per request, so that each width needs one of its own.
-        pages: whether it verifies such models, and those with windows, also on KV pages of several tokens.
+        mla: shape for models with multi-head latent attention; None if neither. windows: with sliding windows.
+        fixed_width: whether it is built for one number of nodes per request, so that each width needs its own.
+        pages: whether MLA and windows also work with KV pages of several tokens.
     """
 
     mla: Shape | None
@@ -27,21 +27,21 @@ class AttentionBackend(NamedTuple):
 
 
 BACKENDS = {
-    # A window is counted from a node's index, not from its position: the same in a chain, and another in a tree.
+    # Windows are counted from a node's index instead of its position, which differ in trees.
     "triton": AttentionBackend(mla="tree", windows="chain"),
-    # MLA is planned as causal, whatever the mask; with windows the mask is not that of the keys which are read.
+    # MLA is planned as causal, ignoring the mask; with windows, the mask does not match the keys that are read.
     "flashinfer": AttentionBackend(mla="chain", windows=None),
-    # The nodes' slots are read as pages of one token: of plain attention only.
+    # With MLA or windows, slots of nodes are read as numbers of pages.
     "fa3": AttentionBackend(mla="tree", windows="tree", fixed_width=True, pages=False),
     CPU_BACKEND: AttentionBackend(mla="tree", windows="tree"),
 }
 
 
 def widths_for(backend: str, max_nodes: int) -> tuple[int, ...]:
-    """The numbers of nodes per request, root included, that steps may have under this attention backend; ascending.
+    """Return the numbers of nodes per request, root included, that steps may have on this attention backend; ascending.
 
-    A small set (powers of four and the maximum): each needs CUDA graphs of its own for all batch sizes, and the memory
-    of them. On a CPU there are no graphs and every node costs, so any width is one.
+    A small set on GPUs (powers of four and the maximum): each needs CUDA graphs, and their memory, for all batch sizes.
+    On a CPU there are no graphs and every node costs time, so every width is allowed.
     """
     if backend == CPU_BACKEND:
         return tuple(range(1, max_nodes + 1))
@@ -50,8 +50,8 @@ def widths_for(backend: str, max_nodes: int) -> tuple[int, ...]:
 
 
 def shape_for(name: str, backend: str, config: Any, window: int | None, page: int = 1) -> Shape:
-    """What the speculative algorithm `name` may draft for a model, with KV pages of `page` tokens. Raises ConfigError:
-    this attention backend verifies no drafts of such a model."""
+    """Return the draft shape of the speculative algorithm `name` for a model, with KV pages of `page` tokens. Raises
+    ConfigError: this attention backend verifies no drafts of the model."""
     from sglang.srt.configs.model_config import AttentionArch
 
     def shape_of(able: AttentionBackend) -> Shape | None:
@@ -79,7 +79,7 @@ def shape_for(name: str, backend: str, config: Any, window: int | None, page: in
 
 def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool) -> None:
     """Check SGLang's arguments for the speculative algorithm `name`. cpu_platform: whether the freedraft CPU platform
-    is active. Raises ConfigError: an argument does not go with tree verification."""
+    is active. Raises ConfigError: an argument is incompatible with tree verification."""
     flag = f"--speculative-algorithm {name.lower()}"
 
     def refuse(reason: str, remedy: str) -> None:
@@ -94,7 +94,7 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool) -> None:
         refuse("does not go with LoRA adapters", "serve a merged model, or use --speculative-algorithm ngram")
     if getattr(args, "disaggregation_mode", "null") not in (None, "null"):
         refuse("does not run under prefill-decode disaggregation", "serve without --disaggregation-mode")
-    # SGLang 0.5.23 makes `--enable-dp-attention` an `attn_dp_size`, and unsets the flag.
+    # SGLang 0.5.23 turns `--enable-dp-attention` into `attn_dp_size` and clears the flag.
     if getattr(args, "enable_dp_attention", False) or getattr(args, "attn_dp_size", 1) > 1:
         refuse("does not run under DP attention", "start without it (--attn-dp-size), or with --dp-size replicas")
     if getattr(args, "enable_watermark", False):
@@ -135,12 +135,12 @@ def _check_backend(args: Any, backend: str | None, refuse: Any, cpu_platform: bo
 
 
 def _option_of(args: Any) -> str:
-    """The option that names the backend of the verifying pass, where prefill and decoding have one each."""
+    """Return the option that sets the backend of verification if prefill and decoding have separate ones."""
     return f"--{'decode' if args.speculative_attention_mode == 'decode' else 'prefill'}-attention-backend"
 
 
 def verify_backend(args: Any) -> str | None:
-    """The attention backend that runs the verifying pass; None where SGLang has not chosen one."""
+    """Return the attention backend of the verification pass; None if SGLang has not chosen one yet."""
     own = (
         args.decode_attention_backend if args.speculative_attention_mode == "decode" else args.prefill_attention_backend
     )
@@ -148,7 +148,7 @@ def verify_backend(args: Any) -> str | None:
 
 
 def verify_backend_of(model_runner: Any) -> str:
-    """The same of a ModelRunner, which has the last word on its backends."""
+    """Return the attention backend of the verification pass from a ModelRunner, which makes the final choice."""
     from sglang.srt.runtime_context import get_spec
 
     decodes = get_spec().speculative_attention_mode == "decode"

@@ -1,4 +1,4 @@
-"""What of SGLang we call, wrap or read, as a table that is checked before anything is registered, and by the doctor."""
+"""Tables of the SGLang names that freedraft calls, wraps or reads, checked before registration and by the doctor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DISTRIBUTIONS = ("sglang",)
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
 TESTED_VERSIONS = ("0.5.23",)
 
-# So that the table can be checked on a machine without a GPU, whether or not the CPU platform is selected.
+# Allows the tables to be checked without a GPU, whether or not the CPU platform is selected.
 torchvision_stand_in.install_without_gpu()
 
 HOOKS = table("""
@@ -91,7 +91,7 @@ HOOKS = table("""
         token_ids_logprobs, positions)
 """)
 
-# What drafting does without, where it is not there.
+# Optional: drafting works without these.
 CORPUS_HOOKS = table("""
     # corpora over HTTP
     sglang.srt.managers.tokenizer_control_mixin:get_spec
@@ -99,7 +99,7 @@ CORPUS_HOOKS = table("""
 
 OPTIONAL_HOOKS = CORPUS_HOOKS
 
-# What a method that runs the target model needs besides.
+# Additional names for methods that run the target model.
 MODEL_HOOKS = table("""
     # draft passes
     sglang.srt.model_executor.forward_batch_info.ForwardBatch:init_new(batch, model_runner,

@@ -1,4 +1,4 @@
-"""The decoder layers of the model that SGLang runs: which can be left out, and a pass through those that are kept."""
+"""Decoder layers of SGLang's models: the supported structure, and the sublayers that a recipe keeps."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from freedraft.draft_pass import Recipe
 Stage = tuple[Any, Any, bool]  # A sublayer that runs; see `run_kept`
 Stages = tuple[Stage, ...]
 
-# Modules of SGLang whose layers compute h + attention(norm(h)), then h + mlp(norm(h)), and nothing else.
+# Modules of SGLang with layers that compute h + attention(norm(h)), then h + mlp(norm(h)), and nothing else.
 PLAIN = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
 def stages_of(decoder: Any, recipe: Recipe) -> Stages:
-    """What remains of a decoder without the sublayers that `recipe` skips."""
+    """Return the sublayers of a decoder that `recipe` keeps, in order."""
     kept: list[Stage] = []
     for i, layer in enumerate(decoder.layers):
         if i not in recipe.attention:
@@ -31,8 +31,8 @@ def stages_of(decoder: Any, recipe: Recipe) -> Stages:
 
 
 def _whole(sublayer: Any, projection: Any) -> Any:
-    """A sublayer of which each tensor-parallel rank returns the whole: some of SGLang's leave the sum over the ranks to
-    the boundary after them."""
+    """Return a sublayer with its full output on every tensor-parallel rank: some of SGLang's leave the sum over ranks
+    to the next layer boundary."""
     if projection.reduce_results:
         return sublayer
     return _Summed(sublayer)
@@ -46,8 +46,8 @@ class _Summed(NamedTuple):
 
 
 def check_structure(model: Any) -> None:
-    """Refuse a model that is not a stack of plain pre-norm layers. Told by the code that runs, not by the model's name:
-    a family counts as Llama when it runs Llama's code. Raises ConfigError: one line with what is in the way."""
+    """Check that a model is a stack of plain pre-norm layers, by the code that runs instead of the model's name: a
+    family counts as Llama if it runs Llama's code. Raises ConfigError: one line with the reason."""
     name = type(model).__name__
 
     def refuse(why: str) -> None:

@@ -1,4 +1,4 @@
-"""`Passes`: forward passes of SGLang's model in which something else computes the hidden states."""
+"""`Passes`: SGLang's forward passes with another function in place of the model."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from freedraft.step import Step
 
 # (token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed
 HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
-Forward = Callable[..., Any]  # As that of SGLang's models
+Forward = Callable[..., Any]  # Same signature as the forward of SGLang's models
 
 
 class Tokens(NamedTuple):
-    """R tokens of a pass, on the device; on the host what SGLang asks there.
+    """R tokens of a pass.
 
     Attributes:
-        rows: int64 [R] on the CPU, the request of the batch that each token belongs to; one may have several.
-        past: int64 [R] on the CPU, how many tokens of its request come before it.
-        rows_there: int64 [R], as `rows`; ids: int64 [R].
-        positions: int64 [R], as `past`; slots: int64 [R], where its KV is written.
+        rows: int64 [R] on the CPU, batch row of each token's request; a request may have several tokens.
+        past: int64 [R] on the CPU, number of tokens before it in its request.
+        rows_there: int64 [R], `rows` on the device; ids: int64 [R].
+        positions: int64 [R], `past` on the device; slots: int64 [R], KV slots to write.
     """
 
     rows: torch.Tensor
@@ -46,9 +46,8 @@ class Tokens(NamedTuple):
 
 
 class WindowedRead(NamedTuple):
-    """What passes over R of a step's requests read through a window. rows: int64 [R], rows of `req_to_token` with the
-    part that is read; tokens: int64 [R] on the CPU, tokens of each that are left out; tokens_there: the same on the
-    device."""
+    """Windowed read of R requests of a step. rows: int64 [R], rows of `req_to_token` with the tokens to read; tokens:
+    int64 [R] on the CPU, number of omitted tokens; tokens_there: `tokens` on the device."""
 
     key: bytes
     rows: torch.Tensor
@@ -57,8 +56,8 @@ class WindowedRead(NamedTuple):
 
 
 class Passes:
-    """Everything around the model is SGLang's own. Raises ConfigError: this model is not built of plain pre-norm
-    layers."""
+    """Runs functions in place of the model in SGLang's forward call. Raises ConfigError: the model is not built of
+    plain pre-norm layers."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -67,7 +66,7 @@ class Passes:
         self.decoder = self._model.model
 
     def logits(self, hidden_of: HiddenOf, batch: ForwardBatch, captured: Captured | None = None) -> torch.Tensor:
-        """Logits behind what `hidden_of` computes in place of the model, float [R, V]; eager unless `captured`."""
+        """Run `hidden_of` in place of the model and return the logits, float [R, V]; eager unless `captured`."""
         graphs = swapped_in(self.runner, captured or Captured(self.runner.attn_backend, None))
         with self._in_place(self._with_head(hidden_of)), graphs, torch.no_grad():
             return self.runner.forward(batch).logits_output.next_token_logits
@@ -83,7 +82,7 @@ class Passes:
 
     @contextlib.contextmanager
     def _in_place(self, forward: Forward) -> Iterator[None]:
-        """SGLang runs `forward` where it runs the model: everything around the model is its own."""
+        """Replace the model's forward by `forward` in this context; SGLang's code around the model stays the same."""
         model = self._model
         model.forward = forward
         try:
@@ -94,9 +93,9 @@ class Passes:
     def one_token_each(
         self, whole: Any, tokens: Tokens, *, left_out: WindowedRead | None = None, as_nodes: bool = False
     ) -> ForwardBatch:
-        """A pass over one token for each of R rows. left_out: what the tokens do not read of their past; None for
-        nothing; as_nodes: as the verification of one node, which graphs are captured of, and not as plain decoding,
-        which every attention backend runs eagerly."""
+        """Build a pass over one token for each of R rows. left_out: windowed read; None reads the whole past. as_nodes:
+        run as verification of one node, the form that graphs are captured in, instead of plain decoding, which every
+        attention backend runs eagerly."""
         part = copy.copy(whole)
         part.input_ids, part.out_cache_loc = tokens.ids, tokens.slots
         part.reqs = [whole.reqs[i] for i in tokens.rows.tolist()]
@@ -108,7 +107,7 @@ class Passes:
         read_there = read_there.to(whole.seq_lens.dtype)
         if whole.orig_seq_lens is not None:
             part.orig_seq_lens = whole.orig_seq_lens[tokens.rows_there]
-        if as_nodes:  # as the worker verifies a tree of nothing but its root
+        if as_nodes:  # as the worker verifies a tree that is only a root
             part.forward_mode = ForwardMode.TARGET_VERIFY
             part.seq_lens, part.seq_lens_cpu = read_there, read
             seen = len(read) if selected() else int(read.sum()) + len(read)
@@ -126,11 +125,11 @@ class Passes:
         part.return_logprob = False
         part.top_logprobs_nums = part.token_ids_logprobs = None
         batch = ForwardBatch.init_new(part, self.runner, return_hidden_states_before_norm=False)
-        if left_out is not None:  # with which keys were rotated when they were written
+        if left_out is not None:  # positions with which the keys were rotated
             batch.positions = tokens.positions
         return batch
 
-    # See `Target`.
+    # Methods of `Target`
 
     def parts(self) -> tuple[Any, Any, Any, Any]:
         model, decoder = self._model, self.decoder
@@ -148,8 +147,8 @@ class Passes:
         return (step.engine, row), int(step.engine.seq_lens_cpu[row])
 
     def read_again(self, place: Any, tokens: NDArray[np.int64], first: int, sets: int, work: Callable[..., T]) -> T:
-        """In an eager decoding pass, of which each token is a row; they write into SGLang's spare slot. Where the
-        attention backend reads the token's own KV from the pool (the CPU platform's does) it is the target's."""
+        """See `Target.read_again`. Eager decoding pass with a row per token, written to SGLang's spare slot. An
+        attention backend that reads the token's own KV from the pool (the CPU platform's does) reads the target's."""
         (whole, row), results = place, list[T]()
         past = np.tile(np.arange(first, first + len(tokens)), sets)
         rows = np.full(len(past), row)

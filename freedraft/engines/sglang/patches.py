@@ -1,5 +1,4 @@
-"""The places where SGLang 0.5.23 offers no extension point. Each: one small function, why it is there, what it
-replaces."""
+"""Patches of SGLang 0.5.23 where it has no extension point."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ def assign_slots(
     out_cache_loc: torch.Tensor,
     batch_size: int,
 ) -> None:
-    """`req_to_token[row, start:end] = slots` for each of B requests; SGLang has it in Triton and for AMX only.
-    out_cache_loc: [sum of (end - start)], the slots, request after request."""
+    """Set `req_to_token[row, start:end] = slots` for each of B requests; SGLang has this in Triton and for AMX only.
+    out_cache_loc: [sum of (end - start)], the slots of all requests in order."""
     taken = 0
     for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
@@ -30,8 +29,8 @@ def assign_slots(
 
 
 def room_for_drafts(original: Callable[[], int], names: Callable[[], set[str]]) -> int:
-    """Columns of `req_to_token` behind the longest context. With pages of one token SGLang adds room for one tree, and
-    reserves slots for two at each step, which a request near that context has written over the next one's row."""
+    """Return the number of `req_to_token` columns beyond the longest context. With pages of one token SGLang adds room
+    for one tree but reserves slots for two per step, so requests near that context overwrote the next row."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
     from sglang.srt.runtime_context import get_spec
 
@@ -42,7 +41,7 @@ def room_for_drafts(original: Callable[[], int], names: Callable[[], set[str]]) 
 
 
 class _AsNgram:
-    """The speculation settings under the one algorithm name that SGLang's corpus endpoints accept."""
+    """Speculation settings with the one algorithm name that SGLang's corpus endpoints accept."""
 
     speculative_algorithm = "NGRAM"
 
@@ -54,10 +53,10 @@ class _AsNgram:
 
 
 def let_corpora_through(names: Callable[[], set[str]]) -> None:
-    """The corpus endpoints compare the algorithm with "NGRAM" by name, in the front-end process, and refuse ours
-    although the scheduler's corpus manager serves it. This gives that one module a `get_spec` of its own.
+    """Make the corpus endpoints accept freedraft's algorithms: in the front-end process they compare the name with
+    "NGRAM", although the scheduler's corpus manager serves others. Replaces `get_spec` in that module only.
 
-    Not by SGLang's hook registry: it would replace the function in every module."""
+    SGLang's hook registry is no alternative: it replaces a function in every module."""
     from sglang.srt.managers import tokenizer_control_mixin as module
 
     original = module.get_spec

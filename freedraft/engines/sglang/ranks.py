@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks have to agree on: the trees that they verify, and what is accepted of them."""
+"""Broadcasts of draft trees and verification results between tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from freedraft.engines.draft_ranks import DraftRanks
 
 
 class Ranks(DraftRanks):
-    """The first rank decides. max_nodes: N, of a tree."""
+    """Rank 0 decides for all ranks. max_nodes: N, maximum nodes of a tree."""
 
     def __init__(self, group: Any, max_nodes: int) -> None:
         super().__init__(group)
         self._max_nodes = max_nodes
 
     def share_draft(self, draft: DraftBatch | None, batch_size: int) -> DraftBatch:
-        """The trees of the first rank on all ranks, without scores and kinds.
+        """Broadcast rank 0's trees, without scores and kinds.
 
-        One int32 array over the host's group: width n, then counts [B], then tokens, parents and depths [B, n]. It has
-        room for n = N, so that the others need not know n."""
+        One int32 array over the CPU group: width n, counts [B], then tokens, parents and depths [B, n]. It has room for
+        n = N, so that the other ranks need not know n."""
         if not self.several:
             assert draft is not None
             return draft
@@ -45,7 +45,7 @@ class Ranks(DraftRanks):
         return shared
 
     def share_outcome(self, verified: Verification) -> Verification:
-        """The first rank's on all ranks: their logits may differ in the last bit, and their draws."""
+        """Broadcast rank 0's result: logits of ranks may differ in the last bit, and so may their draws."""
         if not self.several:
             return verified
         width = verified.tokens.shape[1]

@@ -1,4 +1,4 @@
-"""Registration of methods in SGLang: all that it takes, or nothing."""
+"""Registration of methods in SGLang."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _patched = False
 
 
 def register(spec: MethodSpec) -> bool:
-    """Make SGLang accept `--speculative-algorithm <name>`. Called in every process of SGLang; never raises. Returns
-    whether the method is registered; False, with one log line, when this SGLang lacks what it takes."""
+    """Make SGLang accept `--speculative-algorithm <name>`. Called in every SGLang process; never raises. Returns
+    whether the method is registered; False, with one log line, if this SGLang lacks a required hook."""
     missing = check(HOOKS + (MODEL_HOOKS if spec.runs_model else ()) + (CPU_HOOKS if selected() else ()))
     if missing:
         logger.warning(
@@ -57,7 +57,7 @@ def _algorithms() -> set[str]:
 
 
 def _patch_once() -> None:
-    """Patches, by SGLang's own hook registry, which applies them after all plugins are loaded."""
+    """Register patches in SGLang's hook registry, which applies them after all plugins are loaded."""
     global _patched
     if _patched:
         return

@@ -1,4 +1,4 @@
-"""Verification of draft trees: from the logits of their nodes to the tokens that are accepted and the KV that stays."""
+"""Verification of draft trees: from the logits of their nodes to the accepted tokens and the KV that is kept."""
 
 from __future__ import annotations
 
@@ -29,44 +29,44 @@ from freedraft.step import TOP_TOKENS
 
 logger = logging.getLogger(__name__)
 
-# SGLang keeps it for what padding writes; no request ever has it.
+# SGLang reserves it for writes of padding; no request uses it.
 SPARE_SLOT = 0
 
-MAX_PROBABILITIES = 1 << 24  # that the sampler gets at once
-BYTES_OF_EACH = 48  # most that SGLang's samplers take for one: sorting keeps probabilities, ids, sums and noise
+MAX_PROBABILITIES = 1 << 24  # per call of the sampler
+BYTES_OF_EACH = 48  # maximum per probability in SGLang's samplers: sorted probabilities, ids, sums and noise
 
 
 class TreeVerifier:
-    """Verifies trees of B requests, of n nodes each: at most N. max_nodes: N; sampler: that of SGLang's ModelRunner."""
+    """Verifies trees of B requests with n <= N nodes each. max_nodes: N; sampler: that of SGLang's ModelRunner."""
 
     def __init__(self, max_nodes: int, ranks: Ranks, device: Any, allocator: Any, sampler: Any) -> None:
         self._max_nodes, self._ranks, self._device, self._allocator = max_nodes, ranks, device, allocator
         self._sampler = sampler
         self._pool: KVPool | None = None
         kv = allocator.get_kvcache()
-        # Subclasses keep more than K and V, or keep them by other slots, and know how to move them.
+        # Subclasses hold more than K and V, or index slots differently, and move them by their own method.
         if type(kv) in (MHATokenToKVPool, CpuKVPool) and kv.kv_cache_layout == "nhd" and not kv.is_quantized_kv_cache:
             self._pool = KVPool([*kv.k_buffer, *kv.v_buffer])
         else:
             logger.info("freedraft: accepted KV is compacted by SGLang's own %s", type(kv).__name__)
 
     def warm_up(self, widths: Sequence[int], max_batch: int, vocab_size: int) -> None:
-        """Compile for steps of these widths, before requests wait for it and before steps are timed."""
+        """Compile kernels for these widths, before requests arrive and steps are timed."""
         logits = torch.zeros(1, vocab_size, device=self._device)
         warm_up(widths, max_batch, logits, top=TOP_TOKENS, pool=self._pool, slot=SPARE_SLOT)
 
     def verify(self, batch: Any, host_tree: DraftBatch, tree: TreeBatch, output: Any) -> Verification:
-        """The outcome of a verifying pass, the same on every tensor-parallel rank. output: the pass's
-        LogitsProcessorOutput, whose logits (float [B * n, V]) are processed in place."""
+        """Return the result of a verification pass, identical on every tensor-parallel rank. output: the pass's
+        LogitsProcessorOutput; its logits (float [B * n, V]) are processed in place."""
         self._process_logits(batch, output.next_token_logits, host_tree)
         targets = self._targets(batch, tree, int(host_tree.counts.sum()), output.next_token_logits)
         outcome, sampling = verify(tree, targets.view(tree.tokens.shape)), batch.sampling_info
-        # SGLang's own rule for the tokens of ranks, whose logits are the same to the bit.
+        # SGLang's own rule for sharing tokens: these ranks have bitwise equal logits.
         alike = sampling.is_all_greedy and not batch.has_grammar and not SYNC_TOKEN_IDS_ACROSS_TP
         return outcome if alike else self._ranks.share_outcome(outcome)
 
     def keep(self, batch: Any, verified: Verification, output: Any) -> None:
-        """Let KV, logprobs and hidden states follow the outcome; arguments as in `verify`."""
+        """Apply the result to KV, logprobs and hidden states; arguments as in `verify`."""
         width = verified.tokens.shape[1]
         if width > 1:
             self._compact(batch, verified, width)
@@ -78,12 +78,12 @@ class TreeVerifier:
                 output.hidden_states = output.hidden_states[rows.view(-1).clamp(min=0)]
 
     def _process_logits(self, batch: Any, logits: torch.Tensor, tree: DraftBatch) -> None:
-        """In place: everything that SGLang's sampler does to logits before the softmax, at each node."""
+        """Apply in place, at each node, everything that SGLang's sampler does to logits before the softmax."""
         sampling = batch.sampling_info
         grammar = self._grammar_mask(batch, tree) if batch.has_grammar else None
         sampling.grammar_mask = None  # the prefill's, if any
         nodes = logits.view(tree.batch_size, tree.max_nodes, -1)
-        # Whoever has penalties or a custom processor has no more than a root: see `drafted_from`.
+        # Requests with penalties or a custom processor have only a root: see `drafted_from`.
         roots = nodes[:, 0]
         sampling.apply_logits_bias(roots)
         if sampling.logit_bias is not None:
@@ -104,10 +104,10 @@ class TreeVerifier:
         )
 
     def _targets(self, batch: Any, tree: TreeBatch, nodes: int, logits: torch.Tensor) -> torch.Tensor:
-        """int64 [B * n]: the token that SGLang's sampler draws after each node; anything at padding. A request's seed
-        and a node's position give the noise that plain decoding has there; unseeded, every node has noise of its own.
+        """Return the token that SGLang's sampler draws after each node, int64 [B * n]; undefined at padding. Seed and
+        position give the noise of plain decoding there; without a seed, every node has its own noise.
 
-        nodes: how many the trees have; logits: [B * n, V], processed, and left as they are."""
+        nodes: total number of nodes; logits: [B * n, V], processed; not modified."""
         sampling = batch.sampling_info
         if sampling.is_all_greedy:
             return logits.argmax(-1)
@@ -124,7 +124,7 @@ class TreeVerifier:
                 min_ps=sampling.min_ps[request],
                 sampling_seed=None if seeds is None else seeds[request],
                 has_custom_logit_processor=False,  # it has been applied
-                grammars=None,  # for which SGLang lets ranks agree: they do on the outcome
+                grammars=None,  # SGLang would synchronize ranks for them; `verify` shares the result
             )
             output = LogitsProcessorOutput(next_token_logits=logits[rows])
             targets[rows] = self._sampler(output, of_nodes, False, [], [], positions[rows]).to(targets.dtype)
@@ -142,14 +142,14 @@ class TreeVerifier:
             )
 
     def _flat(self, accepted: torch.Tensor, width: int) -> torch.Tensor:
-        """int32 [B, N]: accepted nodes counted over the whole batch, -1 beyond each path."""
+        """Return int32 [B, N]: indices of accepted nodes within the whole batch, -1 after each path."""
         first = torch.arange(0, accepted.numel(), width, dtype=torch.int32, device=self._device)[:, None]
         flat = torch.where(accepted >= 0, accepted + first, -1)
         return F.pad(flat, (0, self._max_nodes - width), value=-1)
 
 
 def alters_logits(batch: Any) -> bool:
-    """Whether verification processes the logits of a pass, in place."""
+    """Whether verification modifies the logits of a pass in place."""
     sampling = batch.sampling_info
     added = (sampling.logit_bias, sampling.acc_additive_penalties, sampling.acc_scaling_penalties)
     penalised = sampling.penalizer_orchestrator is not None and sampling.penalizer_orchestrator.is_required
@@ -158,12 +158,12 @@ def alters_logits(batch: Any) -> bool:
 
 
 def rows_at_once(vocab_size: int) -> int:
-    """Nodes that are sampled together."""
+    """Return the number of nodes per call of the sampler."""
     return max(MAX_PROBABILITIES // vocab_size, 1)
 
 
 def tree_links(tree: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """First child and next sibling of each node, int64 [B, n], -1 where there is none."""
+    """Return first child and next sibling of each node, int64 [B, n]; -1 for none."""
     nodes = np.arange(tree.max_nodes)
     present = nodes < tree.counts[:, None]
     parents = np.where(present, tree.parents, -2)
@@ -178,7 +178,7 @@ def tree_links(tree: DraftBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _by_node(verified: Verification) -> torch.Tensor:
-    """int32 [B * n]: the token accepted after each node; 0 at nodes off the path."""
+    """Return int32 [B * n]: the token accepted after each node; 0 at nodes off the path."""
     batch, width = verified.accepted.shape
     spare = torch.where(verified.accepted >= 0, verified.accepted, width).to(torch.int64)
     out = verified.tokens.new_zeros(batch, width + 1).scatter_(1, spare, verified.tokens.clamp(min=0))

@@ -1,4 +1,4 @@
-"""The verify worker: what SGLang's scheduler drives in place of the target's own worker."""
+"""`TreeVerifyWorker`: speculative worker that SGLang's scheduler calls in place of the target's own worker."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 
 
 class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
-    """Drafts on the host, verifies the trees in one forward pass, keeps the accepted path's KV. B requests, N = most
-    nodes, n = this step's width.
+    """Drafts on the host, verifies the trees in one forward pass and keeps the KV of accepted paths. B requests, N =
+    maximum nodes, n = width of the step.
 
-    Every step hands what it accepted to the next one (`AcceptedTokens`), with overlap scheduling and without; drafts
-    depend on nothing else, so both modes run the same code. What SGLang relays itself
+    Every step passes its accepted tokens to the next one (`AcceptedTokens`), with and without overlap scheduling;
+    drafts depend on nothing else, so both modes run the same code. SGLang's own relay
     (`NgramVerifyInput.accept_tokens`) is not read.
     """
 
@@ -57,10 +57,10 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self.speculative_num_draft_tokens = self.max_nodes
         self._check_model()
         self._ranks = Ranks(get_parallel().tp_group, self.max_nodes)
-        self._drafting: Drafting | None = None  # on the first tensor-parallel rank, whose trees the others verify too
+        self._drafting: Drafting | None = None  # on tensor-parallel rank 0; the others verify the same trees
         self._draft_model: Any = None
         self._window_rows: Any = None
-        self._reads_states = False  # of prompts, on all ranks: their prefills are to be the same
+        self._reads_states = False  # of prompts, on all ranks: their prefills must be the same
         self.widths: tuple[int, ...] = (self.max_nodes,)
         self._graphs = WidthGraphs(self.model_runner)
 
@@ -88,7 +88,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             from freedraft.engines.sglang.draft_model import WindowRows
 
             self._window_rows = WindowRows(self.req_to_token_pool, self.model_runner.page_size or 1)
-            self.model_runner.init_kv_index_translator()  # it keeps the tensor of all rows
+            self.model_runner.init_kv_index_translator()  # it holds the tensor of all rows
         self._verifier = TreeVerifier(
             self.max_nodes, self._ranks, self.device, self.token_to_kv_pool_allocator, self.model_runner.sampler
         )
@@ -141,7 +141,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             self._draft_model.capture()
 
     def _recapture(self, original: Callable[[], None]) -> None:
-        """SGLang captures its graphs anew, since weights were loaded to other places: so are ours."""
+        """Capture all graphs again with SGLang's own, after weights were loaded to other addresses."""
         captured = [self._graphs] if self._draft_model is None else [self._graphs, self._draft_model]
         for graphs in captured:
             graphs.clear()
@@ -149,8 +149,8 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self._capture()
 
     def prewarm_sampling(self) -> Any:
-        """What verification takes besides, for SGLang to leave out of a KV cache that it sizes after its CUDA graphs:
-        what its sampler takes for the nodes that are sampled at once."""
+        """Report the memory that SGLang's sampler needs for the nodes of one call, so that SGLang leaves it out of a KV
+        cache that it sizes after its CUDA graphs."""
         from sglang.srt.model_executor.model_runner import SamplingPrewarmResult
 
         runner = self.model_runner
@@ -180,8 +180,8 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self, batch: Any, target: Any, tokens: torch.Tensor, lengths: torch.Tensor, new_seq_lens: torch.Tensor,
         on_publish: Callable[[torch.Tensor], None] | None,
     ) -> GenerationBatchResult:  # fmt: skip
-        """Pass what the step accepts to the next one; return what the scheduler gets. tokens: int32 [B, N], new tokens
-        padded with 0; lengths: int32 [B], how many."""
+        """Pass the accepted tokens to the next step; return the scheduler's result. tokens: int32 [B, N], padded with
+        0; lengths: int32 [B], number of valid tokens."""
         if self._drafting is not None and len(batch.reqs):
             self._accepted.put(batch.req_pool_indices, tokens, lengths, new_seq_lens)
         if on_publish is not None:
@@ -209,7 +209,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             return forward()
         from sglang.srt.model_executor import forward_batch_info as info
 
-        # SGLang computes the states behind prompts anyway. What requests themselves want of them stays as it is.
+        # SGLang computes the prompts' last states anyway. Hidden states that requests ask for are still returned.
         mode = max(
             info.CaptureHiddenMode.LAST, batch.return_hidden_states_mode, info.get_server_return_hidden_states_mode()
         )
@@ -229,7 +229,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         elif model is not None:
             model.follow(batch)
         if model is not None:
-            # SGLang waits for it before it writes what attention reads: that of a captured draft pass is over earlier.
+            # SGLang waits for this event before it writes attention inputs; a captured draft pass ends earlier.
             self.model_runner.shared_read_done_event = None
         return self._ranks.share_draft(drafted, len(batch.reqs))
 
@@ -268,7 +268,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         new_seq_lens = batch.seq_lens + verified.lengths
         tokens = F.pad(verified.tokens.clamp(min=0), (0, self.max_nodes - width))
         published = self._publish(batch, result, tokens, verified.lengths, new_seq_lens, on_publish)
-        if self._drafting is not None and not altered:  # behind what the next step waits for
+        if self._drafting is not None and not altered:  # after the copy that the next step waits for
             self._drafting.take_logits(batch, host_tree, logits)
         self._verifier.keep(batch, verified, result.logits_output)
         batch.forward_mode = ForwardMode.DECODE

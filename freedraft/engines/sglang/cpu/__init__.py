@@ -8,12 +8,12 @@ NAME = "freedraft_cpu"
 
 
 def selected() -> bool:
-    """Whether the user asked for the CPU platform. It is never chosen by itself."""
+    """Whether the user selected the CPU platform; it is never selected automatically."""
     return os.environ.get("SGLANG_PLATFORM", "").strip() == NAME
 
 
 def activate() -> str | None:
-    """SGLang's platform entry point: dotted path of the platform class, or None when it was not asked for."""
+    """SGLang's platform entry point: return the dotted path of the platform class, None if it is not selected."""
     if not selected():
         return None
     from freedraft.engines.sglang.cpu.torchvision_stand_in import install

@@ -1,4 +1,4 @@
-"""Tree attention for the CPU platform: SGLang's torch backend, and TARGET_VERIFY, which it lacks."""
+"""Tree attention for the CPU platform: SGLang's torch backend with TARGET_VERIFY added."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 
 class TreeAttentionBackend(TorchNativeAttnBackend):
-    """Attention through torch's SDPA over the paged pool, with a tree mask where draft trees are verified."""
+    """Attention by torch's SDPA over the paged pool, with a tree mask when draft trees are verified."""
 
     needs_cpu_seq_lens = True
 
@@ -49,7 +49,7 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
         for i, (row, length) in enumerate(
             zip(forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist(), strict=True)
         ):
-            # The nodes follow the cached tokens in the row: their slots are the verify window.
+            # In the request's row, the slots of the nodes follow those of the cached tokens.
             slots = slots_of[row, : length + nodes]
             mask = torch.cat((masks.new_ones(nodes, length), masks[i]), 1)
             if window > -1:

@@ -7,7 +7,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 
 class CpuKVPool(MHATokenToKVPool):
-    """SGLang's KV pool with the move of accepted tokens in torch; the original launches a Triton copy at start-up."""
+    """SGLang's KV pool that moves accepted tokens in torch; the original launches a Triton kernel at start-up."""
 
     def _init_kv_copy_and_warmup(self) -> None:
         self._kv_copy_config = None

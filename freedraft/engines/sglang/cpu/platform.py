@@ -1,4 +1,4 @@
-"""SGLang on any CPU, in plain torch: stock SGLang needs the AMX build of its kernels there, and verifies no trees."""
+"""SGLang on any CPU, in plain torch: stock SGLang needs the AMX build of its kernels and verifies no trees there."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def verify_cache_locs(
     draft_token_num: int,
     device: Any,
 ) -> torch.Tensor:
-    """int64 [B * draft_token_num], KV slots of the verify window. req_pool_indices: [B], rows in `req_to_token`, int32
-    [rows, max context]; start_offset: [B], first position of each request's window."""
+    """Return the KV slots of the nodes to verify, int64 [B * draft_token_num]. req_pool_indices: [B], rows of
+    `req_to_token` (int32 [rows, max context]); start_offset: [B], position of each request's first node."""
     positions = start_offset.to(torch.int64)[:, None] + torch.arange(draft_token_num, device=start_offset.device)
     return req_to_token[req_pool_indices.to(torch.int64)[:, None], positions].reshape(-1).to(torch.int64)
 
 
 class CpuTreePlatform(CpuDeviceMixin, SRTPlatform):
-    """The out-of-tree platform behind `SGLANG_PLATFORM=freedraft_cpu`."""
+    """Out-of-tree platform selected by `SGLANG_PLATFORM=freedraft_cpu`."""
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()
@@ -47,7 +47,7 @@ class CpuTreePlatform(CpuDeviceMixin, SRTPlatform):
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
         if kind != "mha":
             return None
-        # Here and not above: SGLang resolves the platform while its own modules are half imported.
+        # Imported here: SGLang resolves the platform while its own modules are only partly imported.
         from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
 
         return CpuKVPool

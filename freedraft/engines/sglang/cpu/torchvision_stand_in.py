@@ -1,4 +1,4 @@
-"""A stand-in for torchvision where the real one is missing.
+"""Stand-in for torchvision if it is not installed.
 
 SGLang imports torchvision at start-up for models with images; PyPI's build of it needs CUDA torch. On the CPU platform,
 which serves text only, modules of that name let the imports pass and fail at the first use.
@@ -17,7 +17,7 @@ _NAME = "torchvision"
 
 
 class _Missing(type):
-    """Metaclass of every stand-in name: attributes are again stand-ins, so that class bodies and defaults evaluate."""
+    """Metaclass of stand-in names: attributes are stand-ins too, so that class bodies and defaults evaluate."""
 
     def __getattr__(cls, name: str) -> object:
         if name.startswith("__"):
@@ -59,13 +59,13 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install() -> None:
-    """Let `import torchvision` succeed where nothing else provides it. Harmless where the real one is installed."""
+    """Make `import torchvision` succeed if it is not installed; no effect if it is."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())  # last: the real package always wins
 
 
 def install_without_gpu() -> None:
-    """`install`, unless there is a GPU, where a missing torchvision is the user's to hear of from SGLang."""
+    """Call `install`, unless there is a GPU: then SGLang itself reports a missing torchvision."""
     if importlib.util.find_spec(_NAME) is not None:
         return
     import torch
