@@ -22,7 +22,8 @@ TOKENS = 24
 def server_of(model, log, speculative, *flags):
     """A server of its own processes, which is not started yet."""
     sizes = {"requests": 16, "max_model_len": 512, "prefixes": True}
-    made = servers.build("tests", "vllm", model, log, speculative=speculative, flags=flags, **sizes)
+    made = servers.build("tests", "vllm", model, log, speculative=speculative, **sizes)
+    made.command += flags
     made.env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     # The prefix becomes a part of the log's format: each line begins with the name of its logger.
     made.env |= {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOGGING_PREFIX": "%(name)s "}
