@@ -95,7 +95,7 @@ def test_sampled_distribution(six, tmp_path):
 
 @pytest.fixture(scope="module")
 def composed(tmp_path_factory):
-    """An engine whose requests get draft passes at random."""
+    """An engine with the hybrid method, which gives draft passes to random requests."""
     folder = make_model(tmp_path_factory.mktemp("llama"), "Llama")
     changed = {"FREEDRAFT_POLICY": "auto", "FREEDRAFT_SCORING": "learned"}
     given = {"speculative_algorithm": "hybrid_any", "speculative_num_draft_tokens": 8}
@@ -105,7 +105,7 @@ def composed(tmp_path_factory):
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_any_choice_of_drafters(composed, batch):
-    """n-grams and layer skip in one engine: the same tokens, whoever drafts for whom."""
+    """n-grams and layer skip in one engine: outputs do not depend on which of them drafts for a request."""
     # Prompts that repeat themselves, so that n-grams have something to say.
     given = [(prompt * 8)[:96] for prompt in prompts()]
     expected = continuations(composed.folder, given, GREEDY["max_new_tokens"])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 20.0) -> float:
-    """Return how many seconds it took; fail where it takes longer than so many."""
+    """Return the seconds that it took; fail after the timeout."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() < started + seconds, "it takes too long"

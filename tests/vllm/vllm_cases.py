@@ -151,7 +151,7 @@ FILTERS = [
 
 
 def greedy_case(prompts, tokens=30, *, skip_set="", **more):
-    """A case of `serve.py`: greedy answers of so many tokens, drafted with a skip set."""
+    """A case of `serve.py`: greedy answers, drafted with a skip set."""
     asked = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
     asked |= {"extra_args": {"skip_set": skip_set}} if skip_set else {}
     return {"prompts": [prompt["prompt_token_ids"] for prompt in prompts], "parameters": asked} | more

@@ -11,6 +11,10 @@ from contextlib import contextmanager
 
 from vllm_cases import metric
 
+from freedraft.hybrid.method import HybridMethod
+from layerskip_plugin.method import LayerSkipMethod
+from sssd_plugin.method import SssdMethod
+
 # Read by vLLM when it is imported.
 for _name, _value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -63,10 +67,13 @@ def check_nothing_is_left(llm):
         return
     method = proposer.guarded.method
     assert not failures(proposer) and not proposer.guarded.running and not proposer.limits
-    assert not getattr(method, "_by_model", None)
-    for part in (method, getattr(method, "host", None), getattr(method, "model", None)):
-        assert len(getattr(part, "drafter", ())) == 0
-        assert not getattr(getattr(part, "selection", None), "requests", None)
+    parts = [method]
+    if isinstance(method, HybridMethod):  # it keeps the requests that draft by passes
+        assert not method._by_model
+        parts = [method.host, method.model]
+    for part in parts:
+        assert not isinstance(part, SssdMethod) or len(part.drafter) == 0
+        assert not isinstance(part, LayerSkipMethod) or not part.selection.requests
 
 
 def failures(proposer):

@@ -51,7 +51,7 @@ class Server(NamedTuple):
 
 @contextmanager
 def serving(model, folder, speculative, *flags, drafters=1, **environment):
-    """A server of `sssd` with so many drafters, its log in `folder`."""
+    """A running server with method `sssd`, its log in `folder`. drafters: number of its replicas."""
     first = servers.free_port()
     made = server_of(model, folder / "server.log", speculative | {"metrics_port": first}, *flags)
     made.env |= environment

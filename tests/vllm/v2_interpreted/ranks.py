@@ -1,4 +1,4 @@
-"""An engine on so many tensor-parallel ranks: what it answers to the same prompts, twice, as a line of JSON.
+"""An engine on several tensor-parallel ranks: its answers to the same prompts, asked twice, as a line of JSON.
 
 python ranks.py MODEL RANKS '{"prompts": ..., "speculative_config": ..., "skip_sets": one for each prompt,
     "temperature": 0 by default}'
