@@ -91,7 +91,7 @@ def test_swift_searches_while_it_serves(swift_engine: Any, prompts: list, plain:
     start = SkipSet.of_sublayers(range(size), LAYERS)  # without its first layers the model guesses: any other is better
     swift.sets = {swift.name: start}
     build_all(method)
-    with spied(proposer, lambda step, drafts: modules.update(map(id, method.draft_passes.values()))):
+    with spied(proposer, lambda step, drafts: modules.update(method.draft_passes.values())):
         for turn in range(40):  # it searches for a share of the time, which is longer on a slow machine
             assert generate(swift_engine, prompts) == plain
             if turn >= 2 and len(swift.space.values) > 20 and len(modules) > 1 and swift.incumbent != start:
