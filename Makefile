@@ -46,7 +46,7 @@ endef
 pip_torch = { $(1)/bin/pip install -q --retries 1 --timeout 15 --index-url $(TORCH_CPU_INDEX) $(TORCH) \
 	|| $(1)/bin/pip install -q $(TORCH); }
 
-.PHONY: help versions versions-run demo demo-sglang serve stop report wheel check test test-all test-extended lint check-stores check-rest test-engineless test-vllm test-vllm-v2 test-sglang setup-vllm setup-sglang model clean \
+.PHONY: help versions versions-run demo demo-sglang serve stop report wheel check test test-all test-extended lint check-stores check-rest test-engineless test-vllm test-vllm-v2 test-next test-sglang setup-vllm setup-sglang model clean \
 	distclean
 
 help:
@@ -59,6 +59,7 @@ help:
 	@echo 'make report       the page and plots of the measured results, build/report.md'
 	@echo 'make wheel        dist/freedraft-*.whl, which the images in docker/ install'
 	@echo 'make versions     which versions of the engines have what is hooked; make versions-run: tests on older vLLMs'
+	@echo 'make test-next    the tests of model runner V2 over the Python files of vLLM $(NEXT_VLLM)'
 	@echo 'make clean        remove what was built; make distclean: the environments too'
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -188,6 +189,15 @@ test-engineless: $(VLLM)/project.done $(MODEL)/config.json
 INTERPRETED := $(wildcard tests/vllm/test_vllm_v2*.py)
 test-vllm-v2: $(VLLM)/project.done $(MODEL)/config.json
 	@$(VLLM)/bin/python $(PYTEST) $(INTERPRETED)
+
+# A version without a wheel for CPUs: its Python files, named a CPU build, over the extensions of the installed version.
+NEXT_VLLM := 0.33.0
+test-next: $(VLLM)/project.done $(MODEL)/config.json
+	@$(VLLM)/bin/pip download -q --no-deps -d build/wheels vllm==$(NEXT_VLLM)
+	@rm -rf build/next; unzip -q build/wheels/vllm-$(NEXT_VLLM)-*.whl 'vllm/*' 'vllm-*/METADATA' -x '*.so' -d build/next
+	@sed -i 's/^Version: .*/&+cpu/' build/next/vllm-$(NEXT_VLLM).dist-info/METADATA
+	@cp -s $(CURDIR)/$(VLLM)/lib/python3*/site-packages/vllm/*.so build/next/vllm/
+	@PYTHONPATH=$(CURDIR)/build/next VLLM_TARGET_DEVICE=cpu $(VLLM)/bin/python $(PYTEST) $(INTERPRETED)
 
 test-vllm: $(VLLM)/project.done $(MODEL)/config.json
 	@$(VLLM)/bin/python $(PYTEST) tests/vllm $(INTERPRETED:%=--ignore %)
