@@ -314,6 +314,23 @@ def lookahead(result: Any) -> str:
     return pivot(rows, "c={c:.2f}", "policy", "{tokens_per_time:.2f}")
 
 
+@section("SWIFT without its parts", "swift-vllm-cpu.json", CHAPTERS[4])
+def swift(result: Any) -> str:
+    """Speed over plain decoding (quartiles of 6 prompts): tokens per step, accepted share of draft tokens, time of a
+    draft pass in plain steps. vLLM V1, bf16, both uncompiled, greedy, one request at a time, a synthetic deep model of
+    graded redundancy (bench/lib/deep_model.py). SWIFT as published, but for siblings, which chains do not have:
+    threshold .8, at most 25 draft tokens. Searches read 6 other prompts."""
+    rows, said = [], []
+    for found in result["by_ratio"]:
+        rows += [r | {"at": f"{found['skip_ratio']:.0%} skipped"} for r in found["rows"]]
+        for name, s in found["searches"].items():
+            end = "ended" if s["ended"] else "was stopped"
+            took = f"{s['search_seconds']:.0f} of {s['seconds']:.0f} s, at a matchness of {s['matchness']:.2f}"
+            said.append(f"{name} at {found['skip_ratio']:.0%} {end} after {s['candidates']} sets and {took}")
+    cell = f"{spread('**{ratio:.2f}**', 'ratio_quarters')}: {{M:.2f}}, {{alpha:.2f}}, {{c:.2f}}"
+    return f"{pivot(rows, 'arm={arm}', 'at', cell)}\n\nSearches: {'; '.join(said)}."
+
+
 @section("Which layers, on streams of prompts", "selection-streams.json selection-deep.json", CHAPTERS[4])
 def selection(*results: Any) -> str:
     """Expected speed over plain decoding, M alpha / ((M - 1) c + alpha), from measured acceptance and pass times,
