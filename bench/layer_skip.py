@@ -24,6 +24,7 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Callable
 from itertools import cycle, pairwise
 from pathlib import Path
 from statistics import median
@@ -236,8 +237,8 @@ def main() -> None:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        part = {"composed": composed, "swift": swift}.get(args.part, settled)
-        print(json.dumps(part(args)), flush=True)
+        measure: Callable[[argparse.Namespace], Any] = {"composed": composed, "swift": swift}.get(args.part, settled)
+        print(json.dumps(measure(args)), flush=True)
         return
     if not (args.deep_model / "config.json").is_file():
         build(args.model, args.deep_model)

@@ -29,7 +29,8 @@ def build(source: Path, target: Path, bounds: tuple[float, float] = EQUAL, seed:
 
     config = json.loads((source / "config.json").read_text())
     layers = config["num_hidden_layers"]
-    scales = np.exp(np.random.default_rng(seed).uniform(*np.log(bounds), (layers, len(SCALED))))
+    low, high = np.log(bounds).tolist()
+    scales = np.exp(np.random.default_rng(seed).uniform(low, high, (layers, len(SCALED))))
     weights = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         parts = name.split(".", 3)
