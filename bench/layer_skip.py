@@ -41,7 +41,7 @@ from freedraft.draft import DraftBatch
 from freedraft.hybrid.method import HybridMethod
 from layerskip_plugin.lookahead import Confidence, Fixed, Lookahead
 from layerskip_plugin.selection.base import Selection, Static
-from layerskip_plugin.selection.online_search import SCORED_TOGETHER
+from layerskip_plugin.selection.online_search import SCORED_TOGETHER, Swift
 from layerskip_plugin.skip_set import SkipSet
 
 K, COMPOSED_K = 5, 8
@@ -200,7 +200,10 @@ def swift(args: argparse.Namespace) -> dict[str, Any]:
     prompts, uniform = chats(args.model, BY_KIND), engine.method.selection.incumbent
     for on in (False, True):
         engine.generate(prompts[:1], args.tokens, drafting=on)
-    searches = {name: search(engine, prompts[::2], args, changes) for name, changes in SEARCHES.items()}
+    searches: dict[str, tuple[SkipSet, dict[str, Any]]] = {}
+    for name, changes in SEARCHES.items():
+        if name != "no stop score" or searches["SWIFT"][1]["matchness"] > Swift.stop_score:  # else it is the same
+            searches[name] = search(engine, prompts[::2], args, changes)
     arms: dict[str, tuple[SkipSet, Lookahead]] = {
         name: (found, Confidence(SWIFT_THRESHOLD)) for name, (found, _) in searches.items()
     }
@@ -230,7 +233,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="repeats of each group of prompts, both ways")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4000], help="tokens of each prompt, part windows")
     parser.add_argument("--graded-model", type=Path, default=ROOT / "build" / "graded", help="built when missing")
-    parser.add_argument("--skip-ratio", type=float, nargs="+", default=[0.2, 0.45], help="part swift")
+    parser.add_argument("--skip-ratio", type=float, nargs="+", default=[0.2, 0.45], help="part swift, if not in --json")
     parser.add_argument("--seconds", type=float, default=150.0, help="of searching at most, part swift")
     parser.add_argument("--only", nargs="*", choices=("deep", "demo", "windows", "composed", "swift"), help="parts")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -258,7 +261,11 @@ def main() -> None:
             if not (args.graded_model / "config.json").is_file():
                 build(args.model, args.graded_model, GRADED)
             more = ("--seconds", args.seconds, "--skip-ratio")
-            figures["by_ratio"] = [measured(part, args.graded_model, args.skip_set, *more, r) for r in args.skip_ratio]
+            known = json.loads(args.json.read_text()) if args.json and args.json.is_file() else {}
+            by_ratio = figures["by_ratio"] = known.get("by_ratio", [])
+            for ratio in sorted({*args.skip_ratio} - {one["skip_ratio"] for one in by_ratio}):
+                by_ratio.append(measured(part, args.graded_model, args.skip_set, *more, ratio))
+                write_json(args.json, rounded(figures))
         elif part == "windows":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB
             by_context = {context: measured(part, *demo, "--contexts", context) for context in args.contexts}
