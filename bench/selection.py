@@ -28,7 +28,7 @@ from layerskip_plugin.calibrate.knn import fit
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, encode, load_tokenizer
 from layerskip_plugin.pass_times import tokens_per_time
 from layerskip_plugin.selection.knn import Domains
-from layerskip_plugin.selection.online_search import WINDOW, Swift
+from layerskip_plugin.selection.online_search import Swift
 from layerskip_plugin.skip_set import SkipSet
 
 MIX = (0.0, 0.3, 0.7, 1.0)
@@ -140,10 +140,10 @@ def stream(host: HostModel, domains: dict[str, list[str]], answers: Answers, opt
         """Return SWIFT's incumbent at each request; one batch of candidates is scored on the newest tokens of each."""
         newest: Sample
         scores = lambda skips: host.scores(skips, newest)[0]  # noqa: E731
-        swift, used = Swift(host.n_layers, scores, host.fingerprint, options.share, sets.kept, seed=SEED), []
+        swift, used = Swift(host.n_layers, scores, host.fingerprint, options.share, sets.kept, SEED), []
         for d, p in order:
             used.append(swift.incumbent)
-            newest = host.newest(held[d][p].tokens[: held[d][p].prompt + ANSWER], WINDOW)
+            newest = host.newest(held[d][p].tokens[: held[d][p].prompt + ANSWER], Swift.window)
             swift.step()
         return used
 

@@ -314,6 +314,27 @@ def lookahead(result: Any) -> str:
     return pivot(rows, "c={c:.2f}", "policy", "{tokens_per_time:.2f}")
 
 
+@section("SWIFT without its parts", "swift-vllm-cpu.json", CHAPTERS[4])
+def swift(result: Any) -> str:
+    """SWIFT as published, but for siblings, which chains do not have (threshold .8, at most 25 draft tokens), on 6
+    prompts of 64 tokens: tokens per step, accepted share of draft tokens, and speed over plain decoding by the
+    paper's formula, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Searches
+    read other prompts. vLLM V1, bf16, greedy, one request at a time, a synthetic deep model of graded redundancy
+    (bench/lib/deep_model.py). "Least scales" skips what only the maker of the model knows. The machine had other
+    load, so that its times, which are in the file, say nothing."""
+    rows, said = [], []
+    for found in result["by_ratio"]:
+        c = 1 - found["skip_ratio"]
+        for r in found["rows"]:
+            speed = r["M"] * r["alpha"] / ((r["M"] - 1) * c + r["alpha"])
+            rows.append(r | {"at": f"{found['skip_ratio']:.0%}", "speed": speed})
+        for name, s in found["searches"].items():
+            end = "ended" if s["ended"] else "was stopped"
+            said.append(f"{name} {end} after {s['candidates']} sets, at a matchness of {s['matchness']:.2f}")
+    form = "skipped={at} | arm={arm} | tokens per step={M:.2f} | accepted={alpha:.2f}"
+    return f"{table(rows, form, 'speed={speed:.2f}')}\n\nSearches: {'; '.join(said)}."
+
+
 @section("Which layers, on streams of prompts", "selection-streams.json selection-deep.json", CHAPTERS[4])
 def selection(*results: Any) -> str:
     """Expected speed over plain decoding, M alpha / ((M - 1) c + alpha), from measured acceptance and pass times,

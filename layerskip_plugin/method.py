@@ -30,7 +30,7 @@ from layerskip_plugin.lookahead.records import TOP
 from layerskip_plugin.options import LayerSkipOptions, check
 from layerskip_plugin.pass_times import PassTimes, serving_times
 from layerskip_plugin.rounds import Recipes, Round
-from layerskip_plugin.selection.online_search import WINDOW, OnlineSearch
+from layerskip_plugin.selection.online_search import OnlineSearch
 from layerskip_plugin.skip_set import SkipSet
 
 logger = logging.getLogger("freedraft.layerskip")
@@ -112,7 +112,7 @@ class LayerSkipMethod(ModelMethod):
                 self.options.lookahead, shape, read,
             )  # fmt: skip
         if isinstance(self.selection, OnlineSearch):
-            self._scorer = model.scorer(WINDOW)
+            self._scorer = model.scorer(self.selection.window)
 
     @property
     def optimized_passes(self) -> int:

@@ -146,7 +146,7 @@ def test_no_circle_of_imports() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names one
 
 
-PRODUCT_LINES = 23_620
+PRODUCT_LINES = 23_640
 FILE_LINES, FUNCTION_LINES, ARGUMENTS = 300, 60, 7
 # What is larger than these, and how large it may be at most. An entry goes with its cause; none is added.
 KNOWN = {
@@ -157,7 +157,6 @@ KNOWN = {
         "freedraft/engines/vllm/v2/write_drafts.py::_write": 10,
         "kernels/freedraft_kernels/device/tree_attention.py::launch_tree_attention": 11,
         "layerskip_plugin/knapsack_search.py::search": 10,
-        "layerskip_plugin/selection/online_search.py::__init__": 8,
     },
 }
 

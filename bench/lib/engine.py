@@ -91,12 +91,15 @@ class Run:
 
 
 class VllmEngine:
-    """vLLM in this process, compiled."""
+    """vLLM in this process, compiled unless `eager`."""
 
-    def __init__(self, model: Path, speculative: dict[str, Any], *, requests: int = 1, length: int = 1024) -> None:
+    def __init__(
+        self, model: Path, speculative: dict[str, Any], *, requests: int = 1, length: int = 1024, eager: bool = False
+    ) -> None:
         from vllm import LLM
 
         options: dict[str, Any] = {"dtype": "bfloat16", "seed": 0, "gpu_memory_utilization": 0.5}
+        options["enforce_eager"] = eager
         options |= {"max_num_seqs": requests, "max_model_len": length}
         self.llm = LLM(str(model), speculative_config=speculative, **options)
         runner: Any = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner

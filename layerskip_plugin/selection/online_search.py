@@ -22,15 +22,11 @@ Clock = Callable[[], float]
 Propose = Callable[[tuple[int, int], int, SkipSet], Sequence[SkipSet]]
 """Integer weights of an attention and an MLP sublayer, the largest weight to skip, and a set to extend -> the best set
 of each weight on the newest tokens of the traffic."""
-WINDOW = 32  # tokens to score a batch of sets on: SWIFT's gamma
 MATCHNESS_RATE = 0.2  # weight of the newest window in the incumbent's matchness
 MAX_SAVED = 1.0  # maximum of saved seconds of searching: no long search after a pause
 # Seconds of a search or a scoring, and the largest weight or number of sets before their times are known.
 BATCH_SECONDS, FIRST = 0.8, 8
-# SWIFT, appendix B.2: a Gaussian process proposes every `BETA`-th candidate; the search ends after `STEPS` candidates,
-# after `PATIENCE` without a better one, or with a matchness above `ENOUGH`.
-BETA, STEPS, PATIENCE, ENOUGH = 25, 1000, 300, 0.95
-MAX_CANDIDATES = 16  # of SWIFT, scored together
+SCORED_TOGETHER = 16  # candidates of SWIFT
 
 
 class OnlineSearch(Selection):
@@ -42,12 +38,13 @@ class OnlineSearch(Selection):
 
     Attributes:
         share: of elapsed time that searching may take; 0.01 is 1 %.
+        window: tokens to score a batch of sets on (SWIFT's gamma).
         incumbent: the present set; matchness: its recent mean.
         candidates: sets tried; idle: sets tried since the incumbent last changed.
     """
 
     optimized = 0  # sets are replaced soon
-    share = 0.01
+    share, window = 0.01, 32
     name: str
     kept: float
     confirm: int
@@ -117,9 +114,9 @@ class OnlineSearch(Selection):
         matchness = np.asarray(self.evaluate(sets), np.float64)
         self._took("score", started, len(sets))
         self.matchness += (matchness[0] - self.matchness) * (MATCHNESS_RATE if self.matchness else 1.0)
-        self._hits = self._hits + matchness * WINDOW
+        self._hits = self._hits + matchness * self.window
         self._windows += 1
-        acceptance = (self._hits + 0.5) / (self._windows * WINDOW + 1)
+        acceptance = (self._hits + 0.5) / (self._windows * self.window + 1)
         values = self._values(sets, acceptance)
         leads = values[1:] / values[0] - 1.0
         if leads.max() <= 0:
@@ -149,34 +146,41 @@ class Swift(OnlineSearch):
     Args:
         ratio: share of skipped sublayers. The paper's models of 7 to 70 billion weights skip .4 to .5.
         protected: sublayers that are never skipped.
+
+    Attributes:
+        bayesian: every how many candidates one is proposed by a Gaussian process; 0: never.
+        most, patience, stop_score: the search ends after `most` candidates, after `patience` without a better one, or
+            with a matchness above `stop_score`.
     """
 
     name, kept, confirm, min_lead = "swift", 0.0, 3, 0.01
+    ratio, bayesian, most, patience, stop_score = 0.45, 25, 1000, 300, 0.95  # appendix B.2: r, beta, S
 
     def __init__(
         self,
         n_layers: int,
         evaluate: Evaluate,
         model: str = "",
-        ratio: float = 0.3,
+        ratio: float = ratio,
         protected: Iterable[int] = (),
-        patience: int = PATIENCE,
         seed: int = 0,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self.space, self.patience = BitSearch(n_layers, model, protected, round(ratio * 2 * n_layers), seed), patience
+        self.space = BitSearch(n_layers, model, protected, round(ratio * 2 * n_layers), seed)
         super().__init__(self.space.uniform(), evaluate, clock)
 
     @property
     def searching(self) -> bool:
-        return self.idle < self.patience and self.candidates < STEPS and self.matchness <= ENOUGH
+        return self.idle < self.patience and self.candidates < self.most and self.matchness <= self.stop_score
 
     def _propose(self) -> None:
         trial: list[SkipSet] = []
-        for _ in range(max(1, min(MAX_CANDIDATES, self.patience, self._affordable("score") - 1))):
+        left = min(SCORED_TOGETHER, self.patience, self.most - self.candidates)
+        for _ in range(max(1, min(left, self._affordable("score") - 1))):
             self.candidates += 1
             self.idle += 1
-            skip = self.space.random() if self.candidates % BETA else self.space.bayesian()
+            bayesian = self.bayesian and self.candidates % self.bayesian == 0
+            skip = self.space.bayesian() if bayesian else self.space.random()
             if skip != self.incumbent and skip not in trial:
                 trial.append(skip)
         self._use(trial)

@@ -74,6 +74,25 @@ def test_every_selection_by_name(selections: dict[str, Path], name: str) -> None
     assert not {0, 1, 6, 7} & set(next(iter(made.sets.values())).sublayers)
 
 
+def test_what_is_set_reaches_swift_and_what_is_not_is_the_papers() -> None:
+    """Appendix B.2 of SWIFT: gamma, r, beta, S, patience, and the score at which its search stops."""
+    names = ("window", "bayesian", "most", "patience", "stop_score")
+    for options, size, expected in (
+        ({}, 4, [32, 25, 1000, 300, 0.95]),
+        (
+            {"skip_ratio": 0.25, "search_window": 16, "search_bayesian": 0, "search_candidates": 9}
+            | {"search_patience": 4, "search_stop_score": 0.5},
+            2,
+            [16, 0, 9, 4, 0.5],
+        ),
+    ):
+        made: Any = selection(selection="swift", **options)
+        assert made.space.size == len(made.incumbent) == size
+        assert [getattr(made, name) for name in names] == expected
+    made = selection(selection="knapsack", search_window=16)
+    assert made.window == 16
+
+
 def test_a_search_or_a_plan(selections: dict[str, Path]) -> None:
     assert not selection(selection="knapsack").sets["knapspec"], "searched, where there is no plan"
     for lookahead, length in (("cost", 3), ("fixed", 0)):
@@ -91,6 +110,7 @@ def test_a_search_or_a_plan(selections: dict[str, Path]) -> None:
         ({"selection": "swift", "selection_file": "knapsack"}, "does not go with selection swift"),
         ({"selection": "knapsack", "selection_file": "knapsack", "skip_set": "knn"}, "not go with selection knapsack"),
         ({"selection": "knapsack", "skip_set": "knn"}, "does not go with selection knapsack"),
+        ({"selection": "swift", "skip_ratio": 0.9}, "'skip_ratio' 0.9 is too much of 8 sublayers.*set 0.5 or less"),
         ({"selection_file": "/no/such/file"}, "'selection_file' /no/such/file is not a file.*freedraft calibrate"),
         ({"skip_set": "knn"}, "has the format 'freedraft knn 1', not 'freedraft skip set 1'"),
         ({"skip_set": "no/such.json"}, r"no/such.json is not a file.*freedraft calibrate"),
@@ -126,6 +146,12 @@ def test_policies_and_records_that_are_refused(tmp_path: Path) -> None:
         ({"disco": "/no/such/file"}, "'disco' /no/such/file is not a file"),
         ({"record": "/no/such/folder/seen.npz"}, "'record'.*folder"),
         ({"threshold": 1.5}, "threshold"),
+        ({"skip_ratio": 1}, "option 'skip_ratio' should be less than 1"),
+        ({"search_window": 0}, "option 'search_window' should be greater than or equal to 1"),
+        ({"search_bayesian": -1}, "option 'search_bayesian' should be greater than or equal to 0"),
+        ({"search_candidates": "many"}, "option 'search_candidates' should be a valid integer"),
+        ({"search_patience": 0}, "option 'search_patience' should be greater than or equal to 1"),
+        ({"search_stop_score": 95}, "option 'search_stop_score' should be less than or equal to 1"),
     ):
         with pytest.raises(ConfigError, match=says):
             LayerSkipOptions.parse(options)

@@ -10,7 +10,6 @@ import pytest
 
 from layerskip_plugin.calibrate import bayesian
 from layerskip_plugin.pass_times import PassTimes
-from layerskip_plugin.selection import online_search
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.online_search import KnapSpec, OnlineSearch, Swift
 from layerskip_plugin.skip_set import SkipSet
@@ -69,8 +68,9 @@ class Traffic:
         return [SkipSet.of_sublayers(skipped, LAYERS, "m") for _, skipped in best.values()]
 
     def swift(self, **options: object) -> Swift:
-        settings = {"ratio": 0.3, "patience": 60} | options
-        return Swift(LAYERS, self.evaluate, "m", clock=lambda: self.now, **settings)  # type: ignore[arg-type]
+        made = Swift(LAYERS, self.evaluate, "m", ratio=0.3, clock=lambda: self.now)
+        vars(made).update({"patience": 60} | options)
+        return made
 
     def knapspec(self) -> KnapSpec:
         return KnapSpec(LAYERS, self.evaluate, self.propose, lambda: self.times, "m", lambda: self.now)
@@ -158,6 +158,29 @@ def test_swift_is_not_fooled_by_luck_and_ends_with_a_good_set_or_when_nothing_be
         assert policy.candidates <= most and (policy.matchness > 0.95) == (importance < 0.01)
 
 
+@pytest.mark.parametrize(("interval", "most"), [(5, 42), (0, 42), (25, 0)])
+def test_swift_tries_as_many_sets_as_asked_and_every_fifth_by_its_gaussian_process(
+    interval: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, fitted = Traffic().swift(bayesian=interval, most=most, stop_score=1.0), []
+    propose = policy.space.bayesian
+    monkeypatch.setattr(policy.space, "bayesian", lambda: fitted.append(policy.candidates) or propose())
+    while policy.searching:
+        policy.step()
+    assert policy.candidates == most and fitted == ([5, 10, 15, 20, 25, 30, 35, 40] if interval == 5 else [])
+    assert most or policy.incumbent == policy.space.uniform()
+
+
+def test_a_window_of_more_tokens_counts_for_more() -> None:
+    """Matchness of a set that was right on all of few tokens is less certain than on all of many."""
+    found = []
+    for window in (8, 128):
+        policy = Traffic(0.001, luck=0.0, equal=True).swift(most=16, window=window)
+        policy.step()
+        found.append(max(policy.space.values.values()))
+    assert found[0] < 0.95 < found[1]
+
+
 @pytest.mark.parametrize("seconds", [0.001, 0.25])
 def test_knapspec_finds_a_set_of_about_the_most_tokens_per_time(seconds: float) -> None:
     """Also where a search is too slow to skip more than a few sublayers at once."""
@@ -202,14 +225,11 @@ def test_knapspec_never_drafts_with_what_does_not_pay_and_searches_nothing_witho
 
 @pytest.mark.parametrize("name", ["swift", "knapspec"])
 @pytest.mark.parametrize(("share", "seconds"), [(0.01, 0.002), (0.05, 0.2)])
-def test_a_search_takes_its_share_of_serving_time(
-    name: str, share: float, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_takes_its_share_of_serving_time(name: str, share: float, seconds: float) -> None:
     """In batches of less than a second, once it is known what a set takes; none without text."""
-    monkeypatch.setattr(online_search, "STEPS", 10**6)
-    monkeypatch.setattr(online_search, "ENOUGH", 1.0)
     traffic = Traffic(seconds=seconds)
-    policy: OnlineSearch = traffic.knapspec() if name == "knapspec" else traffic.swift(patience=10**6)
+    endless = {"patience": 10**6, "most": 10**6, "stop_score": 1.0}
+    policy: OnlineSearch = traffic.knapspec() if name == "knapspec" else traffic.swift(**endless)
     policy.share = share
     traffic.now += 10.0
     assert policy.search(lambda: False) is None and not traffic.spent

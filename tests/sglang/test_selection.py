@@ -24,6 +24,7 @@ def selecting(tmp_path_factory):
         "SELECTION_TEST_FOLDER": str(folder),
         "FREEDRAFT_SELECTION": "swift",
         "FREEDRAFT_SEARCH_SHARE": "0.5",
+        "FREEDRAFT_SKIP_RATIO": "0.3",
         "FREEDRAFT_LOOKAHEAD": "fixed",
         "FREEDRAFT_LENGTH": "3",
     }

@@ -21,7 +21,7 @@ from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.knapsack import Choice, Plan
 from layerskip_plugin.selection.knn import Knn
-from layerskip_plugin.selection.online_search import WINDOW, KnapSpec, Swift
+from layerskip_plugin.selection.online_search import KnapSpec, Swift
 from layerskip_plugin.skip_set import SkipSet
 
 LAYERS, HIDDEN, K = 30, 576, 4
@@ -47,7 +47,7 @@ def generate(llm, prompts):
 def swift_engine(plain, demo_model):
     """Searching for half of the time, so that a short test sees sets change."""
     given: dict[str, Any] = {"method": "layerskip", "num_speculative_tokens": K, "selection": "swift"}
-    given |= {"search_share": 0.5, "lookahead": "confidence", "threshold": 0.0}
+    given |= {"search_share": 0.5, "skip_ratio": 0.3, "lookahead": "confidence", "threshold": 0.0}
     sizes = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 4, "max_num_batched_tokens": 160}
     with engine(demo_model, enable_prefix_caching=True, speculative_config=given, **sizes) as llm:
         yield llm
@@ -161,7 +161,7 @@ def test_knapspec_searches_as_the_reference_does(swift_engine, prompts, plain):
     next to nothing, so that some are found to pay, and are drafted with."""
     proposer = runner_of(swift_engine).drafter
     paged = proposer.guarded.method._model
-    scorer = paged.scorer(WINDOW)
+    scorer = paged.scorer(KnapSpec.window)
     text, found = [], []
 
     def propose(weights, most, base):
@@ -189,7 +189,7 @@ def test_knapspec_searches_as_the_reference_does(swift_engine, prompts, plain):
     host = Reading.load(Path(swift_engine.llm_engine.model_config.model), dtype="float32")
     for text, sets in found[:3]:
         most = max(len(skip) for skip in sets)
-        sample = host.newest(text[:-1], WINDOW)
+        sample = host.newest(text[:-1], KnapSpec.window)
         expected = search(sample.states(0), partial(host.sublayer, sample=sample), 2 * LAYERS, (1, 1), most)
         same = [skip.bits == tuple(bits) for skip, bits in zip(sets, expected.skipped.tolist(), strict=True)]
         assert np.mean(same) > 0.8, "beyond what rounding turns"

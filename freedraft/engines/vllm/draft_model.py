@@ -87,7 +87,7 @@ class PagedDraftModel(Forward, DraftModel):
 
     def scorer(self, window: int) -> SetScores:
         most = min(self.runner.max_num_reqs, self.runner.max_num_tokens // window)
-        return SetScores(self, window, max(1, most), window)
+        return SetScores(self, window, max(1, most), min(window, self.runner.max_num_tokens))
 
 
 def prepare_passes(runner: Any, vllm_config: Any, guarded: GuardedMethod | None) -> PagedDraftModel | None:
