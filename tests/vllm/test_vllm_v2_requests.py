@@ -24,7 +24,7 @@ def test_any_traffic(random):
     requests, parameters = Requests(SLOTS, LENGTH, NEWEST), SamplingParams(ignore_eos=True, max_tokens=LENGTH)
     running: dict[str, tuple[int, int, list[int]]] = {}  # slot, prompt's length, tokens
     preempted: dict[str, tuple[int, list[int]]] = {}
-    ended: dict[str, tuple[int, list[int]]] = {}  # generation of its slot, output
+    ended: dict[str, tuple[tuple[int, int], list[int]]] = {}  # its last slot and generation, output
     launched: list[tuple[str, int, int, int, bool, list[int]]] = []  # a step that runs: id, slot, generation, length
 
     def arrive():
@@ -35,7 +35,7 @@ def test_any_traffic(random):
             gained[i, 2 + NEWEST - len(new) :] = new
             if lost or not new:
                 continue
-            if name in ended and ended[name][0] == generation:
+            if name in ended and ended[name][0] == (slot, generation):
                 ended[name][1].extend(new)
             elif name in running and requests.generations[slot] == generation:
                 running[name][2].extend(new)
@@ -78,10 +78,11 @@ def test_any_traffic(random):
             name = random.choice(sorted(running | preempted))
             if name in preempted:
                 launched[:] = [row for row in launched if row[0] != name]
-            generation = int(requests.generations[running[name][0]]) if name in running else -1
+            slot = running[name][0] if name in running else 0
+            left = slot, int(requests.generations[slot]) if name in running else -1
             size, tokens = running.pop(name)[1:] if name in running else preempted.pop(name)
             requests.finish(name)
-            ended[name] = generation, tokens[size:]
+            ended[name] = left, tokens[size:]
             if not launched:
                 assert requests.take_ended(name).tolist() == ended.pop(name)[1]
         for slot, _, tokens in running.values():
