@@ -2,12 +2,12 @@
 
 python bench/knapspec.py --model build/model --data a.jsonl b.jsonl ... --json build/knapspec.json
 
-The model (float32) answers prompts greedily. Sets are searched on tokens of half of the answers, as `freedraft calibrate
-knapsack` does; figures are of tokens of the others.
-"certified": by number of skipped sublayers, the share of tokens on which the draft has the whole model's top-1 token, on
-which the lemma says so from the cosine of its state, and on which the sharpest bound on a cosine would.
+The model (float32) answers prompts greedily. Sets are searched on tokens of half of the answers, as `freedraft
+calibrate knapsack` does; figures are of tokens of the others.
+"certified": by number of skipped sublayers, the share of tokens on which the draft has the whole model's top-1 token,
+on which the lemma says so from the cosine of its state, and on which the sharpest bound on a cosine would.
 "weights": by the ratio of the times of an attention and an MLP sublayer (the head takes as long as an MLP sublayer) and
-the largest weight, processor seconds of a search, and tokens per time over plain decoding of the set that it would choose.
+the largest weight, processor seconds of a search, and tokens per time over plain decoding of the set that it chooses.
 """
 
 import argparse

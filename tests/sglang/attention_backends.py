@@ -1,7 +1,7 @@
 """What SGLang's attention backends take from us, on a real ModelRunner: FA3 from tree masks, the slots of each node's
 path, in order, and what it attends to, with pages of one token and of four; FlashInfer's planner, the mask and slots
-that it tells the kernels of; Triton's of several widths, from where they read page indices, with how little scratch. And
-encoders, which the worker refuses.
+that it tells the kernels of; Triton's of several widths, from where they read page indices, with how little scratch.
+And encoders, which the worker refuses.
 
 Argument: a model folder; the checks that fail, on the last line, as JSON. FA3's kernels are not for this machine: they
 are written out here, FlashInfer's are left out, and no graph is captured.
@@ -71,7 +71,7 @@ def merged(one: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse:
 
 
 def random_trees(nodes: int, topk: int) -> tuple[Any, Any, Any]:
-    """Parents and depths, int32 [B, N], and numbers of nodes, int32 [B]: one whole tree, a root, and all but one node."""
+    """Parents and depths, int32 [B, N], and numbers of nodes, int32 [B]: a whole tree, a root, all but one node."""
     rng = np.random.default_rng(nodes)
     parents, depths = np.full((BATCH, nodes), -1, np.int32), np.zeros((BATCH, nodes), np.int32)
     for b in range(BATCH):
