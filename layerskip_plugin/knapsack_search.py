@@ -24,6 +24,7 @@ from torch.nn import functional
 from layerskip_plugin.skip_set import SkipSet
 
 PRUNE = 0.5
+# Time of a search grows with the weights. Weights up to 12 gained less than the error (docs/papers.md).
 MAX_WEIGHT = 5
 
 RunSublayer = Callable[[int, Tensor], Tensor]  # the hidden states after a sublayer, for float[J, N, hidden] before it
