@@ -61,11 +61,16 @@ def certified(host: HostModel, learn: Sample, held: Sample, protected: list[int]
     return rows
 
 
+def times_of(host: HostModel, ratio: float) -> PassTimes:
+    """Return times in those of an MLP sublayer; verification takes as long as a step."""
+    step = host.n_layers * (ratio + 1.0) + 1.0
+    return PassTimes(ratio, 1.0, 1.0, lambda n: step)
+
+
 def of_weights(host: HostModel, learn: Sample, held: Sample, protected: list[int]) -> list[dict[str, Any]]:
     rows = []
     for ratio in RATIOS:
-        whole = host.n_layers * (ratio + 1.0) + 1.0
-        times = PassTimes(float(ratio), 1.0, 1.0, lambda n, whole=whole: whole)
+        times = times_of(host, float(ratio))
         for largest in LARGEST:
             if largest > ratio:
                 break
@@ -76,7 +81,7 @@ def of_weights(host: HostModel, learn: Sample, held: Sample, protected: list[int
             chosen = best_drafting(found, times, trials=len(learn))
             assert chosen is not None
             agreement = float(host.scores([chosen.skip], held)[0][0])
-            gain = times.best(chosen.skip, agreement)[0] * whole
+            gain = times.best(chosen.skip, agreement)[0] * times.verify(1)
             row = {"ratio": ratio, "largest": largest, "sets": len(found), "seconds": seconds, "over_plain": gain}
             row |= {"attention": len(chosen.skip.attention), "mlp": len(chosen.skip.mlp), "agreement": agreement}
             rows.append(row)
