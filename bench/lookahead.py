@@ -8,6 +8,8 @@ on the drafts of half of the answers; every policy then drafts its way through t
 Reported: F1 of "continue" against "the token was accepted", tokens per round, and tokens per time relative to plain
 decoding, for draft passes that cost a share c of a whole pass (a verification pass costs 1, plus `PER_TOKEN` per
 token). The first c is that of the skip set (weights read, head included); the others show what would pay elsewhere.
+"oracle" drafts exactly the tokens that will be accepted, the upper bound of all policies. "decided" says for each c
+whether `freedraft calibrate disco` would write the classifier, by its own test on the requests of DISCO's training.
 """
 
 import argparse
@@ -34,6 +36,7 @@ from layerskip_plugin.rounds import Candidate, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
 PER_TOKEN, LONGEST = 0.02, 8  # in steps, per verified token; maximum tokens of a draft
+COSTS = (0.5, 0.3, 0.05)  # of a draft pass, the last as of a small draft model
 
 
 class Recorded:
@@ -56,6 +59,18 @@ class Recorded:
         place, position = (x.astype(np.int32) for x in at)
         found = {"top": self.top[at], "entropy": self.entropy[at], "position": position, "accepted": self.right[at]}
         return found | {"request": np.full(len(place), request, np.int32), "round": place}
+
+
+class Heuristic(Fixed):
+    """The paper's dynHeur, transformers' schedule "heuristic" (Gante 2023): two tokens more after a round that was
+    accepted as a whole, else one fewer; 5 at first."""
+
+    def __init__(self) -> None:
+        super().__init__(5)
+
+    def record_acceptance(self, outcome: Outcome) -> None:
+        whole = bool((outcome.accepted == outcome.drafted).all())
+        self.length = min(self.max_draft_len, self.length + 2) if whole else max(1, self.length - 1)
 
 
 class Costs:
@@ -120,6 +135,17 @@ def walk(policy: Lookahead, skip: SkipSet, recorded: list[Recorded]) -> tuple[fl
     return 2 * hits / max(1, predicted + actual), *np.array(rounds).T
 
 
+def oracle(recorded: list[Recorded]) -> tuple[float, Any, Any]:
+    """Return what `walk` does, of rounds that draft exactly the tokens that will be accepted."""
+    lengths = []
+    for one in recorded:
+        place = 0
+        while place < len(one.right):
+            lengths.append(int(one.right[place].sum()))
+            place += lengths[-1] + 1
+    return 1.0, np.array(lengths), np.array(lengths)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
@@ -139,20 +165,24 @@ def main() -> None:
     parts = [one.verifications(i) for i, one in enumerate(learn)]
     fields: dict[str, Any] = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     records = Verifications(**fields, model=host.fingerprint)
-    rows = []
-    for c in (round(weight_share(host, skip), 3), 0.5, 0.3):
-        classifier, _ = train(records, Prices(c, PER_TOKEN))
+    rows, decided = [], {}
+    for c in (round(weight_share(host, skip), 3), *COSTS):
+        classifier, compared = train(records, Prices(c, PER_TOKEN))
+        decided[str(c)] = rounded(vars(compared) | {"better": compared.better})
         policies: dict[str, Callable[[], Lookahead]] = {f"fixed {n}": partial(Fixed, n) for n in (1, 2, 3, 5, LONGEST)}
         policies |= {"confidence 0.7": partial(Confidence, 0.7), "Draft & Verify": DraftVerify}
-        policies |= {"DISCO": partial(Disco, classifier), "cost": partial(Cost, Costs(c), [skip])}
-        for name, make in policies.items():
-            f1, drafted, accepted = walk(make(), skip, held)
+        policies |= {"dynHeur": Heuristic, "DISCO": partial(Disco, classifier), "cost": partial(Cost, Costs(c), [skip])}
+        walks = {name: partial(walk, make(), skip) for name, make in policies.items()} | {"oracle": oracle}
+        for name, run in walks.items():
+            f1, drafted, accepted = run(held)
             seconds = float((c * drafted + 1 + PER_TOKEN * drafted).sum())
             row = {"c": c, "policy": name, "f1": f1, "tokens_per_round": 1 + float(accepted.mean())}
+            row |= {"drafted_per_round": float(drafted.mean()), "length_deviation": float(drafted.std())}
             rows.append(rounded(row | {"tokens_per_time": float((1 + accepted).sum() / seconds)}))
             print(rows[-1], flush=True)
     about = {"model": options.model.name, "skip_set": options.skip_set.name}
-    write_json(options.json, about | {"trained_on": len(records), "rows": rows}, data=options.data)
+    results = about | {"trained_on": len(records), "decided": decided, "rows": rows}
+    write_json(options.json, results, data=options.data)
 
 
 if __name__ == "__main__":

@@ -309,9 +309,43 @@ def composed(result: Any) -> str:
 @section("How far to draft", "lookahead.json", CHAPTERS[4])
 def lookahead(result: Any) -> str:
     """Recorded drafts of SmolLM2 with 12 of 60 sublayers skipped, held-out answers; tokens per time over plain
-    decoding, for draft passes that cost c plain steps."""
-    rows = [r for r in result["rows"] if r["policy"] not in ("fixed 3", "fixed 8", "transformers, heuristic")]
-    return pivot(rows, "c={c:.2f}", "policy", "{tokens_per_time:.2f}")
+    decoding, for draft passes that cost c plain steps, at .05 as those of a small draft model do. `oracle` drafts
+    exactly the tokens that will be accepted, up to 8: no policy can do better. `dynHeur` is transformers' schedule
+    "heuristic"."""
+    rows = [r for r in result["rows"] if r["policy"] != "fixed 3"]
+    costs = sorted({r["c"] for r in rows}, reverse=True)
+    cells = {(r["policy"], r["c"]): r for r in rows}
+    f1 = {name: ", ".join(f"{cells[name, c]['f1']:.2f}" for c in costs) for name in ("fixed 8", "DISCO")}
+    decided = [
+        f"c {float(c):.2f}: {d['classifier']:.3f}, {d['confidence']:.3f} and {d['fixed']:.3f} (standard error "
+        f"{d['error']:.3f}), {'written' if d['better'] else 'refused'}"
+        for c, d in result["decided"].items()
+    ]
+    oracle = cells["oracle", costs[0]]
+    said = [
+        "`freedraft calibrate disco` writes a classifier only if it beats the best threshold and the best length on "
+        f"further requests: {'; '.join(decided)}.",
+        f"The oracle drafts {oracle['drafted_per_round']:.1f} tokens, standard deviation "
+        f"{oracle['length_deviation']:.1f}.",
+        f"F1 of decisions to go on, by c as in the table: fixed 8 {f1['fixed 8']}, DISCO {f1['DISCO']}.",
+    ]
+    return f"{pivot(rows, 'c={c:.2f}', 'policy', '{tokens_per_time:.2f}')}\n\n{' '.join(said)}"
+
+
+@section("What KnapSpec's lemma certifies, and coarser weights", "knapspec.json", CHAPTERS[4])
+def knapspec(result: Any) -> str:
+    """SmolLM2, sets by the knapsack search on 64 tokens, figures of 512 tokens of other answers, fp32, without an
+    engine. First table: share of tokens on which a draft has the whole model's top-1 token, and on which this follows
+    from the cosine to the whole model's state, by lemma 4.1 and by the sharpest bound there can be. Second table:
+    attention sublayers that take 1, 5 and 12 times as long as MLP sublayers (the head as long as one of these):
+    processor seconds of a search with integer weights up to a largest one, and tokens per time over plain decoding of
+    its set, at the best draft length, with acceptance as measured on the other answers."""
+    found = result["model"]
+    lemma = table(found["certified"], "skipped={skipped} | top-1={agreement:.3f} | cosine={cosine:.4f} | "
+                  "lemma 4.1={certified:.3f} | sharpest={sharpest:.3f}")  # fmt: skip
+    weights = table(found["weights"], "ratio={ratio} | largest weight={largest} | seconds={seconds:.1f} | "
+                    "over plain={over_plain:.3f} | attention skipped={attention} | MLP skipped={mlp}")  # fmt: skip
+    return f"{lemma}\n\n{weights}"
 
 
 @section("SWIFT without its parts", "swift-vllm-cpu.json", CHAPTERS[4])
@@ -337,9 +371,11 @@ def swift(result: Any) -> str:
 
 @section("Which layers, on streams of prompts", "selection-streams.json selection-deep.json", CHAPTERS[4])
 def selection(*results: Any) -> str:
-    """Expected speed over plain decoding, M alpha / ((M - 1) c + alpha), from measured acceptance and pass times,
-    without an engine, fp32; five domains, 0 / 30 / 70 / 100 % of the prompts shuffled (KNN-SSD, equation 8). `swift` in
-    an earlier form, which scored one batch of candidates after each request."""
+    """Expected speed over plain decoding, M alpha / ((M - 1) c + alpha), from measured acceptance and the share c of
+    weights that a draft pass reads, without an engine, fp32; five domains, mix ratio r = 0 / .3 / .7 / 1, the
+    probability that the next prompt is of another domain (KNN-SSD, equation 8). Drafts of 5 tokens (`knapsack`: of its
+    own length), without early stop and further candidates; `swift` in an earlier form, which scored one batch of
+    candidates after each request."""
     cells: dict[tuple[str, str], list[str]] = {}
     for model, found in (pair for result in results for pair in result.items()):
         for r in found["stream"]["rows"]:
@@ -488,7 +524,7 @@ one.
   knapsack with 3: GSM8K .89, .84 and .75, HumanEval .93, .81 and .70, summaries .86, .77 and .68, chat .85, .76 and
   .66, translation .84, .71 and .62. KNN-SSD routed 93 % of unseen prompts to their domain. By context length, 256 to
   8,000 tokens, demo model: 3 of 60 sublayers, .92 to .95 of plain decoding as predicted and .82 to .95 as timed;
-  predicted and timed rates of 30 sets and lengths correlate at .99.
+  predicted and timed rates of 30 sets and lengths, with the calibrated acceptance in both, correlate at .99.
 - **Windows on SGLang, some cells again** (e54116808c98), 48 tokens, two rounds, over plain with quarters: 2 requests of
   7,500 tokens 1.06 (0.90-1.21), 8 of 4,000 1.26 (1.21-1.40), 8 of 7,500 1.41 (1.38-1.44), all answers those of plain
   decoding. In the last cell a plain step took 0.40 s, and 1.27 s when the table above was measured; the measured times

@@ -81,7 +81,8 @@ def skip_set(run: Run, share: Share = None, survivors: Survivors = 4) -> None:
 def bayesian(
     run: Run, share: Share = None, iterations: Annotated[int, typer.Option(help="Sets to evaluate.")] = 200
 ) -> None:
-    """Self-SD: offline Bayesian optimisation of measured seconds per token, or of acceptance at a given share."""
+    """Self-SD: offline Bayesian optimisation of agreement at a given share, or of time per token, modelled from
+    agreement and measured times of sublayers."""
     from layerskip_plugin.calibrate.bayesian import calibrate
 
     best, agreement = calibrate(run, run.size(share), iterations)

@@ -1,9 +1,10 @@
 """What SGLang's attention backends take from us, on a real ModelRunner: FA3 from tree masks, the slots of each node's
-path, in order, and what it attends to, with pages of one token and of four; Triton's of several widths, from where they
-read page indices, with how little scratch. And encoders, which the worker refuses.
+path, in order, and what it attends to, with pages of one token and of four; FlashInfer's planner, the mask and slots
+that it tells the kernels of; Triton's of several widths, from where they read page indices, with how little scratch.
+And encoders, which the worker refuses.
 
 Argument: a model folder; the checks that fail, on the last line, as JSON. FA3's kernels are not for this machine: they
-are written out here, and no graph is captured.
+are written out here, FlashInfer's are left out, and no graph is captured.
 """
 
 from __future__ import annotations
@@ -69,37 +70,31 @@ def merged(one: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse:
     return share * one + (1 - share) * other, None
 
 
-def check_masks_in_fa3(runner: ModelRunner, nodes: int, page: int, topk: int) -> None:
-    from sglang.srt.layers.attention import flashattention_backend as module
-    from sglang.srt.layers.radix_attention import RadixAttention
-
-    from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
-
-    module.flash_attn_with_kvcache, module.merge_state_v2_wrapper = attention_over_pages, merged
+def random_trees(nodes: int, topk: int) -> tuple[Any, Any, Any]:
+    """Parents and depths, int32 [B, N], and numbers of nodes, int32 [B]: a whole tree, a root, all but one node."""
     rng = np.random.default_rng(nodes)
-    batch, lengths = len(LENGTHS), torch.tensor(LENGTHS)
-    parents, depths = np.full((batch, nodes), -1, np.int32), np.zeros((batch, nodes), np.int32)
-    for b in range(batch):
+    parents, depths = np.full((BATCH, nodes), -1, np.int32), np.zeros((BATCH, nodes), np.int32)
+    for b in range(BATCH):
         for i in range(1, nodes):
             parents[b, i] = rng.integers(0, i) if topk > 1 else i - 1
             depths[b, i] = depths[b, parents[b, i]] + 1
-    counts = np.array([nodes, 1, nodes - 1], np.int32)
-    tree = TreeBatch.from_numpy(np.zeros_like(parents), parents, depths, counts)
-    inputs = tree_inputs(tree, lengths, layout="full", seq_lens_sum=sum(LENGTHS))
-    rows = torch.arange(1, 1 + batch)
-    slots = runner.req_to_token_pool.req_to_token
-    pages = 1 + rng.permutation(200 // page)[: batch * 20 // page].reshape(batch, 20 // page)
-    slots[rows, :20] = torch.from_numpy((pages[..., None] * page + np.arange(page)).reshape(batch, 20)).to(slots.dtype)
-    windows = [slots[row, length : length + nodes] for row, length in zip(rows.tolist(), LENGTHS, strict=True)]
-    get_context().override("test", speculative_num_draft_tokens=nodes, speculative_eagle_topk=topk)
-    before, runner.page_size, runner.sliding_window_size = runner.token_to_kv_pool, page, None
-    pool = runner.token_to_kv_pool = CpuKVPool(256, page, torch.float32, 2, 8, 1, "cpu", False)
-    for buffer in (*pool.k_buffer, *pool.v_buffer):
-        buffer.copy_(torch.from_numpy(rng.standard_normal(buffer.shape)))
-    backend = module.FlashAttentionBackend(runner)
-    forward = ForwardBatch(
+    return parents, depths, np.array([nodes, 1, nodes - 1], np.int32)
+
+
+def path_of(parents: Any, count: int, node: int) -> list[int]:
+    """The ancestors of a node, from the root on, and itself; padding has none."""
+    path = [node]
+    while node < count and parents[path[0]] >= 0:
+        path.insert(0, int(parents[path[0]]))
+    return path
+
+
+def verification(inputs: Any, rows: torch.Tensor, nodes: int, windows: list[torch.Tensor]) -> ForwardBatch:
+    """A batch that verifies trees. windows: KV slots of each request's nodes."""
+    lengths = torch.tensor(LENGTHS)
+    return ForwardBatch(
         forward_mode=ForwardMode.TARGET_VERIFY,
-        batch_size=batch,
+        batch_size=BATCH,
         input_ids=inputs.input_ids,
         req_pool_indices=rows,
         seq_lens=lengths,
@@ -112,15 +107,38 @@ def check_masks_in_fa3(runner: ModelRunner, nodes: int, page: int, topk: int) ->
             draft_token=inputs.input_ids, custom_mask=inputs.mask, positions=inputs.positions, draft_token_num=nodes
         ),
     )
+
+
+def check_masks_in_fa3(runner: ModelRunner, nodes: int, page: int, topk: int) -> None:
+    from sglang.srt.layers.attention import flashattention_backend as module
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
+
+    module.flash_attn_with_kvcache, module.merge_state_v2_wrapper = attention_over_pages, merged
+    rng, batch = np.random.default_rng(nodes), len(LENGTHS)
+    parents, depths, counts = random_trees(nodes, topk)
+    tree = TreeBatch.from_numpy(np.zeros_like(parents), parents, depths, counts)
+    inputs = tree_inputs(tree, torch.tensor(LENGTHS), layout="full", seq_lens_sum=sum(LENGTHS))
+    rows = torch.arange(1, 1 + batch)
+    slots = runner.req_to_token_pool.req_to_token
+    pages = 1 + rng.permutation(200 // page)[: batch * 20 // page].reshape(batch, 20 // page)
+    slots[rows, :20] = torch.from_numpy((pages[..., None] * page + np.arange(page)).reshape(batch, 20)).to(slots.dtype)
+    windows = [slots[row, length : length + nodes] for row, length in zip(rows.tolist(), LENGTHS, strict=True)]
+    get_context().override("test", speculative_num_draft_tokens=nodes, speculative_eagle_topk=topk)
+    before, runner.page_size, runner.sliding_window_size = runner.token_to_kv_pool, page, None
+    pool = runner.token_to_kv_pool = CpuKVPool(256, page, torch.float32, 2, 8, 1, "cpu", False)
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.copy_(torch.from_numpy(rng.standard_normal(buffer.shape)))
+    backend = module.FlashAttentionBackend(runner)
+    forward = verification(inputs, rows, nodes, windows)
     backend.init_forward_metadata(forward)
     query = torch.from_numpy(rng.standard_normal((batch * nodes, 4, 8))).float()
     out = backend.forward_extend(query, None, None, RadixAttention(4, 8, 0.5, 2, 0), forward, False)
     made = backend.forward_metadata_spec_decode_expand
     for b, window in enumerate(windows):
         for i in range(nodes):
-            path = [i]
-            while i < counts[b] and parents[b, path[0]] >= 0:
-                path.insert(0, int(parents[b, path[0]]))
+            path = path_of(parents[b], counts[b], i)
             row = b * nodes + i
             seen = torch.cat((slots[rows[b], : LENGTHS[b]], window[path]))
             k, v = (buffer[0][seen.long()].repeat_interleave(2, 1) for buffer in (pool.k_buffer, pool.v_buffer))
@@ -174,16 +192,47 @@ class OnThisMachine(TorchFunctionMode):
         return function(*args, **(kwargs or {}) | ({"device": "cpu"} if (kwargs or {}).get("device") == "cuda" else {}))
 
 
-def check_flashinfer_of_several_widths(runner: ModelRunner) -> None:
-    """SGLang's backend, which has names of kernels where that of two others has these; without the kernels."""
+def flashinfer_backend(runner: ModelRunner) -> Any:
+    """The module of SGLang's backend, without FlashInfer's kernels."""
     from sglang.srt.layers.attention import flashinfer_backend as module
-
-    from freedraft.engines.sglang.graphs import capture
 
     for name in ("BatchPrefillWithRaggedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
         setattr(module, name, MagicMock())
     module.BatchDecodeWithPagedKVCacheWrapper = MagicMock()
     runner.sliding_window_size = None
+    return module
+
+
+def check_masks_in_flashinfer(runner: ModelRunner, nodes: int) -> None:
+    """What SGLang's planner tells FlashInfer: for each node, a mask over the slots of its request and of its tree."""
+    module = flashinfer_backend(runner)
+    parents, depths, counts = random_trees(nodes, topk=2)
+    tree = TreeBatch.from_numpy(np.zeros_like(parents), parents, depths, counts)
+    inputs = tree_inputs(tree, torch.tensor(LENGTHS), layout="full", seq_lens_sum=sum(LENGTHS))
+    rows, slots = torch.arange(1, 1 + BATCH), runner.req_to_token_pool.req_to_token
+    slots[rows, :20] = (1 + torch.randperm(200)[: BATCH * 20]).reshape(BATCH, 20).to(slots.dtype)
+    windows = [slots[row, length : length + nodes] for row, length in zip(rows.tolist(), LENGTHS, strict=True)]
+    get_context().override("test", speculative_num_draft_tokens=nodes)
+    with OnThisMachine():
+        backend = module.FlashInferAttnBackend(runner)
+        backend.init_forward_metadata(verification(inputs, rows, nodes, windows))
+    (wrapper,) = backend.forward_metadata.prefill_wrappers
+    (queries, ends, read, *_), named = wrapper.begin_forward.call_args
+    assert queries.tolist() == [b * nodes for b in range(BATCH + 1)]
+    mask, start = named["custom_mask"], 0
+    for b, (first, end) in enumerate(itertools.pairwise(ends.tolist())):
+        of_request, seen = read[first:end], mask[start : start + nodes * (end - first)].view(nodes, end - first)
+        start += seen.numel()
+        for i in range(nodes):
+            expected = [*slots[rows[b], : LENGTHS[b]].tolist(), *windows[b][path_of(parents[b], counts[b], i)].tolist()]
+            assert of_request[seen[i]].tolist() == expected, (b, i)
+
+
+def check_flashinfer_of_several_widths(runner: ModelRunner) -> None:
+    """SGLang's backend, which has names of kernels where that of two others has these; without the kernels."""
+    from freedraft.engines.sglang.graphs import capture
+
+    module = flashinfer_backend(runner)
     runner.attn_backend = module.FlashInferAttnBackend(runner)
     runner._get_attention_backend = lambda init_new_workspace: module.FlashInferAttnBackend(runner)
     assert runner.attn_backend.decode_backend == "fa2"
@@ -269,6 +318,7 @@ def main(folder: str) -> None:
     checks = [partial(check_shared_page_indices, hybrid=hybrid) for hybrid in (False, True)]
     of_fa3 = itertools.product((2, 5, NODES), (1, 4), (1, 2))
     checks += [partial(check_masks_in_fa3, nodes=nodes, page=page, topk=topk) for nodes, page, topk in of_fa3]
+    checks += [partial(check_masks_in_flashinfer, nodes=nodes) for nodes in (2, 5, NODES)]
     checks += map(partial, (check_flashinfer_of_several_widths, check_widths_that_cannot_be_captured))
     for check in [*checks, partial(check_encoders_are_refused)]:
         try:

@@ -1,5 +1,5 @@
-"""SGLang's own attention backends with our trees: its Triton kernel interpreted, what FA3 takes from a mask, and what
-backends of several widths share."""
+"""SGLang's own attention backends with our trees: its Triton kernel interpreted, what FA3 and FlashInfer take from a
+mask, and what backends of several widths share."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ def test_what_fa3_takes_from_a_mask(failed):
     """Slots of each node's ancestors and of itself, in order, and their number; also on pages of several tokens, and
     where chains are read without a mask."""
     assert "check_masks_in_fa3" not in failed, failed["check_masks_in_fa3"]
+
+
+@pytest.mark.extended
+def test_what_flashinfers_planner_takes_from_a_mask(failed):
+    """Each node sees its request's cache, its ancestors and itself, by the slots and the mask that FlashInfer gets."""
+    assert "check_masks_in_flashinfer" not in failed, failed["check_masks_in_flashinfer"]
 
 
 @pytest.mark.extended
