@@ -49,10 +49,10 @@ HERE: dict[str, dict[str, list[float]]] = {
     "SWIFT": {
         "share of skipped sublayers, r": [default(Swift, "ratio")],
         "S, beta, gamma, patience, stop score": [
-            online_search.STEPS, online_search.BETA, online_search.WINDOW, online_search.PATIENCE, online_search.ENOUGH,
+            Swift.most, Swift.bayesian, Swift.window, Swift.patience, Swift.stop_score,
         ],
         "never skipped": [SWIFT_KEEPS],
-        "searched": [SEARCH_SHARE, online_search.MAX_CANDIDATES],
+        "searched": [SEARCH_SHARE, online_search.SCORED_TOGETHER],
         "a better set is used": [100 * Swift.min_lead, Swift.confirm],
         "stop score compared with": [online_search.MATCHNESS_RATE],
         "Gaussian process": [bit_search.MAX_OBSERVATIONS],
@@ -73,7 +73,7 @@ HERE: dict[str, dict[str, list[float]]] = {
         "pruning threshold tau": [knapsack_search.PRUNE],
         "longest draft D": [pass_times.MAX_LENGTH],
         "weight of the slower kind of sublayer": [knapsack_search.MAX_WEIGHT],
-        "searched": [SEARCH_SHARE, online_search.WINDOW, TOKENS],
+        "searched": [SEARCH_SHARE, KnapSpec.window, TOKENS],
         "sets kept per weight": [
             default(commands.knapsack, "survivors"), default(commands.skip_set, "survivors"),
         ],
