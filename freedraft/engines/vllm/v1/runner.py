@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.hooks import check
-from freedraft.engines.session import DraftSession, room
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.context import context_of_engine, start_line, tokenizer_of
 from freedraft.engines.vllm.draft_graphs import passes_on_all_ranks, with_draft_graphs
@@ -30,7 +29,7 @@ from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
 from freedraft.engines.vllm.v1.matching import Matching
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
-from freedraft.step import Step
+from freedraft.step import Step, room
 
 logger = logging.getLogger(__name__)
 
@@ -70,11 +69,10 @@ class MethodProposer:
         self.draft_model: PagedDraftModel | None = None
         # Maximum total tokens by request; requests with prompt embeddings are missing.
         self.limits: dict[str, int] = {}
-        self.guarded: GuardedMethod | None = None  # in the drafting rank
+        self.guarded: Any = None  # `GuardedMethod`, in the drafting rank
         if get_tp_group().rank_in_group == 0:
             options = self.spec.option_type.parse(ours.options)
-            self.session = DraftSession(self.spec, options, context_of_engine(vllm_config))
-            self.guarded = self.session.guarded
+            self.guarded = GuardedMethod(self.spec, options, context_of_engine(vllm_config))
             self.tokenizer = tokenizer_of(vllm_config.model_config) if self.guarded.method.learns else None
 
     def load_model(self, target_model: Any) -> None:
@@ -103,7 +101,7 @@ class MethodProposer:
             tokens = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
             self.limits[request.req_id] = int(batch.num_prompt_tokens[row]) + longest_answer(parameters)
             extra = getattr(parameters, "extra_args", None)
-            self.session.add(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
+            self.guarded.begin(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
 
     def draft(self, runner: Any, arguments: dict[str, Any]) -> list[list[int]]:
         """Draft tokens by row of the batch; none for requests in prefill."""
@@ -117,9 +115,9 @@ class MethodProposer:
             max_model_len=runner.max_model_len,
             limits=self.limits,
         )
-        if not self.session.in_prompt.isdisjoint(step.request_ids):
+        if not self.guarded.in_prompt.isdisjoint(step.request_ids):
             self._set_prompt_states(step)
-        return draft_lists(self.session.guarded.draft(step), step, len(sampled))
+        return draft_lists(self.guarded.draft(step), step, len(sampled))
 
     def finish(self, request_ids: set[str], states: dict[str, Any]) -> None:
         """Remove requests. states: vLLM's CachedRequestState by id, if it has one."""
@@ -127,16 +125,16 @@ class MethodProposer:
             del self.limits[request_id]
             state = states.get(request_id)
             output = output_of(state.sampling_params, state.output_token_ids, self.tokenizer) if state else None
-            self.session.finish(request_id, output)
+            self.guarded.finish(request_id, output)
 
     def _set_prompt_states(self, step: Step) -> None:
         """Pass on the prompt states of requests that finished prefill in this step."""
-        new = [i for i, request_id in enumerate(step.request_ids) if request_id in self.session.in_prompt]
+        new = [i for i, request_id in enumerate(step.request_ids) if request_id in self.guarded.in_prompt]
         arguments = step.engine.arguments
         # The last token of each row that this step computed.
         ends = arguments["common_attn_metadata"].query_start_loc_cpu[step.engine.rows[new] + 1] - 1
         hidden = arguments["hidden_states"]
-        self.session.set_prompt_states([step.request_ids[i] for i in new], hidden[ends.to(hidden.device)])
+        self.guarded.set_prompt_states([step.request_ids[i] for i in new], hidden[ends.to(hidden.device)])
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """Required by vLLM; the hook replaces it."""

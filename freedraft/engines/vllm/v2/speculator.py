@@ -76,7 +76,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         """Release all memory: the process may outlive the engine."""
         if self.guarded is not None:
             self.guarded.close()
-        self.guarded = self.session = self.runner = self.draft_model = self.trees = None
+        self.guarded = self.runner = self.draft_model = self.trees = None
 
     def warm_up(self, now: bool) -> None:
         """Set whether vLLM runs dummy requests now, to compile kernels; their outcomes are ignored."""
