@@ -15,12 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.context import context_of_engine, start_line, tokenizer_of
-from freedraft.engines.vllm.draft_graphs import passes_on_all_ranks, with_draft_graphs
+from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
-from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS, PROCESSOR_HOOKS
 from freedraft.engines.vllm.outputs import longest_answer, output_of
 from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.patching import after, before, share_logging, with_kv_cache, wrap_once
@@ -60,10 +58,10 @@ class MethodProposer:
         from vllm.distributed import get_tp_group
 
         share_logging()
-        install()
         ours = configured(vllm_config)
         self.spec = METHODS[ours.name]
-        if not ours.graph_mode_given and not check(GRAPH_HOOKS):
+        install(self.spec.runs_model)
+        if not ours.graph_mode_given:
             prefer_full_graphs(vllm_config.compilation_config)
         self.vllm_config = vllm_config
         self.draft_model: PagedDraftModel | None = None
@@ -187,8 +185,8 @@ def draft_lists(draft: DraftBatch | None, step: Step, batch_size: int) -> list[l
     return drafts
 
 
-def install() -> None:
-    """Hook vLLM's model runner, once per process. Other drafters are not affected."""
+def install(runs_model: bool) -> None:
+    """Hook vLLM's model runner, once per process. Other drafters are not affected. runs_model: see `MethodSpec`."""
     from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -197,12 +195,10 @@ def install() -> None:
     if hasattr(GPUModelRunner, "shutdown"):
         wrap_once(GPUModelRunner, "shutdown", before(_close))
     wrap_once(GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
-    if not check(PROCESSOR_HOOKS):
-        wrap_once(gpu_model_runner, "build_logitsprocs", _build_processors)
-    if not check(DRAFT_GRAPH_HOOKS):
+    wrap_once(gpu_model_runner, "build_logitsprocs", _build_processors)
+    if runs_model:
         wrap_once(GPUModelRunner, "capture_model", after(_capture))
-        if hasattr(GPUModelRunner, "profile_cudagraph_memory"):
-            wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(_passes))
+        wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(lambda r: passes_to_capture(_ours(r))))
 
 
 def _ours(runner: Any) -> MethodProposer | None:
@@ -275,12 +271,6 @@ def _build_processors(original: Callable[..., Any]) -> Callable[..., Any]:
         return LogitsProcessors(made(vllm_config, device, is_pin_memory) for made in BUILTIN_LOGITS_PROCESSORS)
 
     return build_logitsprocs
-
-
-def _passes(runner: Any) -> int | None:
-    if (ours := _ours(runner)) is None:
-        return None
-    return passes_on_all_ranks(None if ours.guarded is None else ours.guarded.method)
 
 
 def _prepare(runner: Any) -> None:
