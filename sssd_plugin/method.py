@@ -56,7 +56,7 @@ def check(options: SssdOptions, context: EngineContext) -> None:
     if options.scoring == "learned" or options.weights is not None:
         Weights.load(options.weights)
     if options.static_store is not None:
-        _open_store(options, context, verify=True).close()
+        _open_store(options, context, verify=True)
     if options.live == "store" and options.datastore is not None:
         if isinstance(options.datastore, str) and options.datastore_sha256:
             raise ValueError(
@@ -195,8 +195,6 @@ class SssdMethod(Method):
     def close(self) -> None:
         super().close()
         self.drafter.close()
-        if self.store is not None:
-            self.store.close()
 
     def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
         if corpus_id in self._corpora:
