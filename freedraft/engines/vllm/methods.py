@@ -20,7 +20,6 @@ from freedraft.cost.batch_lengths import candidate_lengths
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm.configured import ADAPTIVE, ATTRIBUTE, SCHEDULE, Configured, configured
 from freedraft.engines.vllm.context import context_of_arguments, context_of_engine
-from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks, check_states, stop_start
 from freedraft.engines.vllm.hooks import (
     AOT_SWITCH,
@@ -31,7 +30,7 @@ from freedraft.engines.vllm.hooks import (
     V2_HOOKS,
     vllm_version,
 )
-from freedraft.engines.vllm.patching import after, before, share_logging, unless, wrap_once
+from freedraft.engines.vllm.patching import after, before, share_logging, start_with_numba_loaded, unless, wrap_once
 from freedraft.engines.vllm.scheduler import add_salt, reserve_slots
 from freedraft.engines.vllm.v2.lengths import receive_lengths
 from freedraft.method import METHODS, MethodSpec
@@ -67,7 +66,7 @@ def register(spec: MethodSpec) -> bool:
     from vllm.triton_utils import HAS_TRITON
     from vllm.v1.core.sched.output import NewRequestData
 
-    apply_fixes()
+    start_with_numba_loaded()
     METHODS[spec.name] = spec
     if spec.runs_model and not check(MODEL_HOOKS):
         reserve_slots(_runs_model)
