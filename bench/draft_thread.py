@@ -30,9 +30,9 @@ PASS, NODES, VOCABULARY, PROMPT, GAINED, WARM, STEPS = 5e-3, 16, 49152, 500, 3, 
 
 
 def measure(batch: int, between: float, thread: bool) -> dict[str, Any]:
-    from freedraft.engines.session import DraftSession
     from freedraft.engines.sglang.accepted import AcceptedTokens, OneCopy
     from freedraft.engines.sglang.drafting import Drafting
+    from freedraft.guarded_method import GuardedMethod
     from freedraft.step import EngineContext
     from sssd_plugin.method import SPEC
     from sssd_plugin.options import SssdOptions
@@ -40,7 +40,7 @@ def measure(batch: int, between: float, thread: bool) -> dict[str, Any]:
     options = SssdOptions(policy="fixed", recycle="off", draft_timeout_ms=1000.0 * thread)
     context = EngineContext(vocab_size=VOCABULARY, max_draft_tokens=NODES - 1, widths=(1, 4, NODES))
     accepted = AcceptedTokens(batch + 1, NODES, "cpu")
-    drafting = Drafting(DraftSession(SPEC, options, context), context.widths or (), batch, accepted)
+    drafting = Drafting(GuardedMethod(SPEC, options, context), context.widths or (), batch, accepted)
     text = np.tile(np.random.default_rng(0).integers(1, VOCABULARY, 60), 100)
     requests = [adapter.request(str(i), text[i : i + PROMPT].tolist()) for i in range(batch)]
     drafting.begin(requests)

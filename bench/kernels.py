@@ -118,7 +118,7 @@ def of_trees(shape: Shape, device: torch.device) -> list[Operation]:
     width = (nodes + 1) // 2
     accepted = (torch.arange(width, device=device, dtype=torch.int32) * 2).expand(batch, width).contiguous()
     lengths = torch.full((batch,), width, dtype=torch.int32, device=device)
-    paths = Verification(accepted, lengths, accepted, lengths)
+    paths = Verification(accepted, lengths, accepted)
 
     def compact(backend: Backend) -> list[torch.Tensor]:
         KVPool(pools[backend]).compact(slots, paths, backend=backend)

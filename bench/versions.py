@@ -36,12 +36,8 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
         "optional": ("OPTIONAL_HOOKS",),
     },
     "vllm": {
-        "V1": ("CONFIG_HOOKS", "RUNNER_HOOKS"), "V1, layer skipping": ("MODEL_HOOKS",),
-        "V1, full graphs": ("GRAPH_HOOKS",), "graphs of draft passes": ("DRAFT_GRAPH_HOOKS",),
-        "memory for those graphs": ("GRAPH_MEMORY_HOOKS",), "V2": ("V2_HOOKS",), "tenants": ("TENANT_HOOKS",),
-        "V2, graphs of all lengths": ("V2_GRAPH_HOOKS",),
-        "recycled logits": ("V2_LOGITS_HOOKS",), "trees": ("V2_TREE_HOOKS",),
-        "`min_p`, `logit_bias` on V1": ("PROCESSOR_HOOKS",),
+        "V1": ("CONFIG_HOOKS", "RUNNER_HOOKS"), "layer skipping": ("MODEL_HOOKS",), "V2": ("V2_HOOKS",),
+        "V2, trees": ("V2_TREE_HOOKS",),
     },
 }  # fmt: skip
 """Tables of hooks by the feature that needs them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from freedraft.report import Report
 from freedraft.step import EngineContext, NodeLogits, Step
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from freedraft.draft_model import DraftModel
 
 logger = logging.getLogger(__name__)
@@ -55,12 +57,16 @@ class GuardedMethod:
 
     Args:
         spec, options, context: see `MethodSpec.make`; its errors are raised.
+
+    Attributes:
+        running: ids of the requests that the method drafts for.
+        in_prompt: of those in prefill, if the method needs prompt states.
     """
 
     def __init__(self, spec: MethodSpec, options: Any, context: EngineContext) -> None:
         self.method: Method = spec.make(options, context)
         self.metrics, self._report = self.method.metrics, Report(spec.name)
-        self.running: set[str] = set()
+        self.running, self.in_prompt = set[str](), set[str]()
         self._paused = 0
         self._next_pause = FIRST_PAUSE
         self._good_steps = 0
@@ -75,12 +81,18 @@ class GuardedMethod:
         self, request_id: str, tokens: NDArray[np.int32], tenant: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
+        """Add a request at its first step, or again after a preemption; see `Method.begin`."""
         self.running.add(request_id)
         self.metrics.requests.set(len(self.running))
         self.call(self.method.begin, request_id, tokens, tenant, extra or {})
+        if self.needs_prompt_states:
+            self.in_prompt.add(request_id)
 
-    def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
-        self.call(self.method.set_prompt_state, request_id, state)
+    def set_prompt_states(self, request_ids: Iterable[str], states: Tensor) -> None:
+        """float [n, H], the last hidden states of the prompts of n requests that have just finished prefill."""
+        for request_id, state in zip(request_ids, states.float().cpu().numpy(), strict=True):
+            self.in_prompt.discard(request_id)
+            self.call(self.method.set_prompt_state, request_id, state)
 
     @property
     def needs_logits(self) -> bool:
@@ -140,6 +152,7 @@ class GuardedMethod:
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None = None, aborted: bool = False) -> None:
         self.running.discard(request_id)
+        self.in_prompt.discard(request_id)
         self.metrics.requests.set(len(self.running))
         self.call(self.method.finish, request_id, output, aborted)
 

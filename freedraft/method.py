@@ -135,24 +135,20 @@ class Method:
         """Release threads and files, and save learnt state. May be called more than once."""
         self.controller.save()
 
-    # Corpora: called from the thread of the engine's HTTP calls, if it has such calls.
+    # Corpora, where `MethodSpec.takes_corpora`: called from the thread of the engine's HTTP calls.
 
     def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
-        """Index tokenised documents, which `commit_corpus` activates. Returns their number of tokens. Raises
-        ValueError: corpora, or this one, are not accepted; the message goes to the HTTP client."""
-        raise ValueError("this speculative method drafts without corpora")
-
-    def commit_corpus(self, corpus_id: str) -> None:
-        """Draft from a corpus that `add_corpus` indexed, from the next step on."""
-        raise ValueError("this speculative method drafts without corpora")
+        """Draft from tokenised documents, too. Returns their number of tokens. Raises ValueError: this corpus is not
+        accepted; the message goes to the HTTP client."""
+        raise NotImplementedError
 
     def remove_corpus(self, corpus_id: str) -> None:
         """Stop drafting from a corpus. Raises ValueError if there is none of that id."""
-        raise ValueError(f"there is no corpus '{corpus_id}'")
+        raise NotImplementedError
 
     def corpora(self) -> dict[str, int]:
         """Number of tokens of each corpus in use, by id."""
-        return {}
+        raise NotImplementedError
 
 
 class ModelMethod(Method, ABC):

@@ -1,4 +1,4 @@
-"""`Step`: a drafter's input for one decoding step; `EngineContext`: the engine that a drafter is built for."""
+"""`Step`: a drafter's input for one decoding step; `room`: its capacities; `EngineContext`: the engine drafted for."""
 
 from __future__ import annotations
 
@@ -75,6 +75,26 @@ class Step:
     def accepted(self) -> NDArray[np.int32]:
         """int32 [B]: draft tokens that the step accepted; the token after them is the model's own."""
         return np.minimum(self.gained - 1, self.drafted).astype(np.int32)
+
+
+def room(
+    limits: NDArray[np.int64], contexts: NDArray[Any], most: int, *,
+    trees: NDArray[np.bool_] | bool | None = None, widest: NDArray[Any] | int | None = None,
+) -> NDArray[np.int32]:  # fmt: skip
+    """int32 [B], maximum of draft tokens per request: one token must remain for the one after the draft. A tree, whose
+    tokens are not consecutive, may be of full size until then.
+
+    Args:
+        limits: int [B], maximum total tokens of each request; contexts: int [B], its present tokens.
+        most: maximum of draft tokens per request.
+        trees: bool [B], which requests may have trees; None: none. widest: the most tokens of each tree, None for
+            `most`.
+    """
+    chains: NDArray[np.int64] = np.maximum(np.minimum(most, limits - 1 - contexts), 0)
+    if trees is not None:
+        widths = most if widest is None else np.minimum(most, widest)
+        chains = np.where((chains > 0) & trees, widths, chains)
+    return chains.astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def check(options: SssdOptions, context: EngineContext) -> None:
     if options.scoring == "learned" or options.weights is not None:
         Weights.load(options.weights)
     if options.static_store is not None:
-        _open_store(options, context, verify=True).close()
+        _open_store(options, context, verify=True)
     if options.live == "store" and options.datastore is not None:
         if isinstance(options.datastore, str) and options.datastore_sha256:
             raise ValueError(
@@ -100,8 +100,7 @@ class SssdMethod(Method):
         self.min_score = default if options.min_score is None else options.min_score
         self.draft_timeout = 1e-3 * options.draft_timeout_ms
         self._corpora: dict[str, SubIndex] = {}
-        self._indexed: dict[str, SubIndex] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # corpora are added in a thread of the engine
         # The front-end process has verified every byte.
         self.store = None if options.static_store is None else _open_store(options, context, verify=False)
         self.live = self._open_live() if options.live != "off" else None
@@ -196,13 +195,10 @@ class SssdMethod(Method):
     def close(self) -> None:
         super().close()
         self.drafter.close()
-        if self.store is not None:
-            self.store.close()
 
     def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
-        with self._lock:
-            if corpus_id in self._corpora or corpus_id in self._indexed:
-                raise ValueError(f"there is a corpus '{corpus_id}' already: remove it first, or choose another id")
+        if corpus_id in self._corpora:
+            raise ValueError(f"there is a corpus '{corpus_id}' already: remove it first, or choose another id")
         if not documents:
             raise ValueError("the corpus holds no token: give documents with text")
         vocab_size, largest = self.drafter.vocab_size, max(int(document.max()) for document in documents)
@@ -211,19 +207,15 @@ class SssdMethod(Method):
         parts = [part for document in documents for part in (document, [SEPARATOR])]
         index = SubIndex.build(np.concatenate(parts).astype(np.int32), vocab_size)
         with self._lock:
-            self._indexed[corpus_id] = index
+            self._corpora[corpus_id] = index
+            self._use_corpora()
         return sum(len(document) for document in documents)
-
-    def commit_corpus(self, corpus_id: str) -> None:
-        with self._lock:
-            self._corpora[corpus_id] = self._indexed.pop(corpus_id)
-        self._use_corpora()
 
     def remove_corpus(self, corpus_id: str) -> None:
         with self._lock:
             if self._corpora.pop(corpus_id, None) is None:
                 raise ValueError(f"there is no corpus '{corpus_id}'")
-        self._use_corpora()
+            self._use_corpora()
 
     def corpora(self) -> dict[str, int]:
         with self._lock:

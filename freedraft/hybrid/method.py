@@ -24,7 +24,7 @@ MARGIN = 1.1  # required ratio of gain to cost of passes; compensates for errors
 FADE = float(np.exp(-1 / 12))  # decay per step of a request's recent speed: 1/e after 12 steps
 # Methods that only one part implements.
 ONE_PART = {
-    "host": ("recycle", "add_corpus", "commit_corpus", "remove_corpus", "corpora"),
+    "host": ("recycle", "add_corpus", "remove_corpus", "corpora"),
     "model": ("prepare", "set_prompt_state"),
 }
 

@@ -29,13 +29,11 @@ class Verification:
             request without nodes.
         tokens: int32 [B, N], the new tokens: those of the accepted nodes without the root, then the bonus token;
             -1 beyond.
-        bonus: int32 [B], the bonus token; -1 for a request without nodes.
     """
 
     accepted: Tensor
     lengths: Tensor
     tokens: Tensor
-    bonus: Tensor
 
 
 def verify(tree: TreeBatch, targets: Tensor, *, backend: Backend = "auto") -> Verification:
@@ -66,4 +64,4 @@ def verify(tree: TreeBatch, targets: Tensor, *, backend: Backend = "auto") -> Ve
     accepted = torch.where(order < tree.max_nodes, order, -1)
     said = targets.gather(1, accepted.clamp(min=0).to(torch.int64)).to(torch.int32)
     tokens = torch.where(accepted >= 0, said, -1)
-    return Verification(accepted, lengths, tokens, torch.where(valid[:, 0], want, -1).to(torch.int32))
+    return Verification(accepted, lengths, tokens)

@@ -84,9 +84,9 @@ def verify(
             raise DatastoreError(f"{store} has learnt nothing: correct the path")
         if learnt is not None and not (store / MANIFEST).exists():
             return  # no built store
-        with Datastore.open(store, vocab_size=vocab_size, fingerprint=fingerprint) as opened:
-            audit(opened, full=full)
-            manifest = opened.manifest
+        opened = Datastore.open(store, vocab_size=vocab_size, fingerprint=fingerprint)
+        audit(opened, full=full)
+        manifest = opened.manifest
         if fingerprint is not None and manifest.tokenizer is None:
             typer.echo("warning: the store does not record its tokenizer", err=True)
     order = "every suffix in order" if full else "suffix order sampled"

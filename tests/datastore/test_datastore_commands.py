@@ -37,8 +37,8 @@ def test_build_info_verify(tmp_path: Path, source: Path, tokenizer_folder: Path)
     assert "warning: " in result.stderr and "larger --memory" in result.stderr, "many sub-indices"
     assert "exists: choose another path, or give --force" in one_line(*args, "-q")
     assert run(*args, "-q", "--force").exit_code == 0 and leftovers(tmp_path) == []
-    with Datastore.open(out, fingerprint=fingerprint(load(tokenizer_folder))) as opened:
-        manifest = opened.manifest
+    opened = Datastore.open(out, fingerprint=fingerprint(load(tokenizer_folder)))
+    manifest = opened.manifest
     assert manifest.n_documents >= 50 and len(manifest.sub_indices) > 1
     assert manifest.tokenizer is not None and manifest.tokenizer.name == tokenizer_folder.name
 

@@ -50,9 +50,9 @@ def array_files(store: Path) -> list[Path]:
 
 
 def test_a_whole_store_opens(store: Path) -> None:
-    with Datastore.open(store, vocab_size=90, fingerprint=FINGERPRINT) as opened:
-        assert len(opened.snapshot.sub_indices) == 2 and len(array_files(store)) == 8
-        audit(opened)
+    opened = Datastore.open(store, vocab_size=90, fingerprint=FINGERPRINT)
+    assert len(opened.snapshot.sub_indices) == 2 and len(array_files(store)) == 8
+    audit(opened)
 
 
 def test_not_a_store(tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_another_model(store: Path) -> None:
 
 def test_a_store_without_sparse_indices_opens(store: Path) -> None:
     """As they were written before."""
-    with Datastore.open(store) as new:
-        expected = [sub.sparse_index.tolist() for sub in new.snapshot.sub_indices]
+    new = Datastore.open(store)
+    expected = [sub.sparse_index.tolist() for sub in new.snapshot.sub_indices]
     for sub in read_manifest(store).sub_indices:
         (store / sub.name / "sparse_index.i32").unlink()
     edit_manifest(store, lambda content: [sub["files"].pop("sparse_index") for sub in content["sub_indices"]])
-    with Datastore.open(store) as old:
-        assert [sub.sparse_index.tolist() for sub in old.snapshot.sub_indices] == expected
+    old = Datastore.open(store)
+    assert [sub.sparse_index.tolist() for sub in old.snapshot.sub_indices] == expected
 
 
 INVALID = ["is not a valid manifest"]
@@ -161,14 +161,14 @@ def test_unknown_keys_are_ignored(store: Path) -> None:
         content["sub_indices"][0]["files"]["tokens"]["blake3"] = "x"
 
     edit_manifest(store, change)
-    Datastore.open(store).close()
+    Datastore.open(store)
 
 
 def test_an_empty_store_opens(tmp_path: Path) -> None:
     Manifest(vocab_size=10, sub_indices=()).write(tmp_path / MANIFEST)
-    with Datastore.open(tmp_path, vocab_size=1) as store:
-        assert store.manifest.n_tokens == 0 and store.snapshot.sub_indices == ()
-        audit(store)
+    store = Datastore.open(tmp_path, vocab_size=1)
+    assert store.manifest.n_tokens == 0 and store.snapshot.sub_indices == ()
+    audit(store)
 
 
 def put(place: Any, values: Any) -> Callable[[np.ndarray], None]:
@@ -192,7 +192,8 @@ SWAP = put([500, 501], lambda numbers: numbers[::-1])
 )
 def test_an_audit_finds_what_checksums_cannot(store: Path, role: str, change: Any, complaint: str, full: bool) -> None:
     file = replace_array(store, role, change)
-    with Datastore.open(store) as opened, pytest.raises(DatastoreError) as caught:
+    opened = Datastore.open(store)
+    with pytest.raises(DatastoreError) as caught:
         audit(opened, full=full)
     assert complaint in str(caught.value) and str(file.parent) in str(caught.value)
 
@@ -205,7 +206,8 @@ def test_a_permutation_is_proved_and_not_only_summed(store: Path) -> None:
         order[places] = [1, 2, 6]
 
     replace_array(store, "suffix_array", same_sums)
-    with Datastore.open(store) as opened, pytest.raises(DatastoreError, match="no permutation of the suffixes"):
+    opened = Datastore.open(store)
+    with pytest.raises(DatastoreError, match="no permutation of the suffixes"):
         audit(opened, full=True)
 
 
@@ -221,9 +223,9 @@ def test_what_compiled_code_could_not_read_is_refused(store: Path, role: str, ch
 
 def test_a_pinned_store_is_that_one(store: Path) -> None:
     pinned = digest(store)
-    Datastore.open(store, sha256=pinned).close()
+    Datastore.open(store, sha256=pinned)
     replace_array(store, "suffix_array", SWAP)
-    Datastore.open(store).close()
+    Datastore.open(store)
     assert f"not {pinned}" in refusal(store, sha256=pinned)
     file = array_files(store)[0]
     content = flip(file.read_bytes(), 100)  # with another checksum in the manifest, but no other SHA-256

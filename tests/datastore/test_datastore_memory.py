@@ -30,11 +30,11 @@ print(peak_resident_bytes())
 
 
 def arrays(path: Path) -> list[list[bytes]]:
-    with Datastore.open(path) as store:
-        return [
-            [array.tobytes() for array in (sub.tokens, sub.suffix_array, sub.bucket_starts)]
-            for sub in store.snapshot.sub_indices
-        ]
+    store = Datastore.open(path)
+    return [
+        [array.tobytes() for array in (sub.tokens, sub.suffix_array, sub.bucket_starts)]
+        for sub in store.snapshot.sub_indices
+    ]
 
 
 @pytest.fixture

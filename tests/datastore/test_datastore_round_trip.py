@@ -42,21 +42,21 @@ def test_look_ups_equal_brute_force(corpus: tuple[list[list[int]], int, int | No
             assert list(Path(folder).iterdir()) == []
             return
         build_store(target, documents, vocab_size, sub_index_tokens=sub_index_tokens)
-        with Datastore.open(target, vocab_size=vocab_size) as store:
-            audit(store, full=True)
-            audit(store)
-            subs = store.snapshot.sub_indices
-            # Documents in order, some cut where a sub-index is full.
-            stored = [token for sub in subs for document in documents_of(sub) for token in document]
-            assert stored == [token for document in kept for token in document]
-            assert store.manifest.n_tokens == len(stored)
-            if len(subs) == 1:
-                assert documents_of(subs[0]) == kept
-            ids = sorted(set(stored))
-            for _ in range(5):
-                query = data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=5))
-                for sub in subs:
-                    assert look_up(sub, query) == brute_force(sub, query)
+        store = Datastore.open(target, vocab_size=vocab_size)
+        audit(store, full=True)
+        audit(store)
+        subs = store.snapshot.sub_indices
+        # Documents in order, some cut where a sub-index is full.
+        stored = [token for sub in subs for document in documents_of(sub) for token in document]
+        assert stored == [token for document in kept for token in document]
+        assert store.manifest.n_tokens == len(stored)
+        if len(subs) == 1:
+            assert documents_of(subs[0]) == kept
+        ids = sorted(set(stored))
+        for _ in range(5):
+            query = data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=5))
+            for sub in subs:
+                assert look_up(sub, query) == brute_force(sub, query)
 
 
 FIRST = """{
@@ -88,9 +88,9 @@ def test_stores_of_the_first_version_open(tmp_path: Path) -> None:
     }
     for name, numbers in arrays.items():
         (folder / f"{name}.i32").write_bytes(struct.pack(f"<{len(numbers)}i", *numbers))
-    with Datastore.open(tmp_path, vocab_size=4, sha256=digest(tmp_path)) as store:
-        audit(store, full=True)
-        assert documents_of(store.snapshot.sub_indices[0]) == [[1, 2, 1], [2, 1]]
+    store = Datastore.open(tmp_path, vocab_size=4, sha256=digest(tmp_path))
+    audit(store, full=True)
+    assert documents_of(store.snapshot.sub_indices[0]) == [[1, 2, 1], [2, 1]]
     build_store(tmp_path / "again", [[1, 2, 1], [2, 1]], 4)
     assert {path.stem for path in (tmp_path / "again").rglob("*.i32")} == set(arrays)
 
@@ -120,10 +120,10 @@ def test_files_are_for_their_owner_and_shared_by_processes(tmp_path: Path) -> No
     build_store(tmp_path / "store", [[1, 2, 3]] * 50, 10)
     for path in [tmp_path / "store", *(tmp_path / "store").rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
-    with Datastore.open(tmp_path / "store") as store:
-        assert store.snapshot.sub_indices
-        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
-        assert len(lines) == 4 and {line[1] for line in lines} == {"r--s"}
+    store = Datastore.open(tmp_path / "store")
+    assert store.snapshot.sub_indices
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert len(lines) == 4 and {line[1] for line in lines} == {"r--s"}
 
 
 def test_snapshots_outlive_their_store_and_its_replacement(tmp_path: Path) -> None:
@@ -132,9 +132,6 @@ def test_snapshots_outlive_their_store_and_its_replacement(tmp_path: Path) -> No
     snapshot = store.snapshot
     build_store(tmp_path / "store", [[4, 5]], 10, replace=True)
     assert documents_of(store.snapshot.sub_indices[0]) == [[1, 2, 3]]
-    store.close()
-    store.close()
-    with pytest.raises(ValueError, match="closed"):
-        _ = store.snapshot
+    del store
     assert documents_of(snapshot.sub_indices[0]) == [[1, 2, 3]]
     assert documents_at(tmp_path / "store") == [[4, 5]] and leftovers(tmp_path) == []

@@ -20,7 +20,7 @@ def accepted_paths(rng: np.random.Generator, batch: int, nodes: int, width: int)
         if length:
             path = [0, *sorted(rng.choice(np.arange(1, nodes), length - 1, replace=False).tolist())]
             accepted[b, :length] = torch.tensor(path, dtype=torch.int32)
-    return Verification(accepted, lengths, torch.empty(0), torch.empty(0))
+    return Verification(accepted, lengths, torch.empty(0))
 
 
 def paged_slots(rng: np.random.Generator, batch: int, nodes: int, page_size: int) -> tuple[torch.Tensor, int]:
@@ -67,7 +67,7 @@ def test_compaction(backend: str, device: str, seed: int, batch: int, nodes: int
         buffers.append(torch.from_numpy(rng.normal(size=(total, 5, 130))).half())
     wanted = [expected(b, slots, paths) for b in buffers]
     buffers = [b.to(device) for b in buffers]
-    paths = Verification(paths.accepted.to(device), paths.lengths.to(device), paths.tokens, paths.bonus)
+    paths = Verification(paths.accepted.to(device), paths.lengths.to(device), paths.tokens)
     KVPool(buffers).compact((slots.int() if seed % 2 else slots).to(device), paths, backend=backend)
     for buffer, want in zip(buffers, wanted, strict=True):
         assert torch.equal(buffer.float().cpu(), want)

@@ -104,7 +104,7 @@ TYPES = {"size": "i64", "stride": "i64", "scale": "fp32", "mask": "*u8"}
 TYPES |= dict.fromkeys(("parts", "bounds"), "*fp32")
 TYPES |= dict.fromkeys(("positions", "input_ids", "targets", "table", "drafts", "node_masks", "masks"), "*i64")
 TYPES |= dict.fromkeys(("sums", "keys", "slots"), "*i64")
-TYPES |= dict.fromkeys(("tokens", "parents", "depths", "counts", "accepted", "lengths", "new_tokens", "bonus"), "*i32")
+TYPES |= dict.fromkeys(("tokens", "parents", "depths", "counts", "accepted", "lengths", "new_tokens"), "*i32")
 TYPES |= dict.fromkeys(("gained", "starts", "trees", "pages", "seq_lens", "prefixes", "prompts"), "*i32")
 Case = tuple[Any, dict[str, int], int, dict[str, str]]
 

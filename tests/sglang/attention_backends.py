@@ -251,11 +251,11 @@ def check_widths_that_cannot_be_captured(runner: ModelRunner) -> None:
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.runtime_context import get_parallel
 
-    from freedraft.engines.session import DraftSession
     from freedraft.engines.sglang.accepted import AcceptedTokens
     from freedraft.engines.sglang.drafting import Drafting
     from freedraft.engines.sglang.graphs import WidthGraphs
     from freedraft.engines.sglang.ranks import Ranks
+    from freedraft.guarded_method import GuardedMethod
     from freedraft.method import METHODS
     from freedraft.step import EngineContext
 
@@ -280,8 +280,8 @@ def check_widths_that_cannot_be_captured(runner: ModelRunner) -> None:
         graphs.capture(widths, fixed_width=True, alone=False)
     assert graphs.capture((1, NODES), fixed_width=True) == (NODES,)
     spec, context = METHODS["sssd"], EngineContext(vocab_size=100, max_draft_tokens=NODES - 1, widths=widths)
-    session = DraftSession(spec, spec.option_type.parse({"policy": "fixed", "hardware": "cpu"}), context)
-    guarded, drafting = session.guarded, Drafting(session, widths, 4, AcceptedTokens(256, NODES, "cpu"))
+    guarded = GuardedMethod(spec, spec.option_type.parse({"policy": "fixed", "hardware": "cpu"}), context)
+    drafting = Drafting(guarded, widths, 4, AcceptedTokens(256, NODES, "cpu"))
     ranks = Ranks(get_parallel().tp_group, NODES)
     worker = worker_of(runner, _drafting=drafting, _backend="fa3", _ranks=ranks)
     worker._capture()

@@ -14,10 +14,10 @@ from freedraft.config import PluginOptions
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
-from freedraft.engines.session import DraftSession
 from freedraft.engines.sglang.accepted import AcceptedTokens
 from freedraft.engines.sglang.drafting import Drafting
 from freedraft.engines.sglang.requests import tenant_of
+from freedraft.guarded_method import GuardedMethod
 from freedraft.method import Method, MethodSpec
 from freedraft.step import EngineContext
 from freedraft.tenants import tenant_key
@@ -77,8 +77,8 @@ class Threaded(Recorder):
 
 def drafting(widths=(1, 2, 4, NODES), max_batch=4, method="Recorder", **given):
     spec = MethodSpec("recorder", f"{__name__}:{method}", PluginOptions)
-    session = DraftSession(spec, None, EngineContext(widths=widths))
-    seam = Drafting(session, widths, max_batch, AcceptedTokens(256, NODES, "cpu"), **given)
+    guarded = GuardedMethod(spec, None, EngineContext(widths=widths))
+    seam = Drafting(guarded, widths, max_batch, AcceptedTokens(256, NODES, "cpu"), **given)
     return seam, seam.guarded.method
 
 
@@ -351,7 +351,7 @@ def test_drafts_are_the_same_in_a_thread():
     def run(timeout):
         options = SssdOptions(draft_timeout_ms=timeout, live=True, isolation="shared", policy="fixed", recycle="off")
         context = EngineContext(vocab_size=VOCAB_SIZE, max_draft_tokens=NODES - 1, widths=(1, 2, 4, NODES))
-        seam = Drafting(DraftSession(SPEC, options, context), context.widths, 4, AcceptedTokens(256, NODES, "cpu"))
+        seam = Drafting(GuardedMethod(SPEC, options, context), context.widths, 4, AcceptedTokens(256, NODES, "cpu"))
         assert (seam._thread is not None) == (timeout > 0)
         rng, running, trees = np.random.default_rng(5), {}, []
         text = np.tile(rng.integers(1, VOCAB_SIZE, 40), 20)  # so that there is something to draft

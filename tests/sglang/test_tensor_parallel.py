@@ -59,7 +59,7 @@ def two_ranks(model, folder, **given):
 
 
 def steps(folder, rank=0):
-    """What each step verified: tokens, parents, depths, counts, accepted, lengths, new tokens, bonus."""
+    """What each step verified: tokens, parents, depths, counts, accepted, lengths, new tokens."""
     paths = sorted(folder.glob("steps-*"))
     return [json.loads(line) for line in paths[rank].read_text().splitlines()] if paths else []
 
@@ -78,7 +78,7 @@ def test_two_ranks(tiny, plain, tmp_path):
     verified = steps(tmp_path)
     assert verified == steps(tmp_path, 1), "ranks disagree"
     assert len({len(tokens[0]) for tokens, *_ in verified}) >= 4, "the width did not change"
-    assert any(max(lengths) > 1 for *_, lengths, _tokens, _bonus in verified), "nothing was accepted"
+    assert any(max(lengths) > 1 for *_, lengths, _tokens in verified), "nothing was accepted"
     assert len(list(tmp_path.glob("drafter-*"))) == 1, "one rank drafts"
 
 
@@ -106,7 +106,7 @@ def test_two_ranks_do_the_same_draft_passes(llama, tmp_path):
             assert ids(engine.generate(input_ids=given, sampling_params=sampling, rid=rids)) == expected
             new = steps(tmp_path)[before:]
             drafted = sum(sum(counts) - len(counts) for _, _, _, counts, *_ in new)
-            return drafted, sum(sum(lengths) - len(lengths) for *_, lengths, _tokens, _bonus in new)
+            return drafted, sum(sum(lengths) - len(lengths) for *_, lengths, _tokens in new)
 
         # Of 4 x 39 tokens three of four are drafts, where all of them are accepted.
         drafted, accepted = ask("empty", "whole")

@@ -62,8 +62,8 @@ def documents_of(sub: SubIndex) -> list[list[int]]:
 
 def documents_at(store: Path) -> list[list[int]]:
     """The documents of all sub-indices of a folder."""
-    with Datastore.open(store) as opened:
-        return [document for sub in opened.snapshot.sub_indices for document in documents_of(sub)]
+    opened = Datastore.open(store)
+    return [document for sub in opened.snapshot.sub_indices for document in documents_of(sub)]
 
 
 def run(*args: object, input: str | None = None) -> Result:

@@ -13,7 +13,7 @@ import pytest
 
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
-from freedraft.engines.vllm import fixes, methods
+from freedraft.engines.vllm import methods, patching
 from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
 
@@ -410,5 +410,5 @@ def test_without_the_fix_vllm_cannot_replace_kernels_once_numba_is_loaded(monkey
     monkeypatch.delattr(dispatcher, "vars", raising=False)
     with pytest.raises(AttributeError, match="get"):
         dispatcher._rebind_kernels([])
-    fixes.start_with_numba_loaded()
+    patching.start_with_numba_loaded()
     dispatcher._rebind_kernels([])

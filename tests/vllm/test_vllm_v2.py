@@ -136,23 +136,23 @@ def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch):
     pytest.importorskip("triton")
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
-    from freedraft.engines.session import DraftSession
     from freedraft.engines.vllm.v2.speculator import MethodSpeculator
+    from freedraft.guarded_method import GuardedMethod
 
     states_by_id: dict[str, list[float]] = {}
     ours = MethodSpeculator.__new__(MethodSpeculator)
-    ours.session = DraftSession(repeat_drafter.SPEC, repeat_drafter.RepeatOptions(), EngineContext())
+    ours.guarded = GuardedMethod(repeat_drafter.SPEC, repeat_drafter.RepeatOptions(), EngineContext())
     monkeypatch.setattr(
-        ours.session.guarded.method, "set_prompt_state", lambda name, state: states_by_id.update({name: state.tolist()})
+        ours.guarded.method, "set_prompt_state", lambda name, state: states_by_id.update({name: state.tolist()})
     )
     batch = InputBatch.make_dummy(3, 8, InputBuffers(max_num_reqs=4, max_num_tokens=8, device=torch.device("cpu")))
     assert batch.query_start_loc_np.tolist() == [0, 2, 5, 8]
     a, b, c = batch.req_ids
-    ours.session.in_prompt = {a, b, c}
+    ours.guarded.in_prompt = {a, b, c}
     batch.num_draft_tokens_per_req = np.array([0, 2, 0], np.int32)
     states = torch.arange(8.0)[:, None]
     ours._set_prompt_states(batch, states, np.array([True, True, False]))
-    assert states_by_id == {a: [1.0], b: [2.0]} and ours.session.in_prompt == {c}
+    assert states_by_id == {a: [1.0], b: [2.0]} and ours.guarded.in_prompt == {c}
     batch.num_draft_tokens_per_req = None
     ours._set_prompt_states(batch, states, np.array([False, False, True]))
     assert states_by_id[c] == [7.0]

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freedraft.draft import DraftBatch
-from freedraft.engines.session import room
 from freedraft.engines.vllm.v2.requests import Requests
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
+from freedraft.step import room
 
 SLOTS, LENGTH, NEWEST = 4, 60, 4
 

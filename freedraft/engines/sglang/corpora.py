@@ -21,8 +21,7 @@ def documents_of(token_chunks: Sequence[Sequence[int]]) -> list[NDArray[np.int32
 
 class CorpusCalls:
     """Methods that SGLang's `ExternalCorpusManager` calls on a speculative worker, on every tensor-parallel rank; rank
-    0 holds the corpora. Corpora are added from a separate thread. Errors are returned to the client, except those of
-    `commit_corpus_load`."""
+    0 holds the corpora. Corpora are added from a separate thread. Errors are returned to the client."""
 
     _drafting: Drafting | None
 
@@ -33,9 +32,7 @@ class CorpusCalls:
         return self._drafting.guarded.method.add_corpus(corpus_id, documents)
 
     def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
-        if self._drafting is not None:
-            guarded = self._drafting.guarded
-            guarded.call(lambda: guarded.method.commit_corpus(corpus_id))
+        """Called by SGLang after `add_external_corpus`, when drafts come from the corpus already."""
 
     def remove_external_corpus(self, corpus_id: str) -> None:
         if self._drafting is not None:

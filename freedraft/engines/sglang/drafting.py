@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from freedraft.draft import DraftBatch
 from freedraft.draft_thread import DraftThread
 from freedraft.engines.logits_copy import LogitsCopy
-from freedraft.engines.session import DraftSession, room
 from freedraft.engines.sglang.accepted import AcceptedTokens, Gained
 from freedraft.engines.sglang.requests import UNTRACKED, Tracked, extra_of, output_of, tenant_of, tokens_of, was_aborted
-from freedraft.step import Step
+from freedraft.guarded_method import GuardedMethod
+from freedraft.step import Step, room
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -33,10 +33,10 @@ class Drafting:
     """
 
     def __init__(
-        self, session: DraftSession, widths: Sequence[int], max_batch: int, accepted: AcceptedTokens, *,
+        self, guarded: GuardedMethod, widths: Sequence[int], max_batch: int, accepted: AcceptedTokens, *,
         chains: bool = False,
     ) -> None:  # fmt: skip
-        self.session, self.guarded, self.accepted = session, session.guarded, accepted
+        self.guarded, self.accepted = guarded, accepted
         self._chains = chains
         self._widths = np.array(widths, np.int32)
         self._max_running = 4 * max_batch + 64
@@ -81,8 +81,8 @@ class Drafting:
         self._drafted.pop(request.rid, None)
 
     def _begin(self, request: Any, tokens: NDArray[np.int32]) -> Callable[[], None]:
-        """Return the call that adds the request to the session; the request is read now."""
-        return partial(self.session.add, request.rid, tokens, tenant_of(request), extra_of(request))
+        """Return the call that adds the request; the request is read now."""
+        return partial(self.guarded.begin, request.rid, tokens, tenant_of(request), extra_of(request))
 
     def _tell(self, work: Callable[[], Any]) -> None:
         if self._thread is None:
@@ -105,7 +105,7 @@ class Drafting:
     def _forget(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         for held in (self._requests, self._states, self._drafted):
             held.pop(request_id, None)
-        self._tell(partial(self.session.finish, request_id, output, aborted))
+        self._tell(partial(self.guarded.finish, request_id, output, aborted))
 
     def _sweep(self, ids: Sequence[str]) -> None:
         """Finish requests outside of this step if far more are tracked than can run: SGLang does not report requests
@@ -184,7 +184,7 @@ class Drafting:
             if (node_logits := logits.take()) is not None:
                 self.guarded.recycle(node_logits)
             if states:
-                self.session.set_prompt_states(states, torch.stack(list(states.values())))
+                self.guarded.set_prompt_states(states, torch.stack(list(states.values())))
             proposed = None if late else self.guarded.draft(step, count=False)
             return None if proposed is None else self._cut(proposed, step.capacities, step.roots)
 

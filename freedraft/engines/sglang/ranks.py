@@ -49,9 +49,6 @@ class Ranks(DraftRanks):
         if not self.several:
             return verified
         width = verified.tokens.shape[1]
-        flat = torch.cat((verified.accepted, verified.tokens, verified.lengths[:, None], verified.bonus[:, None]), 1)
-        flat = self._group.broadcast(flat, src=0)
-        accepted, tokens, lengths, bonus = flat.split((width, width, 1, 1), 1)
-        return Verification(
-            accepted.contiguous(), lengths.squeeze(1).contiguous(), tokens.contiguous(), bonus.squeeze(1).contiguous()
-        )
+        flat = torch.cat((verified.accepted, verified.tokens, verified.lengths[:, None]), 1)
+        accepted, tokens, lengths = self._group.broadcast(flat, src=0).split((width, width, 1), 1)
+        return Verification(accepted.contiguous(), lengths.squeeze(1).contiguous(), tokens.contiguous())

@@ -22,7 +22,6 @@ from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 
 from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
-from freedraft.engines.session import DraftSession
 from freedraft.engines.sglang.accepted import AcceptedTokens
 from freedraft.engines.sglang.algorithm import TreeAlgorithm
 from freedraft.engines.sglang.contexts import context_of_worker, start_line
@@ -33,6 +32,7 @@ from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
 from freedraft.engines.sglang.ranks import Ranks
 from freedraft.engines.sglang.verify import BYTES_OF_EACH, TreeVerifier, alters_logits, rows_at_once
+from freedraft.guarded_method import GuardedMethod
 from freedraft.method import MethodSpec
 
 logger = logging.getLogger(__name__)
@@ -114,12 +114,12 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
                 self._draft_model.follow()
             return
         context = context_of_worker(self._target_worker, self.widths, chains=chains)
-        session = DraftSession(self._spec, self._spec.option_type.read(), context)
-        self._reads_states = self._ranks.agree(session.guarded.needs_prompt_states)
+        guarded = GuardedMethod(self._spec, self._spec.option_type.read(), context)
+        self._reads_states = self._ranks.agree(guarded.needs_prompt_states)
         if self._draft_model is not None:
             with self._ranks.leading():
-                session.guarded.prepare(self._draft_model)
-        self._drafting = Drafting(session, self.widths, runner.max_running_requests, self._accepted, chains=chains)
+                guarded.prepare(self._draft_model)
+        self._drafting = Drafting(guarded, self.widths, runner.max_running_requests, self._accepted, chains=chains)
         algorithm = algorithm_of(self._spec.name)
         assert isinstance(algorithm, TreeAlgorithm)
         algorithm.prepare = self._drafting.prepare

@@ -8,7 +8,7 @@ from typing import Any
 from freedraft.cost.hardware import CPU
 from freedraft.engines import hooks
 from freedraft.engines.vllm.configured import ADAPTIVE, configured
-from freedraft.engines.vllm.hooks import TESTED_VERSIONS, V2_LOGITS_HOOKS, vllm_version
+from freedraft.engines.vllm.hooks import TESTED_VERSIONS, vllm_version
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.step import EngineContext
 
@@ -40,7 +40,8 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
         page_size=vllm_config.cache_config.block_size,
         tensor_parallel=parallel.tensor_parallel_size,
         rank=replica,
-        gives_logits=v2_lengths is not None and _gives_logits(vllm_config.speculative_config),
+        # With adaptive verification the draft tokens of rows of logits are known on the device only.
+        gives_logits=v2_lengths is not None and not getattr(vllm_config.speculative_config, ADAPTIVE, False),
         lengths=v2_lengths or _lengths_of_experts(vllm_config),
     )
 
@@ -63,12 +64,6 @@ def _lengths_of_experts(vllm_config: Any) -> tuple[int, ...] | None:
     if vllm_config.parallel_config.data_parallel_size > 1 and getattr(vllm_config.model_config, "is_moe", False):
         return (vllm_config.speculative_config.num_speculative_tokens,)
     return None
-
-
-def _gives_logits(speculative_config: Any) -> bool:
-    if getattr(speculative_config, ADAPTIVE, False):
-        return False  # the draft tokens of rows of logits are known on the device only
-    return not hooks.check(V2_LOGITS_HOOKS)
 
 
 def _hardware() -> str | None:

@@ -14,13 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from freedraft.engines.hooks import check
 from freedraft.engines.vllm.forward import NO_SLOT, Forward
-from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS
 from freedraft.engines.vllm.kept_layers import KeptLayers
 from freedraft.engines.vllm.pages import BlockTables
 from freedraft.guarded_method import is_device_fault
-from freedraft.method import Method
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +92,7 @@ class DraftGraphs:
             return f"attention {backend}"
         if group.kernel_block_size is not None:  # attention reads its own block table, built on the host
             return "attention's pages are smaller than those of the KV cache"
-        return "; ".join(check(DRAFT_GRAPH_HOOKS))
+        return ""
 
     @torch.inference_mode()
     def record(self, passes: Iterable[KeptLayers], wrap: Callable[..., Any]) -> None:
@@ -182,9 +179,12 @@ def with_draft_graphs(passes_of: Callable[[Any], int | None]) -> Callable[[Calla
     return make
 
 
-def passes_on_all_ranks(method: Method | None) -> int:
-    """The number of passes that rank 0's method will capture, on every rank."""
+def passes_to_capture(drafter: Any) -> int | None:
+    """The number of passes that rank 0's method will capture, on every rank. drafter: ours of a runner; None: another
+    one's."""
     from vllm.distributed import get_tp_group
 
-    passes, group = 0 if method is None else method.optimized_passes, get_tp_group()
+    if drafter is None:
+        return None
+    passes, group = 0 if drafter.guarded is None else drafter.guarded.method.optimized_passes, get_tp_group()
     return int(group.broadcast_object(passes, src=0)) if group.world_size > 1 else passes

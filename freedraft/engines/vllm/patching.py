@@ -1,11 +1,14 @@
-"""Helpers: replace a function of vLLM once; log through vLLM's handlers."""
+"""Helpers: replace a function of vLLM once; log through vLLM's handlers; and a fix of its CPU platform."""
 
 from __future__ import annotations
 
+import builtins
 import functools
 import logging
 from collections.abc import Callable
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 MARK = "_freedraft_original"
 
@@ -76,3 +79,24 @@ def share_logging() -> None:
         ours.handlers = list(theirs.handlers)
         ours.setLevel(theirs.level)
         ours.propagate = theirs.propagate
+
+
+def start_with_numba_loaded() -> None:
+    """Let vLLM's CPU platform inspect the modules of a process that has loaded numba.
+
+    To replace its Triton kernels vLLM calls `vars` on every value of every module. For llvmlite's library object the
+    result is no dictionary, so no engine starts once numba is loaded, here or in the parent process of a fork.
+    """
+    from vllm.platforms import current_platform
+
+    def vars_of(value: Any) -> Any:
+        attributes = builtins.vars(value)
+        return attributes if hasattr(attributes, "keys") else {}
+
+    if current_platform.is_cpu():
+        try:
+            from vllm.triton_utils import dispatcher
+
+            dispatcher.vars = vars_of  # type: ignore[attr-defined]
+        except Exception as error:  # a version with another structure
+            logger.debug("freedraft: no fix for modules of numba (%s)", error)

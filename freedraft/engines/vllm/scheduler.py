@@ -5,25 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from freedraft.engines.hooks import check
-from freedraft.engines.vllm.hooks import TENANT_HOOKS
-from freedraft.engines.vllm.patching import MARK, after, wrap_once
+from freedraft.engines.vllm.patching import MARK
 from freedraft.tenants import tenant_key
 
 SALT = "freedraft_salt"  # Attribute of vLLM's NewRequestData: the key of the request's tenant
 
 
-def carry_salt() -> bool:
-    """Make the scheduler pass the cache_salt of new requests to the model runner. Returns whether this vLLM can."""
-    if check(TENANT_HOOKS):
-        return False
-    from vllm.v1.core.sched.output import NewRequestData
-
-    wrap_once(NewRequestData, "from_request", after(_add_salt))
-    return True
-
-
-def _add_salt(data: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+def add_salt(data: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """After `NewRequestData.from_request`: pass the request's cache_salt to the model runner."""
     if key := tenant_key(request.cache_salt):
         setattr(data, SALT, key)
 

@@ -17,7 +17,6 @@ def verify_kernel(
     accepted,  # out int32 [B, N]
     lengths,  # out int32 [B]
     new_tokens,  # out int32 [B, N]
-    bonus,  # out int32 [B]
     nodes, NODE_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program b verifies request b."""
@@ -44,12 +43,11 @@ def verify_kernel(
     tl.store(accepted + first + step, path, mask=step < nodes)
     tl.store(new_tokens + first + step, output, mask=step < nodes)
     tl.store(lengths + request, length)
-    tl.store(bonus + request, want)
 
 
 def launch_verify(tree: TreeBatch, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """accepted, lengths, tokens and bonus of a `Verification`."""
-    outputs = tuple(torch.empty_like(like) for like in (tree.tokens, tree.counts, tree.tokens, tree.counts))
+    """accepted, lengths and tokens of a `Verification`."""
+    outputs = tuple(torch.empty_like(like) for like in (tree.tokens, tree.counts, tree.tokens))
     if tree.batch_size:
         verify_kernel[(tree.batch_size,)](
             tree.tokens, tree.parents, tree.counts, targets, *outputs, tree.max_nodes,

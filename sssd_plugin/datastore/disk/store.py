@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,12 +17,13 @@ from sssd_plugin.datastore.index.suffix_sort import before, fill_sparse, fill_st
 SAMPLES = 100_000
 
 
-class Datastore:
-    """An open datastore. Its arrays are memory maps: processes on a host share one copy in the page cache."""
+class Datastore(NamedTuple):
+    """An open datastore. Its arrays are memory maps: processes on a host share one copy in the page cache. They stay
+    mapped as long as someone holds the snapshot."""
 
-    def __init__(self, path: Path, manifest: Manifest, snapshot: Snapshot) -> None:
-        self.path, self.manifest = path, manifest
-        self._snapshot: Snapshot | None = snapshot
+    path: Path
+    manifest: Manifest
+    snapshot: Snapshot
 
     @classmethod
     def open(
@@ -57,23 +58,6 @@ class Datastore:
         except ValueError as error:  # only without `verify`
             raise DatastoreError(f"{path} is corrupted ({error}): {REBUILD}") from None
         return cls(path, manifest, Snapshot(subs))
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """The sub-indices, for the drafter; they stay mapped as long as someone holds the snapshot."""
-        if self._snapshot is None:
-            raise ValueError(f"the datastore {self.path} is closed")
-        return self._snapshot
-
-    def close(self) -> None:
-        """Release the maps; may be called twice."""
-        self._snapshot = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def _check_fits(path: Path, manifest: Manifest, vocab_size: int | None, fingerprint: str | None) -> None:

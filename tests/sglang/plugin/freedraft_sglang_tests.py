@@ -157,7 +157,7 @@ def record_ranks(folder):
     def verifying(self, batch, host_tree, tree, output):
         verified = verify(self, batch, host_tree, tree, output)
         host = [getattr(host_tree, name) for name in ("tokens", "parents", "depths", "counts")]
-        device = [getattr(verified, name).numpy() for name in ("accepted", "lengths", "tokens", "bonus")]
+        device = [getattr(verified, name).numpy() for name in ("accepted", "lengths", "tokens")]
         with (folder / f"steps-{os.getpid()}").open("a") as file:
             file.write(json.dumps([array.tolist() for array in host + device]) + "\n")
         return verified

@@ -16,13 +16,17 @@ from types import ModuleType
 _NAME = "torchvision"
 
 
-class _Missing(type):
-    """Metaclass of stand-in names: attributes are stand-ins too, so that class bodies and defaults evaluate."""
+def _stand_in(_: object, name: str) -> type:
+    """An attribute of the package, or of one of its names: a stand-in, so that class bodies and defaults evaluate."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Missing(name, (), {})
 
-    def __getattr__(cls, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return stand_in(name)
+
+class _Missing(type):
+    """Metaclass of stand-ins."""
+
+    __getattr__ = _stand_in
 
     def __call__(cls, *args: object, **kwargs: object) -> object:
         raise RuntimeError(
@@ -30,15 +34,8 @@ class _Missing(type):
         )
 
 
-def stand_in(name: str) -> type:
-    return _Missing(name, (), {})
-
-
 class _Module(ModuleType):
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return stand_in(name)
+    __getattr__ = _stand_in
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

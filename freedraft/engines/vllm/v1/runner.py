@@ -15,13 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from freedraft.engines.hooks import check
-from freedraft.engines.session import DraftSession, room
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.context import context_of_engine, start_line, tokenizer_of
-from freedraft.engines.vllm.draft_graphs import passes_on_all_ranks, with_draft_graphs
+from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
-from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, GRAPH_HOOKS, PROCESSOR_HOOKS
 from freedraft.engines.vllm.outputs import longest_answer, output_of
 from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.patching import after, before, share_logging, with_kv_cache, wrap_once
@@ -30,7 +27,7 @@ from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
 from freedraft.engines.vllm.v1.matching import Matching
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
-from freedraft.step import Step
+from freedraft.step import Step, room
 
 logger = logging.getLogger(__name__)
 
@@ -61,20 +58,19 @@ class MethodProposer:
         from vllm.distributed import get_tp_group
 
         share_logging()
-        install()
         ours = configured(vllm_config)
         self.spec = METHODS[ours.name]
-        if not ours.graph_mode_given and not check(GRAPH_HOOKS):
+        install(self.spec.runs_model)
+        if not ours.graph_mode_given:
             prefer_full_graphs(vllm_config.compilation_config)
         self.vllm_config = vllm_config
         self.draft_model: PagedDraftModel | None = None
         # Maximum total tokens by request; requests with prompt embeddings are missing.
         self.limits: dict[str, int] = {}
-        self.guarded: GuardedMethod | None = None  # in the drafting rank
+        self.guarded: Any = None  # `GuardedMethod`, in the drafting rank
         if get_tp_group().rank_in_group == 0:
             options = self.spec.option_type.parse(ours.options)
-            self.session = DraftSession(self.spec, options, context_of_engine(vllm_config))
-            self.guarded = self.session.guarded
+            self.guarded = GuardedMethod(self.spec, options, context_of_engine(vllm_config))
             self.tokenizer = tokenizer_of(vllm_config.model_config) if self.guarded.method.learns else None
 
     def load_model(self, target_model: Any) -> None:
@@ -103,7 +99,7 @@ class MethodProposer:
             tokens = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
             self.limits[request.req_id] = int(batch.num_prompt_tokens[row]) + longest_answer(parameters)
             extra = getattr(parameters, "extra_args", None)
-            self.session.add(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
+            self.guarded.begin(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
 
     def draft(self, runner: Any, arguments: dict[str, Any]) -> list[list[int]]:
         """Draft tokens by row of the batch; none for requests in prefill."""
@@ -117,9 +113,9 @@ class MethodProposer:
             max_model_len=runner.max_model_len,
             limits=self.limits,
         )
-        if not self.session.in_prompt.isdisjoint(step.request_ids):
+        if not self.guarded.in_prompt.isdisjoint(step.request_ids):
             self._set_prompt_states(step)
-        return draft_lists(self.session.guarded.draft(step), step, len(sampled))
+        return draft_lists(self.guarded.draft(step), step, len(sampled))
 
     def finish(self, request_ids: set[str], states: dict[str, Any]) -> None:
         """Remove requests. states: vLLM's CachedRequestState by id, if it has one."""
@@ -127,16 +123,16 @@ class MethodProposer:
             del self.limits[request_id]
             state = states.get(request_id)
             output = output_of(state.sampling_params, state.output_token_ids, self.tokenizer) if state else None
-            self.session.finish(request_id, output)
+            self.guarded.finish(request_id, output)
 
     def _set_prompt_states(self, step: Step) -> None:
         """Pass on the prompt states of requests that finished prefill in this step."""
-        new = [i for i, request_id in enumerate(step.request_ids) if request_id in self.session.in_prompt]
+        new = [i for i, request_id in enumerate(step.request_ids) if request_id in self.guarded.in_prompt]
         arguments = step.engine.arguments
         # The last token of each row that this step computed.
         ends = arguments["common_attn_metadata"].query_start_loc_cpu[step.engine.rows[new] + 1] - 1
         hidden = arguments["hidden_states"]
-        self.session.set_prompt_states([step.request_ids[i] for i in new], hidden[ends.to(hidden.device)])
+        self.guarded.set_prompt_states([step.request_ids[i] for i in new], hidden[ends.to(hidden.device)])
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """Required by vLLM; the hook replaces it."""
@@ -189,8 +185,8 @@ def draft_lists(draft: DraftBatch | None, step: Step, batch_size: int) -> list[l
     return drafts
 
 
-def install() -> None:
-    """Hook vLLM's model runner, once per process. Other drafters are not affected."""
+def install(runs_model: bool) -> None:
+    """Hook vLLM's model runner, once per process. Other drafters are not affected. runs_model: see `MethodSpec`."""
     from vllm.v1.worker import gpu_model_runner
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -199,12 +195,10 @@ def install() -> None:
     if hasattr(GPUModelRunner, "shutdown"):
         wrap_once(GPUModelRunner, "shutdown", before(_close))
     wrap_once(GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
-    if not check(PROCESSOR_HOOKS):
-        wrap_once(gpu_model_runner, "build_logitsprocs", _build_processors)
-    if not check(DRAFT_GRAPH_HOOKS):
+    wrap_once(gpu_model_runner, "build_logitsprocs", _build_processors)
+    if runs_model:
         wrap_once(GPUModelRunner, "capture_model", after(_capture))
-        if hasattr(GPUModelRunner, "profile_cudagraph_memory"):
-            wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(_passes))
+        wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(lambda r: passes_to_capture(_ours(r))))
 
 
 def _ours(runner: Any) -> MethodProposer | None:
@@ -277,12 +271,6 @@ def _build_processors(original: Callable[..., Any]) -> Callable[..., Any]:
         return LogitsProcessors(made(vllm_config, device, is_pin_memory) for made in BUILTIN_LOGITS_PROCESSORS)
 
     return build_logitsprocs
-
-
-def _passes(runner: Any) -> int | None:
-    if (ours := _ours(runner)) is None:
-        return None
-    return passes_on_all_ranks(None if ours.guarded is None else ours.guarded.method)
 
 
 def _prepare(runner: Any) -> None:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from freedraft.cost.batch_lengths import BatchLengths, Rows
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
-from freedraft.engines.session import DraftSession
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
@@ -75,8 +74,7 @@ class Drafting:
         self.length: int = vllm_config.speculative_config.num_speculative_tokens
         self.max_model_len: int = vllm_config.model_config.max_model_len
         slots: int = req_states.max_num_reqs
-        self.session: Any = None  # `DraftSession`, in rank 0
-        self.guarded: GuardedMethod | None = None  # its method
+        self.guarded: Any = None  # `GuardedMethod`, in the drafting rank
         self.lengths: BatchLengths | None = None  # learnt while serving
         self.rows: Rows = []  # draft lengths by batch size, to send to the scheduler
         self.confidences: Confidences | None = None
@@ -84,8 +82,7 @@ class Drafting:
         if drafts:
             spec = METHODS[ours.name]
             context = context_of_engine(vllm_config, v2_lengths=ours.lengths or (self.length,))
-            self.session = DraftSession(spec, spec.option_type.parse(ours.options), context)
-            self.guarded = self.session.guarded
+            self.guarded = GuardedMethod(spec, spec.option_type.parse(ours.options), context)
             controller, learns = self.guarded.method.controller, self.guarded.method.learns
             self.lengths = controller if isinstance(controller, BatchLengths) else None
             tokenizer = tokenizer_of(vllm_config.model_config) if learns else None
@@ -111,7 +108,7 @@ class Drafting:
         """Add requests (vLLM's NewRequestData) that got slots: new or resumed ones. A failure affects its request
         only."""
         for request in requests:
-            self.session.guarded.call(partial(self._add, request))
+            self.guarded.call(partial(self._add, request))
 
     def _add(self, request: Any) -> None:
         request_id, parameters = request.req_id, request.sampling_params
@@ -124,7 +121,7 @@ class Drafting:
             slot, tokens = self._states.req_id_to_index[request_id], request.prefill_token_ids
             known = self.requests.add(request_id, slot, tokens, request.prompt_len, parameters)
             extra = getattr(parameters, "extra_args", None)
-            self.session.add(request_id, known, getattr(request, SALT, None) or None, extra)
+            self.guarded.begin(request_id, known, getattr(request, SALT, None) or None, extra)
 
     def end(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
         """Remove finished requests, and release the slots of preempted ones."""
@@ -140,14 +137,14 @@ class Drafting:
             self._tell_end(request_id)
 
     def _tell_end(self, request_id: str) -> None:
-        output = self.session.guarded.call(partial(self.requests.take_ended, request_id))
-        self.session.finish(request_id, output)
+        output = self.guarded.call(partial(self.requests.take_ended, request_id))
+        self.guarded.finish(request_id, output)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def catch_up(self) -> None:
         """Take the newest step's tokens, without drafting."""
-        self.session.guarded.call(self._catch_up)
+        self.guarded.call(self._catch_up)
 
     def _launch(
         self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor, hidden_states: torch.Tensor,
@@ -182,14 +179,14 @@ class Drafting:
             return False
         rows, drafted = self._take()
         if not (drafting := room[rows] > 0).all():
-            self.session.guarded.take(replace(self._step(rows[~drafting], drafted[~drafting], 0), engine=None))
+            self.guarded.take(replace(self._step(rows[~drafting], drafted[~drafting], 0), engine=None))
             rows, drafted = rows[drafting], drafted[drafting]
         proposed = self._of_batch(self._proposed, len(gained.slots)).numpy()
         proposed[0], proposed[1:] = gained.wait()[:, -1:], 0
         if len(rows):
             self._drafted_at = self._steps
             step, slots = self._step(rows, drafted, most), gained.slots[rows]
-            draft = self.session.guarded.draft(step)
+            draft = self.guarded.draft(step)
             branching = self._branching(slots)
             counts = write_drafts(draft, step.capacities, rows, branching, proposed, requests.parents, slots)
             requests.drafted[slots], requests.drafted_behind[slots] = counts, self._steps
@@ -205,7 +202,7 @@ class Drafting:
         gained, self._pending = self._gained[0], False
         rows = self.requests.append(gained.slots, gained.generations, gained.wait())
         if (logits := self.logits.take()) is not None:
-            self.session.guarded.recycle(logits)
+            self.guarded.recycle(logits)
         self._tell_ends()
         slots = gained.slots[rows]
         drafted = np.minimum(self.requests.drafted[slots], gained.scheduled[rows]).astype(np.int32)
@@ -236,7 +233,7 @@ class Drafting:
     def _catch_up(self) -> None:
         """Take the tokens of a step without drafting."""
         if self._pending and len((taken := self._take())[0]):
-            self.session.guarded.observe(self._step(*taken, 0))
+            self.guarded.observe(self._step(*taken, 0))
         if self._unrecorded and self.lengths is not None:
             self._record()
         self._unrecorded = False
@@ -244,12 +241,12 @@ class Drafting:
     def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor, over: NDArray[np.bool_]) -> None:
         """Pass on the prompt states of requests that finished prefill in this step; over: bool [B], which did."""
         ids = input_batch.req_ids
-        rows = [row for row in np.flatnonzero(over).tolist() if ids[row] in self.session.in_prompt]
+        rows = [row for row in np.flatnonzero(over).tolist() if ids[row] in self.guarded.in_prompt]
         if rows:
             ends = input_batch.query_start_loc_np[1:][rows] - 1
             if (drafts := input_batch.num_draft_tokens_per_req) is not None:
                 ends = ends - drafts[rows]  # placeholders for draft tokens may follow the prompt's last token
-            self.session.set_prompt_states([ids[row] for row in rows], hidden_states[ends.tolist()])
+            self.guarded.set_prompt_states([ids[row] for row in rows], hidden_states[ends.tolist()])
 
     def _decide(self, batch: int) -> Rows:
         assert self.lengths is not None

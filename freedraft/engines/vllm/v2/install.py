@@ -11,10 +11,8 @@ from typing import Any
 
 import torch
 
-from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import configured
-from freedraft.engines.vllm.draft_graphs import passes_on_all_ranks, with_draft_graphs
-from freedraft.engines.vllm.hooks import DRAFT_GRAPH_HOOKS, V2_GRAPH_HOOKS, V2_LOGITS_HOOKS, V2_SAMPLING_HOOKS
+from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
 from freedraft.engines.vllm.patching import after, before, with_kv_cache, wrap_once
 from freedraft.engines.vllm.v2.lengths import find_nearest, send_lengths, whole_table
 from freedraft.engines.vllm.v2.matching import match
@@ -41,14 +39,10 @@ def install() -> None:
     wrap_once(GPUModelRunner, "add_requests", after(_add))
     wrap_once(GPUModelRunner, "sample_tokens", after(_send_lengths))
     wrap_once(GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
-    if hasattr(GPUModelRunner, "profile_cudagraph_memory") and not check(DRAFT_GRAPH_HOOKS):
-        wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(_passes))
-    if not check(V2_LOGITS_HOOKS):
-        wrap_once(RejectionSampler, "__call__", before(_take_logits))
-    if not check(V2_SAMPLING_HOOKS):
-        wrap_once(RejectionSampler, "_verify", _verify)
-    if not check(V2_GRAPH_HOOKS):
-        wrap_once(cudagraph_utils.CudaGraphManager, "_init_candidates", find_nearest)
+    wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(lambda r: passes_to_capture(_ours(r))))
+    wrap_once(RejectionSampler, "__call__", before(_take_logits))
+    wrap_once(RejectionSampler, "_verify", _verify)
+    wrap_once(cudagraph_utils.CudaGraphManager, "_init_candidates", find_nearest)
     wrap_once(GPUModelRunner, "prepare_attn", _prepare_step)
     wrap_once(DefaultModelState, "prepare_inputs", before(_join))
 
@@ -94,12 +88,6 @@ def _close(runner: Any) -> None:
         for holder in (runner.rejection_sampler, runner.model_state):
             if getattr(holder, SPECULATOR, None) is not None:
                 delattr(holder, SPECULATOR)
-
-
-def _passes(runner: Any) -> int | None:
-    if (ours := _ours(runner)) is None:
-        return None
-    return passes_on_all_ranks(None if ours.guarded is None else ours.guarded.method)
 
 
 def _end(runner: Any, scheduler_output: Any) -> None:

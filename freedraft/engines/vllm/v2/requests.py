@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.engines.session import room
 from freedraft.engines.vllm.outputs import longest_answer, output_of
+from freedraft.step import room
 
 
 class Left(NamedTuple):
@@ -96,8 +96,6 @@ class Requests:
     ) -> NDArray[np.int32]:
         """int32 [R], maximum of draft tokens per request, at most `most`. contexts: int32 [R], tokens of each;
         branching: bool [R], which may have trees; None: none."""
-        if branching is None:
-            return room(self.limits[slots], contexts, most)
         return room(self.limits[slots], contexts, most, trees=branching, widest=self.tokens.shape[1] - 1 - contexts)
 
     def preempt(self, request_id: str) -> None:

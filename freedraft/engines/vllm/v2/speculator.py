@@ -22,11 +22,9 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from freedraft.engines.draft_ranks import DraftRanks
-from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
-from freedraft.engines.vllm.hooks import V2_SAMPLING_HOOKS
 from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.v2.confidences import Confidences
 from freedraft.engines.vllm.v2.drafting import Drafting, V2StepState
@@ -76,7 +74,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         """Release all memory: the process may outlive the engine."""
         if self.guarded is not None:
             self.guarded.close()
-        self.guarded = self.session = self.runner = self.draft_model = self.trees = None
+        self.guarded = self.runner = self.draft_model = self.trees = None
 
     def warm_up(self, now: bool) -> None:
         """Set whether vLLM runs dummy requests now, to compile kernels; their outcomes are ignored."""
@@ -106,9 +104,6 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         setattr(self._vllm_config.speculative_config, SCHEDULE, self._schedule)
         if self.guarded is not None:
             logger.info(start_line(self._vllm_config, name, v2=True))
-            if missing := check(V2_SAMPLING_HOOKS):
-                line = "freedraft: method '%s': the tokens of a seed are not those without drafts: vLLM lacks %s"
-                logger.warning(line, name, "; ".join(missing))
         if self.trees is not None and not DraftRanks(self._ranks).agree(self.trees.prepare(runner)):
             self.trees, self._parts = None, 1
         self.runner = runner
