@@ -20,7 +20,7 @@ from typing import Any
 import fsspec
 from moto.server import ThreadedMotoServer
 
-from bench.demo.measure import Client
+from bench.demo.measure import Client, as_chat
 from bench.lib import servers
 from bench.lib.results import write_json
 from freedraft.tenants import tenant_key
@@ -43,7 +43,7 @@ def client_of(number: int, engine: str, python: str, model: Path, folder: Path) 
 
 
 def tokens_per_step(client: Client, salt: str | None) -> float:
-    answer = client.ask(QUESTION, salt)
+    answer = client.ask(as_chat(QUESTION), salt)
     return round(len(answer.tokens) / max(1, answer.steps), 3)
 
 

@@ -54,10 +54,9 @@ def served_figures() -> dict[str, str]:
 
 
 def figures() -> str:
-    demo, demo_sglang = (
-        " / ".join(f"{row['ratio']:.1f}" for row in result(f"demo-{engine}-cpu.json")["rows"])
-        for engine in ("vllm", "sglang")
-    )
+    rows_of = {engine: result(f"demo-{engine}-cpu.json")["rows"] for engine in ("vllm", "sglang")}
+    demo, demo_sglang = (" / ".join(f"{row['ratio']:.1f}" for row in rows) for rows in rows_of.values())
+    kinds = " / ".join(row["kind"] for row in rows_of["vllm"])
     deep = result("layer-skip-vllm-cpu.json")["deep model, bf16, compiled"]["batch 1"]
     deep_sglang = result("layer-skip-sglang-cpu.json")["batches"][0]
     by_engine = ((deep["ratio"], *deep["ratio_quarters"]), (deep_sglang["ratio"], *deep_sglang["ratio_spread"]))
@@ -68,7 +67,7 @@ def figures() -> str:
         if (row["batch"], row["context"]) == (8, 7500)
     )
     rows = {
-        "`make demo`, vLLM, one request at a time: copying / code / chat / story": demo,
+        f"`make demo`, vLLM, one request at a time: {kinds}": demo,
         "`make demo-sglang`, trees: the same prompts": demo_sglang,
         **served_figures(),
         "`layerskip`, deep synthetic model, bf16 (some answers part at near ties), batch 1, vLLM / SGLang (spread)": (

@@ -70,7 +70,7 @@ class GuardedMethod:
         self._paused = 0
         self._next_pause = FIRST_PAUSE
         self._good_steps = 0
-        self._uncounted: Step | None = None
+        self._uncounted: tuple[Step, DraftBatch] | None = None
         atexit.register(self.close)  # engines do not notify drafters of their shutdown
 
     @property
@@ -110,40 +110,55 @@ class GuardedMethod:
         the caller calls `count` when nothing waits for it."""
         if self._paused > 0:
             self._paused -= 1
+            self._count_failed(step)
             return None
         started = time.perf_counter()
         draft: DraftBatch | None = self.call(self.method.draft, step)
-        if draft is not None:
-            self.metrics.budget.set(self.method.controller.budget)
-            self.metrics.seconds.observe(time.perf_counter() - started)
-            self._good_steps += 1
-            if self._good_steps == FORGIVEN:
-                self._next_pause = FIRST_PAUSE
-        self._uncounted = step
+        if draft is None:
+            self._count_failed(step)
+            return None
+        self.metrics.budget.set(self.method.controller.budget)
+        self.metrics.seconds.observe(time.perf_counter() - started)
+        self._good_steps += 1
+        if self._good_steps == FORGIVEN:
+            self._next_pause = FIRST_PAUSE
+        self._uncounted = step, draft
         if count:
             self.count()
         return draft
 
     def count(self) -> None:
         """Count the step that was drafted for, in the metrics."""
-        step, self._uncounted = self._uncounted, None
-        if step is not None:
+        if self._uncounted is not None:
+            (step, draft), self._uncounted = self._uncounted, None
             self.call(self._count, step)
+            self.call(self._count_undrafted, step, draft)
 
     def observe(self, step: Step) -> None:
         """See `Method.observe`."""
-        if self._paused == 0:
-            self.call(self._take, step, self.method.observe)
-            self.metrics.budget.set(0)
+        self._take(step, self.method.observe, "cost")
+        self.metrics.budget.set(0)
 
     def take(self, step: Step) -> None:
         """Append accepted tokens of requests that are not drafted for in a step in which others are."""
-        if self._paused == 0:
-            self.call(self._take, step, self.method.update)
+        self._take(step, self.method.update, "no room")
 
-    def _take(self, step: Step, action: Callable[[Step], Any]) -> None:
-        action(step)
-        self._count(step)
+    def _take(self, step: Step, action: Callable[[Step], Any], reason: str) -> None:
+        if self._paused > 0 or self.call(lambda: (action(step),)) is None:
+            self._count_failed(step)
+        else:
+            self.call(self._count, step)
+            self.metrics.undrafted(reason).inc(step.batch_size)
+
+    def _count_failed(self, step: Step) -> None:
+        """Count a step without calling the method, which has failed."""
+        self.metrics.add(step)
+        self.metrics.undrafted("failure").inc(step.batch_size)
+
+    def _count_undrafted(self, step: Step, draft: DraftBatch) -> None:
+        full, unmatched = step.capacities == 0, self.method.unmatched
+        for reason, rows in (("no room", full), ("no match", ~full & unmatched), ("cost", ~(full | unmatched))):
+            self.metrics.undrafted(reason).inc(np.count_nonzero((draft.counts <= 1) & rows))
 
     def _count(self, step: Step) -> None:
         self.method.record_acceptance(step)

@@ -55,6 +55,7 @@ class Method:
     def __init__(self, options: Any, context: EngineContext, controller: Controller, name: str) -> None:
         self.options, self.context, self.controller = options, context, controller
         self.metrics = Metrics.of(name)
+        self.unmatched: NDArray[np.bool_] | bool = False  # [B], requests for which the last `propose` found nothing
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         """Add a request. Called during its prefill, so it must return at once.
@@ -93,8 +94,10 @@ class Method:
         if max_draft_len > 0:
             draft = self.propose(step, max_draft_len)
             np.minimum(draft.counts, step.capacities + 1, out=draft.counts)
+            self.unmatched = draft.counts <= 1
             controller.truncate(draft)
         else:
+            self.unmatched = False
             draft = DraftBatch.roots(step.roots)
         controller.end(step)
         return draft
@@ -117,11 +120,7 @@ class Method:
     def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
         """Count tokens and accepted drafts of the last step, for the metrics; called after `draft`, `observe` or
         `update`. rows: bool [B], requests to count; None: all."""
-        some = slice(None) if rows is None else rows
-        self.metrics.request_steps.inc(len(step.gained[some]))
-        self.metrics.tokens.inc(int(step.gained[some].sum()))
-        self.metrics.drafted.inc(int(step.drafted[some].sum()))
-        self.metrics.accepted.inc(int(step.accepted[some].sum()))
+        self.metrics.add(step, slice(None) if rows is None else rows)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         """Remove a request; the id may be unknown.

@@ -10,12 +10,16 @@ import functools
 import logging
 import socket
 import threading
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
 
 from freedraft.config import LOCAL, ConfigError
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Summary
+
+    from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +40,26 @@ class Metrics(NamedTuple):
     seconds: Summary
     late: Counter
     failures: Counter
+    accepted_lengths: Any  # function that returns the Counter of a number of accepted draft tokens
+    undrafted: Any  # function that returns the Counter of a reason
 
     @classmethod
     def of(cls, method: str) -> Metrics:
         """The metrics of the method of this name."""
-        return cls._make(family.labels(method) for family in _families())
+        *single, lengths, undrafted = _families()
+        by_label = (functools.cache(functools.partial(family.labels, method)) for family in (lengths, undrafted))
+        return cls._make((*(family.labels(method) for family in single), *by_label))
+
+    def add(self, step: Step, rows: Any = slice(None)) -> None:
+        """Count the tokens that a step gave the requests at `rows`, an index of [B]."""
+        drafted, accepted = step.drafted[rows], step.accepted[rows]
+        self.request_steps.inc(len(drafted))
+        self.tokens.inc(int(step.gained[rows].sum()))
+        self.drafted.inc(int(drafted.sum()))
+        self.accepted.inc(int(accepted.sum()))
+        for length, requests in enumerate(np.bincount(accepted[drafted > 0]).tolist()):
+            if requests:
+                self.accepted_lengths(str(length)).inc(requests)
 
 
 @functools.cache
@@ -54,8 +73,8 @@ def _families() -> Metrics:
     def gauge(name: str, text: str, mode: Literal["livesum", "livemax"]) -> Gauge:
         return Gauge(f"freedraft_{name}", text, label, multiprocess_mode=mode)
 
-    def counter(name: str, text: str) -> Counter:
-        return Counter(f"freedraft_{name}", text, label)
+    def counter(name: str, text: str, *by: str) -> Counter:
+        return Counter(f"freedraft_{name}", text, [*label, *by])
 
     speedup = "Estimated tokens per second over plain decoding, by policy auto; NaN for other policies"
     return Metrics(
@@ -69,6 +88,8 @@ def _families() -> Metrics:
         seconds=Summary("freedraft_drafting_seconds", "Time spent drafting, per step", label),
         late=counter("late_steps", "Steps without drafts because drafting took too long"),
         failures=counter("failures", "Drafter calls that raised an exception; each is followed by a pause"),
+        accepted_lengths=counter("accepted_lengths", "Drafts verified, by number of accepted tokens", "length"),
+        undrafted=counter("undrafted_requests", "Requests decoded that got no draft for their next step", "reason"),
     )
 
 

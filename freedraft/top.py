@@ -15,7 +15,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-# Values by metric name without its prefix, and label value ("" for none).
+# Values by metric name without its prefix, and label values, joined by "/" ("" for none).
 Samples = Mapping[tuple[str, str], float]
 
 PREFIX, START = "freedraft_", "process_start_time_seconds"
@@ -34,10 +34,10 @@ def read(url: str) -> dict[tuple[str, str], float]:
             text = page.read().decode()
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"no metrics at {url} ({error}): start the server with option 'metrics_port', and name that port"
+            f"no metrics at {url} ({getattr(error, 'reason', error)}): set option 'metrics_port', and name that port"
         ) from None
     samples = {
-        (sample.name.removeprefix(PREFIX), next(iter(sample.labels.values()), "")): sample.value
+        (sample.name.removeprefix(PREFIX), "/".join(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
         if sample.name.startswith((PREFIX, START)) and not sample.name.endswith("_created")
@@ -70,6 +70,10 @@ def view(now: Samples, before: Samples, seconds: float) -> Table:
     row("tokens per request and step", lambda m: ratio("tokens_total", "request_steps_total", m))
     row("over plain, by policy auto", lambda m: now.get(("speedup", m), math.nan))
     row("draft tokens per step, allowed now", lambda m: now.get(("budget_tokens", m), 0), ".0f")
+    requests = sum(gained["request_steps_total", method] for method in methods)  # those of a hybrid's parts are its own
+    for reason in sorted({label.partition("/")[2] for name, label in now if name == "undrafted_requests_total"}):
+        undrafted = {m: gained["undrafted_requests_total", f"{m}/{reason}"] / (requests or math.nan) for m in methods}
+        row(f"of requests, without a draft: {reason}", undrafted.__getitem__)
     row("of draft tokens, accepted", lambda m: ratio("accepted_tokens_total", "draft_tokens_total", m))
     drafting = "drafting_seconds_sum", "drafting_seconds_count"
     row("microseconds to draft, per step", lambda m: 1e6 * ratio(*drafting, m), ",.0f")

@@ -20,6 +20,7 @@ from freedraft.method import Method, MethodSpec
 from freedraft.step import EngineContext, Step
 from tests.support.steps import make_step
 
+REASONS = ("cost", "no match", "no room", "failure")
 PROFILE = HardwareProfile(name="x", peak_flops=1e12, bandwidth=1e10, source="measured")
 
 
@@ -43,6 +44,10 @@ class Fragile(Method):
         self._call("propose")
         return DraftBatch.roots(step.roots)
 
+    def record_acceptance(self, step: Step, rows: Any = None) -> None:
+        super().record_acceptance(step, rows)
+        self._call("record_acceptance")
+
     def finish(self, request_id: str, output: Any, aborted: bool) -> None:
         self._call("finish")
 
@@ -52,8 +57,8 @@ def guarded() -> GuardedMethod:
     return GuardedMethod(MethodSpec("fragile", f"{__name__}:Fragile", PluginOptions), PluginOptions(), EngineContext())
 
 
-def value(name: str) -> float:
-    return REGISTRY.get_sample_value(f"freedraft_{name}", {"method": "fragile"}) or 0.0
+def value(name: str, **labels: str) -> float:
+    return REGISTRY.get_sample_value(f"freedraft_{name}", {"method": "fragile"} | labels) or 0.0
 
 
 STEP = make_step(["a"], [[7]], drafted=2)
@@ -62,12 +67,12 @@ STEP = make_step(["a"], [[7]], drafted=2)
 def test_a_failure_is_counted_and_followed_by_pauses_that_double(
     guarded: GuardedMethod, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guarded.method.fails = {"propose"}
+    guarded.method.fails = {"propose", "record_acceptance"}  # a method that failed may also fail to count
     before, tried = value("failures_total"), []
     for number in range(40 * FIRST_PAUSE):
-        calls = len(guarded.method.calls)
+        calls = guarded.method.calls.count("propose")
         assert guarded.draft(STEP) is None
-        tried += [number] * (len(guarded.method.calls) - calls)
+        tried += [number] * (guarded.method.calls.count("propose") - calls)
     assert np.diff(tried).tolist() == [FIRST_PAUSE * 2**i + 1 for i in range(len(tried) - 1)]
     assert value("failures_total") - before == len(tried) > 3
     assert len(caplog.records) == len(tried) and all(record.exc_info for record in caplog.records)
@@ -85,7 +90,7 @@ def test_it_drafts_again_and_is_forgiven(guarded: GuardedMethod) -> None:
     calls = []
     for _ in range(FIRST_PAUSE + 2):
         guarded.draft(STEP)
-        calls.append(len(method.calls))
+        calls.append(method.calls.count("propose"))
     assert calls == [calls[0]] * (FIRST_PAUSE + 1) + [calls[0] + 1], "the pause is a first one again"
 
 
@@ -109,6 +114,39 @@ def test_what_a_step_verified_its_budget_and_its_time_are_counted(guarded: Guard
     assert value("budget_tokens") == 6
     guarded.draft(make_step(["a", "b"], [[1], [2]], capacities=0))
     assert value("budget_tokens") == 0
+
+
+def test_the_counts_add_up_also_through_failures(guarded: GuardedMethod) -> None:
+    """Every request decoded gets a draft or a reason why not, and its tokens are counted."""
+    names = ("request_steps_total", "tokens_total", "draft_tokens_total", "accepted_tokens_total")
+
+    def counts() -> list[float]:
+        lengths = [value("accepted_lengths_total", length=str(n)) for n in range(5)]
+        reasons = [value("undrafted_requests_total", reason=reason) for reason in REASONS]
+        return [value(name) for name in names] + reasons + lengths
+
+    before = counts()
+    step = make_step(["a", "b", "c"], [[1, 2, 3], [4], [5]], drafted=[4, 2, 0], capacities=[4, 0, 4])
+    drafted = DraftBatch.empty(3, 2)
+    drafted.counts[:] = 2
+    guarded.draft(step)  # nothing matches
+    guarded.method.propose = lambda *_: drafted
+    guarded.draft(step)
+    guarded.method.controller.max_draft_tokens = 0
+    guarded.draft(step)
+    guarded.observe(step)
+    guarded.take(step)
+    guarded.method.controller.max_draft_tokens = 4
+    guarded.method.propose = None
+    guarded.draft(step)  # fails
+    guarded.draft(step)  # a pause
+    guarded.observe(step)
+    more = [now - was for now, was in zip(counts(), before, strict=True)]
+    assert more[:4] == [8 * 3, 8 * 5, 8 * 6, 8 * 2] and more[1] == more[0] + more[3]
+    reasons = dict(zip(REASONS, more[4:8], strict=True))
+    assert reasons == {"cost": 2 + 3, "no match": 2, "no room": 3 * 1 + 3, "failure": 3 * 3}
+    assert more[0] - sum(reasons.values()) == 2, "the drafts of a and c"
+    assert more[8:] == [8, 0, 8, 0, 0]
 
 
 def fail(error: Exception) -> None:

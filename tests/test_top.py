@@ -32,6 +32,7 @@ def test_rates_between_two_readings(drafter: Metrics) -> None:
     before = top.read(url)
     for counter, more in (("request_steps", 40), ("tokens", 90), ("drafted", 100), ("accepted", 50)):
         getattr(drafter, counter).inc(more)
+    drafter.undrafted("no match").inc(10)
     drafter.seconds.observe(2e-4)
     drafter.seconds.observe(4e-4)
     at = sorted(label for name, label in before if name == "request_steps_total").index("topped")
@@ -39,6 +40,7 @@ def test_rates_between_two_readings(drafter: Metrics) -> None:
     shown = dict(zip(map(str, columns[0]), map(str, columns[1 + at]), strict=True))
     expected = {"requests": "3", "tokens per second": "22.50", "tokens per request and step": "2.25",
                 "of draft tokens, accepted": "0.50", "over plain, by policy auto": "1.25",
+                "of requests, without a draft: no match": "0.25",
                 "microseconds to draft, per step": "300"}  # fmt: skip
     assert shown.items() >= expected.items()
 

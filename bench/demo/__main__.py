@@ -3,8 +3,9 @@
     python -m bench.demo --engine vllm --model build/model --json build/demo.json
 
 Both servers are up, but only one of them works at any moment: each prompt goes to one server, then to the other, in an
-order that alternates between repeats, so that a slow minute of the machine affects both. Prefix caching is off, so that
-a repeat costs as much as the first run. Exit code 1 if outputs differ in fp32 eager, where they must not.
+order that alternates between repeats, so that a slow minute of the machine affects both. One of the prompts is a
+coding agent's session, each turn a request with everything before it. Prefix caching is on, and every repeat has its
+own cache salt, so that it costs as much as the first. Exit code 1 if outputs differ in fp32 eager, where they must not.
 """
 
 import argparse
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from openai import OpenAIError
+from tqdm import tqdm
 
-from bench.demo.measure import BASELINE, SSSD, Client, Prompt, measure, row
+from bench.demo.measure import BASELINE, SSSD, Client, Prompt, measure, prompts, row
 from bench.demo.store import ensure_store
 from bench.lib import servers
 from bench.lib.machine import cores, versions
-from bench.lib.prompts import PROMPTS
 from bench.lib.results import write_json
 from bench.lib.tables import table
 
@@ -37,7 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=Path("build/model"))
     parser.add_argument("--store", type=Path, default=Path("build/store"), help="datastore; built when it is not there")
     parser.add_argument("--json", type=Path, default=Path("build/demo.json"), help="file for the figures")
-    parser.add_argument("--max-tokens", type=int, default=160, metavar="N")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="of an answer")
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
     args = parser.parse_args()
     if args.repeats < 1 or args.max_tokens < 1:
@@ -48,7 +49,22 @@ def parse() -> argparse.Namespace:
 
 
 def rows_of(prompts: list[Prompt]) -> list[dict[str, Any]]:
-    return [row(kind, [p for p in prompts if p.kind == kind]) for kind in PROMPTS]
+    return [row(kind, [p for p in prompts if p.kind == kind]) for kind in dict.fromkeys(p.kind for p in prompts)]
+
+
+def answer_all(clients: dict[str, Client], asked: list[Prompt], repeats: int) -> None:
+    """Measure, with a progress bar on a terminal, and show a first table while the rest is measured."""
+    kinds = len({prompt.kind for prompt in asked})
+    print(f"measuring: {len(asked)} prompts, {repeats} times each on both servers", flush=True)
+    steps = measure(clients, asked, repeats)
+    how: dict[str, Any] = {"file": sys.stdout, "disable": None, "leave": False, "dynamic_ncols": True}
+    with tqdm(steps, "measuring", repeats * len(asked), unit="prompt", **how) as bar:
+        for done, prompt in enumerate(bar, 1):
+            times = ", ".join(f"{name} {answers[-1].seconds:.1f} s" for name, answers in prompt.answers.items())
+            bar.set_postfix_str(f"{prompt.kind}: {times}")
+            if done == kinds:
+                bar.write(f"\nthe first of each kind:\n\n{table(rows_of(asked[:done]), COLUMNS)}\n", file=sys.stdout)
+                sys.stdout.flush()
 
 
 def main() -> int:
@@ -60,19 +76,14 @@ def main() -> int:
     pair = {}
     for name, settings in ((BASELINE, None), (SSSD, speculative)):
         log = args.json.parent / "logs" / f"demo-{args.engine}-{name}.log"
-        pair[name] = servers.build(name, args.engine, args.model, log, speculative=settings)
-    # The kinds alternate.
-    prompts = [Prompt(kind, text) for i in range(3) for kind, texts in PROMPTS.items() for text in texts[i : i + 1]]
-    print("servers: starting both", flush=True)
+        pair[name] = servers.build(name, args.engine, args.model, log, speculative=settings, prefixes=True)
+    asked = prompts()
+    print("servers: starting both (about a minute)", flush=True)
     with servers.running(*pair.values()):
         clients = {name: Client(args.engine, server, args.max_tokens) for name, server in pair.items()}
-        for asked, prompt in enumerate(measure(clients, prompts, args.repeats), 1):
-            times = ", ".join(f"{name} {answers[-1].seconds:.1f} s" for name, answers in prompt.answers.items())
-            print(f"measuring: {asked} of {args.repeats * len(prompts)} ({prompt.kind}): {times}", flush=True)
-            if asked == len(PROMPTS):  # a first table while the rest is measured
-                print(f"\nthe first of each kind:\n\n{table(rows_of(prompts[:asked]), COLUMNS)}\n", flush=True)
+        answer_all(clients, asked, args.repeats)
 
-    rows = rows_of(prompts)
+    rows = rows_of(asked)
     about = {"engine": args.engine, "model": MODEL, "max_tokens": args.max_tokens, "repeats": args.repeats}
     write_json(args.json, about | {"speculative": speculative | {"datastore": str(args.store)}, "rows": rows})
     engine = ", ".join(f"{name} {version}" for name, version in versions(args.engine, f"{args.engine}-cpu").items())

@@ -1,8 +1,11 @@
 """The demo's client, its measurement and its figures."""
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -10,9 +13,10 @@ from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.lib import servers
-from bench.lib.prompts import WARM_UP
+from bench.lib.prompts import PROMPTS, WARM_UP
 
 BASELINE, SSSD = "plain", "sssd"
+SESSION = Path(__file__).with_name("agent_session.json")
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
@@ -24,13 +28,33 @@ class Answer(NamedTuple):
     steps: int
 
 
+Messages = list[dict[str, str]]
+"""Messages of "role" and "content"."""
+
+
 @dataclass
 class Prompt:
-    """A prompt and all answers to it, by server."""
+    """One request, or those of a session, each with all messages before it; and all answers, by server. The answers of
+    a session count as one."""
 
     kind: str
-    text: str
+    requests: list[Messages]
     answers: dict[str, list[Answer]] = field(default_factory=lambda: {BASELINE: [], SSSD: []})
+
+
+def prompts() -> list[Prompt]:
+    """Return the prompts of `bench/lib/prompts.json`, their kinds in turns, and after the first of each kind a coding
+    agent's session. The model answers each of its user's messages; the answers to those before are written down."""
+    of_kind = {kind: [[as_chat(text)] for text in texts] for kind, texts in PROMPTS.items()}
+    session: Messages = json.loads(SESSION.read_text(encoding="utf-8"))
+    ends = [i for i, message in enumerate(session, 1) if message["role"] == "user"]
+    of_kind["agent session"] = [[session[:end] for end in ends]]
+    rounds = max(map(len, of_kind.values()))
+    return [Prompt(kind, each) for i in range(rounds) for kind, all_of in of_kind.items() for each in all_of[i : i + 1]]
+
+
+def as_chat(text: str) -> Messages:
+    return [{"role": "user", "content": text}]
 
 
 class Client:
@@ -41,12 +65,18 @@ class Client:
         self.openai = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0)
         self.extra = {"return_token_ids": True} | ({"return_meta_info": True} if engine == "sglang" else {})
 
-    def ask(self, text: str, tenant: str | None = None, max_tokens: int | None = None) -> Answer:
-        """Send a request as `tenant`, which gets no drafts from other tenants' text; None sends no salt."""
+    def converse(self, requests: Sequence[Messages], tenant: str) -> Answer:
+        answers = [self.ask(messages, tenant) for messages in requests]
+        tokens = tuple(chain.from_iterable(answer.tokens for answer in answers))
+        return Answer(tokens, sum(answer.seconds for answer in answers), sum(answer.steps for answer in answers))
+
+    def ask(self, messages: Messages, tenant: str | None = None, max_tokens: int | None = None) -> Answer:
+        """Send a request as `tenant`, which shares no drafts and no cached prefixes with others; None sends no salt."""
         accepted = self._accepted()
         start, extra = time.perf_counter(), self.extra | ({"cache_salt": tenant} if tenant else {})
-        answer = self.openai.chat.completions.create(
-            model=servers.MODEL_NAME, messages=[{"role": "user", "content": text}], temperature=0.0,
+        create: Any = self.openai.chat.completions.create  # its message types are one class per role
+        answer = create(
+            model=servers.MODEL_NAME, messages=messages, temperature=0.0,
             max_tokens=max_tokens or self.max_tokens, extra_body=extra,
         )  # fmt: skip
         seconds = time.perf_counter() - start
@@ -69,14 +99,14 @@ class Client:
 
 def measure(clients: dict[str, Client], prompts: Sequence[Prompt], repeats: int) -> Iterator[Prompt]:
     """Send every prompt to both servers `repeats` times, in turns; yield the prompt after each. Each repeat is a tenant
-    of its own, so that it is not drafted from the answers of earlier repeats."""
+    of its own, so that it costs as much as the first: nothing is cached or drafted from earlier repeats."""
     for client in clients.values():  # warms up numba, thread pools, caches
-        for text in (WARM_UP, prompts[0].text, WARM_UP):
-            client.ask(text, "warm-up", 32)
+        for messages in (as_chat(WARM_UP), prompts[0].requests[0], as_chat(WARM_UP)):
+            client.ask(messages, "warm-up", 32)
     for repeat in range(repeats):
         for i, prompt in enumerate(prompts):
             for name in (BASELINE, SSSD) if (repeat + i) % 2 == 0 else (SSSD, BASELINE):
-                prompt.answers[name].append(clients[name].ask(prompt.text, f"repeat {repeat}"))
+                prompt.answers[name].append(clients[name].converse(prompt.requests, f"repeat {repeat}"))
             yield prompt
 
 

@@ -54,3 +54,10 @@ def test_the_server_s_own_page_has_its_metrics_and_ours(tiny, tmp_path):
     tokens = [float(values[name]) for name in values if name.startswith("freedraft_tokens_total{")]
     generated = [float(values[name]) for name in values if name.startswith("sglang:generation_tokens_total{")]
     assert sum(generated) == 24 and 20 <= sum(tokens) <= 24, page
+    ours = {name: float(values[name]) for name in values if name.startswith("freedraft_")}
+
+    def total(metric: str) -> float:
+        return sum(value for name, value in ours.items() if name.startswith(f"freedraft_{metric}_total{{"))
+
+    assert total("tokens") == total("request_steps") + total("accepted_tokens")
+    assert 0 < total("accepted_lengths") + total("undrafted_requests") <= total("request_steps")

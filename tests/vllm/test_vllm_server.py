@@ -7,19 +7,24 @@ import re
 import subprocess
 import sys
 import urllib.request
+from collections import Counter
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from vllm_cases import SAMPLED
 from vllm_server import clients_that_go_away, get, server_of, serving
 
+from bench.lib.load import ask
 from bench.lib.servers import MODEL_NAME
 from tests.support.prompts import SHORT
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
 def server(demo_model, tmp_path_factory):
     speculative = {"method": "sssd", "num_speculative_tokens": 8, "knee": 24, "live": True}
-    with serving(demo_model, tmp_path_factory.mktemp("server"), speculative) as made:
+    counts = ("--per-request-spec-decode-metrics", "summary")
+    with serving(demo_model, tmp_path_factory.mktemp("server"), speculative, *counts) as made:
         yield made
 
 
@@ -27,14 +32,20 @@ def test_eight_clients_with_aborts_lose_nothing_and_leak_nothing(server):
     clients_that_go_away(server, SHORT[:4])
 
 
-def accepted(server, salt, **sampling):
-    """Draft tokens accepted of one answer to a client that sends this salt, and its tokens; greedy by default."""
+def counters(*ports):
+    """Counters of these pages: their sums by name, and by name and value of the label that tells them apart."""
+    sums = Counter()
+    for port in ports:
+        for family in text_string_to_metric_families(get(port, "/metrics")):
+            for sample in family.samples:
+                sums[sample.name] += sample.value
+                for label in ("length", "reason", "source", "position"):
+                    sums[sample.name, sample.labels.get(label)] += sample.value
+    return sums
 
-    def total():
-        name = "vllm:spec_decode_num_accepted_tokens_total{"
-        return sum(float(line.split()[-1]) for line in get(server.port, "/metrics").splitlines() if name in line)
 
-    before = total()
+def complete(server, salt, **sampling):
+    """The answer of 60 tokens to a client that sends this salt; greedy by default."""
     body = {"model": MODEL_NAME, "prompt": SHORT[5], "max_tokens": 60, "temperature": 0, "ignore_eos": True} | sampling
     body |= {"return_token_ids": True} | ({} if salt is None else {"cache_salt": salt})
     url, kind = f"http://127.0.0.1:{server.port}/v1/completions", {"Content-Type": "application/json"}
@@ -42,14 +53,21 @@ def accepted(server, salt, **sampling):
     with urllib.request.urlopen(request, timeout=300) as response:
         answer = json.load(response)
     assert answer["usage"]["completion_tokens"] == 60
-    return int(total() - before), answer["choices"][0]["token_ids"]
+    return answer
+
+
+def accepted(server, salt, **sampling):
+    """Draft tokens accepted of one answer, and its tokens."""
+    answer = complete(server, salt, **sampling)
+    counts = answer["metrics"]["speculative_decoding"]
+    return counts["num_accepted_draft_tokens"], answer["choices"][0]["token_ids"]
 
 
 def test_clients_draft_from_texts_of_their_salt_only(server):
     """Those without one from one another's."""
     salts = ("one", None, "two", "one", None, "three")
     one, none, two, one_again, none_again, three = (accepted(server, salt)[0] for salt in salts)
-    # The server counts the last step of an answer with the next one now and then.
+    # Those without a salt have learnt from the clients of other tests.
     assert all(abs(count - one) <= 2 for count in (none, two, three))
     assert min(one_again, none_again) > one + 20
 
@@ -70,6 +88,38 @@ def test_metrics_are_true_where_they_are_shown(server):
     assert float(shown["tokens per request and step"]) > 1.0, done.stdout
     assert float(shown["tokens per second"]) > 0 and shown["failures, in all"] == "0", done.stdout
     assert "accepted tokens, from" in done.stdout
+
+
+def test_the_sums_of_the_page_are_those_of_vllm_of_its_requests_and_of_the_bench(server):
+    """Nothing is counted twice or left out, whether answers are asked for one by one or by the bench."""
+    before = counters(server.port, *server.drafters)
+
+    def more():
+        now = counters(server.port, *server.drafters)
+        return Counter({name: value - before[name] for name, value in now.items()})
+
+    chats = [([{"role": "user", "content": text}], 24 + i) for i, text in enumerate(SHORT[:4])]
+    outcome = ask(f"http://127.0.0.1:{server.port}", MODEL_NAME, chats, 2, None)
+    request = complete(server, "sums")["metrics"]["speculative_decoding"]
+    tokens = sum(length for _, length in chats) + 60
+    wait_until(lambda: more()["vllm:generation_tokens_total"] == tokens)  # vLLM counts after it has answered
+    count = more()
+    page = {name: count[f"freedraft_{name}_total"] for name in ("tokens", "request_steps", "draft_tokens")}
+    kept = count["freedraft_accepted_tokens_total"]
+    assert page["tokens"] == tokens == page["request_steps"] + kept and sum(outcome.tokens) == tokens - 60
+    drafts, position = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert page["draft_tokens"] == count["vllm:spec_decode_num_draft_tokens_total"]
+    assert page["draft_tokens"] == outcome.drafted + request["num_draft_tokens"]
+    assert kept == count["vllm:spec_decode_num_accepted_tokens_total"]
+    assert kept == outcome.accepted + request["num_accepted_draft_tokens"] > 0
+    lengths = [count["freedraft_accepted_lengths_total", str(length)] for length in range(9)]
+    assert sum(lengths) == count[drafts] and sum(n * of for n, of in enumerate(lengths)) == kept
+    assert [sum(lengths[at + 1 :]) for at in range(8)] == [count[position, str(at)] for at in range(8)]
+    reasons = ("cost", "no match", "no room", "failure")
+    undrafted = {reason: count["freedraft_undrafted_requests_total", reason] for reason in reasons}
+    assert page["request_steps"] == count[drafts] + sum(undrafted.values())
+    assert undrafted["no match"] > 0 and undrafted["no room"] >= len(chats) + 1 and not undrafted["failure"], undrafted
+    assert count["freedraft_sourced_tokens_total"] < kept, "of one step in eight"
 
 
 def test_the_log_says_so_once_and_nothing_per_step(server):

@@ -1,0 +1,35 @@
+"""The demo's prompts and figures."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from bench.demo.measure import BASELINE, SSSD, Answer, Prompt, prompts, row
+from bench.lib.prompts import PROMPTS
+
+
+def test_a_session_is_asked_with_all_before_each_turn_and_first_tables_have_all_kinds() -> None:
+    asked = prompts()
+    kinds = [*PROMPTS, "agent session"]
+    assert [prompt.kind for prompt in asked[: len(kinds)]] == kinds
+    assert len(asked) == sum(map(len, PROMPTS.values())) + 1
+    session = asked[len(kinds) - 1].requests
+    assert len(session) >= 4 and all(messages[-1]["role"] == "user" for messages in session)
+    for messages, later in pairwise(session):
+        assert later[: len(messages)] == messages and later[len(messages)]["role"] == "assistant"
+
+
+def test_a_row_sums_up_the_prompts_of_a_kind() -> None:
+    def prompt(*seconds: float, last: int = 3) -> Prompt:
+        plain = [Answer((1, 2, 3, 4), second, 4) for second in seconds]
+        drafted = [Answer((1, 2, 3, 4), second / 2, 2) for second in seconds]
+        return Prompt("code", [], {BASELINE: plain, SSSD: [*drafted[:-1], drafted[-1]._replace(steps=last)]})
+
+    found = row("code", [prompt(1.0, 2.0), prompt(3.0, 2.0, last=1)])
+    assert found == {
+        "kind": "code", "plain_tps": 2.0, "sssd_tps": 4.0, "ratio": 2.0, "ratio_min": 2.0, "ratio_max": 2.0,
+        "tokens_per_step": 2.0, "identical": True,
+    }  # fmt: skip
+    other = prompt(1.0)
+    other.answers[SSSD][0] = Answer((1, 2, 3, 5), 1.0, 2)
+    assert not row("code", [other])["identical"]
