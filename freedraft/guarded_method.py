@@ -156,9 +156,12 @@ class GuardedMethod:
         self.metrics.undrafted("failure").inc(step.batch_size)
 
     def _count_undrafted(self, step: Step, draft: DraftBatch) -> None:
+        undrafted = draft.counts <= 1
+        if not undrafted.any():
+            return
         full, unmatched = step.capacities == 0, self.method.unmatched
         for reason, rows in (("no room", full), ("no match", ~full & unmatched), ("cost", ~(full | unmatched))):
-            self.metrics.undrafted(reason).inc(np.count_nonzero((draft.counts <= 1) & rows))
+            self.metrics.undrafted(reason).inc(np.count_nonzero(undrafted & rows))
 
     def _count(self, step: Step) -> None:
         self.method.record_acceptance(step)
