@@ -26,11 +26,30 @@ from layerskip_plugin import knapsack_search
 from layerskip_plugin.calibrate.host_model import HostModel, Sample
 from layerskip_plugin.calibrate.knapsack import best_drafting, protected_sublayers, search
 from layerskip_plugin.calibrate.prompts import Prompts, answer, load_tokenizer
-from layerskip_plugin.knapsack_search import certifying_cosine, integer_weights
+from layerskip_plugin.knapsack_search import integer_weights
 from layerskip_plugin.pass_times import PassTimes
 
 SKIPPED = (1, 2, 3, 6, 12)
 RATIOS, LARGEST = (1, 5, 12), (1, 2, 5, 12)  # attention over MLP; weights
+
+
+@torch.inference_mode()
+def certifying_cosine(states: Tensor, head: Tensor) -> Tensor:
+    """float[N]: lemma 4.1, the cosine from which on a draft's state certainly has the same top-1 token:
+    1 - xi^2 / (2 |x|^2 max_j |w_i - w_j|^2), with the best token i and the lead xi of its logit.
+
+    The lemma assumes states of equal norm. Without a bias in the head it holds for any norms, which do not change the
+    order of logits.
+
+    Args:
+        states: float[N, hidden], the whole model's, as the head takes them; head: float[V, hidden].
+    """
+    states, head = states.float(), head.float()
+    logits, tokens = (states @ head.T).topk(2)
+    best, norms = head[tokens[:, 0]], head.square().sum(1)
+    farthest = (best.square().sum(1, True) + norms - 2 * best @ head.T).amax(1)
+    lead = logits[:, 0] - logits[:, 1]
+    return 1 - lead.square() / (2 * states.square().sum(1) * farthest)
 
 
 def sharpest_cosine(state: Tensor, head: Tensor) -> Tensor:

@@ -77,8 +77,8 @@ def spread(value: str, bounds: str) -> str:
 def demo(vllm: Any, sglang: Any) -> str:
     """Speed over plain decoding (range of repeats), and tokens per step. SmolLM2-135M-Instruct, fp32, eager, one
     request at a time, prefill included; two servers, prompts alternate between them; datastore of Python's library, 2.4
-    M tokens. The agent session is four turns of a made one. Prefix caching is on, and no repeat finds what another one
-    cached or wrote. vLLM verifies chains, SGLang trees."""
+    M tokens. The agent session is made up, of four turns. Prefix caching is on; repeats share neither cached prefixes
+    nor learnt text. vLLM verifies chains, SGLang trees."""
     rows = [row | {"engine": name} for name, result in (("vLLM", vllm), ("SGLang", sglang)) for row in result["rows"]]
     cell = "**{ratio:.2f}** ({ratio_min:.2f}-{ratio_max:.2f}), {tokens_per_step:.2f}"
     same = "all answers are" if all(row["identical"] for row in rows) else "not all answers are"

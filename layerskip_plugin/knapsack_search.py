@@ -106,22 +106,3 @@ def search(
 def cosine(states: Tensor, whole: Tensor) -> NDArray[np.float64]:
     """float64[J]: mean over tokens of the cosine between float[J, N, hidden] and float[N, hidden]."""
     return functional.cosine_similarity(states.float(), whole.float(), dim=-1).double().mean(1).numpy(force=True)
-
-
-@torch.inference_mode()
-def certifying_cosine(states: Tensor, head: Tensor) -> Tensor:
-    """float[N]: lemma 4.1, the cosine from which on a draft's state certainly has the same top-1 token:
-    1 - xi^2 / (2 |x|^2 max_j |w_i - w_j|^2), with the best token i and the lead xi of its logit.
-
-    The lemma assumes states of equal norm. Without a bias in the head it holds for any norms, which do not change the
-    order of logits.
-
-    Args:
-        states: float[N, hidden], the whole model's, as the head takes them; head: float[V, hidden].
-    """
-    states, head = states.float(), head.float()
-    logits, tokens = (states @ head.T).topk(2)
-    best, norms = head[tokens[:, 0]], head.square().sum(1)
-    farthest = (best.square().sum(1, True) + norms - 2 * best @ head.T).amax(1)
-    lead = logits[:, 0] - logits[:, 1]
-    return 1 - lead.square() / (2 * states.square().sum(1) * farthest)

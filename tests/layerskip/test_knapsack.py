@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from bench.knapspec import certifying_cosine
 from layerskip_plugin.calibrate import knapsack
 from layerskip_plugin.calibrate.host_model import HostModel, Sample
 from layerskip_plugin.calibrate.knapsack import Candidate
-from layerskip_plugin.knapsack_search import certifying_cosine, integer_weights
+from layerskip_plugin.knapsack_search import integer_weights
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
 from layerskip_plugin.skip_set import SkipSet
