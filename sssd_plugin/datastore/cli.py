@@ -13,7 +13,7 @@ from freedraft.tenants import parse_tenant
 from sssd_plugin.datastore.build import command
 from sssd_plugin.datastore.build.builder import merge_stores
 from sssd_plugin.datastore.build.command import one_line
-from sssd_plugin.datastore.build.memory import format_size, parse_size
+from sssd_plugin.datastore.build.sorting import format_size, parse_size
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, digest, read_manifest
 from sssd_plugin.datastore.disk.remote import local_copy
 from sssd_plugin.datastore.errors import DatastoreError, reporting

@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 from sssd_plugin.datastore.build.builder import StoreBuilder
-from sssd_plugin.datastore.build.checkpoint import BuildCheckpoint
-from sssd_plugin.datastore.build.sources import Piece, find_inputs
+from sssd_plugin.datastore.build.sources import BuildCheckpoint, Piece, find_inputs
 from sssd_plugin.datastore.tokenizer import load
 from tests.support.stores import build_store, documents_at, leftovers, one_line, read_only_folder, refused, run
 from tests.support.waiting import wait_until
@@ -173,14 +172,14 @@ def test_a_folder_that_may_not_be_written() -> None:
 
 STOPPING = """
 import sys, time
-from sssd_plugin.datastore.build import checkpoint, sources
-sources.BATCH_CHARS, checkpoint.CHECKPOINT_SECONDS = 500, 0.0
-original = checkpoint.read_pieces
+from sssd_plugin.datastore.build import sources
+sources.BATCH_CHARS, sources.CHECKPOINT_SECONDS = 500, 0.0
+original = sources.read_pieces
 def stopping(*arguments):
     for number, piece in enumerate(original(*arguments)):
         time.sleep(60 if number >= int(sys.argv[1]) else 0)
         yield piece
-checkpoint.read_pieces = stopping
+sources.read_pieces = stopping
 from sssd_plugin.datastore.cli import app
 app(sys.argv[2:])
 """
@@ -231,7 +230,7 @@ def test_changed_inputs_begin_anew(tmp_path: Path, inputs: Path, tokenizer_folde
     first = checkpoint()
     tokens = read(first)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sssd_plugin.datastore.build.checkpoint.read_pieces", None)  # nothing is read twice
+        patch.setattr("sssd_plugin.datastore.build.sources.read_pieces", None)  # nothing is read twice
         assert read(checkpoint()) == tokens and first.n_tokens == len(tokens)
     (inputs / "0.txt").write_text("another text")
     assert checkpoint().n_tokens == 0
@@ -243,7 +242,7 @@ def test_a_mixed_batch_is_not_cut(tmp_path: Path, tokenizer_folder: Path, monkey
     pieces = [Piece("def return", True, 10), Piece(np.array([1, 2]), False, 8), Piece("self import", True, 11),
               Piece(np.array([3, -1]), True, 8)]  # fmt: skip
     (tmp_path / "x.txt").write_text("x")
-    monkeypatch.setattr("sssd_plugin.datastore.build.checkpoint.CHECKPOINT_SECONDS", 0.0)
+    monkeypatch.setattr("sssd_plugin.datastore.build.sources.CHECKPOINT_SECONDS", 0.0)
     tokenizer = load(tokenizer_folder)
 
     def tokens(target: str, stops: bool = False) -> list[int]:
@@ -252,7 +251,7 @@ def test_a_mixed_batch_is_not_cut(tmp_path: Path, tokenizer_folder: Path, monkey
             if stops:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr("sssd_plugin.datastore.build.checkpoint.read_pieces", read)
+        monkeypatch.setattr("sssd_plugin.datastore.build.sources.read_pieces", read)
         checkpoint = BuildCheckpoint(tmp_path / target, find_inputs([tmp_path / "x.txt"]), ["text"], None, 1000)
         with contextlib.closing(checkpoint):
             return np.concatenate([block.tokens for block in checkpoint.blocks(tokenizer)]).tolist()

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore.build.memory import format_size, parse_size, sub_index_memory
+from sssd_plugin.datastore.build.sorting import format_size, parse_size, sub_index_memory
 from sssd_plugin.datastore.disk.format import read_manifest
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
@@ -22,7 +22,7 @@ VOCAB = 5000
 CLI = [sys.executable, "-c", "from sssd_plugin.datastore.cli import app; app()"]
 MEASURED = """
 import sys
-from sssd_plugin.datastore.build.memory import peak_resident_bytes
+from sssd_plugin.datastore.build.sorting import peak_resident_bytes
 from sssd_plugin.datastore.cli import app
 app(sys.argv[1:], standalone_mode=False)
 print(peak_resident_bytes())
@@ -72,7 +72,7 @@ def test_a_build_stays_within_its_memory(
 
 
 def test_sorting_gets_what_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sssd_plugin.datastore.build.memory.resident_bytes", lambda: 100 << 20)
+    monkeypatch.setattr("sssd_plugin.datastore.build.sorting.resident_bytes", lambda: 100 << 20)
     assert 1_600_000_000 < sub_index_memory(2 << 30) < 2 << 30
     assert sub_index_memory(4 << 30, sorts=4) <= sub_index_memory(4 << 30) / 4
     assert sub_index_memory(1 << 30, sorts=0) == (1024 - 192) << 20, "nothing of it is this process's"
@@ -112,7 +112,7 @@ def test_memory_that_runs_out_is_one_line(tmp_path: Path, ids: Path, monkeypatch
 def test_a_ray_address_that_no_cluster_listens_at(
     tmp_path: Path, ids: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    monkeypatch.setattr("sssd_plugin.datastore.build.ray_sorting.HEALTH_SECONDS", 1.0)
+    monkeypatch.setattr("sssd_plugin.datastore.build.sorting.HEALTH_SECONDS", 1.0)
     started = time.monotonic()
     with socket.create_server(("127.0.0.1", 0)) as server:
         other = address == "something else"
@@ -132,10 +132,10 @@ sys.stdin.read()
 made.shutdown()
 """
 FAILING = """
-from sssd_plugin.datastore.build import ray_sorting
+from sssd_plugin.datastore.build import sorting
 def fails(*arguments):
     raise ValueError("a node without freedraft")
-ray_sorting.sort = fails
+sorting.sort = fails
 """
 
 

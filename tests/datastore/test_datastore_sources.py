@@ -114,7 +114,7 @@ def test_long_documents_in_pieces_are_tokenised_alike(
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint32, np.int64, ">i4"])
 def test_token_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: type) -> None:
-    monkeypatch.setattr(sources, "_NPY_BLOCK", 3)
+    monkeypatch.setattr(sources, "_BLOCK_TOKENS", 3)
     np.save(tmp_path / "a.npy", np.array([1, 2, 3, 4, 40_000], dtype))
     np.save(tmp_path / "b.npy", np.array([5, SEPARATOR, 6], np.int64))
     expected = [1, 2, 3, 4, 40_000, SEPARATOR, 5, SEPARATOR, 6, SEPARATOR]

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore.build.memory import resident_bytes
+from sssd_plugin.datastore.build.sorting import resident_bytes
 from sssd_plugin.datastore.index.runs import Run, merged, sorted_run
 from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.datastore.live import runs

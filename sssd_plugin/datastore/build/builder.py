@@ -1,8 +1,14 @@
-"""`StoreBuilder`: writes a datastore from a stream of token ids, or of other datastores, in bounded memory."""
+"""`StoreBuilder`: writes a datastore from a stream of token ids, or of other datastores, in bounded memory; it appears
+complete, or not at all."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import glob
+import os
 import secrets
+import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
@@ -11,11 +17,11 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.build.memory import DEFAULT_MEMORY, SORT_BYTES, resident_bytes, sub_index_memory
-from sssd_plugin.datastore.build.publish import AtomicPublish
-from sssd_plugin.datastore.build.sorting import Sorter
+from freedraft.files import FileLock, fsync_folder
+from sssd_plugin.datastore.build.sorting import DEFAULT_MEMORY, SORT_BYTES, Sorter, resident_bytes, sub_index_memory
 from sssd_plugin.datastore.disk.checksum import NewFile
 from sssd_plugin.datastore.disk.format import (
+    LIVE,
     MANIFEST,
     MAX_VOCAB_SIZE,
     Manifest,
@@ -41,8 +47,10 @@ class StoreBuilder:
         memory: bytes that this process may use in total; None: 2 GiB more than it uses now.
         sub_index_tokens: largest sub-index, regardless of memory; at most 512 Mi.
         replace: whether a datastore at `target` may be replaced.
-        on_phase: called with the name of each phase.
         sorter: where sub-indices are sorted; None for this process. Closed when the build ends.
+
+    Attributes:
+        on_phase: called with the name of each phase.
 
     Raises:
         DatastoreError: a setting out of range, a target that may not be written, or a full disk.
@@ -57,7 +65,6 @@ class StoreBuilder:
         memory: int | None = None,
         sub_index_tokens: int | None = None,
         replace: bool = False,
-        on_phase: Callable[[str], None] = lambda phase: None,
         sorter: Sorter | None = None,
     ) -> None:
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
@@ -65,7 +72,8 @@ class StoreBuilder:
         low, high = SUB_INDEX_TOKENS
         if sub_index_tokens is not None and not low <= sub_index_tokens <= high:
             raise DatastoreError(f"--sub-index-tokens must be from {low} to {high}, not {sub_index_tokens}")
-        self._vocab_size, self._tokenizer, self._on_phase = vocab_size, tokenizer, on_phase
+        self._vocab_size, self._tokenizer = vocab_size, tokenizer
+        self.on_phase: Callable[[str], object] = lambda phase: None
         self._sorter = sorter or Sorter()
         memory = resident_bytes() + DEFAULT_MEMORY if memory is None else memory
         self._memory = sub_index_memory(memory, self._sorter.in_memory)
@@ -144,11 +152,11 @@ class StoreBuilder:
         folder = Path(file.name).parent
         self._closed.append(self._sorter.sort(folder, direct_buckets(self._vocab_size), self._memory))
         self._await_sorting(self._sorter.beside)
-        self._on_phase("reading")
+        self.on_phase("reading")
 
     def _await_sorting(self, max_sorting: int) -> None:
         while len(pending := [entry for entry in self._closed if not entry.done()]) > max_sorting:
-            self._on_phase(f"sorting {len(pending)} of {len(self._closed)} sub-indices")
+            self.on_phase(f"sorting {len(pending)} of {len(self._closed)} sub-indices")
             wait(pending, return_when=FIRST_COMPLETED)
         for entry in self._closed:
             if entry.done():
@@ -171,3 +179,87 @@ def merge_stores(out: Path, stores: Sequence[Path], *, memory: int | None = None
             for sub in store.snapshot.sub_indices:
                 builder.append(sub.tokens[: sub.n])
         return builder.finish()
+
+
+class AtomicPublish:
+    """A temporary sibling of `target`, locked while its builder lives, renamed to `target` at the end: after a stop at
+    any time, even by SIGKILL, `target` is absent (or unchanged) or complete, and the next build removes leftovers.
+    Raises DatastoreError: `target` exists and may not be replaced, or is no datastore."""
+
+    def __init__(self, target: Path, *, replace: bool = False) -> None:
+        # Resolved, so that replacing through a symbolic link replaces what it points to, on that disk.
+        self.target = target.resolve()
+        self.replace, self._prefix = replace, f".{self.target.name}.building-"
+        self._check_target()
+        with reporting("write", self.target.parent):
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self._remove_stale()
+            self.path, self._lock = self._create()
+
+    def publish(self) -> None:
+        """Rename to the target, everything on disk."""
+        self._check_target()
+        with reporting("write", self.target):
+            for directory in [*(p for p in self.path.iterdir() if p.is_dir()), self.path]:
+                fsync_folder(directory)
+            if self.target.exists() and any(self.target.iterdir()):
+                _exchange(self.path, self.target)
+                shutil.rmtree(self.path, ignore_errors=True)
+            else:
+                self.path.rename(self.target)
+            fsync_folder(self.target.parent)
+        self._lock.release()
+
+    def discard(self) -> None:
+        """Remove the directory if it was not published."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.release()
+
+    def _check_target(self) -> None:
+        """Refuse to replace anything but a datastore, even by force."""
+        with reporting("read", self.target):
+            if not self.target.exists() or (self.target.is_dir() and not any(self.target.iterdir())):
+                return
+            live = self.target / LIVE
+            problems = [
+                (not self.target.is_dir(), "is a file: choose the path of a new directory for the datastore"),
+                (not self.replace, "exists: choose another path, or give --force to replace it"),
+                (not (self.target / MANIFEST).is_file(), f"is not a datastore (no {MANIFEST}), so it is not replaced: "
+                                                         "choose another path, or remove it yourself"),
+                (live.exists(), "holds what was learnt while serving, which replacing it would lose: "
+                                f"choose another path, or move {live} away"),
+            ]  # fmt: skip
+        for wrong, message in problems:
+            if wrong:
+                raise DatastoreError(f"{self.target} {message}")
+
+    def _create(self) -> tuple[Path, FileLock]:
+        while True:
+            path = self.target.parent / f"{self._prefix}{secrets.token_hex(4)}"
+            path.mkdir(mode=0o700)
+            # Until it is locked, another builder may remove the new directory as a dead builder's.
+            with contextlib.suppress(FileNotFoundError):
+                lock = FileLock(path, wait=True)
+                if path.exists():
+                    return path, lock
+                lock.release()
+
+    def _remove_stale(self) -> None:
+        for path in self.target.parent.glob(f"{glob.escape(self._prefix)}*"):
+            with contextlib.suppress(OSError):  # its builder lives
+                lock = FileLock(path)
+                if lock.enforced:  # else dead builders cannot be detected
+                    shutil.rmtree(path, ignore_errors=True)
+                lock.release()
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two directories, atomically if the system can; else `old` is absent for a moment."""
+    cwd, exchange = -100, ctypes.c_uint(2)  # AT_FDCWD, RENAME_EXCHANGE
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is not None and renameat2(cwd, os.fsencode(new), cwd, os.fsencode(old), exchange) == 0:
+        return
+    aside = new.with_name(f"{new.name}.old")
+    old.rename(aside)
+    new.rename(old)
+    aside.rename(new)

@@ -1,24 +1,23 @@
-"""`BuildOptions`: `freedraft datastore build`, and helpers shared with other commands."""
+"""`freedraft datastore build`, and helpers shared with other commands."""
 
 from __future__ import annotations
 
-import inspect
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build.builder import StoreBuilder
-from sssd_plugin.datastore.build.memory import format_size, parse_size, peak_resident_bytes
-from sssd_plugin.datastore.build.sorting import Sorter
+from sssd_plugin.datastore.build.sorting import RaySorter, Sorter, format_size, parse_size, peak_resident_bytes
+from sssd_plugin.datastore.build.sources import Block, BuildCheckpoint, find_inputs, read_pieces, tokenize
 from sssd_plugin.datastore.disk.format import Manifest, TokenizerEntry
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live.store import SEARCHED
@@ -40,15 +39,6 @@ def one_line() -> Iterator[None]:
         message = "out of memory: give a smaller --memory" if out_of_memory else " ".join(str(error).split())
         typer.echo(f"error: {message}", err=True)
         raise typer.Exit(1) from None
-
-
-def _progress(quiet: bool) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
-        TextColumn("{task.fields[tokens]:.1f} M tokens, {task.fields[rate]:.2f} M/s"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-        console=Console(file=sys.stderr), disable=quiet,
-    )  # fmt: skip
 
 
 @contextmanager
@@ -75,108 +65,97 @@ def contents(manifest: Manifest) -> str:
     )
 
 
-@dataclass(frozen=True)
-class BuildOptions:
+def build(
+    out: OutPath,
+    inputs: Annotated[list[Path], typer.Argument(
+        metavar="INPUT...",
+        help="JSON lines (.jsonl), token ids (.npy; -1 between documents), text, or folders of these.")],
+    *,
+    tokenizer: TokenizerOption = None,
+    field: Annotated[list[str] | None, typer.Option(
+        help="Field of a JSON line that holds text ('a.b' if nested); may be repeated. (default: text)")] = None,
+    glob: Annotated[str, typer.Option(help="Pattern of files in a folder.")] = "**/*",
+    memory: MemoryOption = "2GiB",
+    sub_index_tokens: Annotated[int | None, typer.Option(
+        metavar="N", help="Largest sub-index (default: by memory).")] = None,
+    vocab_size: Annotated[int | None, typer.Option(
+        metavar="N", help="Upper bound of token ids (default: the tokenizer's; required without one).")] = None,
+    force: ForceOption = False,
+    resume: Annotated[bool, typer.Option(
+        "--resume",
+        help="If interrupted, keep tokens read so far next to OUT, and continue with them next time.")] = False,
+    workers: Annotated[int, typer.Option(
+        metavar="N", min=1, max=1024, help="Threads that sort sub-indices, sharing the memory.")] = 1,
+    ray: Annotated[str | None, typer.Option(
+        metavar="ADDRESS", help="Sort on this Ray cluster; --memory is then what each task may use.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:  # fmt: skip
     """Build a datastore. OUT appears when it is whole; an interrupted build leaves nothing (but see --resume).
 
     Reading and tokenising use the cores of this machine (one where TOKENIZERS_PARALLELISM is false). Sorting takes one
     thread for each sub-index: with --workers or --ray, several are sorted while more is read.
     """
-
-    # fmt: off
-    out: OutPath
-    inputs: Annotated[list[Path], typer.Argument(
-        metavar="INPUT...",
-        help="JSON lines (.jsonl), token ids (.npy; -1 between documents), text, or folders of these.")]
-    tokenizer: TokenizerOption = None
-    field: Annotated[list[str] | None, typer.Option(
-        help="Field of a JSON line that holds text ('a.b' if nested); may be repeated. (default: text)")] = None
-    glob: Annotated[str, typer.Option(help="Pattern of files in a folder.")] = "**/*"
-    memory: MemoryOption = "2GiB"
-    sub_index_tokens: Annotated[int | None, typer.Option(
-        metavar="N", help="Largest sub-index (default: by memory).")] = None
-    vocab_size: Annotated[int | None, typer.Option(
-        metavar="N", help="Upper bound of token ids (default: the tokenizer's; required without one).")] = None
-    force: ForceOption = False
-    resume: Annotated[bool, typer.Option(
-        "--resume",
-        help="If interrupted, keep tokens read so far next to OUT, and continue with them next time.")] = False
-    workers: Annotated[int, typer.Option(
-        metavar="N", min=1, max=1024, help="Threads that sort sub-indices, sharing the memory.")] = 1
-    ray: Annotated[str | None, typer.Option(
-        metavar="ADDRESS", help="Sort on this Ray cluster; --memory is then what each task may use.")] = None
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False
-    # fmt: on
-
-    def run(self) -> None:
-        start = time.monotonic()
-        with one_line(), ended_by_sigterm():
-            manifest = self._build(start)
-        seconds = time.monotonic() - start
-        typer.echo(
-            f"{self.out}: {contents(manifest)}; built in {seconds:.1f} s "
-            f"({seconds / manifest.n_tokens * 1e6:.2f} us/token), peak memory {format_size(peak_resident_bytes())}"
-        )
-        if (n := len(manifest.sub_indices)) > SEARCHED:
-            best = f"drafts are best with at most {SEARCHED}: build with a larger --memory"
-            typer.echo(f"warning: {n} sub-indices; {best}", err=True)
-
-    def _build(self, start: float) -> Manifest:
-        from sssd_plugin.datastore.build.checkpoint import BuildCheckpoint
-        from sssd_plugin.datastore.build.sources import find_inputs, read_pieces, tokenize
-
-        files, fields = find_inputs(self.inputs, self.glob), self.field or ["text"]
-        loaded, entry, vocab_size = self._tokenizer(all(file.kind == "npy" for file in files))
+    start = time.monotonic()
+    with one_line(), ended_by_sigterm():
+        files, fields = find_inputs(inputs, glob), field or ["text"]
+        loaded, entry, size = _vocabulary(tokenizer, vocab_size, all(file.kind == "npy" for file in files))
         # fmt: off
         with (
-            _progress(self.quiet) as progress,
-            StoreBuilder(
-                self.out, vocab_size=vocab_size, tokenizer=entry, memory=parse_size(self.memory),
-                sub_index_tokens=self.sub_index_tokens, replace=self.force, sorter=self._sorter(),
-                on_phase=lambda phase: progress.update(task, description=phase),
-            ) as builder,
-            BuildCheckpoint(self.out, files, fields, entry.fingerprint if entry else None, vocab_size)
-            if self.resume else nullcontext() as checkpoint,
+            StoreBuilder(out, vocab_size=size, tokenizer=entry, memory=parse_size(memory), replace=force,
+                         sub_index_tokens=sub_index_tokens, sorter=_sorter(workers, ray, memory)) as builder,
+            BuildCheckpoint(out, files, fields, entry.fingerprint if entry else None, size)
+            if resume else nullcontext() as checkpoint,
         ):
             # fmt: on
-            task = progress.add_task("reading", total=sum(file.size for file in files), tokens=0.0, rate=0.0)
-            n_tokens, kept = 0, checkpoint.n_tokens if checkpoint else 0
-            if kept:
-                typer.echo(f"going on after {kept:,} tokens that were read before", err=True)
-            for block in checkpoint.blocks(loaded) if checkpoint else tokenize(read_pieces(files, fields), loaded):
-                builder.append(block.tokens)
-                n_tokens += len(block.tokens)
-                rate = max(0, n_tokens - kept) / (time.monotonic() - start) / 1e6
-                progress.update(task, advance=block.n_bytes, tokens=n_tokens / 1e6, rate=rate)
-            return builder.finish()
-
-    def _tokenizer(self, only_ids: bool) -> tuple[Any, TokenizerEntry | None, int]:
-        """Return the tokenizer, if any, its entry and the vocabulary size; `only_ids`: no input is text."""
-        from sssd_plugin.datastore import tokenizer as tokenizers
-
-        if self.tokenizer is not None:
-            loaded = tokenizers.load(self.tokenizer)
-            entry = TokenizerEntry(name=self.tokenizer.resolve().name, fingerprint=tokenizers.fingerprint(loaded))
-            return loaded, entry, self.vocab_size or tokenizers.vocab_size(loaded)
-        if not only_ids:
-            raise DatastoreError("text needs a tokenizer: give --tokenizer, the folder of the model")
-        if self.vocab_size is None:
-            raise DatastoreError("token ids need a vocabulary: give --tokenizer (or --vocab-size)")
-        return None, None, self.vocab_size
-
-    def _sorter(self) -> Sorter:
-        if self.ray is None:
-            return Sorter(self.workers)
-        if self.workers > 1:
-            raise DatastoreError("give --workers or --ray, not both: Ray decides how many tasks run at a time")
-        from sssd_plugin.datastore.build.ray_sorting import RaySorter
-
-        return RaySorter(self.ray, parse_size(self.memory))
+            kept = checkpoint.n_tokens if checkpoint else 0
+            blocks = checkpoint.blocks(loaded) if checkpoint else tokenize(read_pieces(files, fields), loaded)
+            manifest = _fill(builder, blocks, kept, sum(file.size for file in files), quiet)
+    seconds, n = time.monotonic() - start, len(manifest.sub_indices)
+    rate, peak = f"{seconds / manifest.n_tokens * 1e6:.2f} us/token", format_size(peak_resident_bytes())
+    typer.echo(f"{out}: {contents(manifest)}; built in {seconds:.1f} s ({rate}), peak memory {peak}")
+    if n > SEARCHED:
+        best = f"drafts are best with at most {SEARCHED}: build with a larger --memory"
+        typer.echo(f"warning: {n} sub-indices; {best}", err=True)
 
 
-def build(**options: Any) -> None:
-    BuildOptions(**options).run()
+def _vocabulary(path: Path | None, size: int | None, only_ids: bool) -> tuple[Any, TokenizerEntry | None, int]:
+    """Return the tokenizer at `path`, if any, its entry and the vocabulary size; only_ids: no input is text."""
+    if path is not None:
+        loaded = tokenizers.load(path)
+        entry = TokenizerEntry(name=path.resolve().name, fingerprint=tokenizers.fingerprint(loaded))
+        return loaded, entry, size or tokenizers.vocab_size(loaded)
+    if not only_ids:
+        raise DatastoreError("text needs a tokenizer: give --tokenizer, the folder of the model")
+    if size is None:
+        raise DatastoreError("token ids need a vocabulary: give --tokenizer (or --vocab-size)")
+    return None, None, size
 
 
-build.__doc__, build.__annotations__ = BuildOptions.__doc__, get_type_hints(BuildOptions, include_extras=True)
-vars(build)["__signature__"] = inspect.signature(BuildOptions, eval_str=True)  # the command's options
+def _sorter(workers: int, ray: str | None, memory: str) -> Sorter:
+    if ray is None:
+        return Sorter(workers)
+    if workers > 1:
+        raise DatastoreError("give --workers or --ray, not both: Ray decides how many tasks run at a time")
+    return RaySorter(ray, parse_size(memory))
+
+
+def _fill(builder: StoreBuilder, blocks: Iterable[Block], kept: int, n_bytes: int, quiet: bool) -> Manifest:
+    """Build the store of `blocks`, of which the first `kept` tokens were read by an earlier build."""
+    if kept:
+        typer.echo(f"going on after {kept:,} tokens that were read before", err=True)
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
+        TextColumn("{task.fields[tokens]:.1f} M tokens, {task.fields[rate]:.2f} M/s"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        console=Console(file=sys.stderr), disable=quiet,
+    )  # fmt: skip
+    start, n_tokens = time.monotonic(), 0
+    task = progress.add_task("reading", total=n_bytes, tokens=0.0, rate=0.0)
+    builder.on_phase = lambda phase: progress.update(task, description=phase)
+    with progress:
+        for block in blocks:
+            builder.append(block.tokens)
+            n_tokens += len(block.tokens)
+            rate = max(0, n_tokens - kept) / (time.monotonic() - start) / 1e6
+            progress.update(task, advance=block.n_bytes, tokens=n_tokens / 1e6, rate=rate)
+        return builder.finish()
