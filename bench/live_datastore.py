@@ -27,7 +27,6 @@ from bench.lib.trace import STORE_ROWS, Trace, replayed
 from bench.replay import drafting, replay
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.runs import merged, sorted_run
-from sssd_plugin.datastore.live.opening import open_live
 from sssd_plugin.datastore.live.runs import NICE
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
@@ -75,7 +74,7 @@ def update_cost(trace: Trace) -> dict[str, Any]:
     result: dict[str, Any] = {"paced_tokens_per_second": PACE}
     for where in ("memory", "disk"):
         with tempfile.TemporaryDirectory() as folder:
-            live = open_live(Path(folder) if where == "disk" else None, trace.vocab_size, isolation="shared")
+            live = LiveStore(trace.vocab_size, Path(folder) if where == "disk" else None, isolation="shared")
             seconds = [each for _ in range(5) for each in insert_all(live, trace, math.inf)]
             live.settle()
             stats = live.stats()

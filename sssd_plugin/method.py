@@ -22,8 +22,7 @@ from sssd_plugin.datastore.disk.format import TENANTS_APART
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
-from sssd_plugin.datastore.live.opening import check_live, open_live
-from sssd_plugin.datastore.live.store import LiveStore
+from sssd_plugin.datastore.live.store import LiveStore, check_live
 from sssd_plugin.drafter import Drafter, Shape
 from sssd_plugin.options import SssdOptions
 from sssd_plugin.recycled_logits import owner_of
@@ -91,8 +90,7 @@ class SssdMethod(Method):
     over HTTP."""
 
     def __init__(self, options: SssdOptions, context: EngineContext, controller: Controller | None = None) -> None:
-        from sssd_plugin.datastore.live.metrics import LiveMetrics
-        from sssd_plugin.metrics import SourceMetrics
+        from sssd_plugin.metrics import LiveMetrics, SourceMetrics
 
         super().__init__(options, context, controller or options.make_controller(context), NAME)
         assert context.vocab_size is not None
@@ -133,7 +131,7 @@ class SssdMethod(Method):
         static = self.store.snapshot if self.store else None
         max_age = None if options.live_max_age is None else 3600 * options.live_max_age
         open_at = partial(
-            open_live, vocab_size=context.vocab_size or 0, static=static, fingerprint=context.tokenizer_fingerprint(),
+            LiveStore, context.vocab_size or 0, static=static, fingerprint=context.tokenizer_fingerprint(),
             isolation=options.isolation, max_tokens=options.live_tokens, max_age=max_age,
         )  # fmt: skip
         try:

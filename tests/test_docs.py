@@ -176,7 +176,6 @@ SUFFIX = {"counter": ["_total"], "summary": ["_sum", "_count"], "gauge": [""]}
 
 def exported() -> set[str]:
     """Names as Prometheus scrapes them, of everything that sssd shows."""
-    import sssd_plugin.datastore.live.metrics
     import sssd_plugin.metrics  # noqa: F401
 
     Metrics.of("named")

@@ -13,7 +13,7 @@ from freedraft.tenants import tenant_key
 from sssd_plugin.datastore.disk.format import TokenizerEntry
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.live.opening import open_live
+from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.datastore.tokenizer import fingerprint, load
 from tests.support.stores import build_store, documents_at, documents_of, edit_manifest, leftovers, one_line, run
 
@@ -105,14 +105,14 @@ def test_verify_and_info_of_bad_stores(tmp_path: Path, source: Path, tokenizer_f
 
 
 def learn(directory: Path, texts: dict[str | None, list[int]]) -> None:
-    store = open_live(directory, VOCAB, isolation="shared")
+    store = LiveStore(VOCAB, directory, isolation="shared")
     for name, text in texts.items():
         store.insert(np.array(text, np.int32), store.tenant(tenant_key(name)))
     store.close()
 
 
 def learnt_at(directory: Path) -> list[list[int]]:
-    store = open_live(directory, VOCAB, isolation="shared")
+    store = LiveStore(VOCAB, directory, isolation="shared")
     found = [text for run_ in store.tenants[0].all_runs for text in documents_of(run_.sub)]
     store.close()
     return sorted(found)
@@ -154,11 +154,11 @@ def test_forget_says_what_it_needs(tmp_path: Path) -> None:
 
 
 def test_a_wider_isolation_must_be_accepted(tmp_path: Path) -> None:
-    open_live(tmp_path, VOCAB, isolation="strict").close()
+    LiveStore(VOCAB, tmp_path, isolation="strict").close()
     with pytest.raises(DatastoreError, match="--accept"):
         learnt_at(tmp_path)
     assert "--accept" in one_line("isolation", tmp_path, "shared")
-    held = open_live(tmp_path, VOCAB)
+    held = LiveStore(VOCAB, tmp_path)
     assert "stop it first" in one_line("isolation", tmp_path, "shared", "--accept")
     held.close()
     accepted = run("isolation", tmp_path, "shared", "--accept")

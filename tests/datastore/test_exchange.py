@@ -27,8 +27,7 @@ from sssd_plugin.datastore.live import batches, exchange, maintenance
 from sssd_plugin.datastore.live import store as live_store
 from sssd_plugin.datastore.live.batches import Batch, UrlFolder, seal, unseal
 from sssd_plugin.datastore.live.exchange import Exchange
-from sssd_plugin.datastore.live.opening import check_live, open_live
-from sssd_plugin.datastore.live.store import LiveStore
+from sssd_plugin.datastore.live.store import LiveStore, check_live
 from sssd_plugin.datastore.live.tenant import tenant_digest
 from sssd_plugin.datastore.records import Changes, Erasure, Record, now_ms
 from tests.support.stores import build_store, documents_at, one_line, refused, run
@@ -89,7 +88,7 @@ def folder_url(tmp_path: Path) -> str:
 
 
 def started(url: str, **settings: object) -> LiveStore:
-    server = open_live(url, VOCAB, **settings)  # type: ignore[arg-type]
+    server = LiveStore(VOCAB, url, **settings)  # type: ignore[arg-type]
     wait_until(lambda: server.key is not None)
     return server
 
@@ -201,7 +200,7 @@ def test_a_url_that_is_down_stops_nothing(
             broken.setattr(files, name, raising(ConnectionError("the bucket is down")))
         time.sleep(0.3)
         check_live(url, VOCAB, None, "tenant")
-        other = open_live(url, VOCAB)  # this host knows the key
+        other = LiveStore(VOCAB, url)  # this host knows the key
         for server, text in ((one, SECRET), (other, [1, 2, 3])):
             learn(server, A, text)
             assert count(server, A, text) == 1
@@ -213,7 +212,7 @@ def test_a_url_that_is_down_stops_nothing(
 def test_a_start_without_the_url(folder_url: str, tmp_path: Path) -> None:
     (tmp_path / "bucket").write_text("no folder")
     check_live(folder_url, VOCAB, None, "tenant")
-    server = open_live(folder_url, VOCAB)
+    server = LiveStore(VOCAB, folder_url)
     time.sleep(0.2)
     assert not server.insert(np.array([1, 2, 3], np.int32), server.tenant(A))
     assert server.stats().dropped["bucket"] == 1
@@ -265,7 +264,7 @@ def test_a_fresh_server_reads_the_newest_that_it_may_hold(folder_url: str, monke
     one, now = member(folder_url), now_ms()
     for number in range(20):
         publish(one, [number] * 1900, at=now + number)
-    server = open_live(folder_url, VOCAB, isolation="shared", max_tokens=1 << 14)
+    server = LiveStore(VOCAB, folder_url, isolation="shared", max_tokens=1 << 14)
     wait_until(lambda: server.stats().tokens > 11_000 and server.settle())
     assert [bool(count(server, None, [number] * 5)) for number in range(20)] == [False] * 12 + [True] * 8
     server.close()
@@ -463,7 +462,7 @@ def test_commands_at_a_url(folder_url: str, tmp_path: Path) -> None:
     salts.write_text("a\n")
     assert run("export", folder_url, out, "--tenants", salts).exit_code == 0
     assert np.load(out).tolist() == [1, 2, 3, -1]
-    local = open_live(tmp_path / "local", VOCAB, isolation="shared")
+    local = LiveStore(VOCAB, tmp_path / "local", isolation="shared")
     learn(local, None, [8, 9])
     local.close()
     assert run("export", tmp_path / "local", tmp_path / "more.npy").exit_code == 0

@@ -16,7 +16,6 @@ from sssd_plugin.datastore.live import runs
 from sssd_plugin.datastore.live import store as live_store
 from sssd_plugin.datastore.live.folder import LiveManifest
 from sssd_plugin.datastore.live.maintenance import forget, verify_live
-from sssd_plugin.datastore.live.opening import open_live
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.datastore.live.tenant import tenant_digest
 from sssd_plugin.datastore.records import Erasure
@@ -67,7 +66,7 @@ def held(store: LiveStore, tenant: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("isolation", ["salt", "strict", "shared"])
 def test_nothing_is_left_of_a_tenant_on_disk(tmp_path: Path, isolation: str) -> None:
-    store = open_live(tmp_path, VOCAB, isolation=isolation)  # type: ignore[arg-type]
+    store = LiveStore(VOCAB, tmp_path, isolation=isolation)  # type: ignore[arg-type]
     teach(store, 4, 120)
     store.close()
     assert left_on_disk(tmp_path, 1) > 1000, "the test can see it"
@@ -80,7 +79,7 @@ def test_nothing_is_left_of_a_tenant_on_disk(tmp_path: Path, isolation: str) -> 
         assert verify_live(tmp_path, [f"salt {tenant}"]) is not None
     with pytest.raises(DatastoreError, match="still names this tenant"):
         verify_live(tmp_path, ["salt 2"])
-    store = open_live(tmp_path, VOCAB, isolation=isolation)  # type: ignore[arg-type]
+    store = LiveStore(VOCAB, tmp_path, isolation=isolation)  # type: ignore[arg-type]
     assert [len(held(store, tenant)) for tenant in range(4)] == [120, 0, 120, 0]
     store.close()
 
@@ -88,7 +87,7 @@ def test_nothing_is_left_of_a_tenant_on_disk(tmp_path: Path, isolation: str) -> 
 def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "MEMTABLE_TOKENS", 256)
     monkeypatch.setattr(log_module, "ANNOUNCED_SECONDS", 0.5)
-    servers = [open_live(tmp_path, VOCAB) for _ in range(2)]
+    servers = [LiveStore(VOCAB, tmp_path) for _ in range(2)]
     drafters = [Drafter(vocab_size=VOCAB, max_nodes=8, live=store) for store in servers]
     teach(servers[0], 3, 60)
     teach(servers[1], 3, 60, first=60)
@@ -118,7 +117,7 @@ def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: p
     assert len(held(servers[0], 1)) == 1
     for store in servers:
         store.close()
-    again = open_live(tmp_path, VOCAB)
+    again = LiveStore(VOCAB, tmp_path)
     assert [len(held(again, tenant)) for tenant in range(3)] == [121, 1, 120]
     again.close()
 
@@ -127,7 +126,7 @@ def test_what_is_being_merged_sorted_or_written_is_forgotten_too(tmp_path: Path,
     """Erasures at every moment of a store that learns, shared by all, large documents among them."""
     monkeypatch.setattr(runs, "MEMTABLE_TOKENS", 128)
     monkeypatch.setattr(runs, "LARGE_TOKENS", 200)
-    store = open_live(tmp_path, VOCAB, isolation="shared")
+    store = LiveStore(VOCAB, tmp_path, isolation="shared")
     for round_ in range(25):
         teach(store, 3, 8, first=8 * round_)
         store.erase(Erasure(tenant_digest(store.key, "salt 1")))
@@ -141,13 +140,13 @@ def test_what_is_being_merged_sorted_or_written_is_forgotten_too(tmp_path: Path,
 
 
 def test_a_server_that_slept_through_an_erasure_takes_what_the_file_holds(tmp_path: Path) -> None:
-    store = open_live(tmp_path, VOCAB)
+    store = LiveStore(VOCAB, tmp_path)
     teach(store, 2, 5)
     store.flush()
     store._stop.set()
     store._keeper.join()
     forget(tmp_path, ["salt 1"])
-    other = open_live(tmp_path, VOCAB)
+    other = LiveStore(VOCAB, tmp_path)
     other._log._db.execute("DELETE FROM erasures")
     teach(other, 2, 1, first=7)
     other.close()
@@ -181,7 +180,7 @@ class Wall:
 def test_no_text_grows_older_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wall = Wall(monkeypatch)
     for directory in (None, tmp_path):
-        store = open_live(directory, VOCAB, max_age=100.0)
+        store = LiveStore(VOCAB, directory, max_age=100.0)
         for number in range(20):
             teach(store, 2, 1, first=number)
             wall.seconds += 10.0
@@ -210,7 +209,7 @@ def test_time_never_runs_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("damage", ["bit", "page", "not a database", "schema", "gone"])
 def test_forgetting_with_damaged_data(tmp_path: Path, damage: str) -> None:
-    store = open_live(tmp_path, VOCAB)
+    store = LiveStore(VOCAB, tmp_path)
     teach(store, 3, 60)
     store.close()
     path = tmp_path / "live" / "learnt.sqlite"
@@ -229,7 +228,7 @@ def test_forgetting_with_damaged_data(tmp_path: Path, damage: str) -> None:
     forget(tmp_path, ["salt 1"])
     assert left_on_disk(tmp_path, 1) == 0, "also what could not be read"
     assert verify_live(tmp_path, ["salt 1"]) is not None
-    store = open_live(tmp_path, VOCAB)
+    store = LiveStore(VOCAB, tmp_path)
     kept = [len(held(store, tenant)) for tenant in range(3)]
     assert kept[1] == 0
     assert kept == [60, 0, 60] if damage == "bit" else min(kept[0], kept[2]) >= 50 if damage == "page" else True

@@ -19,7 +19,6 @@ from sssd_plugin.datastore.live import runs as live_runs
 from sssd_plugin.datastore.live import store as live_store
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.log import Log
-from sssd_plugin.datastore.live.opening import open_live
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.datastore.live.tenant import tenant_digest
 from sssd_plugin.datastore.records import Erasure, Record, now_ms
@@ -59,7 +58,7 @@ def insert(store: LiveStore, number: int) -> None:
 
 def learn(place: str, progress: Path, first: int) -> None:
     """Learn as a server does, and write down when each document was learnt."""
-    store = open_live(place, VOCAB)
+    store = LiveStore(VOCAB, place)
     store.flush()
     with progress.open("a", buffering=1) as out:
         for number in range(first, 600 * VOCAB):
@@ -70,7 +69,7 @@ def learn(place: str, progress: Path, first: int) -> None:
 
 def overflow(place: str, progress: Path, first: int) -> None:
     """Learn more than there is room for, and write down what was flushed: as if long ago, so that it must be there."""
-    store = open_live(place, VOCAB, max_tokens=ROOM)
+    store = LiveStore(VOCAB, place, max_tokens=ROOM)
     with progress.open("a", buffering=1) as out:
         for number in range(first, 600 * VOCAB):
             insert(store, number)
@@ -151,7 +150,7 @@ def test_kills_of_processes_that_learn_and_forget(
     kept, first, oldest = set[int](), 0, [0, 0]
     room = {"max_tokens": ROOM} if name == "overflowing" else {}
     for _ in range(kills):
-        server, taught = open_live(place, VOCAB, **room), range(first, first + TAUGHT)
+        server, taught = LiveStore(VOCAB, place, **room), range(first, first + TAUGHT)
         for number in taught:
             insert(server, number)
         server.flush()

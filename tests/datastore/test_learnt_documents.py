@@ -14,7 +14,7 @@ from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live import folder as folder_module
 from sssd_plugin.datastore.live import log as log_module
 from sssd_plugin.datastore.live.log import Log
-from sssd_plugin.datastore.live.opening import check_live, open_live
+from sssd_plugin.datastore.live.store import LiveStore, check_live
 from sssd_plugin.datastore.records import Changes, Erasure, Record
 from tests.support.disks import full_disk
 from tests.support.stores import read_only_folder, refused
@@ -255,7 +255,7 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path: Path, monkeypatch: py
 
 def test_a_full_disk_stops_nothing_and_writing_is_tried_again(tmp_path: Path, caplog) -> None:
     """sqlite3 may not make the file larger; documents of a page each."""
-    store = open_live(tmp_path, VOCAB, isolation="shared")
+    store = LiveStore(VOCAB, tmp_path, isolation="shared")
     store.insert(np.array([1, 2], np.int32))
     store.flush()
     database = store._log._db
@@ -313,10 +313,10 @@ def test_what_the_disk_refuses_for_long_is_counted(tmp_path: Path, monkeypatch: 
 
 def test_nothing_is_logged_of_texts_or_tenants(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    store = open_live(tmp_path, VOCAB)
+    store = LiveStore(VOCAB, tmp_path)
     store.insert(np.array([777, 778, 779], np.int32), store.tenant("secret name"))
     store.close()
-    open_live(tmp_path, VOCAB).close()
+    LiveStore(VOCAB, tmp_path).close()
     assert not any("777" in record.getMessage() or "secret" in record.getMessage() for record in caplog.records)
     assert not any(b"secret" in path.read_bytes() for path in (tmp_path / "live").iterdir())
 

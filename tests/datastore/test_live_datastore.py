@@ -15,8 +15,8 @@ from sssd_plugin.datastore.build.sorting import resident_bytes
 from sssd_plugin.datastore.index.runs import Run, merged, sorted_run
 from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.datastore.live import runs
-from sssd_plugin.datastore.live.opening import open_live
-from sssd_plugin.datastore.live.store import SEARCHED, LiveStore
+from sssd_plugin.datastore.live.runs import SEARCHED
+from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.datastore.records import Erasure
 from sssd_plugin.drafter import Drafter
 from tests.support.stores import documents_of, snapshot_of
@@ -235,10 +235,10 @@ def test_a_salt_per_request_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_store_that_is_opened_with_a_lower_bound_goes_on_learning(tmp_path: Path) -> None:
-    store = open_live(tmp_path, VOCAB, max_tokens=1 << 16)
+    store = LiveStore(VOCAB, tmp_path, max_tokens=1 << 16)
     assert all(store.insert(document(seed)) for seed in range(1200))
     store.close()
-    store = open_live(tmp_path, VOCAB, max_tokens=1 << 14)
+    store = LiveStore(VOCAB, tmp_path, max_tokens=1 << 14)
     assert store.settle() and 1 << 13 < store.stats().tokens <= 1 << 14
     assert store.insert(document(1200)) and contents(store)[-1] == document(1200).tolist()
     store.close()
@@ -254,9 +254,9 @@ def test_what_is_no_document_is_left_out(store: LiveStore) -> None:
 
 def test_too_many_static_sub_indices_are_said_and_the_smallest_left_out(caplog: pytest.LogCaptureFixture) -> None:
     parts = [[[100 + i, 200 + i, 300 + i, *[1] * (i % 5)]] for i in range(9)]
-    open_live(None, VOCAB, static=snapshot_of(parts[:6], VOCAB)).close()
+    LiveStore(VOCAB, static=snapshot_of(parts[:6], VOCAB)).close()
     assert not caplog.records
-    store = open_live(None, VOCAB, static=snapshot_of(parts, VOCAB))
+    store = LiveStore(VOCAB, static=snapshot_of(parts, VOCAB))
     assert "9 sub-indices" in caplog.text and "smallest 3 are left out" in caplog.text
     assert "datastore merge" in caplog.text
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)

@@ -20,7 +20,7 @@ from sssd_plugin.datastore.build.sorting import RaySorter, Sorter, format_size, 
 from sssd_plugin.datastore.build.sources import Block, BuildCheckpoint, find_inputs, read_pieces, tokenize
 from sssd_plugin.datastore.disk.format import Manifest, TokenizerEntry
 from sssd_plugin.datastore.errors import DatastoreError
-from sssd_plugin.datastore.live.store import SEARCHED
+from sssd_plugin.datastore.live.runs import SEARCHED
 
 OutPath = Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")]
 TokenizerOption = Annotated[Path | None, typer.Option(

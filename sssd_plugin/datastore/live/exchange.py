@@ -66,10 +66,6 @@ class Exchange:
         with contextlib.suppress(DatastoreError):  # it was never reached from this host
             self.key = bytes.fromhex(LiveManifest.read(self._cached).key)
 
-    def load(self) -> list[Record]:
-        """Return nothing, without waiting for the URL."""
-        return []
-
     def sync(self, changes: Changes, retry: bool = True) -> None:
         """Publish new documents; add erasures and documents of others to `changes`. retry: even if it is not due."""
         if retry or time.monotonic() >= self._poll_at:

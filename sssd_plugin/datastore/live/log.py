@@ -45,7 +45,7 @@ class Log(DocumentFile):
     def open(
         cls, directory: Path, vocab_size: int, max_tokens: int, fingerprint: str | None, isolation: Isolation
     ) -> Self:
-        """Open, or create, the live part of the store in `directory`; raises like `open_live`."""
+        """Open, or create, the live part of the store in `directory`; raises like `LiveStore`."""
         folder = Path(directory) / LIVE
         with reporting("write", folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""`LiveStore`: outputs of finished requests become datastore at the next step (arXiv 2411.05894, 3.1.3)."""
+"""`LiveStore`: outputs of finished requests become datastore at the next step (arXiv 2411.05894, 3.1.3); `check_live`:
+whether one would open."""
 
 from __future__ import annotations
 
@@ -8,17 +9,19 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.disk.format import Isolation
-from sssd_plugin.datastore.errors import DatastoreError
+from sssd_plugin.datastore.disk.format import LIVE, MAX_VOCAB_SIZE, Isolation
+from sssd_plugin.datastore.disk.remote import UnreachableError
+from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.exchange import Exchange
+from sssd_plugin.datastore.live.folder import FolderLock, LiveManifest
 from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.runs import LARGE_TOKENS, LearntRuns
-from sssd_plugin.datastore.live.runs import SEARCHED as SEARCHED
 from sssd_plugin.datastore.live.tenant import KnownBeginnings, number_of, tenant_digest
 from sssd_plugin.datastore.records import Changes, Erasure, LiveStats, Record, now_ms
 
@@ -31,40 +34,60 @@ RETRY_SECONDS = 5.0
 AGE_STEPS = 32  # expired documents are removed within max_age / AGE_STEPS
 _BULK_TOKENS = 1 << 10  # of a tenant's documents from the log, from which they are sorted together
 _MAX_WAITING = 1 << 20  # tokens of large documents
+_CHECK_SECONDS = 10.0
 
 
 class LiveStore(LearntRuns):
-    """A growing datastore in memory, optionally on disk or in a bucket. Thread-safe.
+    """A growing datastore in memory, optionally on disk or at a URL. Thread-safe.
 
     Args:
         vocab_size: documents with ids of this or above are refused.
+        place: the directory of a store, where learnt text goes into a folder `live`; a URL, see `Exchange`; None: in
+            memory only. Processes of one host with the same directory learn from each other, and those of any host with
+            the same URL.
         static: static snapshot of all tenants.
+        fingerprint: of the model's tokenizer. None: not checked.
         isolation: as of `SssdOptions`.
         max_tokens: maximum held, separators included. Beyond it, the largest tenants lose their oldest documents.
         max_age: seconds after which a document is erased; None for never.
-        log: storage of documents, closed with this store; its documents are loaded.
+
+    Raises:
+        DatastoreError: the directory cannot be read or written, has another tokenizer, isolation or version, or another
+            host learns there.
     """
 
     def __init__(
-        self, vocab_size: int, *, static: Snapshot | None = None, isolation: Isolation = "salt",
-        max_tokens: int = MAX_TOKENS, max_age: float | None = None, log: Log | Exchange | None = None,
+        self, vocab_size: int, place: Path | str | None = None, *, static: Snapshot | None = None,
+        fingerprint: str | None = None, isolation: Isolation = "salt", max_tokens: int = MAX_TOKENS,
+        max_age: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__(vocab_size, static, isolation, max_tokens)
         self._max_age_ms = None if max_age is None else int(max_age * 1000)
-        self._log, self._own_key = log, secrets.token_bytes(16)
+        self._own_key = secrets.token_bytes(16)
         self._beginnings = KnownBeginnings(max_tokens)
         self._latest = self._expire_at = 0  # ms
         self._retry_at = 0.0  # once the log has failed
         self._stop, self._syncing = threading.Event(), threading.Lock()
-        if log is not None:
-            started = time.perf_counter()
-            self._learn(log.load())
-            self.settle(timeout=1e9)
-            self._stats = LiveStats()
-            logger.info("freedraft: %d live tokens ready in %.2f s", self._held, time.perf_counter() - started)
+        self._log: Log | Exchange | None = None
+        if "://" in str(place):
+            self._log = Exchange(str(place), vocab_size, fingerprint, isolation, max_tokens, max_age)
+        elif place is not None:
+            self._log = Log.open(Path(place), vocab_size, max_tokens, fingerprint, isolation)
+            self._load(self._log)
         self._expire()
         self._keeper = threading.Thread(target=self._keep_up, name="freedraft-log", daemon=True)
         self._keeper.start()
+
+    def _load(self, log: Log) -> None:
+        started = time.perf_counter()
+        try:
+            self._learn(log.load())
+        except BaseException:
+            log.close()
+            raise
+        self.settle(timeout=1e9)
+        self._stats = LiveStats()
+        logger.info("freedraft: %d live tokens ready in %.2f s", self._held, time.perf_counter() - started)
 
     @property
     def key(self) -> bytes | None:
@@ -225,3 +248,40 @@ class LiveStore(LearntRuns):
             for part in np.split(np.arange(len(ends)), np.flatnonzero(np.diff(parts)) + 1):
                 with self.lock:
                     self._take(*(documents[i] for i in part))
+
+
+def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | None, isolation: Isolation) -> None:
+    """Raise the errors of a `LiveStore` at a place before an engine starts, without changing it."""
+    vocab_size = vocab_size or MAX_VOCAB_SIZE
+    if "://" in str(place):
+        _check_url(Exchange(str(place), vocab_size, fingerprint, isolation))
+        return
+    folder = Path(place) / LIVE
+    with reporting("write", folder):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, parents=True)
+            folder.rmdir()  # a store could not be built there otherwise
+            return
+    with FolderLock(folder) as lock:
+        if manifest := LiveManifest.of(folder):
+            manifest.admitting(folder, vocab_size, fingerprint, isolation, lock.alone)
+
+
+def _check_url(exchange: Exchange) -> None:
+    """Raise the errors of `Exchange.connect`, except that the URL does not answer within `_CHECK_SECONDS`."""
+    errors: list[DatastoreError] = [UnreachableError(f"{exchange.url} does not answer")]
+
+    def connect() -> None:
+        try:
+            exchange.connect()
+            errors.clear()
+        except DatastoreError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(_CHECK_SECONDS)
+    for error in errors[-1:]:
+        if not isinstance(error, UnreachableError):
+            raise error
+        logger.warning("freedraft: %s; the server starts, and tries again", error)
