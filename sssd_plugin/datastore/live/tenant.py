@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.runs import Run, View
 from sssd_plugin.datastore.index.suffix_sort import DEPTH
 from sssd_plugin.datastore.records import Erasure
@@ -99,19 +98,6 @@ def kept(run: Run, erasures: Erasures) -> NDArray[np.bool_]:
     return keep
 
 
-@compiled(nogil=True)
-def _keys(tokens, seed):
-    """Return a hash of each full block of tokens (int32 [n]), chained to those before: uint64 [n // BLOCK]."""
-    keys = np.empty(len(tokens) // BLOCK, np.uint64)
-    key = np.uint64(seed)
-    for i in range(len(keys) * BLOCK):
-        key = (key ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15)
-        key ^= key >> np.uint64(29)
-        if i % BLOCK == BLOCK - 1:
-            keys[i // BLOCK] = key
-    return keys
-
-
 class KnownBeginnings:
     """Hashes of the first blocks of documents, so that a conversation is held once although each turn repeats the
     earlier ones. Beyond `max_tokens` the oldest are dropped. A collision would cost a tenant a piece of its own
@@ -120,13 +106,15 @@ class KnownBeginnings:
     def __init__(self, max_tokens: int) -> None:
         self._max_blocks = max(1, max_tokens // BLOCK)
         self._known: OrderedDict[int, None] = OrderedDict()
-        _keys(np.zeros(1, np.int32), 1)
         self.clear = self._known.clear
 
     def new_part(self, tokens: NDArray[np.int32], tenant: int) -> NDArray[np.int32]:
         """Return the part of a document (int32 [n]) that is not the beginning of an earlier one of the tenant, preceded
         by `DEPTH` tokens as context; and remember the document."""
-        keys = _keys(np.ascontiguousarray(tokens, np.int32), 1 + tenant).tolist()
+        keys, key = [], tenant  # of each block, chained to those before
+        for end in range(BLOCK, len(tokens) + 1, BLOCK):
+            key = hash((key, tokens[end - BLOCK : end].tobytes()))
+            keys.append(key)
         known = 0
         while known < len(keys) and keys[known] in self._known:
             self._known.move_to_end(keys[known])
