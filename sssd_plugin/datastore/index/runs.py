@@ -4,13 +4,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import compress
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +14,6 @@ from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex, direct_buckets
 from sssd_plugin.datastore.index.suffix_sort import PAD, PADDING, SEPARATOR, merge_into, sorted_arrays, with_tables
 
-_LARGE = 1 << 18  # bytes
 _BUCKETS_FROM = 4  # direct buckets cost 4 bytes per id: only for runs with at least a quarter as many tokens
 
 
@@ -126,34 +120,6 @@ def warm_up() -> None:
     document, about = np.zeros(4, np.int32), np.zeros((1, 3), np.int64)
     run = with_document(with_document(None, document, 8, about), document, 8, about)
     without(merged(run, run, 8), 8, np.arange(4) > 0, 1)
-
-
-def release(runs: list[Run]) -> list[Run]:
-    """Free those of `runs` without other references and return the rest. The caller must hold them in this list only.
-
-    Unmapping a large array takes milliseconds with the GIL held, so its pages are released before, without it.
-    """
-    alone = [count == _ALONE for count in _holds(runs)]
-    for run in compress(runs, alone):
-        for array in (run.sub.tokens, run.sub.suffix_array):
-            _hand_back(array)
-    return [run for run, free in zip(runs, alone, strict=True) if not free]
-
-
-def _holds(things: list[Any]) -> list[int]:
-    return [sys.getrefcount(thing) for thing in things]
-
-
-_ALONE = _holds([object()])[0]
-_PAGE = mmap.PAGESIZE
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def _hand_back(array: NDArray[np.int32]) -> None:
-    start = -(-array.ctypes.data // _PAGE) * _PAGE
-    size = (array.ctypes.data + array.nbytes) // _PAGE * _PAGE - start
-    if size >= _LARGE and sys.platform == "linux":
-        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

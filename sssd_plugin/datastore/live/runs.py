@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sssd_plugin.datastore.disk.format import TENANTS_APART, Isolation
-from sssd_plugin.datastore.index.runs import Run, View, merged, release, sorted_run, warm_up, with_document, without
+from sssd_plugin.datastore.index.runs import Run, View, merged, sorted_run, warm_up, with_document, without
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.tenant import Erasures, Tenant, kept, number_of
 from sssd_plugin.datastore.records import Erasure, LiveStats, Record, keep_shares
@@ -56,7 +56,6 @@ class LearntRuns:
         self._background = ThreadPoolExecutor(1, "freedraft-live", initializer=_lower_priority)
         self._tasks = 0  # background tasks, queued or running
         self._failed = self._evicting = False
-        self._unused: list[Run] = []
         self._held = 0  # tokens, including those that wait to be sorted
         self._waiting = 0
         self._documents = 0  # number of the next document
@@ -105,14 +104,6 @@ class LearntRuns:
         while self._tasks and time.monotonic() < end:
             time.sleep(0.001)
         return not self._tasks
-
-    def _release(self) -> None:
-        """Free runs that are no longer in use."""
-        with self.lock:
-            unused, self._unused = self._unused, []
-        unused = release(unused)
-        with self.lock:
-            self._unused += unused
 
     def _view_of(self, number: int) -> View:
         tenant = self.tenants.get(number)
@@ -216,7 +207,6 @@ class LearntRuns:
         tenant.replace(inputs, result)
         gone = sum(run.n for run in inputs) + added - (result.n if result else 0)
         self._held -= gone
-        self._unused += inputs
         return gone
 
     # In the background thread, the only one that replaces runs.

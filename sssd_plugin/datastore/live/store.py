@@ -183,7 +183,7 @@ class LiveStore(LearntRuns):
     def _in_vocabulary(self, tokens: NDArray[np.int32]) -> bool:
         return len(tokens) > 0 and int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size
 
-    # In the thread that follows the log and the clock, and frees runs; with `_syncing` held.
+    # In the thread that follows the log and the clock; with `_syncing` held.
 
     def _keep_up(self) -> None:
         while not self._stop.wait(SYNC_SECONDS):
@@ -191,7 +191,6 @@ class LiveStore(LearntRuns):
                 with self._syncing:
                     self._expire()
                     self._sync(retry=False)
-                self._release()
             except Exception:  # a failure must not stop learning
                 logger.exception("freedraft: keeping what is learnt failed; it is tried again. Please report this")
 
