@@ -10,13 +10,16 @@ from typing import Annotated, Literal
 import typer
 
 from freedraft.tenants import parse_tenant
+from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build import command
 from sssd_plugin.datastore.build.builder import merge_stores
 from sssd_plugin.datastore.build.command import one_line
 from sssd_plugin.datastore.build.sorting import format_size, parse_size
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, digest, read_manifest
 from sssd_plugin.datastore.disk.remote import local_copy
+from sssd_plugin.datastore.disk.store import Datastore, audit
 from sssd_plugin.datastore.errors import DatastoreError, reporting
+from sssd_plugin.datastore.live import maintenance
 
 ABOUT = "Build, inspect and verify suffix-array datastores for SSSD."
 app = typer.Typer(name="datastore", help=ABOUT, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -71,13 +74,9 @@ def verify(
 ) -> None:  # fmt: skip
     """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model; with --erased, that no
     byte of learnt files names these tenants. Exit code 1 if not."""
-    from sssd_plugin.datastore import tokenizer as tokenizers
-    from sssd_plugin.datastore.disk.store import Datastore, audit
-    from sssd_plugin.datastore.live.maintenance import verify_live
-
     with one_line():
         fingerprint = None if tokenizer is None else tokenizers.fingerprint(tokenizers.load(tokenizer))
-        learnt = verify_live(store, _tenants(erased))
+        learnt = maintenance.verify_live(store, _tenants(erased))
         if learnt is not None:
             typer.echo(f"{store}: {learnt}")
         elif erased:
@@ -125,8 +124,6 @@ def forget(
 ) -> None:  # fmt: skip
     """Erase learnt text, on disk and in servers of this host that learn there, or at a URL and in all servers that
     learn there. With --tenants and --before, only text that both select."""
-    from sssd_plugin.datastore.live import maintenance
-
     with one_line():
         if tenants is None and before is None:
             raise DatastoreError("say what to forget: --tenants FILE, --before TIME, or both")
@@ -149,10 +146,8 @@ def export(
     = False,
 ) -> None:  # fmt: skip
     """Write learnt text as token ids, -1 after each document. A store built of it drafts for all tenants."""
-    from sssd_plugin.datastore.live.maintenance import export
-
     with one_line():
-        documents, n_tokens = export(store, out, _tenants(tenants), accept=accept)
+        documents, n_tokens = maintenance.export(store, out, _tenants(tenants), accept=accept)
     typer.echo(f"{out}: {n_tokens:,} tokens in {documents:,} documents")
 
 
@@ -163,8 +158,6 @@ def isolation(
     accept: Annotated[bool, typer.Option("--accept", help="Let all be drafted from one tenant's text.")] = False,
 ) -> None:
     """Let servers with this isolation use text learnt under another one."""
-    from sssd_plugin.datastore.live import maintenance
-
     with one_line():
         if not accept:
             raise DatastoreError(f"requests of everybody may then be drafted from all of {store}: say so with --accept")

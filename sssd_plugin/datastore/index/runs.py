@@ -82,10 +82,6 @@ class Run:
     def n(self) -> int:  # tokens, separators included
         return self.sub.n
 
-    @property
-    def row(self) -> NDArray[np.int64]:  # of a `Snapshot.table`
-        return self.sub.row
-
 
 def sorted_run(documents: Sequence[NDArray[np.int32]], vocab_size: int, about: NDArray[np.int64]) -> Run:
     """Return a run of documents (int32, without separators); about: `Run.documents`."""
@@ -145,7 +141,7 @@ class View:
     @classmethod
     def of(cls, static: Snapshot, runs: Sequence[Run] = ()) -> View:
         """Return the view of one group, which sees `static` and then `runs`."""
-        table = np.concatenate([static.table, *(run.row[None] for run in runs)])
+        table = np.concatenate([static.table, *(run.sub.row[None] for run in runs)])
         size = static.n_tokens + sum(run.n for run in runs)
         bounds, sizes, n_static = (np.array(v, np.int64) for v in ([0, len(table)], [size], [len(static.table)]))
         return cls(table, bounds, sizes, n_static, (static, *runs), len(table))

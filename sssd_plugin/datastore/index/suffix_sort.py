@@ -161,22 +161,13 @@ def sort_bytes(tokens: NDArray[np.int32], largest: int) -> NDArray[np.int32]:
     from pydivsufsort import divsufsort
 
     width = _width(largest)
-    encoded = np.empty((len(tokens) - PAD) * width, np.uint8)
-    _encode(tokens, width, encoded)
-    places = divsufsort(encoded)
+    numbers = (tokens[: len(tokens) - PAD].view(np.uint32) + np.uint32(1)).astype(">u4")  # 0 is the separator
+    places = divsufsort(numbers.view(np.uint8).reshape(-1, 4)[:, 4 - width :].ravel())
     return places[: _keep_suffixes(tokens, width, places)]
 
 
-def _width(largest: int) -> int:  # bytes of an id plus one: 0 is the separator
-    return max(1, -(-(largest + 1).bit_length() // 8))
-
-
-@compiled(nogil=True)
-def _encode(tokens, width, encoded):
-    for i in range(len(encoded) // width):
-        value = np.int64(tokens[i]) + 1
-        for k in range(width):
-            encoded[(i + 1) * width - 1 - k] = (value >> (8 * k)) & 255
+def _width(largest: int) -> int:  # bytes of an id plus one
+    return max(2, -(-(largest + 1).bit_length() // 8))
 
 
 @compiled(nogil=True)

@@ -137,12 +137,9 @@ class UrlFolder:
                 self._files.pipe_file(f"{self._root}/{name}", data)
                 return
             Path(self._root).mkdir(parents=True, exist_ok=True)
-            for last in (False, False, True):
-                try:
-                    return write_atomically(Path(self._root, name), data, mode=0o666)
-                except FileNotFoundError:  # another process removed the part as a killed process's
-                    if last:
-                        raise
+            with contextlib.suppress(FileNotFoundError):  # another process removed the part as a killed process's
+                return write_atomically(Path(self._root, name), data, mode=0o666)
+            write_atomically(Path(self._root, name), data, mode=0o666)
 
     def create(self, name: str, data: bytes) -> None:
         """Write a file unless it exists."""

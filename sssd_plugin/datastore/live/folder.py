@@ -16,7 +16,7 @@ import platform
 import secrets
 import time
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -32,8 +32,6 @@ REACH = {"salt": 0, "strict": 0, "shared": 1, "off": 1}  # who may be drafted fr
 
 
 class LiveManifest(ChecksummedManifest, frozen=True):
-    """Manifest of the folder."""
-
     DESCRIBES: ClassVar[str] = "a live datastore"
     REMEDY: ClassVar[str] = "remove the folder to start anew"
     ALTERNATIVE: ClassVar[str] = "choose another datastore"
@@ -78,10 +76,7 @@ class LiveManifest(ChecksummedManifest, frozen=True):
                 f"a server with isolation '{self.isolation}' learns in {folder}, and would draft for everybody from "
                 "what this one learns: stop it first, or choose another path"
             )
-        return self.with_isolation(min(self.isolation, isolation, key=REACH.__getitem__))
-
-    def with_isolation(self, isolation: Isolation) -> LiveManifest:
-        return self.model_copy(update={"isolation": isolation})
+        return self.model_copy(update={"isolation": min(self.isolation, isolation, key=REACH.__getitem__)})
 
 
 class FolderLock:
@@ -96,7 +91,7 @@ class FolderLock:
         try:
             self.alone = self._take(self._fd)
         except BaseException:
-            self.release()
+            self.close()
             raise
 
     def _take(self, fd: int) -> bool:
@@ -135,13 +130,7 @@ class FolderLock:
         if self._fd is not None:
             fcntl.flock(self._fd, fcntl.LOCK_SH)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
-
-    def release(self) -> None:
+    def close(self) -> None:
         """May be called twice."""
         if self._fd is not None:
             os.close(self._fd)

@@ -26,13 +26,9 @@ class Log(DocumentFile):
     Beyond `max_tokens` (None: no bound), the largest tenants lose their oldest documents."""
 
     def __init__(
-        self,
-        folder: Path,
-        lock: FolderLock,
-        manifest: LiveManifest,
-        max_tokens: int | None = None,
+        self, folder: Path, lock: FolderLock, manifest: LiveManifest, max_tokens: int | None = None,
         isolated: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(folder / FILE)
         self.key, self.pending = bytes.fromhex(manifest.key), PendingRecords()  # the key of tenants' digests
         self._lock, self._max_tokens, self._isolated = lock, max_tokens, isolated
@@ -63,7 +59,7 @@ class Log(DocumentFile):
                 lock.share()
             return log
         except BaseException:
-            lock.release()
+            lock.close()
             raise
 
     def load(self) -> list[Record]:
@@ -98,9 +94,8 @@ class Log(DocumentFile):
             self.compact()
 
     def close(self) -> None:
-        """Leave the folder."""
         self._db.close()
-        self._lock.release()
+        self._lock.close()
 
     def erase(self, erasure: Erasure) -> tuple[int, int]:
         """Erase documents, and all damaged ones, since their tenants are unknown; return their number and tokens. Other
