@@ -235,7 +235,7 @@ def of_lengths(args: argparse.Namespace, trace: Trace) -> Iterator[dict[str, Any
     """Yield a row for each kind of traffic, machine, batch size and model runner."""
     of_sessions = Sessions.load(args.sessions, args.tokenizer).turns.values()
     turns = list(chain.from_iterable(islice(of_sessions, SESSIONS)))[:TURNS]
-    chat, agent = (trace.test_rows[:ANSWERS], trace.snapshot, 12), (turns, Snapshot.empty(), 24)
+    chat, agent = (trace.test_rows[:ANSWERS], trace.snapshot, 12), (turns, Snapshot(), 24)
     for traffic, (rows, snapshot, fewest) in {"chat": chat, "agent": agent}.items():
         drafters = [Drafter(vocab_size=trace.vocab_size, max_nodes=n + 1, snapshot=snapshot) for n in args.lengths]
         for machine, batch in CELLS:

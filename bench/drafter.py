@@ -127,7 +127,7 @@ def main() -> None:
     rows = np.stack([documents[i][:need] for i in taken])
     requests: dict[int, Any] = {1: rows[:16, None], BATCH: np.split(rows, 2), LARGE: [np.resize(rows, (LARGE, need))]}
 
-    arms = [Arm("input only", Snapshot.empty(), vocab, shape, 1) for shape in SHAPES]
+    arms = [Arm("input only", Snapshot(), vocab, shape, 1) for shape in SHAPES]
     store_bytes = {}
     for size in arguments.stores:
         label = f"{size / 1e6:g} M"

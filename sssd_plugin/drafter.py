@@ -118,7 +118,7 @@ class Drafter:
         self._live = live
         if live is not None:
             live.on_erased = self._forget_others
-        self._view = View.of(Snapshot.empty() if snapshot is None else snapshot) if live is None else live.view()[0]
+        self._view = View.of(Snapshot() if snapshot is None else snapshot) if live is None else live.view()[0]
         self._warm_up()
 
     def use(self, snapshot: Snapshot) -> None:

@@ -154,7 +154,7 @@ def lessons_of_sessions(sessions: Sessions) -> Iterator[Lesson]:
 
 def lessons_of_recordings(recordings: Sequence[Recording], vocab_size: int) -> Iterator[Lesson]:
     """Yield answers in order, with the logits and a store of earlier answers."""
-    recycled, view = Recycled(entries(RECYCLED_MEGABYTES), np.int64(0)), View.of(Snapshot.empty())
+    recycled, view = Recycled(entries(RECYCLED_MEGABYTES), np.int64(0)), View.of(Snapshot())
     for i, recording in enumerate(recordings):
         if i % STORE_EVERY == 0 and i > 0:
             view = view_of([r.output for r in recordings[:i]], vocab_size, learnt=True)

@@ -21,8 +21,6 @@ _MAX_PENDING = 4 << 20  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A document."""
-
     tenant: bytes  # digest of its tenant, 16 bytes, or none
     milliseconds: int  # since 1970, when its request ended
     tokens: NDArray[np.int32]
@@ -60,8 +58,6 @@ class Changes:
 
 @dataclass(slots=True)
 class LiveStats:
-    """The state of a live store."""
-
     tokens: int = 0  # held, separators included
     max_sub_indices: int = 0  # runs of one tenant
     nbytes: int = 0  # memory of all runs

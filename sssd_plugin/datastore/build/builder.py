@@ -38,8 +38,10 @@ _PART_TOKENS = 1 << 20
 
 
 class StoreBuilder:
-    """Context that builds the datastore at `target` by calls of `append` and a final `finish`, after which it appears
-    complete, or not at all.
+    """Context that builds the datastore at `target` by calls of `append` and a final `finish`.
+
+    It is built in a sibling of `target`, locked while the builder lives and renamed at the end: after a stop at any
+    time, even by SIGKILL, `target` is absent (or unchanged) or complete, and the next build removes leftovers.
 
     Args:
         vocab_size: token ids must be below it; at most 2^31.
@@ -57,16 +59,10 @@ class StoreBuilder:
     """
 
     def __init__(
-        self,
-        target: Path | str,
-        *,
-        vocab_size: int,
-        tokenizer: TokenizerEntry | None = None,
-        memory: int | None = None,
-        sub_index_tokens: int | None = None,
-        replace: bool = False,
+        self, target: Path | str, *, vocab_size: int, tokenizer: TokenizerEntry | None = None,
+        memory: int | None = None, sub_index_tokens: int | None = None, replace: bool = False,
         sorter: Sorter | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise DatastoreError(f"the vocabulary size must be from 1 to {MAX_VOCAB_SIZE}, not {vocab_size}")
         low, high = SUB_INDEX_TOKENS
@@ -81,7 +77,12 @@ class StoreBuilder:
         self._closed: list[Future[SubIndexEntry]] = []
         self._file: NewFile | None = None  # token file of the present sub-index
         self._length, self._last = 0, SEPARATOR  # tokens in it, and the last of them
-        self._publish = AtomicPublish(Path(target), replace=replace)
+        # Resolved, so that replacing through a symbolic link replaces what it points to, on that disk.
+        self._target, self._replace = Path(target).resolve(), replace
+        _check_target(self._target, replace)
+        with reporting("write", self._target.parent):
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            self._folder, self._lock = _locked_sibling(self._target)
 
     def append(self, tokens: NDArray[np.integer]) -> None:
         """Add token ids (any integer dtype); `SEPARATOR` (-1) ends a document, and empty documents vanish;
@@ -105,13 +106,21 @@ class StoreBuilder:
         another process has created the target, or the disk is full."""
         self._close_sub_index()
         if not self._closed:
-            raise DatastoreError(f"nothing to store in {self._publish.target}: the inputs hold no tokens")
+            raise DatastoreError(f"nothing to store in {self._target}: the inputs hold no tokens")
         self._await_sorting(0)
         entries = tuple(entry.result() for entry in self._closed)
         manifest = Manifest(vocab_size=self._vocab_size, tokenizer=self._tokenizer, sub_indices=entries)
-        with reporting("write", self._publish.path / MANIFEST):
-            manifest.write(self._publish.path / MANIFEST)
-        self._publish.publish()
+        with reporting("write", self._folder / MANIFEST):
+            manifest.write(self._folder / MANIFEST)
+        _check_target(self._target, self._replace)
+        with reporting("write", self._target):
+            for directory in [*(path for path in self._folder.iterdir() if path.is_dir()), self._folder]:
+                fsync_folder(directory)
+            if self._target.exists() and any(self._target.iterdir()):
+                _exchange(self._folder, self._target)  # the former contents are then removed
+            else:
+                self._folder.rename(self._target)
+            fsync_folder(self._target.parent)
         return manifest
 
     def __enter__(self) -> Self:
@@ -121,7 +130,8 @@ class StoreBuilder:
         self._sorter.close()
         if self._file is not None:
             self._file.close()
-        self._publish.discard()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.release()
 
     def _write(self, tokens: NDArray[np.int32]) -> None:
         while True:
@@ -130,7 +140,7 @@ class StoreBuilder:
             if not len(tokens):
                 return
             if self._file is None:
-                folder = self._publish.path / f"{len(self._closed):04d}-{secrets.token_hex(4)}"
+                folder = self._folder / f"{len(self._closed):04d}-{secrets.token_hex(4)}"
                 with reporting("write", folder):
                     folder.mkdir(mode=0o700)
                 self._file = NewFile(folder / file_name("tokens"))
@@ -181,76 +191,43 @@ def merge_stores(out: Path, stores: Sequence[Path], *, memory: int | None = None
         return builder.finish()
 
 
-class AtomicPublish:
-    """A temporary sibling of `target`, locked while its builder lives, renamed to `target` at the end: after a stop at
-    any time, even by SIGKILL, `target` is absent (or unchanged) or complete, and the next build removes leftovers.
-    Raises DatastoreError: `target` exists and may not be replaced, or is no datastore."""
+def _check_target(target: Path, replace: bool) -> None:
+    """Refuse to replace anything but a datastore, even by force."""
+    with reporting("read", target):
+        if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+            return
+        live = target / LIVE
+        problems = [
+            (not target.is_dir(), "is a file: choose the path of a new directory for the datastore"),
+            (not replace, "exists: choose another path, or give --force to replace it"),
+            (not (target / MANIFEST).is_file(), f"is not a datastore (no {MANIFEST}), so it is not replaced: "
+                                                "choose another path, or remove it yourself"),
+            (live.exists(), "holds what was learnt while serving, which replacing it would lose: "
+                            f"choose another path, or move {live} away"),
+        ]  # fmt: skip
+    for wrong, message in problems:
+        if wrong:
+            raise DatastoreError(f"{target} {message}")
 
-    def __init__(self, target: Path, *, replace: bool = False) -> None:
-        # Resolved, so that replacing through a symbolic link replaces what it points to, on that disk.
-        self.target = target.resolve()
-        self.replace, self._prefix = replace, f".{self.target.name}.building-"
-        self._check_target()
-        with reporting("write", self.target.parent):
-            self.target.parent.mkdir(parents=True, exist_ok=True)
-            self._remove_stale()
-            self.path, self._lock = self._create()
 
-    def publish(self) -> None:
-        """Rename to the target, everything on disk."""
-        self._check_target()
-        with reporting("write", self.target):
-            for directory in [*(p for p in self.path.iterdir() if p.is_dir()), self.path]:
-                fsync_folder(directory)
-            if self.target.exists() and any(self.target.iterdir()):
-                _exchange(self.path, self.target)
-                shutil.rmtree(self.path, ignore_errors=True)
-            else:
-                self.path.rename(self.target)
-            fsync_folder(self.target.parent)
-        self._lock.release()
-
-    def discard(self) -> None:
-        """Remove the directory if it was not published."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self._lock.release()
-
-    def _check_target(self) -> None:
-        """Refuse to replace anything but a datastore, even by force."""
-        with reporting("read", self.target):
-            if not self.target.exists() or (self.target.is_dir() and not any(self.target.iterdir())):
-                return
-            live = self.target / LIVE
-            problems = [
-                (not self.target.is_dir(), "is a file: choose the path of a new directory for the datastore"),
-                (not self.replace, "exists: choose another path, or give --force to replace it"),
-                (not (self.target / MANIFEST).is_file(), f"is not a datastore (no {MANIFEST}), so it is not replaced: "
-                                                         "choose another path, or remove it yourself"),
-                (live.exists(), "holds what was learnt while serving, which replacing it would lose: "
-                                f"choose another path, or move {live} away"),
-            ]  # fmt: skip
-        for wrong, message in problems:
-            if wrong:
-                raise DatastoreError(f"{self.target} {message}")
-
-    def _create(self) -> tuple[Path, FileLock]:
-        while True:
-            path = self.target.parent / f"{self._prefix}{secrets.token_hex(4)}"
-            path.mkdir(mode=0o700)
-            # Until it is locked, another builder may remove the new directory as a dead builder's.
-            with contextlib.suppress(FileNotFoundError):
-                lock = FileLock(path, wait=True)
-                if path.exists():
-                    return path, lock
-                lock.release()
-
-    def _remove_stale(self) -> None:
-        for path in self.target.parent.glob(f"{glob.escape(self._prefix)}*"):
-            with contextlib.suppress(OSError):  # its builder lives
-                lock = FileLock(path)
-                if lock.enforced:  # else dead builders cannot be detected
-                    shutil.rmtree(path, ignore_errors=True)
-                lock.release()
+def _locked_sibling(target: Path) -> tuple[Path, FileLock]:
+    """Make and lock a new directory beside `target`; remove those of dead builders."""
+    prefix = f".{target.name}.building-"
+    for path in target.parent.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(OSError):  # its builder lives
+            lock = FileLock(path)
+            if lock.enforced:  # else dead builders cannot be detected
+                shutil.rmtree(path, ignore_errors=True)
+            lock.release()
+    while True:
+        path = target.parent / f"{prefix}{secrets.token_hex(4)}"
+        path.mkdir(mode=0o700)
+        # Until it is locked, another builder may remove the new directory as a dead builder's.
+        with contextlib.suppress(FileNotFoundError):
+            lock = FileLock(path, wait=True)
+            if path.exists():
+                return path, lock
+            lock.release()
 
 
 def _exchange(new: Path, old: Path) -> None:

@@ -82,13 +82,9 @@ class Snapshot:
 
     __slots__ = ("sub_indices", "table")
 
-    def __init__(self, sub_indices: Iterable[SubIndex]) -> None:
+    def __init__(self, sub_indices: Iterable[SubIndex] = ()) -> None:
         self.sub_indices = tuple(sub_indices)
         self.table = np.array([sub.row for sub in self.sub_indices], np.int64).reshape(-1, TABLE_COLUMNS)
-
-    @classmethod
-    def empty(cls) -> Snapshot:
-        return cls(())
 
     @property
     def n_tokens(self) -> int:  # separators included

@@ -143,20 +143,18 @@ class UrlFolder:
 
     def create(self, name: str, data: bytes) -> None:
         """Write a file unless it exists."""
-        part = f".{name}.{secrets.token_hex(4)}"
-        try:
-            if self._local:
-                self.put(part, data)
+        if self._local:
+            self.put(part := f".{name}.{secrets.token_hex(4)}", data)
             with reaching(self.url), contextlib.suppress(FileExistsError):
-                if self._local:
-                    os.link(Path(self._root, part), Path(self._root, name))
-                else:
-                    self._files.pipe_file(f"{self._root}/{name}", data, mode="create")
+                os.link(Path(self._root, part), Path(self._root, name))
+            self.remove(part)
+            return
+        try:
+            with reaching(self.url):
+                self._files.pipe_file(f"{self._root}/{name}", data, mode="create")
         except UnreachableError:  # drivers raise different errors for an existing file
             if self.get(name) is None:
                 raise
-        if self._local:
-            self.remove(part)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""

@@ -120,22 +120,15 @@ class DocumentFile:
         if kind is None:
             return action()
         self._db.execute(f"BEGIN {kind}")
-        try:
-            result = action()
-            self._db.execute("COMMIT")
-            return result
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):
-                self._db.execute("ROLLBACK")
-            raise
+        with self._db:  # commits, or rolls back
+            return action()
 
     def _must_be_sound(self, pragma: str) -> None:
         if self._db.execute(f"PRAGMA {pragma}(1)").fetchone() != ("ok",):
             raise _corrupt()
 
     def _rewrite(self) -> None:
-        good = _connect(":memory:")
-        try:
+        with contextlib.closing(_connect(":memory:")) as good:
             for statement in _SCHEMA:
                 good.execute(statement)
             newest = {"documents": 0, "erasures": 0}
@@ -151,8 +144,6 @@ class DocumentFile:
             good.execute("DELETE FROM sqlite_sequence")
             good.executemany("INSERT INTO sqlite_sequence VALUES (?, ?)", newest.items())
             good.backup(self._db)
-        finally:
-            good.close()
         logger.error("freedraft: %s was damaged: %d documents of it could be read and are kept", self.path, len(kept))
 
     def _readable(self, newest: int) -> Iterator[tuple[Any, ...]]:

@@ -39,8 +39,7 @@ class Exchange:
     Args:
         url: of any fsspec driver; it need not be reachable yet.
         isolation: all servers at the URL have the same one; "salt" and "strict" go together.
-        max_tokens: tokens of the newest documents to read at the start.
-        max_age: seconds after which a document is erased; None for never.
+        max_tokens: of the newest documents, to read at the start.
     """
 
     def __init__(
@@ -84,9 +83,6 @@ class Exchange:
         self._oldest, self._expiring = before, True
         if self._open and self._open[0][1].milliseconds < before:
             self._open = []
-
-    def close(self) -> None:
-        """Do nothing: documents are published already, or cannot be."""
 
     def connect(self) -> list[Snapshot]:
         """Read the manifest, or write the first one; return the built store at the URL, if there is one. Raises

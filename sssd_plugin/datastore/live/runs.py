@@ -61,7 +61,7 @@ class LearntRuns:
         self._documents = 0  # number of the next document
         self._stats = LiveStats()
         self._joined: tuple[tuple[View, ...], View] | None = None
-        self._statics = {"url": Snapshot.empty(), "given": static or Snapshot.empty()}
+        self._statics = {"url": Snapshot(), "given": static or Snapshot()}
         self._choose_static()
         warm_up()
 

@@ -9,6 +9,7 @@ import secrets
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -158,7 +159,7 @@ class LiveStore(LearntRuns):
         self._keeper.join()
         self.flush()
         self._background.shutdown(cancel_futures=True)
-        if self._log is not None:
+        if isinstance(self._log, Log):
             self._log.close()
 
     # With the lock held.
@@ -269,19 +270,17 @@ def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | Non
 
 def _check_url(exchange: Exchange) -> None:
     """Raise the errors of `Exchange.connect`, except that the URL does not answer within `_CHECK_SECONDS`."""
-    errors: list[DatastoreError] = [UnreachableError(f"{exchange.url} does not answer")]
+    answer: Future[object] = Future()
 
     def connect() -> None:
         try:
-            exchange.connect()
-            errors.clear()
+            answer.set_result(exchange.connect())
         except DatastoreError as error:
-            errors.append(error)
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(_CHECK_SECONDS)
-    for error in errors[-1:]:
-        if not isinstance(error, UnreachableError):
-            raise error
-        logger.warning("freedraft: %s; the server starts, and tries again", error)
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        answer.result(_CHECK_SECONDS)
+    except (UnreachableError, TimeoutError) as error:
+        problem = str(error) or f"{exchange.url} does not answer"
+        logger.warning("freedraft: %s; the server starts, and tries again", problem)
