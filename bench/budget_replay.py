@@ -36,7 +36,6 @@ from freedraft.cost.policies import Controller, Fixed, Knee
 from freedraft.cost.roofline import Roofline
 from freedraft.draft import DraftBatch
 from freedraft.step import Step
-from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.drafter import Drafter
 
 NOISE, CONTEXT, DRAFTING = 0.08, 600, 40e-6  # relative, of step times; tokens per request; seconds to draft per request
@@ -235,7 +234,7 @@ def of_lengths(args: argparse.Namespace, trace: Trace) -> Iterator[dict[str, Any
     """Yield a row for each kind of traffic, machine, batch size and model runner."""
     of_sessions = Sessions.load(args.sessions, args.tokenizer).turns.values()
     turns = list(chain.from_iterable(islice(of_sessions, SESSIONS)))[:TURNS]
-    chat, agent = (trace.test_rows[:ANSWERS], trace.snapshot, 12), (turns, Snapshot(), 24)
+    chat, agent = (trace.test_rows[:ANSWERS], trace.snapshot, 12), (turns, (), 24)
     for traffic, (rows, snapshot, fewest) in {"chat": chat, "agent": agent}.items():
         drafters = [Drafter(vocab_size=trace.vocab_size, max_nodes=n + 1, snapshot=snapshot) for n in args.lengths]
         for machine, batch in CELLS:

@@ -58,7 +58,7 @@ def snapshot_of(tokens: Tokens, parts: int, vocab: int) -> Snapshot:
     pieces = [part.copy() for part in np.array_split(tokens, parts)]
     for piece in pieces:
         piece[-1] = SEPARATOR
-    return Snapshot([SubIndex.build(piece, vocab) for piece in pieces])
+    return tuple(SubIndex.build(piece, vocab) for piece in pieces)
 
 
 class Arm:
@@ -127,12 +127,12 @@ def main() -> None:
     rows = np.stack([documents[i][:need] for i in taken])
     requests: dict[int, Any] = {1: rows[:16, None], BATCH: np.split(rows, 2), LARGE: [np.resize(rows, (LARGE, need))]}
 
-    arms = [Arm("input only", Snapshot(), vocab, shape, 1) for shape in SHAPES]
+    arms = [Arm("input only", (), vocab, shape, 1) for shape in SHAPES]
     store_bytes = {}
     for size in arguments.stores:
         label = f"{size / 1e6:g} M"
         whole, parts = (snapshot_of(stored[:size].astype(np.int32), n, vocab) for n in (1, 8))
-        sub = whole.sub_indices[0]
+        sub = whole[0]
         store_bytes[str(size)] = (sub.tokens.nbytes + sub.suffix_array.nbytes + sub.bucket_starts.nbytes) / sub.n
         for name, snapshot, batch in ((label, whole, 1), (label, whole, BATCH), (f"{label} in 8", parts, 1)):
             arms += [Arm(name, snapshot, vocab, shape, batch) for shape in SHAPES]

@@ -75,8 +75,8 @@ class Drafter:
         max_nodes: largest tree per request that `draft` may return, root included.
         scoring: `learned` (calibrated probabilities) or `paper` (arXiv 2411.05894, Algorithms 1-3).
         weights: file of the learned scorer's weights; None: the shipped ones.
-        snapshot: the datastore; None for none.
-        live: a growing datastore, which includes the static one; `snapshot` must then be None.
+        snapshot: the datastore; empty for none.
+        live: a growing datastore, which includes the static one; `snapshot` must then be empty.
         recycle_megabytes: memory for recycled logits, with scoring "learned"; 0 for none.
 
     Raises:
@@ -90,7 +90,7 @@ class Drafter:
         max_nodes: int,
         scoring: Scoring = "learned",
         weights: Path | None = None,
-        snapshot: Snapshot | None = None,
+        snapshot: Snapshot = (),
         live: LiveStore | None = None,
         recycle_megabytes: float = 0.0,
     ) -> None:
@@ -118,7 +118,7 @@ class Drafter:
         self._live = live
         if live is not None:
             live.on_erased = self._forget_others
-        self._view = View.of(Snapshot() if snapshot is None else snapshot) if live is None else live.view()[0]
+        self._view = View.of(snapshot) if live is None else live.view()[0]
         self._warm_up()
 
     def use(self, snapshot: Snapshot) -> None:

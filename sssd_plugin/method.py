@@ -112,7 +112,7 @@ class SssdMethod(Method):
         self._requests = 0  # begun so far; under "strict", requests without a tenant share no logits
         self.drafter = Drafter(
             vocab_size=context.vocab_size, max_nodes=context.max_draft_tokens + 1, scoring=options.scoring,
-            weights=options.weights, snapshot=self._snapshot() if self.live is None else None, live=self.live,
+            weights=options.weights, snapshot=self._snapshot() if self.live is None else (), live=self.live,
             recycle_megabytes=options.recycle_megabytes if self._recycles else 0,
         )  # fmt: skip
         self.source_metrics = SourceMetrics(self._snapshot())
@@ -128,7 +128,7 @@ class SssdMethod(Method):
             "in memory" if place is None else f"in {place}", options.live_tokens, options.isolation,
             _RULES[options.isolation],
         )  # fmt: skip
-        static = self.store.snapshot if self.store else None
+        static = self.store.snapshot if self.store else ()
         max_age = None if options.live_max_age is None else 3600 * options.live_max_age
         open_at = partial(
             LiveStore, context.vocab_size or 0, static=static, fingerprint=context.tokenizer_fingerprint(),
@@ -225,5 +225,5 @@ class SssdMethod(Method):
         self.source_metrics.set_static(snapshot)
 
     def _snapshot(self) -> Snapshot:
-        stored = self.store.snapshot.sub_indices if self.store is not None else ()
-        return Snapshot([*stored, *self._corpora.values()])
+        stored = self.store.snapshot if self.store is not None else ()
+        return (*stored, *self._corpora.values())

@@ -62,8 +62,8 @@ class SourceMetrics:
         self.set_static(static)
 
     def set_static(self, static: Snapshot) -> None:
-        _STATIC_TOKENS.set(static.n_tokens)
-        _STATIC_SUB_INDICES.set(len(static.sub_indices))
+        _STATIC_TOKENS.set(sum(sub.n for sub in static))
+        _STATIC_SUB_INDICES.set(len(static))
 
     def update(self, drafter: Drafter, step: Step) -> None:
         """Count a step, after the drafter's update with its tokens."""

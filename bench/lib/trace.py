@@ -26,9 +26,9 @@ def replayed(rows: Sequence[Row]) -> list[Row]:
 def store_of(documents: Sequence[NDArray[np.int32]], vocab_size: int) -> Snapshot:
     """Build a store of documents, with a separator after each."""
     if not documents:
-        return Snapshot()
+        return ()
     tokens = np.concatenate([np.append(document, SEPARATOR) for document in documents]).astype(np.int32)
-    return Snapshot([SubIndex.build(tokens, vocab_size)])
+    return (SubIndex.build(tokens, vocab_size),)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from bench.scorer.weights import initial_weights
 from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.runs import View
-from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.method import LEADING, to_learn
 from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
@@ -154,7 +153,7 @@ def lessons_of_sessions(sessions: Sessions) -> Iterator[Lesson]:
 
 def lessons_of_recordings(recordings: Sequence[Recording], vocab_size: int) -> Iterator[Lesson]:
     """Yield answers in order, with the logits and a store of earlier answers."""
-    recycled, view = Recycled(entries(RECYCLED_MEGABYTES), np.int64(0)), View.of(Snapshot())
+    recycled, view = Recycled(entries(RECYCLED_MEGABYTES), np.int64(0)), View.of(())
     for i, recording in enumerate(recordings):
         if i % STORE_EVERY == 0 and i > 0:
             view = view_of([r.output for r in recordings[:i]], vocab_size, learnt=True)

@@ -75,7 +75,7 @@ def _narrow_by_samples(table, start, end, k, samples, token):
 @compiled(nogil=True)
 def advance(table, ranges, many, samples, source, target, token):
     """Write the ranges of node `target`: the context of node `source` (-1: empty), followed by `token`. table: int64
-    [J, 7], `Snapshot.table`; ranges, many, samples: as in `Scratch`."""
+    [J, 7], `View.table`; ranges, many, samples: as in `Scratch`."""
     here = ranges[target]
     here[: len(table), MANY] = 0
     many[target] = 0

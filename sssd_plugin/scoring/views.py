@@ -13,7 +13,7 @@ from freedraft.compiled import compiled
 class Store(NamedTuple):
     """The sub-indices that one request drafts from."""
 
-    table: NDArray[np.int64]  # [J, 7], rows as in `Snapshot.table`
+    table: NDArray[np.int64]  # [J, 7], rows as in `View.table`
     size: int  # tokens in all of them
     static_rows: int  # first rows, of the built store; the others were learnt
 

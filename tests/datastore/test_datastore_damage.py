@@ -51,7 +51,7 @@ def array_files(store: Path) -> list[Path]:
 
 def test_a_whole_store_opens(store: Path) -> None:
     opened = Datastore.open(store, vocab_size=90, fingerprint=FINGERPRINT)
-    assert len(opened.snapshot.sub_indices) == 2 and len(array_files(store)) == 8
+    assert len(opened.snapshot) == 2 and len(array_files(store)) == 8
     audit(opened)
 
 
@@ -119,12 +119,12 @@ def test_another_model(store: Path) -> None:
 def test_a_store_without_sparse_indices_opens(store: Path) -> None:
     """As they were written before."""
     new = Datastore.open(store)
-    expected = [sub.sparse_index.tolist() for sub in new.snapshot.sub_indices]
+    expected = [sub.sparse_index.tolist() for sub in new.snapshot]
     for sub in read_manifest(store).sub_indices:
         (store / sub.name / "sparse_index.i32").unlink()
     edit_manifest(store, lambda content: [sub["files"].pop("sparse_index") for sub in content["sub_indices"]])
     old = Datastore.open(store)
-    assert [sub.sparse_index.tolist() for sub in old.snapshot.sub_indices] == expected
+    assert [sub.sparse_index.tolist() for sub in old.snapshot] == expected
 
 
 INVALID = ["is not a valid manifest"]
@@ -167,7 +167,7 @@ def test_unknown_keys_are_ignored(store: Path) -> None:
 def test_an_empty_store_opens(tmp_path: Path) -> None:
     Manifest(vocab_size=10, sub_indices=()).write(tmp_path / MANIFEST)
     store = Datastore.open(tmp_path, vocab_size=1)
-    assert store.manifest.n_tokens == 0 and store.snapshot.sub_indices == ()
+    assert store.manifest.n_tokens == 0 and store.snapshot == ()
     audit(store)
 
 

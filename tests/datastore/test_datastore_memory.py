@@ -31,10 +31,7 @@ print(peak_resident_bytes())
 
 def arrays(path: Path) -> list[list[bytes]]:
     store = Datastore.open(path)
-    return [
-        [array.tobytes() for array in (sub.tokens, sub.suffix_array, sub.bucket_starts)]
-        for sub in store.snapshot.sub_indices
-    ]
+    return [[array.tobytes() for array in (sub.tokens, sub.suffix_array, sub.bucket_starts)] for sub in store.snapshot]
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def test_look_ups_equal_brute_force(corpus: tuple[list[list[int]], int, int | No
         store = Datastore.open(target, vocab_size=vocab_size)
         audit(store, full=True)
         audit(store)
-        subs = store.snapshot.sub_indices
+        subs = store.snapshot
         # Documents in order, some cut where a sub-index is full.
         stored = [token for sub in subs for document in documents_of(sub) for token in document]
         assert stored == [token for document in kept for token in document]
@@ -90,7 +90,7 @@ def test_stores_of_the_first_version_open(tmp_path: Path) -> None:
         (folder / f"{name}.i32").write_bytes(struct.pack(f"<{len(numbers)}i", *numbers))
     store = Datastore.open(tmp_path, vocab_size=4, sha256=digest(tmp_path))
     audit(store, full=True)
-    assert documents_of(store.snapshot.sub_indices[0]) == [[1, 2, 1], [2, 1]]
+    assert documents_of(store.snapshot[0]) == [[1, 2, 1], [2, 1]]
     build_store(tmp_path / "again", [[1, 2, 1], [2, 1]], 4)
     assert {path.stem for path in (tmp_path / "again").rglob("*.i32")} == set(arrays)
 
@@ -121,7 +121,7 @@ def test_files_are_for_their_owner_and_shared_by_processes(tmp_path: Path) -> No
     for path in [tmp_path / "store", *(tmp_path / "store").rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
     store = Datastore.open(tmp_path / "store")
-    assert store.snapshot.sub_indices
+    assert store.snapshot
     lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     assert len(lines) == 4 and {line[1] for line in lines} == {"r--s"}
 
@@ -131,7 +131,7 @@ def test_snapshots_outlive_their_store_and_its_replacement(tmp_path: Path) -> No
     store = Datastore.open(tmp_path / "store")
     snapshot = store.snapshot
     build_store(tmp_path / "store", [[4, 5]], 10, replace=True)
-    assert documents_of(store.snapshot.sub_indices[0]) == [[1, 2, 3]]
+    assert documents_of(store.snapshot[0]) == [[1, 2, 3]]
     del store
-    assert documents_of(snapshot.sub_indices[0]) == [[1, 2, 3]]
+    assert documents_of(snapshot[0]) == [[1, 2, 3]]
     assert documents_at(tmp_path / "store") == [[4, 5]] and leftovers(tmp_path) == []

@@ -38,7 +38,7 @@ def joined(documents: Documents) -> list[int]:
 
 
 def snapshot_of(sub_indices: Sequence[Documents], vocab_size: int) -> Snapshot:
-    return Snapshot([SubIndex.build(int32(joined(documents)), vocab_size) for documents in sub_indices])
+    return tuple(SubIndex.build(int32(joined(documents)), vocab_size) for documents in sub_indices)
 
 
 def build_store(target: Path, documents: Iterable[Sequence[int]], vocab_size: int, **settings: Any) -> Manifest:
@@ -63,7 +63,7 @@ def documents_of(sub: SubIndex) -> list[list[int]]:
 def documents_at(store: Path) -> list[list[int]]:
     """The documents of all sub-indices of a folder."""
     opened = Datastore.open(store)
-    return [document for sub in opened.snapshot.sub_indices for document in documents_of(sub)]
+    return [document for sub in opened.snapshot for document in documents_of(sub)]
 
 
 def run(*args: object, input: str | None = None) -> Result:
@@ -96,8 +96,7 @@ def keys_of(sub: SubIndex) -> NDArray[np.int32]:
 
 def look_up(sub: SubIndex, query: Sequence[int]) -> set[int]:
     """Where `query` occurs, as a draft looks it up."""
-    snapshot = Snapshot([sub])
-    low, high = find_ngram(snapshot.table, 0, int32(query), 0, len(query))
+    low, high = find_ngram(sub.row[None], 0, int32(query), 0, len(query))
     return set(sub.suffix_array[low:high].tolist())
 
 

@@ -186,7 +186,7 @@ def merge_stores(out: Path, stores: Sequence[Path], *, memory: int | None = None
     vocab_size = max(store.manifest.vocab_size for store in opened)
     with StoreBuilder(out, vocab_size=vocab_size, tokenizer=tokenizers[0], memory=memory, replace=replace) as builder:
         for store in opened:
-            for sub in store.snapshot.sub_indices:
+            for sub in store.snapshot:
                 builder.append(sub.tokens[: sub.n])
         return builder.finish()
 

@@ -54,10 +54,10 @@ class Datastore(NamedTuple):
                     raise DatastoreError(f"{file} has no SHA-256 in the manifest, so a digest cannot pin it: {REBUILD}")
         check(files, contents=verify)
         try:
-            subs = [_map(path / sub.name, sub) for sub in manifest.sub_indices]
+            snapshot = tuple(_map(path / sub.name, sub) for sub in manifest.sub_indices)
         except ValueError as error:  # only without `verify`
             raise DatastoreError(f"{path} is corrupted ({error}): {REBUILD}") from None
-        return cls(path, manifest, Snapshot(subs))
+        return cls(path, manifest, snapshot)
 
 
 def _check_fits(path: Path, manifest: Manifest, vocab_size: int | None, fingerprint: str | None) -> None:
@@ -91,7 +91,7 @@ def audit(store: Datastore, *, full: bool = False) -> None:
     Checks that the suffix array is a permutation by sums of its entries and of their squares, and its order on
     `SAMPLES` neighbours; with `full` both are proved for every entry.
     """
-    for entry, sub in zip(store.manifest.sub_indices, store.snapshot.sub_indices, strict=True):
+    for entry, sub in zip(store.manifest.sub_indices, store.snapshot, strict=True):
         tokens, order = sub.tokens[: sub.n], sub.suffix_array
         n_documents, largest, permutes = _facts(tokens, order, full)
         starts, sparse = np.zeros_like(sub.bucket_starts), np.zeros_like(sub.sparse_index)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
-from sssd_plugin.datastore.index.sub_index import Snapshot, SubIndex, direct_buckets
+from sssd_plugin.datastore.index.sub_index import TABLE_COLUMNS, Snapshot, SubIndex, direct_buckets
 from sssd_plugin.datastore.index.suffix_sort import PAD, PADDING, SEPARATOR, merge_into, sorted_arrays, with_tables
 
 _BUCKETS_FROM = 4  # direct buckets cost 4 bytes per id: only for runs with at least a quarter as many tokens
@@ -123,7 +123,7 @@ class View:
     """The sub-indices that each group of requests sees.
 
     Attributes:
-        table: int64 [R, 7], rows as in `Snapshot.table`, group after group.
+        table: int64 [R, TABLE_COLUMNS], `SubIndex.row` of each, group after group.
         bounds: int64 [G + 1], where each group's rows start.
         sizes: int64 [G], tokens that each group sees.
         static_rows: int64 [G], number of each group's first rows that belong to the built store.
@@ -141,10 +141,11 @@ class View:
     @classmethod
     def of(cls, static: Snapshot, runs: Sequence[Run] = ()) -> View:
         """Return the view of one group, which sees `static` and then `runs`."""
-        table = np.concatenate([static.table, *(run.sub.row[None] for run in runs)])
-        size = static.n_tokens + sum(run.n for run in runs)
-        bounds, sizes, n_static = (np.array(v, np.int64) for v in ([0, len(table)], [size], [len(static.table)]))
-        return cls(table, bounds, sizes, n_static, (static, *runs), len(table))
+        subs = [*static, *(run.sub for run in runs)]
+        table = np.array([sub.row for sub in subs], np.int64).reshape(-1, TABLE_COLUMNS)
+        size = sum(sub.n for sub in subs)
+        bounds, sizes, n_static = (np.array(v, np.int64) for v in ([0, len(subs)], [size], [len(static)]))
+        return cls(table, bounds, sizes, n_static, (static, *runs), len(subs))
 
     @classmethod
     def join(cls, views: Sequence[View]) -> View:

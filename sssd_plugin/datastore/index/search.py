@@ -1,4 +1,4 @@
-"""Compiled look-ups in the sub-indices of a `Snapshot.table` (its columns: `sub_index.TABLE_COLUMNS`)."""
+"""Compiled look-ups in the sub-indices of a `View.table` (its columns: `sub_index.TABLE_COLUMNS`)."""
 
 import numpy as np
 

@@ -1,8 +1,7 @@
-"""`SubIndex`: a suffix array over a run of documents; `Snapshot`: the sub-indices that one draft call sees."""
+"""`SubIndex`: a suffix array over a run of documents."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +13,7 @@ MAX_DIRECT_BUCKETS = 1 << 20
 MAX_TOKENS = (1 << 31) - 1 - PAD
 
 TABLE_COLUMNS = 7
-"""Columns of `Snapshot.table`: addresses of tokens, suffix_array and bucket_starts; n, m and D of `SubIndex`; address
+"""Columns of `View.table`: addresses of tokens, suffix_array and bucket_starts; n, m and D of `SubIndex`; address
 of sparse_index."""
 
 
@@ -29,7 +28,7 @@ class SubIndex:
             with token t < D. Larger ids (D is at most 2^20) are found by binary search.
         sparse_index: int32 [ceil(m / SPARSE_STEP)], second token of every `SPARSE_STEP`-th suffix; built if not given.
             Narrowing the bucket of a common token reads mostly this array, which saves cache misses.
-        row: int64 [TABLE_COLUMNS], of a `Snapshot.table`; valid while the sub-index lives.
+        row: int64 [TABLE_COLUMNS], of a `View.table`; valid while the sub-index lives.
     """
 
     tokens: NDArray[np.int32]
@@ -39,14 +38,8 @@ class SubIndex:
     row: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "suffix_array", "bucket_starts"):
-            array = getattr(self, name)
-            if array.dtype != np.int32 or array.ndim != 1 or not array.flags.c_contiguous:
-                raise ValueError(f"SubIndex.{name} must be a contiguous one-dimensional int32 array")
         if len(self.tokens) < PAD or (self.tokens[-PAD:] != SEPARATOR).any():
             raise ValueError(f"SubIndex.tokens must end in {PAD} separators")
-        if len(self.bucket_starts) < 1:
-            raise ValueError("SubIndex.bucket_starts must not be empty")
         if self.sparse_index is None:
             object.__setattr__(self, "sparse_index", self.tokens[self.suffix_array[::SPARSE_STEP] + 1])
         addresses = [a.ctypes.data for a in (self.tokens, self.suffix_array, self.bucket_starts, self.sparse_index)]
@@ -72,20 +65,9 @@ class SubIndex:
         return cls(*sorted_arrays(np.concatenate([tokens, PADDING], dtype=np.int32), direct_buckets(vocab_size)))
 
 
+Snapshot = tuple[SubIndex, ...]
+"""The sub-indices of a built store, and of corpora."""
+
+
 def direct_buckets(vocab_size: int) -> int:  # ids that have a bucket of their own
     return min(vocab_size, MAX_DIRECT_BUCKETS)
-
-
-class Snapshot:
-    """An immutable set of sub-indices for one step; `table`, int64 [J, TABLE_COLUMNS], has their addresses and sizes
-    for compiled code, valid while the snapshot lives."""
-
-    __slots__ = ("sub_indices", "table")
-
-    def __init__(self, sub_indices: Iterable[SubIndex] = ()) -> None:
-        self.sub_indices = tuple(sub_indices)
-        self.table = np.array([sub.row for sub in self.sub_indices], np.int64).reshape(-1, TABLE_COLUMNS)
-
-    @property
-    def n_tokens(self) -> int:  # separators included
-        return sum(sub.n for sub in self.sub_indices)

@@ -45,7 +45,7 @@ class LearntRuns:
         on_erased: called in a background thread after an erasure.
     """
 
-    def __init__(self, vocab_size: int, static: Snapshot | None, isolation: Isolation, max_tokens: int) -> None:
+    def __init__(self, vocab_size: int, static: Snapshot, isolation: Isolation, max_tokens: int) -> None:
         if max_tokens < MIN_TOKENS:
             raise ValueError(f"a live datastore holds at least {MIN_TOKENS} tokens, not {max_tokens}")
         self.vocab_size, self.isolation, self.max_tokens = vocab_size, isolation, max_tokens
@@ -61,7 +61,7 @@ class LearntRuns:
         self._documents = 0  # number of the next document
         self._stats = LiveStats()
         self._joined: tuple[tuple[View, ...], View] | None = None
-        self._statics = {"url": Snapshot(), "given": static or Snapshot()}
+        self._statics = {"url": (), "given": static}
         self._choose_static()
         warm_up()
 
@@ -183,10 +183,10 @@ class LearntRuns:
 
     @property
     def _max_runs(self) -> int:
-        return max(MIN_RUNS, SEARCHED - len(self._static.table))
+        return max(MIN_RUNS, SEARCHED - len(self._static))
 
     def _choose_static(self) -> None:
-        subs = [sub for snapshot in self._statics.values() for sub in snapshot.sub_indices]
+        subs = [sub for static in self._statics.values() for sub in static]
         max_static = SEARCHED - MIN_RUNS
         if len(subs) > max_static:
             logger.warning(
@@ -196,7 +196,7 @@ class LearntRuns:
             )
             largest = sorted(range(len(subs)), key=lambda i: -subs[i].n)[:max_static]
             subs = [subs[i] for i in sorted(largest)]
-        self._static, self._joined = Snapshot(subs), None
+        self._static, self._joined = tuple(subs), None
         self._static_view = View.of(self._static)
         for tenant in self.tenants.values():
             tenant.view = None

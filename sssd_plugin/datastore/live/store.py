@@ -59,7 +59,7 @@ class LiveStore(LearntRuns):
     """
 
     def __init__(
-        self, vocab_size: int, place: Path | str | None = None, *, static: Snapshot | None = None,
+        self, vocab_size: int, place: Path | str | None = None, *, static: Snapshot = (),
         fingerprint: str | None = None, isolation: Isolation = "salt", max_tokens: int = MAX_TOKENS,
         max_age: float | None = None,
     ) -> None:  # fmt: skip
