@@ -106,12 +106,9 @@ def merge(
     typer.echo(f"{out}: {command.contents(manifest)}")
 
 
-TenantsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--tenants", metavar="FILE",
-        help="Tenants: a cache_salt a line, or a JSON list of cache_salt and extra_key; '-' is standard input.",
-    ),
+TenantsOption = Annotated[str | None, typer.Option(
+    "--tenants", metavar="FILE",
+    help="Tenants: a cache_salt a line, or a JSON list of cache_salt and extra_key; '-' is standard input."),
 ]  # fmt: skip
 
 
@@ -142,8 +139,7 @@ def export(
     store: PlaceArgument,
     out: Annotated[Path, typer.Argument(metavar="OUT.npy", help="Token ids, for `freedraft datastore build`.")],
     tenants: TenantsOption = None,
-    accept: Annotated[bool, typer.Option("--accept", help="Put tenants that were kept apart into one file.")]
-    = False,
+    accept: Annotated[bool, typer.Option("--accept", help="Put tenants that were kept apart into one file.")] = False,
 ) -> None:  # fmt: skip
     """Write learnt text as token ids, -1 after each document. A store built of it drafts for all tenants."""
     with one_line():

@@ -203,8 +203,10 @@ class LearntRuns:
             self._plan(tenant)
 
     def _swap(self, tenant: Tenant, inputs: list[Run], result: Run | None, added: int = 0) -> int:
-        """Replace runs, and `added` waiting tokens, by `result`; return the number of tokens removed."""
-        tenant.replace(inputs, result)
+        """Replace consecutive runs, and `added` waiting tokens, by `result`; return the number of tokens removed."""
+        at = tenant.runs.index(inputs[0]) if inputs else len(tenant.runs)
+        tenant.runs[at : at + len(inputs)] = [result] if result else []
+        tenant.view = None
         gone = sum(run.n for run in inputs) + added - (result.n if result else 0)
         self._held -= gone
         return gone

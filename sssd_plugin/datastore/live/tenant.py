@@ -69,12 +69,6 @@ class Tenant:
             close = [min(pairs, key=lambda i: sizes[i] + sizes[i + 1])]
         return runs[close[-1] : close[-1] + 2] if close else []
 
-    def replace(self, inputs: list[Run], result: Run | None) -> None:
-        """Replace consecutive runs by `result`; append it if `inputs` is empty."""
-        at = next(i for i, run in enumerate(self.runs) if run is inputs[0]) if inputs else len(self.runs)
-        self.runs[at : at + len(inputs)] = [result] if result else []
-        self.view = None
-
 
 def tenant_digest(key: bytes, name: str) -> bytes:
     """Return the keyed digest (16 bytes) that replaces a tenant's name in memory and on disk."""
