@@ -27,6 +27,7 @@ from sssd_plugin.datastore.live import batches, exchange, maintenance
 from sssd_plugin.datastore.live import store as live_store
 from sssd_plugin.datastore.live.batches import Batch, UrlFolder, seal, unseal
 from sssd_plugin.datastore.live.exchange import Exchange
+from sssd_plugin.datastore.live.folder import LiveManifest
 from sssd_plugin.datastore.live.store import LiveStore, check_live
 from sssd_plugin.datastore.live.tenant import tenant_digest
 from sssd_plugin.datastore.records import Changes, Erasure, Record, now_ms
@@ -120,9 +121,14 @@ def holds(url: str, text: list[int]) -> bool:
     return any(np.array(text, "<i4").tobytes() in content for content in contents(url).values())
 
 
-def member(url: str, **settings: object) -> Exchange:
+def new(url: str, max_age: float | None = None, **settings: object) -> Exchange:
     """A server's end of the URL, without the server."""
-    one = Exchange(url, VOCAB, **({"isolation": "shared"} | settings))  # type: ignore[arg-type]
+    settings = {"vocab_size": VOCAB, "isolation": "shared"} | settings
+    return Exchange(url, LiveManifest.model_validate(settings), max_age=max_age)
+
+
+def member(url: str, **settings: object) -> Exchange:
+    one = new(url, **settings)  # type: ignore[arg-type]
     sync(one)
     return one
 
@@ -140,7 +146,7 @@ def publish(one: Exchange, *texts: list[int], at: int | None = None, tenant: byt
 
 
 def texts_at(url: str) -> list[list[int]]:
-    return [record.tokens.tolist() for record in Exchange(url, VOCAB).documents()]
+    return [record.tokens.tolist() for record in new(url).documents()]
 
 
 def texts_of(one: Exchange) -> list[list[int]]:
@@ -183,7 +189,7 @@ def test_what_one_learns_the_other_drafts_from_until_it_is_forgotten(url: str) -
 
 
 def test_servers_that_start_together_have_one_key(url: str) -> None:
-    members = [Exchange(url, VOCAB, isolation="shared") for _ in range(8)]
+    members = [new(url) for _ in range(8)]
     with ThreadPoolExecutor(len(members)) as pool:
         list(pool.map(sync, members))
     assert len({one.key for one in members}) == 1 and members[0].key is not None
@@ -251,7 +257,7 @@ def test_one_batch_grows_until_it_is_full(folder_url: str, monkeypatch: pytest.M
         assert texts_of(other) == [[number] * 9], "each text once"
     assert len(contents(folder_url)) == 1 + 2
     assert sorted(texts_at(folder_url)) == [[number] * 9 for number in range(20)]
-    assert sorted(texts_of(Exchange(folder_url, VOCAB, isolation="shared"))) == sorted(texts_at(folder_url))
+    assert sorted(texts_of(new(folder_url))) == sorted(texts_at(folder_url))
     publish(one, [50, 51])
     monkeypatch.setattr(UrlFolder, "remove", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):  # killed between the two
@@ -384,7 +390,7 @@ def test_a_server_without_readable_batches_holds_up_no_other(folder_url: str, mo
     servers = [member(folder_url) for _ in range(5)]
     for number, server in enumerate(servers):
         publish(server, [number, number])
-    reader, get = Exchange(folder_url, VOCAB, isolation="shared"), UrlFolder.get
+    reader, get = new(folder_url), UrlFolder.get
     lost = servers[0]._server  # batches that are always written anew before they are read
     monkeypatch.setattr(UrlFolder, "get", lambda self, name: None if f".{lost}." in name else get(self, name))
     assert sorted(texts_of(reader)) == [[n, n] for n in range(1, 5)]

@@ -18,6 +18,7 @@ from sssd_plugin.datastore.live import exchange, maintenance
 from sssd_plugin.datastore.live import runs as live_runs
 from sssd_plugin.datastore.live import store as live_store
 from sssd_plugin.datastore.live.exchange import Exchange
+from sssd_plugin.datastore.live.folder import LiveManifest
 from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.datastore.live.tenant import tenant_digest
@@ -41,12 +42,15 @@ def text_of(number: int) -> list[int]:
 
 
 def log_of(place: str) -> Log | Exchange:
-    return Exchange(place, VOCAB) if "://" in place else Log.open(Path(place), VOCAB, 1 << 24, None, "salt")
+    server = LiveManifest(vocab_size=VOCAB, isolation="salt")
+    return Exchange(place, server) if "://" in place else Log.open(Path(place), server, 1 << 24)
 
 
 def documents_in(place: str) -> list[Record]:
     log = log_of(place)
-    found = log.documents() if isinstance(log, Exchange) else log.load()
+    if isinstance(log, Exchange):
+        return log.documents()
+    found = log.load()
     log.close()
     return found
 
@@ -159,7 +163,7 @@ def test_kills_of_processes_that_learn_and_forget(
         if not url:
             server.close()
         elif name == "exchanging":
-            Exchange(place, VOCAB)._announce([Erasure(odd, now_ms() + 1)])
+            Exchange(place, LiveManifest(vocab_size=VOCAB, isolation="salt"))._announce([Erasure(odd, now_ms() + 1)])
             time.sleep(0.01)  # what is learnt now stays
         killed, learnt, done = run_and_kill(name, place, tmp_path / "progress", first)
         if url:

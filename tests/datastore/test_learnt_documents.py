@@ -13,6 +13,7 @@ import pytest
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live import folder as folder_module
 from sssd_plugin.datastore.live import log as log_module
+from sssd_plugin.datastore.live.folder import LiveManifest
 from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.store import LiveStore, check_live
 from sssd_plugin.datastore.records import Changes, Erasure, Record
@@ -23,8 +24,8 @@ VOCAB = 1000
 
 
 def log_of(directory: Path, **settings) -> Log:
-    given = {"vocab_size": VOCAB, "max_tokens": 1 << 20, "fingerprint": None, "isolation": "strict"} | settings
-    return Log.open(directory, **given)
+    max_tokens = settings.pop("max_tokens", 1 << 20)
+    return Log.open(directory, LiveManifest(**({"vocab_size": VOCAB, "isolation": "strict"} | settings)), max_tokens)
 
 
 def record(text: list[int], tenant: bytes = b"", milliseconds: int = 1) -> Record:

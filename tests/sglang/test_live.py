@@ -23,6 +23,7 @@ def ask(engine, prompt, **keys):
 
 @pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.extended)])
 def test_learns_for_its_tenant(tiny, tmp_path, overlap):
+    from sssd_plugin.datastore.live.folder import LiveManifest
     from sssd_plugin.datastore.live.log import Log
     from sssd_plugin.datastore.live.maintenance import forget
 
@@ -47,7 +48,7 @@ def test_learns_for_its_tenant(tiny, tmp_path, overlap):
         assert ask(engine, prompt, extra_key="a") == (answer, second)
         time.sleep(1.0)
     # SGLang kills its processes at the end.
-    log = Log.open(store, 49152, 1 << 20, None, "strict")
+    log = Log.open(store, LiveManifest(vocab_size=49152, isolation="strict"), 1 << 20)
     records = log.load()
     log.close()
     learnt = [record.tokens.tolist() for record in records]

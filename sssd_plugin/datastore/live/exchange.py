@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 
-from sssd_plugin.datastore.disk.format import MANIFEST, MAX_VOCAB_SIZE, Isolation
+from sssd_plugin.datastore.disk.format import MANIFEST
 from sssd_plugin.datastore.disk.remote import cache_folder, local_copy
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, reporting
@@ -38,16 +38,13 @@ class Exchange:
 
     Args:
         url: of any fsspec driver; it need not be reachable yet.
-        isolation: all servers at the URL have the same one; "salt" and "strict" go together.
+        server: the manifest that the server would write. All servers at the URL have the same isolation; "salt" and
+            "strict" go together.
         max_tokens: of the newest documents, to read at the start.
     """
 
-    def __init__(
-        self, url: str, vocab_size: int = MAX_VOCAB_SIZE, fingerprint: str | None = None, isolation: Isolation = "salt",
-        max_tokens: int = 1 << 24, max_age: float | None = None,
-    ) -> None:  # fmt: skip
-        self.url, self.pending = url.rstrip("/"), PendingRecords()
-        self._vocab_size, self._fingerprint, self._isolation = vocab_size, fingerprint, isolation
+    def __init__(self, url: str, server: LiveManifest, max_tokens: int = 1 << 24, max_age: float | None = None) -> None:
+        self.url, self.pending, self._own = url.rstrip("/"), PendingRecords(), server
         self._max_tokens, self._span = max_tokens, _DAY if max_age is None else min(_DAY, int(max_age * 1000 / 32))
         self._folder = UrlFolder(self.url)
         self._cached = cache_folder() / f"{hashlib.sha256(self.url.encode()).hexdigest()[:32]}.json"
@@ -91,17 +88,16 @@ class Exchange:
         if manifest is None:
             if self._list().batches:
                 raise DatastoreError(f"{self.url}/learnt/{MANIFEST} is missing though there are batches: restore it")
-            settings = {"vocab_size": self._vocab_size, "fingerprint": self._fingerprint, "isolation": self._isolation}
-            self._folder.create(MANIFEST, LiveManifest.model_validate(settings).content())
+            self._folder.create(MANIFEST, self._own.content())
             manifest = self.manifest()  # the first writer's
             assert manifest is not None
-        there = manifest.isolation
-        manifest.admitting(f"{self.url}/learnt", self._vocab_size, self._fingerprint, there, alone=True)
-        if REACH[there] != REACH[self._isolation]:
+        there, here = manifest.isolation, self._own.isolation
+        if REACH[there] != REACH[here]:
             raise DatastoreError(
-                f"servers at {self.url} learn with isolation '{there}', not '{self._isolation}': set that one, or "
-                "choose another URL"
+                f"servers at {self.url} learn with isolation '{there}', not '{here}': set that one, or choose another "
+                "URL"
             )
+        manifest.admitting(f"{self.url}/learnt", self._own, alone=True)
         with reporting("write", self._cached):
             self._cached.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             manifest.write(self._cached)
@@ -110,8 +106,8 @@ class Exchange:
             self.pending.erase(Erasure())
         built = []
         if MANIFEST in self._folder.names(above=True):
-            copy, (vocab_size, fingerprint) = local_copy(self.url), (self._vocab_size, self._fingerprint)
-            store = Datastore.open(copy, vocab_size=vocab_size, fingerprint=fingerprint, verify=False)
+            copy, own = local_copy(self.url), self._own
+            store = Datastore.open(copy, vocab_size=own.vocab_size, fingerprint=own.fingerprint, verify=False)
             built.append(store.snapshot)
         self._reached = True
         return built
@@ -273,7 +269,7 @@ class Exchange:
         """Return the documents of a batch: empty if it is damaged, None if it was removed."""
         data = self._folder.get(batch.name)
         try:
-            return None if data is None else unseal(batch, data, self._vocab_size)
+            return None if data is None else unseal(batch, data, self._own.vocab_size)
         except DatastoreError as error:
             logger.error("freedraft: %s: %s; it is left out", self.url, error)
             return []

@@ -55,13 +55,11 @@ class LiveManifest(ChecksummedManifest, frozen=True):
                 raise DatastoreError(f"{path} is missing though {FILE} is there: restore it, or {cls.REMEDY}")
         return None
 
-    def admitting(
-        self, folder: Path | str, vocab_size: int, fingerprint: str | None, isolation: Isolation, alone: bool
-    ) -> LiveManifest:
-        """Return the manifest after admitting a server with this tokenizer and isolation, alone or not. Raises
+    def admitting(self, folder: Path | str, server: LiveManifest, alone: bool) -> LiveManifest:
+        """Return the manifest after admitting a server that would write another one, alone or not. Raises
         DatastoreError: it is not admitted."""
-        other = self.fingerprint is not None and fingerprint is not None and self.fingerprint != fingerprint
-        if other or self.vocab_size > vocab_size:
+        isolation, fingerprints = server.isolation, {self.fingerprint, server.fingerprint} - {None}
+        if len(fingerprints) > 1 or self.vocab_size > server.vocab_size:
             raise DatastoreError(
                 f"{folder} was learnt with another model's tokenizer: choose another datastore, or remove this folder"
             )

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from sssd_plugin.datastore.disk.format import LIVE, TENANTS_APART, Isolation
+from sssd_plugin.datastore.disk.format import LIVE, TENANTS_APART
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.live.document_file import DocumentFile, row_of
 from sssd_plugin.datastore.live.folder import FILE, MANIFEST, FolderLock, LiveManifest
@@ -38,22 +38,20 @@ class Log(DocumentFile):
         self._seen = self.transact(lambda: self._newest("erasures")), 0  # the last erasure and the last document
 
     @classmethod
-    def open(
-        cls, directory: Path, vocab_size: int, max_tokens: int, fingerprint: str | None, isolation: Isolation
-    ) -> Self:
-        """Open, or create, the live part of the store in `directory`; raises like `LiveStore`."""
+    def open(cls, directory: Path, server: LiveManifest, max_tokens: int) -> Self:
+        """Open, or create, the live part of the store in `directory` for a server that would write this manifest;
+        raises like `LiveStore`."""
         folder = Path(directory) / LIVE
         with reporting("write", folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = FolderLock(folder)
         try:
             before = LiveManifest.of(folder)
-            manifest = before or LiveManifest(vocab_size=vocab_size, fingerprint=fingerprint, isolation=isolation)
-            manifest = manifest.admitting(folder, vocab_size, fingerprint, isolation, lock.alone)
+            manifest = (before or server).admitting(folder, server, lock.alone)
             if manifest != before:
                 with reporting("write", folder):
                     manifest.write(folder / MANIFEST)
-            log = cls(folder, lock, manifest, max_tokens, isolation in TENANTS_APART)
+            log = cls(folder, lock, manifest, max_tokens, server.isolation in TENANTS_APART)
             if lock.alone:
                 log.end_erasures(alone=True)
                 lock.share()

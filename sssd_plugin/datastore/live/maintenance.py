@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sssd_plugin.datastore.disk.format import LIVE, TENANTS_APART, Isolation
+from sssd_plugin.datastore.disk.format import LIVE, MAX_VOCAB_SIZE, TENANTS_APART, Isolation
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import SEPARATOR
 from sssd_plugin.datastore.live import exchange as exchanges
@@ -153,7 +153,7 @@ def _erasures(manifest: LiveManifest, tenants: Sequence[str], before: int | None
 
 
 def _exchange(url: str) -> tuple[Exchange, LiveManifest]:
-    exchange = Exchange(url)
+    exchange = Exchange(url, LiveManifest(vocab_size=MAX_VOCAB_SIZE, isolation="salt"))
     manifest = exchange.manifest()
     if manifest is None:
         raise DatastoreError(f"no server learns at {url}: correct the URL, or start a server that learns there")

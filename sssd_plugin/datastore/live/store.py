@@ -71,10 +71,11 @@ class LiveStore(LearntRuns):
         self._retry_at = 0.0  # once the log has failed
         self._stop, self._syncing = threading.Event(), threading.Lock()
         self._log: Log | Exchange | None = None
+        server = LiveManifest(vocab_size=vocab_size, fingerprint=fingerprint, isolation=isolation)
         if "://" in str(place):
-            self._log = Exchange(str(place), vocab_size, fingerprint, isolation, max_tokens, max_age)
+            self._log = Exchange(str(place), server, max_tokens, max_age)
         elif place is not None:
-            self._log = Log.open(Path(place), vocab_size, max_tokens, fingerprint, isolation)
+            self._log = Log.open(Path(place), server, max_tokens)
             self._load(self._log)
         self._expire()
         self._keeper = threading.Thread(target=self._keep_up, name="freedraft-log", daemon=True)
@@ -253,9 +254,9 @@ class LiveStore(LearntRuns):
 
 def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | None, isolation: Isolation) -> None:
     """Raise the errors of a `LiveStore` at a place before an engine starts, without changing it."""
-    vocab_size = vocab_size or MAX_VOCAB_SIZE
+    server = LiveManifest(vocab_size=vocab_size or MAX_VOCAB_SIZE, fingerprint=fingerprint, isolation=isolation)
     if "://" in str(place):
-        _check_url(Exchange(str(place), vocab_size, fingerprint, isolation))
+        _check_url(Exchange(str(place), server))
         return
     folder = Path(place) / LIVE
     with reporting("write", folder):
@@ -265,7 +266,7 @@ def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | Non
             return
     with contextlib.closing(FolderLock(folder)) as lock:
         if manifest := LiveManifest.of(folder):
-            manifest.admitting(folder, vocab_size, fingerprint, isolation, lock.alone)
+            manifest.admitting(folder, server, lock.alone)
 
 
 def _check_url(exchange: Exchange) -> None:
