@@ -15,6 +15,7 @@ import os
 import platform
 import secrets
 import time
+from io import FileIO
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -77,62 +78,55 @@ class LiveManifest(ChecksummedManifest, frozen=True):
         return self.model_copy(update={"isolation": min(self.isolation, isolation, key=REACH.__getitem__)})
 
 
-class FolderLock:
+class FolderLock(FileIO):
     """A lock shared by the processes of one host only; `alone`: no other process had it when this one took it. sqlite3
     needs locks of the file system, so without them this lock is refused. Raises DatastoreError: another host has the
     lock, the file system has no locks, or a disk error."""
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / LOCK
-        with reporting("write", self._path):
-            self._fd: int | None = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._folder = folder
+        with reporting("write", folder / LOCK):
+            super().__init__(folder / LOCK, "r+b", opener=lambda path, flags: os.open(path, flags | os.O_CREAT, 0o600))
         try:
-            self.alone = self._take(self._fd)
+            self.alone = self._take()
         except BaseException:
             self.close()
             raise
 
-    def _take(self, fd: int) -> bool:
+    def _take(self) -> bool:
         host, end = _host(), time.monotonic() + _WAIT_SECONDS
-        while not self._flock(fd, fcntl.LOCK_EX):
-            if self._flock(fd, fcntl.LOCK_SH):
-                holder = os.pread(fd, 1000, 0)
+        while not self._flock(fcntl.LOCK_EX):
+            if self._flock(fcntl.LOCK_SH):
+                holder = os.pread(self.fileno(), 1000, 0)
                 if holder == host:
                     return False
                 name = holder.decode("utf-8", "replace").partition(" ")[2] or "another host"
                 raise DatastoreError(
-                    f"a process on {name} learns in {self._path.parent}: choose a datastore of this host's own"
+                    f"a process on {name} learns in {self._folder}: choose a datastore of this host's own"
                 )
             if time.monotonic() > end:
-                raise DatastoreError(f"another process has {self._path} for itself: try again later")
+                raise DatastoreError(f"another process has {self._folder / LOCK} for itself: try again later")
             time.sleep(0.02)
-        with reporting("write", self._path):
-            os.pwrite(fd, host, 0)
-            os.ftruncate(fd, len(host))
+        with reporting("write", self._folder / LOCK):
+            os.pwrite(self.fileno(), host, 0)
+            self.truncate(len(host))
         return True
 
-    def _flock(self, fd: int, kind: int) -> bool:
+    def _flock(self, kind: int) -> bool:
         try:
-            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            fcntl.flock(self, kind | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError as error:
             raise DatastoreError(
-                f"{self._path.parent} is on a file system without locks ({error.strerror}), where two servers could "
-                f"destroy what is learnt: choose a datastore on another disk"
+                f"{self._folder} is on a file system without locks ({error.strerror}), where two servers could destroy "
+                "what is learnt: choose a datastore on another disk"
             ) from None
         return True
 
     def share(self) -> None:
         """Admit other processes of this host."""
-        if self._fd is not None:
-            fcntl.flock(self._fd, fcntl.LOCK_SH)
-
-    def close(self) -> None:
-        """May be called twice."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+        fcntl.flock(self, fcntl.LOCK_SH)
 
 
 def _host() -> bytes:

@@ -95,7 +95,7 @@ class Log(DocumentFile):
         self._db.close()
         self._lock.close()
 
-    def erase(self, erasure: Erasure) -> tuple[int, int]:
+    def erase(self, *erasures: Erasure) -> tuple[int, int]:
         """Erase documents, and all damaged ones, since their tenants are unknown; return their number and tokens. Other
         processes follow. Call `compact` afterwards."""
 
@@ -103,11 +103,11 @@ class Log(DocumentFile):
             gone = {
                 at: 0 if record is None else len(record.tokens)
                 for at, record in self._documents(0)
-                if record is None or erasure.covers(record)
+                if record is None or any(erasure.covers(record) for erasure in erasures)
             }
             self._db.executemany("DELETE FROM documents WHERE id = ?", [(at,) for at in gone])
             announce = "INSERT INTO erasures (tenant, before, milliseconds) VALUES (?, ?, ?)"
-            self._db.execute(announce, (erasure.tenant, erasure.before, now_ms()))
+            self._db.executemany(announce, [(erasure.tenant, erasure.before, now_ms()) for erasure in erasures])
             self._db.execute(_DUE)
             return len(gone), sum(gone.values())
 

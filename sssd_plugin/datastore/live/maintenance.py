@@ -49,12 +49,10 @@ def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = No
     DatastoreError: nothing was ever learnt there, another host learns there, or a disk error."""
     folder, manifest = _learnt(directory)
     documents = tokens = 0
-    with contextlib.closing(FolderLock(folder)) as lock:
+    with FolderLock(folder) as lock:
         try:
             with contextlib.closing(Log(folder, lock, manifest)) as log:
-                for erasure in _erasures(manifest, tenants, before):
-                    gone = log.erase(erasure)
-                    documents, tokens = documents + gone[0], tokens + gone[1]
+                documents, tokens = log.erase(*_erasures(manifest, tenants, before))
                 log.end_erasures(alone=True) if lock.alone else log.compact()
         except UnreadableFileError as error:
             if not lock.alone:
@@ -82,7 +80,7 @@ def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
     if LiveManifest.of(Path(directory) / LIVE) is None:
         return None
     folder, manifest = _learnt(directory)
-    with contextlib.closing(FolderLock(folder)) as lock:
+    with FolderLock(folder) as lock:
         strange = {entry.name for entry in folder.iterdir()} - {LOCK, MANIFEST, *_FILES}
         if strange:
             raise DatastoreError(f"{folder / min(strange)} is no part of a live datastore: remove it")
@@ -113,7 +111,7 @@ def export(place: str, out: Path, tenants: Sequence[str], *, accept: bool = Fals
         records = exchange.documents()
     else:
         folder, manifest = _learnt(Path(place))
-        with contextlib.closing(FolderLock(folder)) as lock, contextlib.closing(Log(folder, lock, manifest)) as log:
+        with FolderLock(folder) as lock, contextlib.closing(Log(folder, lock, manifest)) as log:
             records = log.load()
     if manifest.isolation in TENANTS_APART and len(tenants) != 1 and not accept:
         raise DatastoreError(
@@ -131,7 +129,7 @@ def accept_isolation(directory: Path, isolation: Isolation) -> Isolation:
     """Change the isolation of learnt text; return the former one. Raises DatastoreError: nothing was ever learnt there,
     a process learns there, or a disk error."""
     folder, manifest = _learnt(directory)
-    with contextlib.closing(FolderLock(folder)) as lock:
+    with FolderLock(folder) as lock:
         if not lock.alone:
             raise DatastoreError(f"a server learns in {folder}: stop it first")
         with reporting("write", folder / MANIFEST):

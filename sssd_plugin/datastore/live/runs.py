@@ -27,7 +27,6 @@ from sssd_plugin.datastore.records import Erasure, LiveStats, Record, keep_share
 
 logger = logging.getLogger("freedraft.datastore")
 
-MIN_TOKENS = 1 << 14
 SEARCHED = 8  # sub-indices at most, static ones included (arXiv 2411.05894, 3.1.3)
 MIN_RUNS = 2  # per tenant, regardless of static sub-indices
 MEMTABLE_TOKENS = 1 << 12  # capacity of a memtable: merging a document takes a pass over it
@@ -46,8 +45,6 @@ class LearntRuns:
     """
 
     def __init__(self, vocab_size: int, static: Snapshot, isolation: Isolation, max_tokens: int) -> None:
-        if max_tokens < MIN_TOKENS:
-            raise ValueError(f"a live datastore holds at least {MIN_TOKENS} tokens, not {max_tokens}")
         self.vocab_size, self.isolation, self.max_tokens = vocab_size, isolation, max_tokens
         self.isolated = isolation in TENANTS_APART
         self.on_erased: Callable[[], None] = lambda: None

@@ -3,7 +3,6 @@ whether one would open."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
@@ -264,7 +263,7 @@ def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | Non
             folder.mkdir(mode=0o700, parents=True)
             folder.rmdir()  # a store could not be built there otherwise
             return
-    with contextlib.closing(FolderLock(folder)) as lock:
+    with FolderLock(folder) as lock:
         if manifest := LiveManifest.of(folder):
             manifest.admitting(folder, server, lock.alone)
 
