@@ -352,7 +352,7 @@ def test_a_forget_that_was_killed_is_finished_by_a_server(
     with monkeypatch.context() as killed:
         killed.setattr(Exchange, step, raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
-            member(folder_url, isolation="strict").forget([Erasure(tenants[0], 10)])
+            member(folder_url, isolation="strict").forget([tenants[0]], 10)
     monkeypatch.setattr(exchange, "FINISH_SECONDS", 0.05)
     erased = [sync(other).erasures]
     time.sleep(0.1)
@@ -366,7 +366,7 @@ def test_a_forget_that_was_killed_is_finished_by_a_server(
 def test_what_was_erased_while_a_server_was_away_is_never_published(folder_url: str) -> None:
     away, one = member(folder_url), member(folder_url)
     away.pending.append(Record(b"", 5, np.array(SECRET, np.int32)))
-    one.forget([Erasure(None, 10)])
+    one.forget([None], 10)
     publish(away, [1, 2, 3])
     assert texts_at(folder_url) == [[1, 2, 3]] and not holds(folder_url, SECRET)
 
@@ -375,7 +375,7 @@ def test_an_erased_batch_is_written_anew_though_that_failed_once(
     folder_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = member(folder_url)
-    one.forget([Erasure(None, 10)])
+    one.forget([None], 10)
     name, data = seal("a" * 16, [(0, Record(b"", 5, np.array(SECRET, np.int32)))])  # of a server that was away
     Path(folder_url.removeprefix("file://"), "learnt", name).write_bytes(data)
     with monkeypatch.context() as once:

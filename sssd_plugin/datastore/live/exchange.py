@@ -123,14 +123,15 @@ class Exchange:
         data = self._folder.get(MANIFEST)
         return None if data is None else LiveManifest.parse(data, f"{self.url}/learnt/{MANIFEST}")
 
-    def forget(self, erasures: list[Erasure]) -> None:
-        """Erase published documents; each erasure has a time. Servers follow at their next poll; the URL has none of
-        the documents when this returns."""
-        self._erase(erasures, again_after=2 * POLL_SECONDS)  # until its next poll a server may still publish them
-
-    def newest(self) -> int:
-        """Return the time of the newest document at the URL, in ms since 1970."""
-        return max((batch.newest for batch in self._list().batches), default=0)
+    def forget(self, tenants: list[bytes | None], before: int | None) -> None:
+        """Erase published documents of tenants (digests; None: of all), before a time (ms since 1970; None: until this
+        returns). Servers follow at their next poll; the URL has none of the documents when this returns."""
+        # Until its next poll a server may still publish such documents; its clock may be ahead by as much.
+        pause = 2 * POLL_SECONDS
+        if before is None:
+            now, newest = now_ms(), max((batch.newest for batch in self._list().batches), default=0)
+            before = max(now + int(1000 * pause), min(newest + 1, now + _DAY))  # some clocks are far ahead
+        self._erase([Erasure(tenant, before) for tenant in tenants], again_after=pause)
 
     def documents(self) -> list[Record]:
         """Return all documents at the URL."""

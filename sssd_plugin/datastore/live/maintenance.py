@@ -13,13 +13,12 @@ import numpy as np
 from sssd_plugin.datastore.disk.format import LIVE, MAX_VOCAB_SIZE, TENANTS_APART, Isolation
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import SEPARATOR
-from sssd_plugin.datastore.live import exchange as exchanges
 from sssd_plugin.datastore.live.document_file import UnreadableFileError
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.folder import FILE, LOCK, MANIFEST, FolderLock, LiveManifest
 from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.tenant import tenant_digest
-from sssd_plugin.datastore.records import Erasure, now_ms
+from sssd_plugin.datastore.records import Erasure
 
 _FILES = FILE, f"{FILE}-journal", f"{FILE}-wal"
 
@@ -52,7 +51,7 @@ def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = No
     with FolderLock(folder) as lock:
         try:
             with contextlib.closing(Log(folder, lock, manifest)) as log:
-                documents, tokens = log.erase(*_erasures(manifest, tenants, before))
+                documents, tokens = log.erase(*(Erasure(digest, before) for digest in _digests(manifest, tenants)))
                 log.end_erasures(alone=True) if lock.alone else log.compact()
         except UnreadableFileError as error:
             if not lock.alone:
@@ -67,11 +66,7 @@ def forget_at(url: str, tenants: Sequence[str] = (), before: int | None = None) 
     """Like `forget`, for documents that servers learnt at a URL; before: None: until this returns. Servers follow at
     their next poll. Raises DatastoreError: nothing was ever learnt there, or it is unreachable."""
     exchange, manifest = _exchange(url)
-    # Until their next poll servers may publish such documents; their clocks may be ahead by as much.
-    now = now_ms()
-    ahead = min(exchange.newest() + 1, now + 86_400_000)  # for hosts with clocks ahead
-    until = max(now + int(2000 * exchanges.POLL_SECONDS), ahead) if before is None else before
-    exchange.forget(_erasures(manifest, tenants, until))
+    exchange.forget(_digests(manifest, tenants), before)
 
 
 def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
@@ -117,8 +112,8 @@ def export(place: str, out: Path, tenants: Sequence[str], *, accept: bool = Fals
         raise DatastoreError(
             f"{place} keeps tenants apart, and who drafts from {out} sees all: name one with --tenants, or say --accept"
         )
-    digests = {tenant_digest(bytes.fromhex(manifest.key), name) for name in tenants}
-    texts = [record.tokens for record in records if not digests or record.tenant in digests]
+    digests = _digests(manifest, tenants)
+    texts = [record.tokens for record in records if not tenants or record.tenant in digests]
     parts = [part for text in texts for part in (text, [SEPARATOR])]
     with reporting("write", out), out.open("xb") as file:
         np.save(file, np.concatenate([*parts, np.zeros(0)], dtype=np.int32, casting="unsafe"))
@@ -145,9 +140,9 @@ def _learnt(directory: Path) -> tuple[Path, LiveManifest]:
     return folder, manifest
 
 
-def _erasures(manifest: LiveManifest, tenants: Sequence[str], before: int | None) -> list[Erasure]:
+def _digests(manifest: LiveManifest, tenants: Sequence[str]) -> list[bytes | None]:
     key = bytes.fromhex(manifest.key)
-    return [Erasure(tenant_digest(key, name), before) for name in tenants] or [Erasure(None, before)]
+    return [tenant_digest(key, name) for name in tenants] or [None]
 
 
 def _exchange(url: str) -> tuple[Exchange, LiveManifest]:
