@@ -20,12 +20,13 @@ import pytest
 
 from bench.lib.servers import free_port
 from freedraft.tenants import tenant_key
-from sssd_plugin.datastore.disk.remote import UnreachableError
+from sssd_plugin.datastore.disk import remote
+from sssd_plugin.datastore.disk.remote import UnreachableError, UrlFolder
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.search import find_ngram
-from sssd_plugin.datastore.live import batches, exchange, maintenance
+from sssd_plugin.datastore.live import exchange, maintenance
 from sssd_plugin.datastore.live import store as live_store
-from sssd_plugin.datastore.live.batches import Batch, UrlFolder, seal, unseal
+from sssd_plugin.datastore.live.batches import Batch, seal, unseal
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.folder import LiveManifest
 from sssd_plugin.datastore.live.store import LiveStore, check_live
@@ -487,7 +488,7 @@ def test_a_full_disk_keeps_what_is_learnt(
 ) -> None:
     server = started(folder_url)
     with monkeypatch.context() as disk:
-        disk.setattr(batches, "write_atomically", raising(OSError(errno.ENOSPC, "No space left on device")))
+        disk.setattr(remote, "write_atomically", raising(OSError(errno.ENOSPC, "No space left on device")))
         learn(server, A, [1, 2, 3])
         wait_until(lambda: f"no space left for {folder_url}" in caplog.text)
         assert count(server, A, [1, 2, 3]) == 1

@@ -1,4 +1,4 @@
-"""`local_copy`: the copy, on this host, of a store at a URL."""
+"""`UrlFolder`: files at a URL; `local_copy`: the copy, on this host, of a store there."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import errno
 import hashlib
 import logging
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from freedraft.files import FileLock, fsync_folder, write_atomically
 from sssd_plugin.datastore.disk.checksum import check
@@ -21,6 +21,7 @@ from sssd_plugin.datastore.errors import DatastoreError, first_line, reporting
 logger = logging.getLogger("freedraft.datastore")
 
 _KEPT_SECONDS = 86400.0
+_MISSING = "no datastore at {} (a file is missing): correct the URL"
 
 
 class UnreachableError(DatastoreError):
@@ -32,16 +33,6 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FREEDRAFT_CACHE") or Path.home() / ".cache" / "freedraft" / "stores")
 
 
-def open_url(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of `url`, and the path there; `DatastoreError` without fsspec or its driver."""
-    try:
-        import fsspec
-    except ImportError:
-        raise DatastoreError(f"{url}: reading stores from URLs needs fsspec: pip install fsspec") from None
-    with reaching(url):
-        return fsspec.core.url_to_fs(url.rstrip("/"))
-
-
 @contextlib.contextmanager
 def reaching(url: str) -> Iterator[None]:
     """Context: turn any exception of a driver into an error of one line."""
@@ -50,7 +41,7 @@ def reaching(url: str) -> Iterator[None]:
     except (DatastoreError, KeyboardInterrupt):
         raise
     except FileNotFoundError:
-        raise UnreachableError(f"no datastore at {url} (a file is missing): correct the URL") from None
+        raise UnreachableError(_MISSING.format(url)) from None
     except (ImportError, ValueError) as error:
         raise DatastoreError(f"cannot open {url}: {first_line(error)}; install its fsspec driver") from None
     except Exception as error:
@@ -58,6 +49,76 @@ def reaching(url: str) -> Iterator[None]:
             raise DatastoreError(f"no space left for {url}: free some, or set FREEDRAFT_CACHE") from None
         why = f"{first_line(error)}; check the address and the access rights"
         raise UnreachableError(f"cannot reach {url}: {why}") from None
+
+
+class UrlFolder:
+    """A folder at a URL of any fsspec driver. Raises DatastoreError: fsspec or the driver is missing; methods raise
+    UnreachableError."""
+
+    def __init__(self, url: str, folder: str = "") -> None:
+        self.url = url.rstrip("/")
+        try:
+            import fsspec
+        except ImportError:
+            raise DatastoreError(f"{url}: reading stores from URLs needs fsspec: pip install fsspec") from None
+        with reaching(url):
+            self._files, root = fsspec.core.url_to_fs(self.url)
+        self._root, self._local = f"{root}/{folder}".rstrip("/"), "file" in self._files.protocol
+
+    def names(self) -> dict[str, int]:
+        """Return the names of all files, with their sizes."""
+        with reaching(self.url):
+            self._files.invalidate_cache()
+            try:
+                entries = self._files.ls(self._root, detail=True)
+            except FileNotFoundError:
+                return {}
+            files = [entry for entry in entries if entry["type"] == "file"]
+            return {str(entry["name"]).rpartition("/")[2]: int(entry["size"] or 0) for entry in files}
+
+    def fetch(self, name: str, path: Path) -> None:
+        """Write a file to the disk."""
+        with reaching(self.url):
+            self._files.get_file(f"{self._root}/{name}", str(path))
+
+    def get(self, name: str) -> bytes | None:
+        """Return the contents of a file; None if it is missing."""
+        with reaching(self.url):
+            try:
+                return bytes(self._files.cat_file(f"{self._root}/{name}"))
+            except FileNotFoundError:
+                return None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file atomically."""
+        with reaching(self.url):
+            if not self._local:
+                self._files.pipe_file(f"{self._root}/{name}", data)
+                return
+            Path(self._root).mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another process removed the part as a killed process's
+                return write_atomically(Path(self._root, name), data, mode=0o666)
+            write_atomically(Path(self._root, name), data, mode=0o666)
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a file unless it exists."""
+        if self._local:
+            self.put(part := f".{name}.{secrets.token_hex(4)}", data)
+            with reaching(self.url), contextlib.suppress(FileExistsError):
+                os.link(Path(self._root, part), Path(self._root, name))
+            self.remove(part)
+            return
+        try:
+            with reaching(self.url):
+                self._files.pipe_file(f"{self._root}/{name}", data, mode="create")
+        except UnreachableError:  # drivers raise different errors for an existing file
+            if self.get(name) is None:
+                raise
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with reaching(self.url), contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._root}/{name}")
 
 
 def local_copy(url: str, cache: Path | None = None) -> Path:
@@ -69,15 +130,16 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
     """
     folder = (cache or cache_folder()) / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
     try:
-        files, root = open_url(url)
-        with reaching(url):
-            content = bytes(files.cat_file(f"{root}/{MANIFEST}"))
+        source = UrlFolder(url)
+        content = source.get(MANIFEST)
+        if content is None:
+            raise UnreachableError(_MISSING.format(url))
         target = folder / hashlib.sha256(content).hexdigest()[:32]
         with reporting("write", folder):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = FileLock(folder / "lock", create=True, wait=True)
         try:
-            _complete(target, content, files, root, url)
+            _complete(target, content, source)
             with reporting("write", target):
                 os.utime(target)
                 _remove_old(folder, target)
@@ -91,9 +153,9 @@ def local_copy(url: str, cache: Path | None = None) -> Path:
         return last
 
 
-def _complete(target: Path, content: bytes, files: Any, root: str, url: str) -> None:
+def _complete(target: Path, content: bytes, source: UrlFolder) -> None:
     """Fetch missing and damaged files. The manifest comes last: a copy with one was complete."""
-    for path, entry, bounds in Manifest.parse(content, f"{url}/{MANIFEST}").files(target):
+    for path, entry, bounds in Manifest.parse(content, f"{source.url}/{MANIFEST}").files(target):
         name = path.relative_to(target).as_posix()
         with contextlib.suppress(DatastoreError):
             check([(path, entry, bounds)])
@@ -104,8 +166,7 @@ def _complete(target: Path, content: bytes, files: Any, root: str, url: str) -> 
                 if path.parent.is_symlink():  # as earlier versions kept copies
                     path.parent.unlink()
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with reaching(url):
-                files.get_file(f"{root}/{name}", str(part))
+            source.fetch(name, part)
             check([(part, entry, bounds)])
             with reporting("write", path):
                 with part.open("rb") as file:
@@ -113,7 +174,7 @@ def _complete(target: Path, content: bytes, files: Any, root: str, url: str) -> 
                 part.replace(path)
                 fsync_folder(path.parent)
         except DatastoreError as error:
-            raise type(error)(str(error).replace(str(part), f"{url}/{name}")) from None
+            raise type(error)(str(error).replace(str(part), f"{source.url}/{name}")) from None
         finally:
             part.unlink(missing_ok=True)
     with reporting("write", target / MANIFEST):

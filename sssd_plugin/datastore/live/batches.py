@@ -1,4 +1,4 @@
-"""`Batch`: learnt documents in a write-once file at a URL; `UrlFolder`: the files there.
+"""`Batch`: learnt documents in a write-once file at a URL.
 
     URL/learnt/manifest.json        tokenizer, isolation, and the key of tenants' digests; that of the first writer
     URL/learnt/<day>.<server>.<last>.<oldest>.<newest>.<digest>    a batch: documents of one server
@@ -12,19 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import re
-import secrets
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from freedraft.files import write_atomically
 from sssd_plugin.datastore.disk.format import MANIFEST
-from sssd_plugin.datastore.disk.remote import UnreachableError, open_url, reaching
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.records import Erasure, Record
 
@@ -100,63 +95,3 @@ def unseal(batch: Batch, data: bytes, vocab_size: int) -> list[Document]:
             if seal(batch.server, documents)[0] == batch.name:
                 return documents
     raise DatastoreError(f"the batch {batch.name} is damaged, or holds ids beyond the vocabulary")
-
-
-class UrlFolder:
-    """The folder `learnt` of a URL of any fsspec driver. Raises DatastoreError: the driver is missing; methods raise
-    UnreachableError."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self._files, self._above = open_url(url)
-        self._root, self._local = f"{self._above}/learnt", "file" in self._files.protocol
-
-    def names(self, *, above: bool = False) -> dict[str, int]:
-        """Return the names of all files, with their sizes; above: of those at the URL itself."""
-        with reaching(self.url):
-            self._files.invalidate_cache()
-            try:
-                entries = self._files.ls(self._above if above else self._root, detail=True)
-            except FileNotFoundError:
-                return {}
-            files = [entry for entry in entries if entry["type"] == "file"]
-            return {str(entry["name"]).rpartition("/")[2]: int(entry["size"] or 0) for entry in files}
-
-    def get(self, name: str) -> bytes | None:
-        """Return the contents of a file; None if it is missing."""
-        with reaching(self.url):
-            try:
-                return bytes(self._files.cat_file(f"{self._root}/{name}"))
-            except FileNotFoundError:
-                return None
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a file atomically."""
-        with reaching(self.url):
-            if not self._local:
-                self._files.pipe_file(f"{self._root}/{name}", data)
-                return
-            Path(self._root).mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # another process removed the part as a killed process's
-                return write_atomically(Path(self._root, name), data, mode=0o666)
-            write_atomically(Path(self._root, name), data, mode=0o666)
-
-    def create(self, name: str, data: bytes) -> None:
-        """Write a file unless it exists."""
-        if self._local:
-            self.put(part := f".{name}.{secrets.token_hex(4)}", data)
-            with reaching(self.url), contextlib.suppress(FileExistsError):
-                os.link(Path(self._root, part), Path(self._root, name))
-            self.remove(part)
-            return
-        try:
-            with reaching(self.url):
-                self._files.pipe_file(f"{self._root}/{name}", data, mode="create")
-        except UnreachableError:  # drivers raise different errors for an existing file
-            if self.get(name) is None:
-                raise
-
-    def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
-        with reaching(self.url), contextlib.suppress(FileNotFoundError):
-            self._files.rm_file(f"{self._root}/{name}")

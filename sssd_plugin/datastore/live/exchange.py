@@ -16,11 +16,11 @@ import secrets
 import time
 
 from sssd_plugin.datastore.disk.format import MANIFEST
-from sssd_plugin.datastore.disk.remote import cache_folder, local_copy
+from sssd_plugin.datastore.disk.remote import UrlFolder, cache_folder, local_copy
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import Snapshot
-from sssd_plugin.datastore.live.batches import Batch, Document, Listing, UrlFolder, seal, unseal
+from sssd_plugin.datastore.live.batches import Batch, Document, Listing, seal, unseal
 from sssd_plugin.datastore.live.folder import REACH, LiveManifest
 from sssd_plugin.datastore.records import Changes, Erasure, PendingRecords, Record, now_ms
 
@@ -46,7 +46,7 @@ class Exchange:
     def __init__(self, url: str, server: LiveManifest, max_tokens: int = 1 << 24, max_age: float | None = None) -> None:
         self.url, self.pending, self._own = url.rstrip("/"), PendingRecords(), server
         self._max_tokens, self._span = max_tokens, _DAY if max_age is None else min(_DAY, int(max_age * 1000 / 32))
-        self._folder = UrlFolder(self.url)
+        self._folder, self._above = UrlFolder(self.url, "learnt"), UrlFolder(self.url)
         self._cached = cache_folder() / f"{hashlib.sha256(self.url.encode()).hexdigest()[:32]}.json"
         self._server, self._number = secrets.token_hex(8), 0
         self._reached = self._expiring = False
@@ -105,7 +105,7 @@ class Exchange:
         if key not in (None, self.key):  # text learnt under another key has no tenant
             self.pending.erase(Erasure())
         built = []
-        if MANIFEST in self._folder.names(above=True):
+        if MANIFEST in self._above.names():
             copy, own = local_copy(self.url), self._own
             store = Datastore.open(copy, vocab_size=own.vocab_size, fingerprint=own.fingerprint, verify=False)
             built.append(store.snapshot)
@@ -115,7 +115,7 @@ class Exchange:
     def manifest(self) -> LiveManifest | None:
         """Return the manifest; None if no server has learnt at the URL. Raises DatastoreError: it is unreadable, or of
         servers of an earlier version."""
-        if any(re.fullmatch(r"manifest-\d+\.json", name) for name in self._folder.names(above=True)):
+        if any(re.fullmatch(r"manifest-\d+\.json", name) for name in self._above.names()):
             raise DatastoreError(
                 f"{self.url} holds what servers of an earlier version learnt, which this version does not read: choose "
                 "an empty URL; to keep the text, call `freedraft datastore export` of that version"
