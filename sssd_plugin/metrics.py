@@ -35,9 +35,7 @@ _STATIC_SUB_INDICES = Gauge(
 _GAUGES = {
     "tokens": Gauge("freedraft_live_tokens", "Tokens in the live datastore", multiprocess_mode="livesum"),
     "max_sub_indices": Gauge(
-        "freedraft_live_sub_indices",
-        "Maximum of live sub-indices per request",
-        multiprocess_mode="livemax",
+        "freedraft_live_sub_indices", "Maximum of live sub-indices per request", multiprocess_mode="livemax"
     ),
     "nbytes": Gauge("freedraft_live_bytes", "Memory of the live datastore", multiprocess_mode="livesum"),
     "tenants": Gauge("freedraft_live_tenants", "Tenants with learnt text", multiprocess_mode="livesum"),

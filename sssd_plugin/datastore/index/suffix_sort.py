@@ -33,13 +33,11 @@ def before(tokens, p, q, depth):
 
 
 @compiled(nogil=True)
-def sort_into(tokens, begin, end, order):
-    """Sort the suffixes of tokens[begin:end] that do not start with a separator into `order`; return their number.
-
-    Three-way radix quicksort (Bentley and Sedgewick, 1997) over tokens (int32, a separator after each document and PAD
-    more at the end)."""
+def sort_into(tokens, order):
+    """Sort the suffixes of tokens (int32 [n + PAD]) that do not start with a separator into `order`, by three-way radix
+    quicksort (Bentley and Sedgewick, 1997); return their number."""
     n = 0
-    for i in range(begin, end):
+    for i in range(len(tokens) - PAD):
         if tokens[i] >= 0:
             order[n] = i
             n += 1
@@ -138,9 +136,8 @@ def with_tables(tokens, order, direct):
 @compiled(nogil=True)
 def sorted_arrays(tokens, direct):
     """Sort the suffixes of tokens (int32 [n + PAD]) and return the arrays of their `SubIndex`."""
-    n = len(tokens) - PAD
-    order = np.empty(n, np.int32)
-    return with_tables(tokens, order[: sort_into(tokens, 0, n, order)], direct)
+    order = np.empty(len(tokens) - PAD, np.int32)
+    return with_tables(tokens, order[: sort_into(tokens, order)], direct)
 
 
 # pydivsufsort (libdivsufsort) is faster, in more memory, and sorts bytes. Ids are encoded big-endian in a fixed number
