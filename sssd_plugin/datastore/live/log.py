@@ -25,13 +25,10 @@ class Log(DocumentFile):
     """The file in a folder locked by the process, for one thread at a time. `pending` only queues; `sync` writes.
     Beyond `max_tokens` (None: no bound), the largest tenants lose their oldest documents."""
 
-    def __init__(
-        self, folder: Path, lock: FolderLock, manifest: LiveManifest, max_tokens: int | None = None,
-        isolated: bool = True,
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, lock: FolderLock, manifest: LiveManifest, max_tokens: int | None = None) -> None:
         super().__init__(folder / FILE)
         self.key, self.pending = bytes.fromhex(manifest.key), PendingRecords()  # the key of tenants' digests
-        self._lock, self._max_tokens, self._isolated = lock, max_tokens, isolated
+        self._lock, self._max_tokens, self._isolated = lock, max_tokens, manifest.isolation in TENANTS_APART
         self._tokens = 0  # in the file, at most
         self._end_at = time.monotonic() + ANNOUNCED_SECONDS  # of erasures
         self._version = -1  # of the file
@@ -51,7 +48,7 @@ class Log(DocumentFile):
             if manifest != before:
                 with reporting("write", folder):
                     manifest.write(folder / MANIFEST)
-            log = cls(folder, lock, manifest, max_tokens, server.isolation in TENANTS_APART)
+            log = cls(folder, lock, manifest, max_tokens)
             if lock.alone:
                 log.end_erasures(alone=True)
                 lock.share()
