@@ -53,7 +53,7 @@ class Changes:
 
     erasures: list[Erasure] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
-    built: list[Snapshot] = field(default_factory=list)
+    built: Snapshot = ()
 
 
 @dataclass(slots=True)

@@ -67,7 +67,7 @@ class Exchange:
         if retry or time.monotonic() >= self._poll_at:
             self._poll_at = time.monotonic() + POLL_SECONDS * random.uniform(0.75, 1.25)  # servers do not ask at once
             if not self._reached:
-                changes.built.extend(self.connect())
+                changes.built = self.connect()
             listing = self._pull(changes)
             self._send()
             self._unsent = list(enumerate(self.pending.take(), self._number))
@@ -81,8 +81,8 @@ class Exchange:
         if self._open and self._open[0][1].milliseconds < before:
             self._open = []
 
-    def connect(self) -> list[Snapshot]:
-        """Read the manifest, or write the first one; return the built store at the URL, if there is one. Raises
+    def connect(self) -> Snapshot:
+        """Read the manifest, or write the first one; return the built store at the URL, empty without one. Raises
         DatastoreError: model, server or version do not match the URL's."""
         manifest = self.manifest()
         if manifest is None:
@@ -104,11 +104,10 @@ class Exchange:
         key, self.key = self.key, bytes.fromhex(manifest.key)
         if key not in (None, self.key):  # text learnt under another key has no tenant
             self.pending.erase(Erasure())
-        built = []
+        built: Snapshot = ()
         if MANIFEST in self._above.names():
             copy, own = local_copy(self.url), self._own
-            store = Datastore.open(copy, vocab_size=own.vocab_size, fingerprint=own.fingerprint, verify=False)
-            built.append(store.snapshot)
+            built = Datastore.open(copy, vocab_size=own.vocab_size, fingerprint=own.fingerprint, verify=False).snapshot
         self._reached = True
         return built
 

@@ -211,8 +211,8 @@ class LiveStore(LearntRuns):
             if not self._retry_at:
                 logger.warning("freedraft: %s; what is learnt stays in memory, and writing is tried again", error)
             self._retry_at = time.monotonic() + RETRY_SECONDS
-        for built in changes.built:
-            self.use_static(built, "url")
+        if changes.built:
+            self.use_static(changes.built, "url")
         for erasure in changes.erasures:
             self.erase(erasure)
         self._learn(changes.records)
