@@ -53,6 +53,7 @@ class LearntRuns:
         self._background = ThreadPoolExecutor(1, "freedraft-live", initializer=_lower_priority)
         self._tasks = 0  # background tasks, queued or running
         self._failed = self._evicting = False
+        self._unused: list[Run] = []
         self._held = 0  # tokens, including those that wait to be sorted
         self._waiting = 0
         self._documents = 0  # number of the next document
@@ -206,6 +207,7 @@ class LearntRuns:
         tenant.view = None
         gone = sum(run.n for run in inputs) + added - (result.n if result else 0)
         self._held -= gone
+        self._unused += inputs
         return gone
 
     # In the background thread, the only one that replaces runs.

@@ -193,6 +193,7 @@ class LiveStore(LearntRuns):
                 with self._syncing:
                     self._expire()
                     self._sync(retry=False)
+                self._unused = []  # freed here rather than in the engine's thread
             except Exception:  # a failure must not stop learning
                 logger.exception("freedraft: keeping what is learnt failed; it is tried again. Please report this")
 
