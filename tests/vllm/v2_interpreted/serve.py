@@ -42,7 +42,7 @@ from freedraft.cost.batch_lengths import BatchLengths
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import PagedDraftRound
 from freedraft.engines.vllm.v2 import trees as v2_trees
-from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
+from freedraft.engines.vllm.v2.requests import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.engines.vllm.v2.trees import why_chains
 from tests.support.recycled import recorded
@@ -474,7 +474,8 @@ def main():
     engine["verified"] = sorted({length for _, length, _ in getattr(controller, "_errors", {})})
     engine |= {"compiled": len(compiled), "compiled late": [str(kind) for kind in launched - compiled]}
     engine["said"] = [[*text, *likeliest] for text, likeliest in said.items() if len(likeliest) == 1]
-    engine["held"] = [len(drafter), len(guarded.running), len(runner.speculator.requests)]
+    held = runner.speculator.requests
+    engine["held"] = [len(drafter), len(guarded.running), len(held.slots) + len(held._preempted) + len(held.ended)]
     result["engine"] = engine
     print("\n" + json.dumps(result))
 

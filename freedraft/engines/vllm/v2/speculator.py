@@ -26,9 +26,9 @@ from freedraft.engines.vllm.configured import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.patching import share_logging
-from freedraft.engines.vllm.v2.confidences import Confidences
 from freedraft.engines.vllm.v2.drafting import Drafting, V2StepState
 from freedraft.engines.vllm.v2.lengths import GraphLengths
+from freedraft.engines.vllm.v2.write_drafts import Confidences
 from freedraft.method import METHODS
 from freedraft.step import TOP_TOKENS
 
