@@ -35,6 +35,7 @@ from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
@@ -110,16 +111,22 @@ def note_reads():
 
 
 def note_waits():
-    """How often the host waits for a step's tokens while requests end and begin, or before the outputs of the step
-    before it have left, and how often at all."""
+    """How often the host waits for a step's tokens while requests end and begin, before the next step's attention is
+    prepared, or before the outputs of the step before it have left, and how often at all."""
     finish_requests, wait, copy_tokens = GPUModelRunner.finish_requests, GainedTokens.wait, GainedTokens.copy
     update, counts, launching, steps, outputs = Scheduler.update_from_output, [0, 0], False, 0, 0
+    prepared = False
 
     def finish(self, scheduled):
-        nonlocal launching
+        nonlocal launching, prepared
         launching = scheduled.total_num_scheduled_tokens > 0
+        prepared &= not launching
         finish_requests(self, scheduled)
         launching = False
+
+    def attention(*args):
+        nonlocal prepared
+        prepared = True
 
     def copy(self, *args):
         nonlocal steps
@@ -128,7 +135,7 @@ def note_waits():
         copy_tokens(self, *args)
 
     def wait_for(self):
-        counts[0] += launching or outputs < self.step - 1
+        counts[0] += launching or not prepared or outputs < self.step - 1
         counts[1] += 1
         return wait(self)
 
@@ -137,6 +144,7 @@ def note_waits():
         outputs += scheduled.total_num_scheduled_tokens > 0
         return update(self, scheduled, *args)
 
+    after(DefaultModelState, "prepare_attn", attention)
     GPUModelRunner.finish_requests = finish
     GainedTokens.copy, GainedTokens.wait = copy, wait_for
     Scheduler.update_from_output = update_from_output

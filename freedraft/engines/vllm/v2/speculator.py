@@ -111,7 +111,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         self.joins_at_once = bool(runner.pp_handler or runner.pcp_manager or self.confidences)
         # If only the model itself reads drafts.
         usual = type(runner.model_state).prepare_inputs is DefaultModelState.prepare_inputs
-        readers = self.trees, METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
+        readers = METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
         self.joins_last = usual and not any(readers)
         if METHODS[name].runs_model:
             self.draft_model = prepare_passes(runner, self._vllm_config, self.guarded)
