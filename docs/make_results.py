@@ -451,11 +451,11 @@ this was not determined; vLLM's Triton attention computes fp32 products in TF32,
 def draft_thread(sglang: Any, vllm: Any) -> str:
     """Adapters on a simulated device with passes of 5 ms, during which the host sleeps; two runs of each arm, in us:
     medians of SGLang's steps; on a busy machine, of vLLM's the one of 200 before which the device idles least. In vLLM
-    V2 the thread exists in this benchmark only. It starts to draft when the tokens arrive. Between: in SGLang, the scheduler's work after its wait
-    for the device and before it takes drafts; in vLLM, where drafts come last, the preparation of a step from the
-    launch of the one before it on: 7,000 us outlast the pass. Wait for drafts: from then on, and not before the pass
-    ends. Idle: time of the device between passes. Hidden: the decrease of idle time with the thread, as a share of the
-    wait for drafts without it."""
+    V2 the thread exists in this benchmark only. It starts to draft when the tokens arrive. Between: in SGLang, the
+    scheduler's work after its wait for the device and before it takes drafts; in vLLM, where drafts come last, the
+    preparation of a step from the launch of the one before it on: 7,000 us outlast the pass. Wait for drafts: from then
+    on, and not before the pass ends. Idle: time of the device between passes. Hidden: the decrease of idle time with
+    the thread, as a share of the wait for drafts without it."""
     cells: dict[tuple[str, int, float], dict[str, list[float]]] = {}
     for engine, result in (("SGLang", sglang), ("vLLM V2", vllm)):
         for r in result["rows"]:
