@@ -450,7 +450,7 @@ this was not determined; vLLM's Triton attention computes fp32 products in TF32,
 @section("A drafter's thread behind a device", "draft-thread.json draft-thread-vllm.json", CHAPTERS[5])
 def draft_thread(sglang: Any, vllm: Any) -> str:
     """Adapters on a simulated device with passes of 5 ms, during which the host sleeps; two runs of each arm, in us:
-    medians of SGLang's steps; on a busy machine, of vLLM's the one of 200 before which the device idles least. In vLLM
+    medians of SGLang's steps; on a busy machine, of vLLM's the one of 300 before which the device idles least. In vLLM
     V2 the thread exists in this benchmark only. It starts to draft when the tokens arrive. Between: in SGLang, the
     scheduler's work after its wait for the device and before it takes drafts; in vLLM, where drafts come last, the
     preparation of a step from the launch of the one before it on: 7,000 us outlast the pass. Wait for drafts: from then
