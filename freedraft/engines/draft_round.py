@@ -1,4 +1,4 @@
-"""Rounds of draft passes, for every engine: a pass, its results, and how ranks run it together."""
+"""Rounds of draft passes, for every engine: a pass, its inputs and results, and how ranks run it together."""
 
 from __future__ import annotations
 
@@ -108,3 +108,10 @@ def on_host(values: torch.Tensor, top_k: int, entropy: bool) -> Drafted:
     """Results of `most_likely` of N passes, float [N, R, 2K (+ 1)], on the host."""
     host = values.cpu().numpy()
     return Drafted(host[..., :top_k].astype(np.int32), host[..., top_k : 2 * top_k], host[..., -1] if entropy else None)
+
+
+def on_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Copy `values` through pinned memory: from pageable memory the host would wait for the copy, and for the passes
+    before it. On a CPU nothing is copied."""
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

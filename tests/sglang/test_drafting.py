@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import tempfile
 from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from freedraft.config import PluginOptions
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
-from freedraft.engines.sglang.accepted import AcceptedTokens
+from freedraft.engines.sglang.accepted import AcceptedTokens, OneCopy
 from freedraft.engines.sglang.drafting import Drafting
 from freedraft.engines.sglang.requests import tenant_of
 from freedraft.guarded_method import GuardedMethod
@@ -404,6 +406,37 @@ def test_nothing_is_counted_before_verification_is_launched(threaded):
     assert [counter._value.get() - was for counter, was in zip(counters, before, strict=True)] == [4, 3, 2]
     seam.note(batch, tree)
     assert metrics.tokens._value.get() - before[0] == 4, "counted twice"
+
+
+@pytest.mark.parametrize("method", ["Recorder", "Threaded"])
+def test_an_error_of_the_driver_in_a_step_is_the_engines(method, caplog, monkeypatch):
+    """Raised as it is, without a line of ours before it: by the wait for a step's tokens, and by drafting. One that
+    leaves the device as it was costs drafts."""
+    monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
+    fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def fail(error):
+        raise error
+
+    def drafted(error, waits):
+        seam, made = drafting(method=method)
+        a = request("a", [1])
+        seam.begin([a])
+        batch, made.draft = decoding_batch({a: [5]}, seam.accepted), lambda step: fail(error)
+        if waits:
+            wait = SimpleNamespace(synchronize=functools.partial(fail, error))
+            seam.accepted.newest = OneCopy(seam.accepted.newest.host, wait)
+        with caplog.at_level(logging.INFO):
+            return seam.draft(batch)
+
+    for waits in (True, False):
+        with pytest.raises(torch.AcceleratorError) as raised:
+            drafted(fault, waits)
+        assert raised.value is fault and not caplog.records
+    tree = drafted(torch.OutOfMemoryError("CUDA out of memory"), False)
+    assert tree.counts.tolist() == [1] and tree.tokens[:, 0].tolist() == [5]
+    (record,) = caplog.records
+    assert "the engine goes on without drafts" in record.getMessage()
 
 
 def test_lengths_come_with_the_tokens():

@@ -1,5 +1,6 @@
-"""Pieces of the worker that need no engine: CUDA graphs of draft passes that cannot be captured; and against slow,
-obvious versions rows of `req_to_token` for windowed passes, links of trees and documents of chunks."""
+"""Pieces of the worker that need no engine: CUDA graphs of draft passes that cannot be captured, trees on their way to
+other ranks; and against slow, obvious versions rows of `req_to_token` for windowed passes, links of trees and documents
+of chunks."""
 
 from __future__ import annotations
 
@@ -48,6 +49,25 @@ def test_a_rank_that_cannot_capture_leaves_no_other_waiting(group, monkeypatch):
     model.ranks, model._to_capture = DraftRanks(group), {("one",): None}
     with pytest.raises(EngineMustEnd):
         model.capture()
+
+
+def test_trees_reach_other_ranks_in_shared_memory(group, monkeypatch):
+    """By SGLang's message queue, which its groups of several ranks have; no collective makes a rank wait for others."""
+    from sglang.srt.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    from freedraft.engines.sglang.ranks import Ranks
+
+    monkeypatch.setattr(torch.distributed, "broadcast", None)
+    drafted = DraftBatch.empty(3, 5)
+    drafted.tokens[:], drafted.counts[:] = np.arange(15).reshape(3, 5), [5, 1, 2]
+    monkeypatch.setattr(group, "world_size", 2)
+    writer = MessageQueue(1, 1)
+    monkeypatch.setattr(group, "mq_broadcaster", writer)
+    assert Ranks(group).share_draft(drafted) is drafted
+    monkeypatch.setattr(group, "mq_broadcaster", MessageQueue.create_from_handle(writer.export_handle(), 0))
+    monkeypatch.setattr(group, "rank_in_group", 1)
+    shared = Ranks(group).share_draft(None)
+    assert shared.tokens.tolist() == drafted.tokens.tolist() and shared.counts.tolist() == [5, 1, 2]
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -145,7 +145,7 @@ def test_full_graphs_for_every_step_where_attention_allows_it(tiny_model):
     from vllm.config import CompilationConfig, CUDAGraphMode
     from vllm.v1.attention.backend import AttentionCGSupport
 
-    from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
+    from freedraft.engines.vllm.v1.runner import prefer_full_graphs
 
     def resolved(given, support, *, preferred):
         config = CompilationConfig(mode=3, cudagraph_mode=given, cudagraph_capture_sizes=[9, 18])

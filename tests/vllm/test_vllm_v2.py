@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tests.support import prompts as texts
 from tests.support import repeat_drafter
 from tests.support.models import continuations, save
 from tests.support.models import tiny_model as make_tiny
+from tests.support.v2_drafting import Decoding
 
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
@@ -156,6 +158,34 @@ def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch):
     batch.num_draft_tokens_per_req = None
     ours._set_prompt_states(batch, states, np.array([False, False, True]))
     assert states_by_id[c] == [7.0]
+
+
+def test_an_error_of_the_driver_in_a_step_is_the_engines(tiny_model, caplog, monkeypatch):
+    """Raised as it is, without a line of ours before it, by the wait for a step's tokens. One that leaves the device as
+    it was costs drafts."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
+    texts = np.tile(np.arange(2, 12, dtype=np.int32), (2, 20))
+    decoding = Decoding(tiny_model, texts, 40, SSSD | {"live": False})
+
+    def fail(error):
+        raise error
+
+    def drafted_after(error):
+        decoding.launch(2, SimpleNamespace(synchronize=lambda: fail(error), record=int) if error else None)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="freedraft"):
+            return decoding.draft()
+
+    assert drafted_after(None) and decoding.drafts.tolist() == 2 * [[4, 5, 6]]
+    assert not drafted_after(torch.OutOfMemoryError("CUDA out of memory"))
+    (line,) = (record.getMessage() for record in caplog.records if record.name.startswith("freedraft"))
+    assert "the engine goes on without drafts" in line
+    fault = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    with pytest.raises(torch.AcceleratorError) as raised:
+        drafted_after(fault)
+    assert raised.value is fault and not caplog.records
+    decoding.drafting.guarded.close()
 
 
 def test_runs_there_with_async_scheduling(served):
@@ -332,9 +362,11 @@ def test_batches_that_draft_passes_are_captured_for():
 
 
 def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch, caplog):
-    """Here, where there is no device: one line, eager passes, and no second try in this process."""
+    """Here, where there is no device: one line, eager passes, and no second try in this process. On attention whose
+    replays are unknown nothing is tried."""
     from vllm.config import CUDAGraphMode
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
     from vllm.v1.kv_cache_interface import FullAttentionSpec
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -346,7 +378,7 @@ def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch,
     runner, model = GPUModelRunner.__new__(GPUModelRunner), PagedDraftModel.__new__(PagedDraftModel)
     runner.max_num_reqs = 4
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    model.group = AttentionGroup(TritonAttentionBackend, ["layer"], spec, 0)
+    model.group = AttentionGroup(CPUAttentionBackend, ["layer"], spec, 0)
     model.runner, model.device = runner, torch.device("cpu")
     model.vllm_config = EngineArgs(str(tiny_model), skip_tokenizer_init=True).create_engine_config()
     model.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL
@@ -355,9 +387,13 @@ def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch,
     monkeypatch.setattr(DraftGraphs, "failed", False)
     monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="freedraft"):
+        graphs[0].capture([])
+        assert not DraftGraphs.failed
+        model.group = AttentionGroup(TritonAttentionBackend, ["layer"], spec, 0)
         for each in graphs:
             each.capture([])
-    (line,) = (record.getMessage() for record in caplog.records if record.name.startswith("freedraft"))
+    unknown, line = (record.getMessage() for record in caplog.records if record.name.startswith("freedraft"))
+    assert "without CUDA graphs (attention CPU_ATTN)" in unknown
     assert "without CUDA graphs" in line and DraftGraphs.failed
 
 

@@ -88,7 +88,7 @@ def test_any_traffic(random):
         for slot, _, tokens in running.values():
             assert requests.tokens[slot, : requests.lengths[slot]].tolist() == tokens
         assert requests.slots.keys() == running.keys() and requests.ended.keys() == ended.keys()
-        assert len(requests) == len(running) + len(preempted) + len(ended)
+        assert requests._preempted.keys() == preempted.keys()
     requests.finish("unknown")
     assert "unknown" not in requests.ended
 

@@ -46,6 +46,12 @@ def test_drafts_are_trees(served):
     assert chains > 30
 
 
+def test_no_step_waits_before_its_attention_is_prepared(served):
+    """Trees are read on the device only, when the model runs."""
+    early, waits = served["engine"]["waits"]
+    assert early == 0 and waits > 20
+
+
 def test_trees_are_wide_before_the_last_token(served, live_prompts):
     """With two tokens to come, of which the second follows all drafts. (The first prompts have longer answers, too.)"""
     prompts = [prompt["prompt_token_ids"] for prompt in live_prompts][2:]

@@ -14,7 +14,7 @@ from windowed_reference import Reference
 
 from freedraft.draft_pass import Window
 from freedraft.engines.vllm.draft_passes import PagedDraftRound
-from freedraft.engines.vllm.pages import Pages
+from freedraft.engines.vllm.forward import Pages
 from tests.support.models import continuations, save, tiny_model
 from tests.support.prompts import random_ids
 

@@ -15,9 +15,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from freedraft.draft_model import DraftModel
 from freedraft.draft_pass import Recipe, Window
 from freedraft.engines.draft_ranks import DraftRanks
-from freedraft.engines.draft_round import DraftPass, RankedRound, most_likely, run_kept
+from freedraft.engines.draft_round import DraftPass, RankedRound, most_likely, on_device, run_kept
 from freedraft.engines.many_sets import SetScores
-from freedraft.engines.on_device import on_device
 from freedraft.engines.sglang.graphs import Captured, capture, free_bytes
 from freedraft.engines.sglang.layers import Stages, stages_of
 from freedraft.engines.sglang.passes import HiddenOf, Passes, Tokens, WindowedRead

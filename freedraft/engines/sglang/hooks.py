@@ -29,8 +29,8 @@ HOOKS = table("""
     sglang.srt.runtime_context:get_spec
     sglang.srt.runtime_context:get_device
     sglang.srt.runtime_context:get_parallel
-    sglang.srt.distributed.parallel_state:GroupCoordinator has ranks, rank_in_group, world_size, cpu_group,
-        broadcast
+    sglang.srt.distributed.parallel_state:GroupCoordinator has rank_in_group, world_size, cpu_group, broadcast
+    sglang.srt.distributed.parallel_state.GroupCoordinator:broadcast_object(obj, src)
     sglang.srt.plugins.hook_registry.HookRegistry:register(target, hook)
     sglang.srt.utils.hf_transformers_utils:get_config(model, trust_remote_code, revision)
     # the KV of drafts
@@ -107,7 +107,6 @@ MODEL_HOOKS = table("""
     sglang.srt.model_executor.model_runner.ModelRunner:forward(forward_batch)
     sglang.srt.model_executor.forward_batch_info:get_server_return_hidden_states_mode
     sglang.srt.model_executor.forward_batch_info:CaptureHiddenMode has LAST, is_full
-    sglang.srt.distributed.parallel_state.GroupCoordinator:broadcast_object(obj, src)
     sglang.srt.distributed.communication_op:tensor_model_parallel_all_reduce(input_)
     sglang.srt.layers.linear:RowParallelLinear has reduce_results
     sglang.srt.models.llama.LlamaDecoderLayer:forward

@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from freedraft.draft_model import T
-from freedraft.engines.on_device import on_device
+from freedraft.engines.draft_round import on_device
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.graphs import Captured, swapped_in
 from freedraft.engines.sglang.layers import check_structure

@@ -56,7 +56,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self.max_nodes: int = get_spec().speculative_num_draft_tokens
         self.speculative_num_draft_tokens = self.max_nodes
         self._check_model()
-        self._ranks = Ranks(get_parallel().tp_group, self.max_nodes)
+        self._ranks = Ranks(get_parallel().tp_group)
         self._drafting: Drafting | None = None  # on tensor-parallel rank 0; the others verify the same trees
         self._draft_model: Any = None
         self._window_rows: Any = None
@@ -231,7 +231,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         if model is not None:
             # SGLang waits for this event before it writes attention inputs; a captured draft pass ends earlier.
             self.model_runner.shared_read_done_event = None
-        return self._ranks.share_draft(drafted, len(batch.reqs))
+        return self._ranks.share_draft(drafted)
 
     def _decode(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:
         host_tree = self._draft(batch)

@@ -47,13 +47,14 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
 
 
 def _context(model_config: Any, max_draft_tokens: int, **known: Any) -> EngineContext:
+    device = _device()
     return EngineContext(
         hf_config=model_config.hf_config,
         vocab_size=model_config.get_vocab_size(),
         max_draft_tokens=max_draft_tokens,
         dtype=str(model_config.dtype).removeprefix("torch."),
-        device=_device(),
-        hardware=_hardware(),
+        device=device,
+        hardware=hardware_name() if device == CPU else device,
         tokenizer_fingerprint=partial(_tokenizer_fingerprint, model_config),
         **known,
     )
@@ -64,11 +65,6 @@ def _lengths_of_experts(vllm_config: Any) -> tuple[int, ...] | None:
     if vllm_config.parallel_config.data_parallel_size > 1 and getattr(vllm_config.model_config, "is_moe", False):
         return (vllm_config.speculative_config.num_speculative_tokens,)
     return None
-
-
-def _hardware() -> str | None:
-    device = _device()
-    return hardware_name() if device == CPU else device
 
 
 def _device() -> str | None:

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from freedraft.engines.vllm.forward import NO_SLOT, Forward
+from freedraft.engines.vllm.forward import NO_SLOT, BlockTables, Forward
 from freedraft.engines.vllm.kept_layers import KeptLayers
-from freedraft.engines.vllm.pages import BlockTables
 from freedraft.guarded_method import is_device_fault
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,6 @@ class DraftGraphs:
                         # Kernels are chosen for the longest context; they read the lengths of each replay.
                         lengths=np.full(size, model.runner.max_model_len, np.int32),
                         lengths_on_device=self._lengths[:size],
-                        starts=(model.starts[: size + 1], model.starts_cpu[: size + 1]),
                         pages=self._pages[:size],
                         graph_size=size if captured else None,
                     )
@@ -145,20 +143,11 @@ class DraftGraphs:
         return output[:n].clone()
 
 
-def graph_bytes(own: int, captured: Sequence[int], max_requests: int, passes: int, vocab_size: int) -> int:
-    """Estimated device memory for the graphs of `passes` draft passes: per graph the average of vLLM's own, plus once
-    (one pool) the logits of the largest batch, which vLLM's own graphs do not contain. own: vLLM's estimate for its own
-    graphs, 0 if it captures none."""
-    if own <= 0 or not captured or not passes:
-        return 0
-    sizes = graph_sizes(captured, max_requests)
-    return passes * len(sizes) * max(own // len(captured), MIN_GRAPH_BYTES) + sizes[-1] * vocab_size * LOGIT_BYTES
-
-
 def with_draft_graphs(passes_of: Callable[[Any], int | None]) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """For `wrap_once` of a model runner's `profile_cudagraph_memory`, which returns the memory that vLLM leaves out of
-    its KV cache: add the graphs of draft passes. passes_of: number of draft passes that a runner will capture, called
-    on each rank, known on rank 0 alone; None without a drafter of ours."""
+    its KV cache (0 if it captures no graphs): add the graphs of draft passes, per graph the average of vLLM's own, and
+    once (one pool) the logits of the largest batch, which vLLM's own graphs do not contain. passes_of: number of draft
+    passes that a runner will capture, called on each rank, known on rank 0 alone; None without a drafter of ours."""
 
     def make(original: Callable[..., int]) -> Callable[..., int]:
         def profile_cudagraph_memory(self: Any, *args: Any, **kwargs: Any) -> int:
@@ -166,12 +155,13 @@ def with_draft_graphs(passes_of: Callable[[Any], int | None]) -> Callable[[Calla
             config = self.vllm_config.compilation_config
             passes, layers = passes_of(self), config.static_forward_context.values()
             backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
-            if passes is None or not backends.issubset(BACKENDS):
+            captured = config.cudagraph_capture_sizes
+            if not passes or not backends.issubset(BACKENDS) or own <= 0 or not captured:
                 return own
-            vocab_size = self.vllm_config.model_config.get_vocab_size()
-            ours = graph_bytes(own, config.cudagraph_capture_sizes or (), self.max_num_reqs, passes, vocab_size)
-            if ours:
-                logger.info("freedraft: CUDA graphs of draft passes, by estimate: %.0f MiB", ours / 2**20)
+            sizes = graph_sizes(captured, self.max_num_reqs)
+            ours = passes * len(sizes) * max(own // len(captured), MIN_GRAPH_BYTES)
+            ours += sizes[-1] * self.vllm_config.model_config.get_vocab_size() * LOGIT_BYTES
+            logger.info("freedraft: CUDA graphs of draft passes, by estimate: %.0f MiB", ours / 2**20)
             return own + ours
 
         return profile_cudagraph_memory

@@ -16,9 +16,8 @@ from freedraft.engines.draft_round import DraftPass
 from freedraft.engines.many_sets import SetScores
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import PagedDraftRound
-from freedraft.engines.vllm.forward import Forward
+from freedraft.engines.vllm.forward import Forward, Pages
 from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
-from freedraft.engines.vllm.pages import Pages
 from freedraft.guarded_method import GuardedMethod
 from freedraft.step import Step
 

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from freedraft.draft_pass import Window
 from freedraft.engines.draft_round import DraftPass, RankedRound
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
-from freedraft.engines.vllm.forward import Forward
-from freedraft.engines.vllm.pages import BlockTables, Pages
+from freedraft.engines.vllm.forward import BlockTables, Forward, Pages
 
 
 class _Ready(NamedTuple):
@@ -70,7 +69,7 @@ class PagedDraftRound(RankedRound):
         return tables.whole.gather(1, (positions // size)[:, None])[:, 0].long() * size + positions % size
 
     def _output(self, ready: _Ready) -> torch.Tensor:
-        model, layers, n = self.model, self.draft_pass.layers, len(ready.lengths)
+        model, layers = self.model, self.draft_pass.layers
         if self.graphs is not None:
             output = self.graphs.run(layers, ready.tables, ready.inputs, ready.slots, ready.lengths_on_device)
             if output is not None:
@@ -82,7 +81,6 @@ class PagedDraftRound(RankedRound):
             slots=ready.slots,
             lengths=ready.lengths,
             lengths_on_device=ready.lengths_on_device,
-            starts=(model.starts[: n + 1], model.starts_cpu[: n + 1]),
             pages=ready.tables.read,
             draft_index=ready.position,
         )

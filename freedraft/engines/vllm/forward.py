@@ -1,9 +1,10 @@
-"""`Forward`: runs modules of the target in vLLM's forward context, over its paged KV cache."""
+"""`Forward`: runs modules of the target in vLLM's forward context, over its paged KV cache; `Pages`: block tables of a
+step's requests. `Step.engine` returns them for draft passes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,11 +12,36 @@ from numpy.typing import NDArray
 
 from freedraft.draft_model import T
 from freedraft.engines.draft_ranks import DraftRanks
-from freedraft.engines.on_device import on_device
+from freedraft.engines.draft_round import on_device
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from freedraft.step import Step
 
 NO_SLOT = -1  # the KV kernels write nothing for it
+
+
+class Pages(NamedTuple):
+    """The KV blocks of B requests.
+
+    Attributes:
+        table: int32 [R, P] on the device, blocks of each row; undefined beyond its request's own.
+        rows: intp [B], the rows of the requests; blocks: int64 [B], their numbers of blocks.
+        block_size: tokens of a block.
+    """
+
+    table: torch.Tensor
+    rows: NDArray[np.intp]
+    blocks: NDArray[Any]
+    block_size: int
+
+
+class BlockTables(NamedTuple):
+    """Block tables of passes over R of a step's requests. whole: int32 [R, P], their blocks; read: int32 [R, P'],
+    blocks that attention reads; dropped: int64 [R], tokens left out by the window."""
+
+    key: bytes
+    whole: torch.Tensor
+    read: torch.Tensor
+    dropped: NDArray[np.int64]
 
 
 class Forward:
@@ -51,8 +77,8 @@ class Forward:
         positions: torch.Tensor,
         slots: torch.Tensor,
         lengths: NDArray[np.int32],
-        starts: tuple[torch.Tensor, torch.Tensor],
         pages: torch.Tensor,
+        starts: tuple[torch.Tensor, torch.Tensor] | None = None,
         draft_index: int = 0,
         lengths_on_device: torch.Tensor | None = None,
         graph_size: int | None = None,
@@ -63,14 +89,16 @@ class Forward:
             positions: int64 [tokens], of the query tokens.
             slots: int64 [tokens], KV slots to write.
             lengths: int32 [n], tokens that each request's last query token reads, itself included.
-            starts: int32 [n + 1], offsets of each request's query tokens; on the device and on the host.
             pages: int32 [n, P], block tables.
+            starts: int32 [n + 1], offsets of each request's query tokens, on the device and on the host; None for one
+                token of each.
             graph_size: n, for `module` to capture a CUDA graph, or to replay it; None for neither.
         """
         from vllm.v1.attention.backend import CommonAttentionMetadata
 
         n, tokens = len(lengths), len(positions)
         lengths_cpu = torch.from_numpy(lengths)
+        starts = starts or (self.starts[: n + 1], self.starts_cpu[: n + 1])
         common = CommonAttentionMetadata(
             query_start_loc=starts[0],
             query_start_loc_cpu=starts[1],

@@ -35,6 +35,7 @@ from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
@@ -42,7 +43,7 @@ from freedraft.cost.batch_lengths import BatchLengths
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import PagedDraftRound
 from freedraft.engines.vllm.v2 import trees as v2_trees
-from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
+from freedraft.engines.vllm.v2.requests import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.engines.vllm.v2.trees import why_chains
 from tests.support.recycled import recorded
@@ -110,16 +111,22 @@ def note_reads():
 
 
 def note_waits():
-    """How often the host waits for a step's tokens while requests end and begin, or before the outputs of the step
-    before it have left, and how often at all."""
+    """How often the host waits for a step's tokens while requests end and begin, before the next step's attention is
+    prepared, or before the outputs of the step before it have left, and how often at all."""
     finish_requests, wait, copy_tokens = GPUModelRunner.finish_requests, GainedTokens.wait, GainedTokens.copy
     update, counts, launching, steps, outputs = Scheduler.update_from_output, [0, 0], False, 0, 0
+    prepared = False
 
     def finish(self, scheduled):
-        nonlocal launching
+        nonlocal launching, prepared
         launching = scheduled.total_num_scheduled_tokens > 0
+        prepared &= not launching
         finish_requests(self, scheduled)
         launching = False
+
+    def attention(*args):
+        nonlocal prepared
+        prepared = True
 
     def copy(self, *args):
         nonlocal steps
@@ -128,7 +135,7 @@ def note_waits():
         copy_tokens(self, *args)
 
     def wait_for(self):
-        counts[0] += launching or outputs < self.step - 1
+        counts[0] += launching or not prepared or outputs < self.step - 1
         counts[1] += 1
         return wait(self)
 
@@ -137,6 +144,7 @@ def note_waits():
         outputs += scheduled.total_num_scheduled_tokens > 0
         return update(self, scheduled, *args)
 
+    after(DefaultModelState, "prepare_attn", attention)
     GPUModelRunner.finish_requests = finish
     GainedTokens.copy, GainedTokens.wait = copy, wait_for
     Scheduler.update_from_output = update_from_output
@@ -474,7 +482,8 @@ def main():
     engine["verified"] = sorted({length for _, length, _ in getattr(controller, "_errors", {})})
     engine |= {"compiled": len(compiled), "compiled late": [str(kind) for kind in launched - compiled]}
     engine["said"] = [[*text, *likeliest] for text, likeliest in said.items() if len(likeliest) == 1]
-    engine["held"] = [len(drafter), len(guarded.running), len(runner.speculator.requests)]
+    held = runner.speculator.requests
+    engine["held"] = [len(drafter), len(guarded.running), len(held.slots) + len(held._preempted) + len(held.ended)]
     result["engine"] = engine
     print("\n" + json.dumps(result))
 

@@ -19,17 +19,18 @@ from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.context import context_of_engine, start_line, tokenizer_of
 from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
+from freedraft.engines.vllm.forward import Pages
 from freedraft.engines.vllm.outputs import longest_answer, output_of
-from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.patching import after, before, share_logging, with_kv_cache, wrap_once
 from freedraft.engines.vllm.scheduler import SALT
-from freedraft.engines.vllm.v1.full_graphs import prefer_full_graphs
 from freedraft.engines.vllm.v1.matching import Matching
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
 from freedraft.step import Step, room
 
 logger = logging.getLogger(__name__)
+
+_PREFERRED = "_freedraft_full_graphs"  # attribute of CompilationConfig
 
 
 class V1StepState(NamedTuple):
@@ -255,6 +256,22 @@ def _begin(_: Any, runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any
 def _capture(_: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     if (ours := _ours(runner)) is not None and ours.draft_model is not None:
         ours.draft_model.capture(runner.input_batch.block_table[0].max_num_blocks_per_req)
+
+
+def prefer_full_graphs(compilation_config: Any) -> None:
+    """Set CUDA graph mode FULL once the attention backends are known, if they can be captured for any batch. By default
+    (FULL_AND_PIECEWISE) only steps in which every request has 1 + K tokens have full graphs, which is rare."""
+    wrap_once(type(compilation_config), "resolve_cudagraph_mode_and_sizes", before(_prefer))
+    setattr(compilation_config, _PREFERRED, True)
+
+
+def _prefer(config: Any, min_cg_support: Any, *args: Any, **kwargs: Any) -> None:
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.attention.backend import AttentionCGSupport
+
+    preferred = getattr(config, _PREFERRED, False) and min_cg_support == AttentionCGSupport.ALWAYS
+    if preferred and config.cudagraph_mode == CUDAGraphMode.FULL_AND_PIECEWISE:
+        config.cudagraph_mode = CUDAGraphMode.FULL
 
 
 def _build_processors(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,13 +17,11 @@ from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
+from freedraft.engines.vllm.forward import Pages
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
-from freedraft.engines.vllm.pages import Pages
 from freedraft.engines.vllm.scheduler import SALT
-from freedraft.engines.vllm.v2.confidences import Confidences
-from freedraft.engines.vllm.v2.gained_tokens import GainedTokens
-from freedraft.engines.vllm.v2.requests import Requests
-from freedraft.engines.vllm.v2.write_drafts import write_drafts
+from freedraft.engines.vllm.v2.requests import GainedTokens, Requests
+from freedraft.engines.vllm.v2.write_drafts import Confidences, write_drafts
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
 from freedraft.step import Step
@@ -92,7 +90,6 @@ class Drafting:
         self.logits = LogitsCopy()
         self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]  # newest step, and the one before
         self._pending = False  # whether the newest step's tokens must still be taken
-        self._unrecorded = False  # whether its time must still be recorded
         self._steps, self._drafted_at = 0, -1
         self._parts = 1 if self.trees is None else 2  # tokens, and ancestor masks
         self._drafts = torch.zeros(self._parts * slots * self.length, dtype=torch.int64, device=device)
@@ -207,17 +204,15 @@ class Drafting:
         slots = gained.slots[rows]
         drafted = np.minimum(self.requests.drafted[slots], gained.scheduled[rows]).astype(np.int32)
         self.requests.drafted[slots] = 0
-        self._unrecorded = True
         return rows, drafted
 
-    def _record(self) -> None:
-        """Record the time of the last taken step."""
-        assert self.lengths is not None
+    def _record(self, lengths: BatchLengths) -> None:
+        """Record the time of the last taken step, once."""
         gained, before = self._gained
-        tokens = gained.wait()
         if gained.query_tokens and before.number == gained.number - 1:
-            seconds, context = gained.seconds_since(before), float(tokens[:, 1].mean())
-            self.lengths.record_step(len(tokens), gained.query_tokens, context, seconds)
+            seconds, context = gained.seconds_since(before), float(gained.wait()[:, 1].mean())
+            lengths.record_step(len(gained.slots), gained.query_tokens, context, seconds)
+        gained.query_tokens = 0
 
     def _recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
         """Copy the target's logits after each root and each of our draft tokens that a step verifies, for requests that
@@ -234,9 +229,8 @@ class Drafting:
         """Take the tokens of a step without drafting."""
         if self._pending and len((taken := self._take())[0]):
             self.guarded.observe(self._step(*taken, 0))
-        if self._unrecorded and self.lengths is not None:
-            self._record()
-        self._unrecorded = False
+        if self.lengths is not None:
+            self._record(self.lengths)
 
     def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor, over: NDArray[np.bool_]) -> None:
         """Pass on the prompt states of requests that finished prefill in this step; over: bool [B], which did."""

@@ -129,6 +129,8 @@ def _prepare_step(original: Callable[..., Any]) -> Callable[..., Any]:
         block_tables, slot_mappings = original(self, input_batch)
         if ours.trees is not None:
             ours.trees.prepare_step(input_batch, slot_mappings)
+            if not ours.joins_last:
+                ours.trees.write_queries(input_batch)
         return block_tables, slot_mappings
 
     return prepare_attn
@@ -139,6 +141,8 @@ def _join(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None
     ours = getattr(model_state, SPECULATOR, None)
     if ours is not None and ours.verifying is input_batch:
         ours.join(input_batch)
+        if ours.trees is not None:
+            ours.trees.write_queries(input_batch)
 
 
 def _verify(original: Callable[..., Any]) -> Callable[..., Any]:

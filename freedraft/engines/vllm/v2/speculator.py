@@ -26,9 +26,9 @@ from freedraft.engines.vllm.configured import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.patching import share_logging
-from freedraft.engines.vllm.v2.confidences import Confidences
 from freedraft.engines.vllm.v2.drafting import Drafting, V2StepState
 from freedraft.engines.vllm.v2.lengths import GraphLengths
+from freedraft.engines.vllm.v2.write_drafts import Confidences
 from freedraft.method import METHODS
 from freedraft.step import TOP_TOKENS
 
@@ -111,7 +111,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         self.joins_at_once = bool(runner.pp_handler or runner.pcp_manager or self.confidences)
         # If only the model itself reads drafts.
         usual = type(runner.model_state).prepare_inputs is DefaultModelState.prepare_inputs
-        readers = self.trees, METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
+        readers = METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
         self.joins_last = usual and not any(readers)
         if METHODS[name].runs_model:
             self.draft_model = prepare_passes(runner, self._vllm_config, self.guarded)

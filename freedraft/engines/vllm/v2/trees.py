@@ -97,25 +97,30 @@ class Trees:
         self._masks[slots] = masks
 
     def prepare_step(self, batch: Any, slot_mappings: torch.Tensor) -> None:
-        """Set positions by depth and tree queries; called between the choice of KV slots and attention metadata. batch:
-        vLLM's InputBatch; slot_mappings: int64 [1, T]."""
+        """Called between the choice of KV slots and attention metadata, before the drafts are there. batch: vLLM's
+        InputBatch; slot_mappings: int64 [1, T]."""
         self._batch, self._positions, buffers = None, None, self._buffers
         buffers.verifying = False
         if not self.enabled or batch.num_draft_tokens == 0:
             return
-        requests = batch.num_reqs
         self._positions, self._slots = batch.positions.clone(), slot_mappings[0]
+        if (self.allowed[batch.idx_mapping_np] & (batch.num_draft_tokens_per_req > 0)).any():
+            self._batch, buffers.verifying, buffers.mixed = batch, True, bool(batch.has_prefill)
+
+    def write_queries(self, batch: Any) -> None:
+        """Set positions by depth, and tree queries; called after `prepare_step`, once the drafts are there."""
+        if self._positions is None:
+            return
+        requests = batch.num_reqs
         write_tree_queries(
             NodeMasks(self._masks, self._states.prefill_len.gpu),
             batch.idx_mapping[:requests],
             batch.cu_num_logits,
-            buffers.queries(batch.query_start_loc[: requests + 1], batch.seq_lens[:requests]),
+            self._buffers.queries(batch.query_start_loc[: requests + 1], batch.seq_lens[:requests]),
             batch.positions,
             self._parents,
             self._counts,
         )
-        if (self.allowed[batch.idx_mapping_np] & (batch.num_draft_tokens_per_req > 0)).any():
-            self._batch, buffers.verifying, buffers.mixed = batch, True, bool(batch.has_prefill)
 
     def restore_positions(self, batch: Any) -> None:
         """Restore a chain's positions in InputBatch after the model has run: vLLM distinguishes drafts from prompts by

@@ -1,0 +1,70 @@
+"""`Drafting` of vLLM's model runner V2 on vLLM's own requests and batches, without a model that runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+class Decoding:
+    """Steps of decoding, each request's text known from the start.
+
+    Args:
+        texts: int32 [B, max_model_len], what each of B requests writes; its first `prompt` tokens are the prompt.
+        options: of the method, and `num_speculative_tokens`.
+
+    Attributes:
+        batch: vLLM's InputBatch of a step in which each request verifies K draft tokens.
+    """
+
+    def __init__(self, model: Path, texts: NDArray[np.int32], prompt: int, options: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.core.sched.output import NewRequestData
+        from vllm.v1.worker.cpu.buffer_utils import UvaBuffer
+        from vllm.v1.worker.gpu import buffer_utils
+        from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
+        from vllm.v1.worker.gpu.states import RequestState
+
+        from freedraft.engines.vllm.v2.drafting import Drafting
+
+        buffer_utils.UvaBuffer = UvaBuffer  # as in vLLM's workers for CPUs
+        (size, longest), length, cpu = texts.shape, options["num_speculative_tokens"], torch.device("cpu")
+        tokens, ids = size * (1 + length), [str(i) for i in range(size)]
+        arguments = EngineArgs(
+            str(model), skip_tokenizer_init=True, max_model_len=longest, speculative_config=dict(options)
+        )
+        self.states = RequestState(size, longest, tokens, length, int(texts.max()) + 1, cpu)
+        self.drafting = Drafting(arguments.create_engine_config(), cpu, self.states, drafts=True)
+        self.states.all_token_ids.gpu[:] = torch.from_numpy(texts)
+        self.states.req_id_to_index.update(zip(ids, range(size), strict=True))
+        self.batch = InputBatch.make_dummy(size, tokens, InputBuffers(size, tokens, cpu))
+        self.batch.req_ids, self.batch.num_draft_tokens_per_req = ids, np.full(size, length, np.int32)
+        self.drafts = torch.zeros(size, length, dtype=torch.int64)
+        self.lengths = np.full(size, prompt)
+        for name, text in zip(ids, texts[:, :prompt].tolist(), strict=True):
+            parameters = SamplingParams(max_tokens=longest)
+            new = NewRequestData(name, text, [], parameters, None, ([],), 0, None, prefill_token_ids=text)
+            self.drafting.add([new])
+
+    def launch(self, gained: int, arrival: Any = None) -> None:
+        """Launch a step by which each request gains this many tokens. arrival: event that the host waits for."""
+        self.lengths += gained
+        self.states.total_len.gpu[:] = torch.from_numpy(self.lengths)
+        size, drafting = len(self.lengths), self.drafting
+        drafting._steps += 1
+        sampled, over = torch.full((size,), gained, dtype=torch.int32), np.zeros(size, np.bool_)
+        assert drafting.guarded.call(drafting._launch, self.batch, sampled, self.drafts, torch.zeros(0), over)
+        drafting._gained[0]._event = arrival
+
+    def draft(self) -> bool:
+        """Draft for the next step, as soon as the tokens are there; whether it was drafted for."""
+        drafting = self.drafting
+        drafted = drafting.guarded.call(drafting._draft, drafting.length, self.batch)
+        if drafted:
+            self.drafts.copy_(drafting._of_batch(drafting._proposed, len(self.lengths))[0])
+        return bool(drafted)
