@@ -8,7 +8,6 @@ Entry points are imported when called or listed; one that cannot be imported pri
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -72,6 +71,7 @@ class PluginGroup(TyperGroup):
 RETIRED = {
     "explain --windows": "windowed drafts are judged by measured times while serving: option 'window' of layerskip",
     "explain --memory": "it was for --windows",
+    "explain --plot": "the table has its numbers",
     "datastore compact": "servers at one URL read what the others publish, and `live_max_age` removes what is old",
     "calibrate scorer": "weights ship with freedraft; python -m bench.scorer, in a clone of it, trains others",
     "calibrate --engine": "transformers runs the model, in the checkpoint's dtype; see --device",
@@ -85,7 +85,8 @@ GROUPS = {"calibrate": "Search skip sets; train DISCO's classifier."}
 
 def _group(name: str, prefix: str) -> Any:
     cls = type("PluginGroup", (PluginGroup,), {"prefix": prefix})
-    inner = typer.Typer(name=name, cls=cls, help=GROUPS.get(name, f"Commands of {name}."), no_args_is_help=True)
+    about = GROUPS.get(name, f"Commands of {name}.")
+    inner = typer.Typer(name=name, cls=cls, help=about, no_args_is_help=True, add_completion=False)
     inner.callback()(lambda: None)
     return typer.main.get_command(inner)
 
@@ -179,7 +180,6 @@ def explain(
     dtype: Annotated[str | None, typer.Option(help="The engine's dtype (default: the model's).")] = None,
     tokens_per_step: Annotated[str | None, typer.Option(
         metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it too (.png, .svg, .pdf).")] = None,
 ) -> None:  # fmt: skip
     """Print step times and draft lengths of the cost model by batch size, from the roofline alone."""
     from rich.console import Console
@@ -207,9 +207,6 @@ def explain(
         + ", ".join(f"{n} nodes give {t:g}" for n, t in (curve or explanation.TOKENS_PER_STEP).items() if n > 1)
         + " tokens per step. While serving, policy 'auto' measures both."
     )
-    if plot is not None:
-        explanation.plot(roofline, context, rows, plot)
-        typer.echo(f"drawn: {plot}")
 
 
 @app.command()
@@ -226,7 +223,7 @@ def top(
     raise typer.Exit(run(f"http://{host}:{port}/metrics", interval, once))
 
 
-main: Callable[[], None] = app
+main = app
 
 if __name__ == "__main__":
     main()
