@@ -211,7 +211,6 @@ class Drafting:
         return rows, drafted
 
     def _record(self) -> None:
-        """Record the time of the last taken step."""
         assert self.lengths is not None
         gained, before = self._gained
         tokens = gained.wait()
@@ -231,7 +230,6 @@ class Drafting:
             self.logits.put_nodes(request_ids, nodes, lengths[rows], first[rows].astype(np.int64), logits, parents)
 
     def _catch_up(self) -> None:
-        """Take the tokens of a step without drafting."""
         if self._pending and len((taken := self._take())[0]):
             self.guarded.observe(self._step(*taken, 0))
         if self._unrecorded and self.lengths is not None:
