@@ -8,7 +8,6 @@ Entry points are imported when called or listed; one that cannot be imported pri
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -85,7 +84,8 @@ GROUPS = {"calibrate": "Search skip sets; train DISCO's classifier."}
 
 def _group(name: str, prefix: str) -> Any:
     cls = type("PluginGroup", (PluginGroup,), {"prefix": prefix})
-    inner = typer.Typer(name=name, cls=cls, help=GROUPS.get(name, f"Commands of {name}."), no_args_is_help=True)
+    about = GROUPS.get(name, f"Commands of {name}.")
+    inner = typer.Typer(name=name, cls=cls, help=about, no_args_is_help=True, add_completion=False)
     inner.callback()(lambda: None)
     return typer.main.get_command(inner)
 
@@ -226,7 +226,7 @@ def top(
     raise typer.Exit(run(f"http://{host}:{port}/metrics", interval, once))
 
 
-main: Callable[[], None] = app
+main = app
 
 if __name__ == "__main__":
     main()

@@ -1,4 +1,4 @@
-"""Which engines are installed, and whether everything that freedraft hooks in them is there."""
+"""`freedraft doctor`: the installed engines, and hooked names that they lack."""
 
 from __future__ import annotations
 

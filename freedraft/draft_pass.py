@@ -23,7 +23,7 @@ class Window(NamedTuple):
         return self.sinks + self.newest
 
     def whole_up_to(self, page_size: int) -> int:
-        """Tokens of a request, its root included, up to which no page is left out."""
+        """Longest request, in tokens with its root, of which the window leaves out no page."""
         return self.newest + (-(-self.sinks // page_size) + 1) * page_size - 1
 
     def pages(
@@ -47,7 +47,7 @@ class Window(NamedTuple):
 
 
 class Recipe(Protocol, Hashable):
-    """Which sublayers of a model with L layers a draft pass skips, and which part of the KV cache it reads."""
+    """The sublayers of a model with L layers that a draft pass skips, and the part of the KV cache that it reads."""
 
     @property
     def window(self) -> Window | None:
@@ -69,19 +69,12 @@ class Recipe(Protocol, Hashable):
 
 @dataclass(frozen=True, slots=True)
 class DraftPassEstimate:
-    """Expected gain and time of a round of draft passes, by maximum draft length m = 1 .. M.
+    """Expected gain and time of a round of draft passes, by maximum draft length m = 1 .. M."""
 
-    Attributes:
-        gain: float64 [M], accepted tokens of these requests together.
-        tokens: float64 [M], their draft tokens together.
-        seconds: float64 [M], of the passes.
-        overrun: factor by which a step with passes takes longer than passes plus verification.
-    """
-
-    gain: NDArray[np.float64]
-    tokens: NDArray[np.float64]
-    seconds: NDArray[np.float64]
-    overrun: float = 1.0
+    gain: NDArray[np.float64]  # [M], accepted tokens of these requests together
+    tokens: NDArray[np.float64]  # [M], their draft tokens together
+    seconds: NDArray[np.float64]  # [M], of the passes
+    overrun: float = 1.0  # factor by which a step with passes takes longer than passes plus verification
 
 
 class RestOfBatch(NamedTuple):

@@ -6,17 +6,11 @@ import hashlib
 import os
 import platform
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 
-class HasVocabulary(Protocol):
-    """Any `transformers` tokenizer, any `tokenizers.Tokenizer`, and what engines wrap around them."""
-
-    def get_vocab(self) -> dict[str, int]: ...
-
-
-def tokenizer_fingerprint(tokenizer: HasVocabulary) -> str:
-    """SHA-256, in hex, over the sorted (token, id) pairs of the vocabulary, added tokens included."""
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """SHA-256, in hex, over the sorted (token, id) pairs of `tokenizer.get_vocab()`, added tokens included."""
     digest = hashlib.sha256()
     for token, token_id in sorted(tokenizer.get_vocab().items()):
         data = token.encode("utf-8", "surrogatepass")

@@ -117,9 +117,11 @@ class Method:
         next call; callers change only its `counts`."""
         raise NotImplementedError
 
-    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
+    def record_acceptance(
+        self, step: Step, rows: NDArray[np.bool_] | None = None, draft: DraftBatch | None = None
+    ) -> None:
         """Count tokens and accepted drafts of the last step, for the metrics; called after `draft`, `observe` or
-        `update`. rows: bool [B], requests to count; None: all."""
+        `update`. rows: bool [B], requests to count; None: all. draft: the result of `draft`; None after the others."""
         self.metrics.add(step, slice(None) if rows is None else rows)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
@@ -181,38 +183,27 @@ class ModelMethod(Method, ABC):
 
 @dataclass(frozen=True, slots=True)
 class MethodSpec:
-    """A speculative method, for all engines.
+    """A speculative method, for all engines. Its functions are called with (options, context)."""
 
-    Attributes:
-        name: method or algorithm name in the user's configuration.
-        factory: "module:class" of its `Method`, called with (options, context, controller); controller is None unless
-            the hybrid method shares its own.
-        options: the type of its options, or a function that returns it.
-        check: called with (options, context) before the engine starts; raises ValueError, one clear line, for errors
-            that would come later.
-        runs_model: whether it runs the target model to draft: KV slots are reserved for it, and it gets a `DraftModel`.
-        takes_corpora: whether it takes corpora over HTTP.
-        schedule: called with (options, context); draft lengths by batch size, for engines that decide them beforehand.
-        role: which part of the hybrid method it can be; None for neither.
-        default_length: default maximum of draft tokens per request; None if the user must set one.
-    """
-
-    name: str
-    factory: str
-    options: type[PluginOptions] | Callable[[], type[PluginOptions]]
+    name: str  # method or algorithm name in the user's configuration
+    factory: str  # "module:class" of its `Method`
+    options: type[PluginOptions] | Callable[[], type[PluginOptions]]  # type of its options, or a function that gets it
+    # Called before the engine starts; raises ValueError, one clear line, for errors that would come later.
     check: Callable[[Any, EngineContext], None] | None = None
-    runs_model: bool = False
-    takes_corpora: bool = False
+    runs_model: bool = False  # whether it drafts by a `DraftModel`: KV slots are then reserved for its drafts
+    takes_corpora: bool = False  # whether it takes corpora over HTTP
+    # Draft lengths by batch size, for engines that decide them beforehand.
     schedule: Callable[[Any, EngineContext], Schedule | None] | None = None
-    role: Literal["host", "model"] | None = None
-    default_length: int | None = None
+    role: Literal["host", "model"] | None = None  # the part of the hybrid method that it can be
+    default_length: int | None = None  # default maximum of draft tokens per request; None if the user must set one
 
     @property
     def option_type(self) -> type[PluginOptions]:
         return self.options if isinstance(self.options, type) else self.options()
 
     def make(self, options: PluginOptions, context: EngineContext, controller: Controller | None = None) -> Any:
-        """Build the `Method`. Raises ValueError where it cannot work."""
+        """Build the `Method`. controller: the hybrid method's, which its parts share. Raises ValueError: the method
+        cannot work."""
         module, _, name = self.factory.partition(":")
         return getattr(importlib.import_module(module), name)(options, context, controller)
 

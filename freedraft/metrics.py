@@ -64,8 +64,8 @@ class Metrics(NamedTuple):
 
 @functools.cache
 def _families() -> Metrics:
-    """Registered by the first drafter of a process, so that the engine's own metrics server does not show them. With
-    several API servers vLLM sets Prometheus's multi-process mode, in which gauges need an aggregation."""
+    """The metric families, registered by a process's first drafter, so that the engine's own metrics server does not
+    show them. In Prometheus's multi-process mode (several API servers of vLLM) gauges need an aggregation."""
     from prometheus_client import Counter, Gauge, Summary
 
     label = ["method"]
@@ -107,7 +107,7 @@ def check_address(port: int | None, host: str) -> None:
 
 
 def where_to_look(port: int | None) -> str:
-    """Log text: how to watch drafting."""
+    """Text for the log: how to watch drafting."""
     return f"'freedraft top {port}' shows what it brings" if port else "set metrics_port to see what it brings"
 
 

@@ -18,7 +18,7 @@ OFF, ON = 0.02, 0.05  # shares of decoded requests with drafts, below and above 
 
 @dataclass
 class Sums:
-    """Of the steps since a moment. compared: steps whose speedup over plain decoding was estimated."""
+    """Sums over the steps since a time, in seconds. compared: steps with an estimated speedup over plain decoding."""
 
     since: float
     steps: int = 0
@@ -38,7 +38,7 @@ class Report:
         self._sums: Sums | None = None
 
     def add(self, step: Step, speedup: float) -> None:
-        """A step has ended. speedup: see `Controller`."""
+        """Add a step. speedup: see `Controller`."""
         sums = self._sums = self._sums or Sums(self._clock())
         sums.steps += 1
         sums.requests += step.batch_size

@@ -27,35 +27,23 @@ class NodeLogits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One decoding step of B requests, before its draft.
+    """One decoding step of B requests, before its draft. The last step gave request b the tokens
+    `tokens[starts[b]:ends[b]]`, at least one."""
 
-    Attributes:
-        request_ids: B ids, in the order of the engine's batch.
-        tokens: int32 [T], an array that contains the newly accepted tokens.
-        starts, ends: int64 [B]; the last step gave request b `tokens[starts[b]:ends[b]]`, at least one token.
-        contexts: int32 [B], tokens of each request, the new ones included.
-        capacities: int32 [B], maximum of draft tokens per request, without the root.
-        drafted: int32 [B], draft tokens of each request that the last step verified.
-        widths: if all requests of a step must have the same number of nodes (root included): the numbers that the
-            engine can verify, ascending; None where every request may have its own.
-        previous: requests and query tokens of the last step; None if it did more than decode, or is unknown.
-        history: returns all tokens of request b, int32 [contexts[b]], for drafters that missed some.
-        trees: whether drafts may be trees also without widths.
-        engine: the engine's state for draft passes of its `DraftModel`; None once the step has finished.
-    """
-
-    request_ids: Sequence[str]
-    tokens: NDArray[np.int32]
-    starts: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    contexts: NDArray[np.int32]
-    capacities: NDArray[np.int32]
-    drafted: NDArray[np.int32]
+    request_ids: Sequence[str]  # B ids, in the order of the engine's batch
+    tokens: NDArray[np.int32]  # [T], an array that contains the newly accepted tokens
+    starts: NDArray[np.int64]  # [B]
+    ends: NDArray[np.int64]  # [B]
+    contexts: NDArray[np.int32]  # [B], tokens of each request, the new ones included
+    capacities: NDArray[np.int32]  # [B], maximum of draft tokens per request, without the root
+    drafted: NDArray[np.int32]  # [B], draft tokens of each request that the last step verified
+    # If all requests of a step must have the same number of nodes (root included): the numbers that the engine can
+    # verify, ascending; None where every request may have its own.
     widths: NDArray[np.int32] | None
-    previous: tuple[int, int] | None
-    history: Callable[[int], NDArray[np.int32]]
-    trees: bool = False
-    engine: Any = None
+    previous: tuple[int, int] | None  # requests and query tokens of the last step; None if it did more than decode
+    history: Callable[[int], NDArray[np.int32]]  # all tokens of request b, [contexts[b]], for drafters that missed some
+    trees: bool = False  # whether drafts may be trees also without widths
+    engine: Any = None  # the engine's state for draft passes of its `DraftModel`; None once the step has finished
 
     @property
     def batch_size(self) -> int:
@@ -81,8 +69,8 @@ def room(
     limits: NDArray[np.int64], contexts: NDArray[Any], most: int, *,
     trees: NDArray[np.bool_] | bool | None = None, widest: NDArray[Any] | int | None = None,
 ) -> NDArray[np.int32]:  # fmt: skip
-    """int32 [B], maximum of draft tokens per request: one token must remain for the one after the draft. A tree, whose
-    tokens are not consecutive, may be of full size until then.
+    """int32 [B], maximum of draft tokens per request. A chain leaves room for the target's own token after it. A tree,
+    of which one path is accepted, may have its full size wherever a chain of one token may be drafted.
 
     Args:
         limits: int [B], maximum total tokens of each request; contexts: int [B], its present tokens.
@@ -100,41 +88,25 @@ def room(
 @dataclass(frozen=True, slots=True)
 class EngineContext:
     """The engine that a method is built for. The front-end process only checks options; unknown fields have their
-    defaults there.
+    defaults there."""
 
-    Attributes:
-        hf_config: the model's Hugging Face configuration, as it was published.
-        vocab_size: of the target model.
-        max_draft_tokens: most draft tokens per request, roots not counted.
-        widths: see `Step`.
-        chains: whether drafts must be chains although there are widths, because attention cannot verify trees.
-        dtype: the engine's dtype, e.g. "bfloat16".
-        kv_dtype: dtype of the KV cache, e.g. "fp8_e4m3"; "auto" for the model's.
-        page_size: tokens per page of the KV cache; None if unknown.
-        tensor_parallel: number of tensor-parallel ranks.
-        rank: of this process among the drafting ones: one per data-parallel replica, or each rank where all draft; each
-            serves metrics at its own port.
-        device: name of the GPU, or "cpu"; None: ask torch.
-        hardware: the device's name as in files of `freedraft calibrate`; None if unknown.
-        lengths: if all requests of a step verify the same number of draft tokens, decided before drafting
-            (`freedraft.cost.schedule`): the possible numbers; shorter drafts then save nothing. None where every
-            request may have its own.
-        gives_logits: whether the engine calls `Method.recycle`.
-        tokenizer_fingerprint: returns the fingerprint of the target's tokenizer; None without one.
-    """
-
-    hf_config: Any = None
-    vocab_size: int | None = None
-    max_draft_tokens: int = 1
-    widths: tuple[int, ...] | None = None
-    chains: bool = False
-    dtype: str = "bfloat16"
-    kv_dtype: str = "auto"
-    page_size: int | None = None
-    tensor_parallel: int = 1
+    hf_config: Any = None  # the model's Hugging Face configuration, as it was published
+    vocab_size: int | None = None  # of the target model
+    max_draft_tokens: int = 1  # maximum per request, roots not counted
+    widths: tuple[int, ...] | None = None  # see `Step`
+    chains: bool = False  # whether drafts must be chains although there are widths: attention cannot verify trees
+    dtype: str = "bfloat16"  # the engine's
+    kv_dtype: str = "auto"  # of the KV cache, e.g. "fp8_e4m3"; "auto" for the model's
+    page_size: int | None = None  # tokens per page of the KV cache; None if unknown
+    tensor_parallel: int = 1  # number of ranks
+    # Of this process among the drafting ones: one per data-parallel replica, or each rank where all draft. Each serves
+    # metrics at its own port.
     rank: int = 0
-    device: str | None = None
-    hardware: str | None = None
+    device: str | None = None  # name of the GPU, or "cpu"; None: ask torch
+    hardware: str | None = None  # the device's name as in files of `freedraft calibrate`; None if unknown
+    # If all requests of a step verify the same number of draft tokens, decided before drafting
+    # (`freedraft.cost.schedule`): the possible numbers; shorter drafts then save nothing. None where every request may
+    # have its own.
     lengths: tuple[int, ...] | None = None
-    gives_logits: bool = False
-    tokenizer_fingerprint: Callable[[], str | None] = lambda: None
+    gives_logits: bool = False  # whether the engine calls `Method.recycle`
+    tokenizer_fingerprint: Callable[[], str | None] = lambda: None  # of the target's tokenizer; None without one

@@ -82,16 +82,20 @@ def view(now: Samples, before: Samples, seconds: float) -> Table:
 
 
 def sources(now: Samples, before: Samples) -> Table | None:
-    """Where accepted draft tokens came from since `before`; None where no such tokens were counted."""
+    """Shares of the sources in accepted draft tokens since `before`, and how many of each source's draft tokens were
+    accepted since the server's start; None where no such tokens were counted."""
     names = {source: ("sourced_tokens_total", source) for source in SOURCES}
     accepted = {source: now.get(name, 0) - before.get(name, 0) for source, name in names.items()}
     total = sum(accepted.values())
     if not total:
         return None
     table = Table("accepted tokens, from", box=None, pad_edge=False)
-    table.add_column("share", justify="right")
+    for title in ("share", "of drafted, in all"):
+        table.add_column(title, justify="right")
     for source, title in SOURCES.items():
-        table.add_row(title, f"{accepted[source] / total:.0%}")
+        drafted = now.get(("sourced_draft_tokens_total", source), 0)
+        of_drafted = f"{now.get(names[source], 0) / drafted:.0%}" if drafted else "-"
+        table.add_row(title, f"{accepted[source] / total:.0%}", of_drafted)
     return table
 
 

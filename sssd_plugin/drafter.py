@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
 from freedraft.step import NodeLogits
 from sssd_plugin import recycled_logits
@@ -20,10 +19,9 @@ from sssd_plugin.datastore.index.runs import View
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.options import Scoring
-from sssd_plugin.recycled_logits import TOP, Recycled
-from sssd_plugin.request_index import OUTSIDE, RequestIndex, request_at
-from sssd_plugin.scoring import attribution, candidates, learned, paper
-from sssd_plugin.scoring.views import Limits, Tree, store_of
+from sssd_plugin.recycled_logits import TOP
+from sssd_plugin.request_index import OUTSIDE, RequestIndex
+from sssd_plugin.scoring import attribution, learned, paper
 from sssd_plugin.scoring.weights import Weights
 
 Shape = Literal["tree", "chain"]
@@ -31,37 +29,6 @@ Shape = Literal["tree", "chain"]
 MAX_NODES = 256
 MAX_THREADS = 4
 MIN_ROWS = 8  # fewest requests per thread
-
-
-@compiled(nogil=True)
-def _draft_batch(arrays, slots, view, entries, limits, weights):
-    """Fill a `DraftBatch` for the requests of a batch; a slot of -1 gets a tree of 0 nodes.
-
-    Bundles are passed from Python as plain tuples, which numba unpacks faster than named ones.
-
-    Args:
-        arrays: int64 [B] each, slots, groups in the view, owners of recycled logits; those of the `DraftBatch`.
-        slots: `RequestIndex.slots`.
-        view: see `views.store_of`, then `View.widest`; entries: of recycled logits, none to draft without.
-        limits: as of `Limits`; weights: of the learned scorer, None for the paper's.
-    """
-    slot_ids, groups, owners, tokens, parents, depths, scores, counts, kinds = arrays
-    bounds = Limits(*limits)
-    if weights is not None:
-        learned_scratch = candidates.scratch(bounds.max_nodes, view[4])
-    else:
-        paper_scratch = paper.scratch()
-    for b in range(len(slot_ids)):
-        counts[b] = 0
-        if slot_ids[b] < 0:
-            continue
-        request, store = request_at(slots, slot_ids[b]), store_of(view[:4], groups[b])
-        tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
-        if weights is not None:
-            sources = learned.Sources(request, store, Recycled(entries, owners[b]))
-            counts[b] = learned.draft_tree(sources, weights, bounds, tree, learned_scratch, None)
-        else:
-            counts[b] = paper.draft_tree(request, store.table, bounds, tree, paper_scratch)
 
 
 class Drafter:
@@ -209,24 +176,27 @@ class Drafter:
             )  # fmt: skip
             view, limits = (*_arrays_of(self._view), self._view.widest), (max_nodes, shape == "chain", min_score)
             same: tuple[Any, ...] = self._index.slots, view, self._entries, limits, self._weights
+            draft = (paper if self._weights is None else learned).draft_batch
             parts = min(self._threads, n // MIN_ROWS)
             if parts <= 1:
-                _draft_batch(arrays, *same)
+                draft(arrays, *same)
             else:
                 rows = [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
                 first, *others = (tuple(array[r] for array in arrays) for r in rows)
-                waiting = [self._pool.submit(_draft_batch, other, *same) for other in others]
-                _draft_batch(first, *same)
+                waiting = [self._pool.submit(draft, other, *same) for other in others]
+                draft(first, *same)
                 for future in waiting:
                     future.result()
         return out
 
-    def attribute(self, request_ids: Sequence[str], gained: NDArray[np.int64], tally: NDArray[np.int64]) -> None:
-        """Add to `tally` the sources (`scoring.attribution`) of the newest tokens of these requests: `gained` of each
-        (int64 [B]), all but the last of them drafted."""
+    def attribute(
+        self, request_ids: Sequence[str], gained: NDArray[np.int64], draft: DraftBatch, tally: NDArray[np.int64]
+    ) -> None:
+        """Count tokens by source: see `scoring.attribution.attribute`."""
         with self._lock:
             groups, slot_ids = self._update_view(request_ids), self._index.slot_ids(request_ids)
-            attribution.attribute(self._index.slots, slot_ids, _arrays_of(self._view), groups, gained, tally)
+            nodes, view = (draft.tokens, draft.parents, draft.counts), _arrays_of(self._view)
+            attribution.attribute(self._index.slots, slot_ids, view, groups, gained, nodes, tally)
 
     def tokens(self, request_id: str) -> NDArray[np.int32]:
         """Return a copy of the tokens of a request: int32 [n], none if it is unknown."""
@@ -279,7 +249,7 @@ class Drafter:
         self.draft([name], max_nodes=min(2, self.max_nodes))
         none = np.zeros((0, 1, TOP), np.int32)
         self.recycle(NodeLogits([], self._out.head(0), none, none.astype(np.float32)))
-        self.attribute([name], one, np.zeros(attribution.SIZE, np.int64))
+        self.attribute([name], one, DraftBatch.empty(1, 1), np.zeros((2, len(attribution.SOURCES)), np.int64))
         self.finish([name])
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.compiled import await_compilation, compile_ahead
+from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Controller
 from freedraft.cost.schedule import Schedule, draft_lengths
@@ -54,6 +56,8 @@ def check(options: SssdOptions, context: EngineContext) -> None:
     check_address(options.metrics_port, options.metrics_host)
     if options.scoring == "learned" or options.weights is not None:
         Weights.load(options.weights)
+    if options.scoring == "learned":
+        compile_ahead(compile_all)
     if options.static_store is not None:
         _open_store(options, context, verify=True)
     if options.live == "store" and options.datastore is not None:
@@ -62,6 +66,12 @@ def check(options: SssdOptions, context: EngineContext) -> None:
                 "option 'datastore_sha256' does not go with `live: store` at a URL, whose store changes: remove one"
             )
         check_live(options.datastore, context.vocab_size, context.tokenizer_fingerprint(), options.isolation)
+
+
+def compile_all() -> None:
+    """Compile, or load from the cache, what the learned scorer, a live store and policy `auto` call."""
+    Drafter(vocab_size=8, max_nodes=2, live=LiveStore(8)).close()
+    Acceptance.warm_up()
 
 
 def schedule(options: SssdOptions, context: EngineContext) -> Schedule | None:
@@ -92,6 +102,7 @@ class SssdMethod(Method):
     def __init__(self, options: SssdOptions, context: EngineContext, controller: Controller | None = None) -> None:
         from sssd_plugin.metrics import LiveMetrics, SourceMetrics
 
+        await_compilation()
         super().__init__(options, context, controller or options.make_controller(context), NAME)
         assert context.vocab_size is not None
         default = 0.0 if context.lengths is not None else self.controller.min_score
@@ -170,9 +181,12 @@ class SssdMethod(Method):
         for row in self.drafter.update(request_ids, step.tokens, step.starts, step.ends, step.contexts):
             self.drafter.replace(request_ids[row], step.history(row))
 
-    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
+    def record_acceptance(
+        self, step: Step, rows: NDArray[np.bool_] | None = None, draft: DraftBatch | None = None
+    ) -> None:
         super().record_acceptance(step, rows)
-        self.source_metrics.update(self.drafter, step)
+        gained = step.gained if rows is None else np.where(rows, step.gained, 1)
+        self.source_metrics.update(self.drafter, step.request_ids, gained, draft)
 
     @property
     def learns(self) -> bool:

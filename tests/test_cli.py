@@ -73,6 +73,7 @@ def test_help_lists_own_and_plugin_commands_and_names_broken_ones(commands: type
     ):
         result = run(*args)
         assert result.exit_code == 0 and all(word in result.stdout for word in words)
+        assert "completion" not in result.stdout
 
 
 @pytest.mark.parametrize(

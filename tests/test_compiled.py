@@ -36,7 +36,7 @@ def package(tmp_path: Path) -> Path:
     (folder / "__init__.py").touch()
     (folder / "outer.py").write_text(
         "from freedraft.compiled import compiled\nfrom freedraft.inner import price\n"
-        "@compiled\ndef outer(x):\n    return x + price()\n"
+        "@compiled\ndef outer(x):\n    return x + price()\ndef work():\n    outer(1)\n"
     )
     set_price(folder, 1)
     return tmp_path
@@ -82,6 +82,21 @@ print(sum(sum(s.cache_hits.values()) for s in stats), sum(sum(s.cache_misses.val
     python(code)
     hits, misses = map(int, python(code).split())
     assert hits > 0 and misses == 0
+
+
+def test_another_process_compiles_once_while_the_engine_starts(package: Path) -> None:
+    ahead = "from freedraft import compiled; from freedraft.outer import work; compiled.compile_ahead(work); "
+    ahead += "compiled.await_compilation()"
+    python(ahead, folder=package)
+    assert run(package, 1) == "2 1\n"
+    files = list((package / "freedraft" / "__pycache__").glob("*.nbc"))
+    for file in files:
+        file.unlink()
+    python(ahead, folder=package)
+    assert files and not any(file.exists() for file in files), "known to be done"
+    set_price(package / "freedraft", 5)
+    python(ahead, folder=package)
+    assert run(package, 1) == "6 1\n"
 
 
 def test_half_a_file_is_compiled_again(package: Path) -> None:

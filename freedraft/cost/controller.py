@@ -181,7 +181,6 @@ class Auto(Controller):
     def _allocate(
         self, p: NDArray[np.float64], counts: NDArray[np.int32], seconds: NDArray[np.float64], forced: int = FREE
     ) -> tuple[int, float, int]:
-        """See `allocate` and `allocate_width`."""
         if self.widths is None:
             return allocate(p, counts, seconds, self.drafting_seconds, forced)
         return allocate_width(p, counts, seconds, self.drafting_seconds, forced, self.widths)

@@ -120,9 +120,14 @@ class HybridMethod(Method):
                 rows, rest = rows[:0], kept
         return rows, RestOfBatch(len(rest), int(rest.sum()), rate, int(rest.max(initial=1)))
 
-    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
-        by_model = np.fromiter((i in self._verified_by_model for i in step.request_ids), np.bool_, step.batch_size)
-        self.host.record_acceptance(step, ~by_model)
+    def record_acceptance(
+        self, step: Step, rows: NDArray[np.bool_] | None = None, draft: DraftBatch | None = None
+    ) -> None:
+        by_model = np.array([i in self._verified_by_model for i in step.request_ids], np.bool_)
+        if draft is not None:
+            passed = [i in self._by_model for i in step.request_ids]
+            draft = replace(draft, counts=np.where(passed, np.int32(0), draft.counts))
+        self.host.record_acceptance(step, ~by_model, draft)
         self.model.record_acceptance(step, by_model)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:

@@ -21,8 +21,11 @@ from sssd_plugin.datastore.disk.store import Datastore, audit
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.live import maintenance
 
+CHECK_FAILED = 1  # exit code of `verify`
 ABOUT = "Build, inspect and verify suffix-array datastores for SSSD."
-app = typer.Typer(name="datastore", help=ABOUT, no_args_is_help=True, pretty_exceptions_enable=False)
+app = typer.Typer(
+    name="datastore", help=ABOUT, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
 
 
 def _place(text: str) -> Path:
@@ -73,10 +76,14 @@ def verify(
         "--erased", metavar="FILE", help="File of tenants, as for `forget`, that must have no text left.")] = None,
 ) -> None:  # fmt: skip
     """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model; with --erased, that no
-    byte of learnt files names these tenants. Exit code 1 if not."""
+    byte of learnt files names these tenants. Exit code 1 if a check fails."""
     with one_line():
+        if not store.exists():
+            raise DatastoreError(f"no datastore at {store}: correct the path")
         fingerprint = None if tokenizer is None else tokenizers.fingerprint(tokenizers.load(tokenizer))
-        learnt = maintenance.verify_live(store, _tenants(erased))
+        tenants = _tenants(erased)
+    with one_line(CHECK_FAILED):
+        learnt = maintenance.verify_live(store, tenants)
         if learnt is not None:
             typer.echo(f"{store}: {learnt}")
         elif erased:

@@ -87,19 +87,19 @@ def test_verify_and_info_of_bad_stores(tmp_path: Path, source: Path, tokenizer_f
     store, other = tmp_path / "store", tmp_path / "other"
     assert run("build", store, source, "--tokenizer", tokenizer_folder, "--quiet").exit_code == 0
     other.mkdir()
-    for command in ("info", "verify"):
+    for command, code in (("info", 2), ("verify", 1)):
         assert "no datastore at" in one_line(command, tmp_path / "nowhere")
-        assert "is not a datastore" in one_line(command, tmp_path)
-    assert "token ids up to" in one_line("verify", store, "--vocab-size", 5)
+        assert "is not a datastore" in one_line(command, tmp_path, code=code)
+    assert "token ids up to" in one_line("verify", store, "--vocab-size", 5, code=1)
     tokenizer = load(tokenizer_folder)
     tokenizer.add_tokens(["something else"])
     tokenizer.save(str(other / "tokenizer.json"))
-    assert "another tokenizer" in one_line("verify", store, "--tokenizer", other)
+    assert "another tokenizer" in one_line("verify", store, "--tokenizer", other, code=1)
     file = next(store.rglob("suffix_array.i32"))
     content = bytearray(file.read_bytes())
     content[77] ^= 4
     file.write_bytes(content)
-    assert f"{file} is corrupted" in one_line("verify", store)
+    assert f"{file} is corrupted" in one_line("verify", store, code=1)
     edit_manifest(store, lambda manifest: manifest.update(format_version=2))
     assert "upgrade freedraft" in one_line("info", store)
 
@@ -127,7 +127,7 @@ def test_forget_tenants_of_a_file_or_of_standard_input(tmp_path: Path) -> None:
     result = run("forget", tmp_path, "--tenants", "-", input='["c d", ""]\n')
     assert result.exit_code == 0 and "1 documents, 1 tokens" in result.output
     assert run("verify", tmp_path, "--erased", tmp_path / "names").exit_code == 0
-    assert "still names this tenant" in one_line("verify", tmp_path, "--erased", "-", input="b\n")
+    assert "still names this tenant" in one_line("verify", tmp_path, "--erased", "-", input="b\n", code=1)
 
 
 def test_forget_what_is_old(tmp_path: Path) -> None:

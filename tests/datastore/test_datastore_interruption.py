@@ -127,7 +127,7 @@ def test_a_disk_that_refuses(tmp_path: Path) -> None:
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
     )
     _, errors = child.communicate(timeout=30)
-    assert child.returncode == 1
+    assert child.returncode == 2
     assert errors.startswith("error: cannot write ") and errors.count("\n") == 1 and "tokens.i32" in errors
     assert list(out.iterdir()) == []
 

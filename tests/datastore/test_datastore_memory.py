@@ -162,7 +162,7 @@ def test_a_ray_cluster_makes_the_same_store_or_one_line(
     command = [*CLI[:2], f"{before}\n{CLI[2]}", *more]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     if words:
-        assert result.returncode == 1 and result.stderr.count("\n") == 1 and all(w in result.stderr for w in words)
+        assert result.returncode == 2 and result.stderr.count("\n") == 1 and all(w in result.stderr for w in words)
         assert not (tmp_path / "store").exists() and leftovers(tmp_path) == []
         return
     assert result.returncode == 0, result.stderr

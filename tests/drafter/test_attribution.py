@@ -1,4 +1,4 @@
-"""Which source an accepted token is put down to."""
+"""Which source an accepted token and a draft token are put down to."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from prometheus_client import REGISTRY
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.metrics import EVERY, SourceMetrics
-from sssd_plugin.scoring.attribution import ACCEPTED, CONTEXT, HIT, HITS, LOOKUPS, SIZE
-from tests.support.steps import make_step
+from sssd_plugin.scoring.attribution import CONTEXT, SOURCES
 from tests.support.stores import int32, snapshot_of
 
 VOCAB = 60
@@ -45,7 +44,7 @@ def test_the_longest_match_decides(isolation: Any) -> None:
         for other in (name,) if isolation == "salt" else "ab":
             seen[other].append(document)
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=live)
-    tally, expected = np.zeros(SIZE, np.int64), np.zeros(SIZE, np.int64)
+    tally, expected = np.zeros((2, 2, len(SOURCES)), np.int64)
     for number in range(150):
         names = ["a", "b"]
         requests = [text(25), text(9)]
@@ -54,20 +53,22 @@ def test_the_longest_match_decides(isolation: Any) -> None:
         for request, name in zip(ids, names, strict=True):
             drafter.set_tenant(request, live.tenant(name))
         replace(drafter, dict(zip(ids, requests, strict=True)))
-        drafter.attribute(["unknown", *ids], np.array([3, *gained]), tally)
+        draft = drafter.draft(["unknown", *ids], max_nodes=5)
+        drafter.attribute(["unknown", *ids], np.array([3, *gained]), draft, tally)
         drafter.finish(ids)
-        for request, name, gain in zip(requests, names, gained.tolist(), strict=True):
-            for p in range(len(request) - gain, len(request) - 1):
-                context, token = request[:p], [request[p]]
-                found = [longest([request[:p]], context, token)]
-                found += [longest(texts, context, token) for texts in (static, seen[name])]
-                expected[ACCEPTED + (int(np.argmax(found)) if max(found) else 3)] += 1
-            expected[LOOKUPS] += 1
-            for at, texts in enumerate(([request[:-1]], static, seen[name])):
-                end = request[-HIT:]
-                expected[HITS + at] += any(t[i : i + HIT] == end for t in texts for i in range(len(t)))
+        for row, (request, name, gain) in enumerate(zip(requests, names, gained.tolist(), strict=True), start=1):
+            n = len(request)
+            new = [(0, request[:p], request[:p], request[p]) for p in range(n - gain, n - 1)]
+            paths = [request]
+            for token, parent in zip(draft.tokens[row, 1:].tolist(), draft.parents[row, 1:].tolist(), strict=True):
+                if len(paths) < draft.counts[row]:
+                    new.append((1, request, paths[parent], token))
+                    paths.append([*paths[parent], token])
+            for entry, own, context, token in new:
+                found = [longest(texts, context, [token]) for texts in ([own], static, seen[name])]
+                expected[entry, int(np.argmax(found)) if max(found) else 3] += 1
     assert tally.tolist() == expected.tolist()
-    assert (expected[ACCEPTED:] > 5).all() and (expected[HITS:ACCEPTED] > 0).all()
+    assert (expected[0] > 5).all() and (expected[1, :3] > 5).all()
     live.close()
 
 
@@ -78,11 +79,10 @@ def test_metrics_of_one_step_in_so_many() -> None:
     static = snapshot_of([[[5, 6, 7, 8, 9]]], VOCAB)
     drafter = Drafter(vocab_size=VOCAB, max_nodes=8, snapshot=static)
     replace(drafter, {"x": [5, 6, 7, 8]})
-    metrics = SourceMetrics(static)
-    counters = [("freedraft_lookups_total", None), ("freedraft_hits_total", "static")]
-    counters.append(("freedraft_sourced_tokens_total", "static"))
-    before = [value(*counter) for counter in counters]
+    metrics, draft = SourceMetrics(static), drafter.draft(["x"], max_nodes=8)
+    counters = "freedraft_sourced_tokens_total", "freedraft_sourced_draft_tokens_total"
+    before = [value(counter, "static") for counter in counters]
     for _ in range(EVERY):
-        metrics.update(drafter, make_step(["x"], [[6, 7, 8]]))
-    assert [value(*counter) - was for counter, was in zip(counters, before, strict=True)] == [1, 1, 2]
+        metrics.update(drafter, ["x"], np.array([3]), draft)
+    assert [value(counter, "static") - was for counter, was in zip(counters, before, strict=True)] == [2, 1]
     assert value("freedraft_static_tokens") == 6 and value("freedraft_static_sub_indices") == 1

@@ -71,10 +71,10 @@ def run(*args: object, input: str | None = None) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args], input=input)
 
 
-def one_line(*args: object, input: str | None = None) -> str:
+def one_line(*args: object, input: str | None = None, code: int = 2) -> str:
     """The one line with which a command of `freedraft datastore` fails."""
     result = run(*args, input=input)
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == code, result.output
     assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
     return result.stderr
 

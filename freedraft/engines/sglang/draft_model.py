@@ -192,7 +192,6 @@ class PagedRound(RankedRound):
         return self._read
 
     def _as_sampled(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Apply the logit bias and temperature of each row's request."""
         sampling = self._batch.sampling_info
         if sampling.logit_bias is not None:
             logits = logits + sampling.logit_bias[rows]

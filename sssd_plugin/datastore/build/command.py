@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from freedraft.cli import USAGE_ERROR
 from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.build.sorting import RaySorter, Sorter, format_size, parse_size, peak_resident_bytes
@@ -30,15 +31,15 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace the datastor
 
 
 @contextmanager
-def one_line() -> Iterator[None]:
-    """Context: errors end the command with one line and an exit code instead of a traceback."""
+def one_line(code: int = USAGE_ERROR) -> Iterator[None]:
+    """Context: errors end the command with one line and this exit code instead of a traceback."""
     try:
         yield
     except (DatastoreError, MemoryError) as error:
         out_of_memory = isinstance(error, MemoryError)
         message = "out of memory: give a smaller --memory" if out_of_memory else " ".join(str(error).split())
         typer.echo(f"error: {message}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(code) from None
 
 
 @contextmanager

@@ -127,7 +127,6 @@ class MethodProposer:
             self.guarded.finish(request_id, output)
 
     def _set_prompt_states(self, step: Step) -> None:
-        """Pass on the prompt states of requests that finished prefill in this step."""
         new = [i for i, request_id in enumerate(step.request_ids) if request_id in self.guarded.in_prompt]
         arguments = step.engine.arguments
         # The last token of each row that this step computed.

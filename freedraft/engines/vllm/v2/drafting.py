@@ -226,7 +226,6 @@ class Drafting:
             self.logits.put_nodes(request_ids, nodes, lengths[rows], first[rows].astype(np.int64), logits, parents)
 
     def _catch_up(self) -> None:
-        """Take the tokens of a step without drafting."""
         if self._pending and len((taken := self._take())[0]):
             self.guarded.observe(self._step(*taken, 0))
         if self.lengths is not None:

@@ -56,7 +56,6 @@ def _or_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ours(runner: Any) -> MethodSpeculator | None:
-    """Our speculator, in every rank."""
     speculator = getattr(runner, "speculator", None)
     return speculator if isinstance(speculator, MethodSpeculator) else None
 

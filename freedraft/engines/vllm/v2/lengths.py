@@ -35,15 +35,15 @@ def _update_table(scheduler: Any, scheduler_output: Any, model_runner_output: An
 
 
 class GraphLengths(list[tuple[int, int, int]]):
-    """A table of draft lengths by batch size, as vLLM's, that has each of these lengths once. Longest first: it says
-    what a batch size is, and not what vLLM reads in it. lengths: ascending."""
+    """A list of draft lengths in the form of vLLM's table by batch size, each length once, longest first. Its batch
+    sizes mean nothing. lengths: ascending."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         super().__init__((i, i, length) for i, length in enumerate(reversed(lengths), 1))
 
 
 def whole_table(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep rows of a `GraphLengths` beyond the largest batch size: they only list draft lengths."""
+    """Keep the rows of a `GraphLengths` beyond vLLM's largest batch size."""
 
     def build_dynamic_sd_schedule_lookup(table: Any, vllm_max_batch_size: int, *args: Any, **kwargs: Any) -> Any:
         largest = max(vllm_max_batch_size, len(table)) if isinstance(table, GraphLengths) else vllm_max_batch_size
@@ -53,7 +53,8 @@ def whole_table(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def find_nearest(original: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM looks for a graph among those of the nearest size only, which may all be of other lengths (as of 0.33)."""
+    """Make vLLM look for a step's graph among graphs of all sizes. Its own search (as of 0.33) ends at the nearest
+    size, of which all graphs may be of other lengths."""
 
     def _init_candidates(self: Any) -> None:
         original(self)
