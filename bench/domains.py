@@ -1,0 +1,203 @@
+"""KNN-SSD's premises on one model, without an engine: sets of domains, ways to make them, clusters, unknown domains.
+
+python bench/domains.py --model build/model --data a.jsonl b.jsonl ... --unknown qa rag --json build/domains.json
+
+Domains are those of bench/selection.py. The model (float32) answers prompts greedily; sets and anchors are made as
+`freedraft calibrate knn` makes them, figures are of held-out prompts: mean accepted length M, alpha, the accepted share
+of draft tokens, and expected speed over plain decoding, as in bench/selection.py.
+"transfer": the set of each domain, and of all together, on the prompts of each; "own": by domain, alpha of its own set
+minus that of the others' mean and of the set of all domains, with the standard error over prompts.
+"choices": anchors and searches of the sets, on all prompts. "clusters": sets of clusters of a log without labels.
+"unknown": prompts of domains that no set was made for, routed with and without the similarity floor.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.lib.draft_chains import sample_of, weight_share
+from bench.lib.machine import rounded
+from bench.lib.results import write_json
+from bench.selection import ANSWER, DRAFT, SEED, read_domains, rounds_of
+from layerskip_plugin.calibrate import bayesian, knapsack, knn
+from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.prompts import Answered, answer, load_tokenizer
+from layerskip_plugin.selection.bit_search import BitSearch
+from layerskip_plugin.selection.knn import ALL_DOMAINS, Domains
+from layerskip_plugin.skip_set import SkipSet
+
+ANSWERED, TOKENS, SURVIVORS = 8, 48, 2  # as `freedraft calibrate knn`
+MAX_PROMPT = 256
+Prompt = tuple[str, int]  # domain, and place among its held-out prompts
+
+
+class Data:
+    """Prompts of the domains, the first `held` of each held out; answers and last hidden states."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.host, self.tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
+        texts = read_domains(options.data, [*options.categories, *options.unknown])
+        self.unknown = options.unknown
+        self.known = [name for name in texts if name not in options.unknown]
+        held = {name: self._answers(part[: options.held]) for name, part in texts.items()}
+        self.held = {n: [one for one in part if len(one.tokens) - one.prompt > DRAFT] for n, part in held.items()}
+        self.learn = {n: self._answers(texts[n][options.held :][: options.prompts]) for n in self.known}
+        self.states = {n: self._states(part) for n, part in self.learn.items()}
+        self.held_states = {n: self._states(part) for n, part in self.held.items()}
+        self._rounds: dict[tuple[Prompt, SkipSet], tuple[int, int, int]] = {}
+        self.size = round(options.share * self.host.sublayers)
+
+    def _answers(self, texts: Sequence[str]) -> list[Answered]:
+        return answer(self.host, self.tokenizer, texts, ANSWER, MAX_PROMPT, batch=8)
+
+    def _states(self, answers: Sequence[Answered]) -> Any:
+        rows = [self.host.read(one.tokens[: one.prompt]).final[-1].numpy(force=True) for one in answers]
+        return np.stack(rows)
+
+    def prompts(self, domain: str) -> list[Prompt]:
+        return [(domain, place) for place in range(len(self.held[domain]))]
+
+    def rounds(self, prompt: Prompt, skip: SkipSet) -> tuple[int, int, int]:
+        if (prompt, skip) not in self._rounds:
+            one = self.held[prompt[0]][prompt[1]]
+            found = rounds_of(self.host, skip, self.host.read(one.tokens), one.prompt, DRAFT)
+            self._rounds[prompt, skip] = found
+        return self._rounds[prompt, skip]
+
+    def figures(self, choices: Sequence[tuple[Prompt, SkipSet]]) -> dict[str, float]:
+        """Return the figures of prompts, each drafted with a set."""
+        number, drafted, accepted = np.sum([self.rounds(*choice) for choice in choices], 0).tolist()
+        m, alpha = 1 + accepted / number, accepted / drafted
+        c = float(np.mean([weight_share(self.host, skip) for _, skip in choices]))
+        return {"M": m, "alpha": alpha, "c": c, "expected_speed": m / (drafted / number * c + 1)}
+
+    def alphas(self, domain: str, skip: SkipSet) -> Any:
+        rounds = np.array([self.rounds(prompt, skip) for prompt in self.prompts(domain)])
+        return rounds[:, 2] / rounds[:, 1]
+
+
+def searched(data: Data, answers: Sequence[Answered], iterations: int) -> SkipSet:
+    """Return the set of these answers; iterations: of Bayesian optimisation, 0: the knapsack search."""
+    sample = sample_of(data.host, answers, TOKENS, SEED)
+    if iterations:
+        space = BitSearch(data.host.n_layers, data.host.fingerprint, size=data.size, seed=SEED)
+        return bayesian.search(lambda skips: data.host.scores(skips, sample)[0], space, iterations)
+    protected = knapsack.protected_sublayers(data.host, sample)
+    found = knapsack.search(data.host, sample, max_weight=data.size, protected=protected, survivors=SURVIVORS)
+    return found[-1].skip
+
+
+def sets_of(data: Data, parts: Sequence[Sequence[Answered]], iterations: int) -> list[SkipSet]:
+    """Return the sets of the domains, and the one of all."""
+    parts = [part[:ANSWERED] for part in parts]
+    return [searched(data, part, iterations) for part in (*parts, [one for part in parts for one in part])]
+
+
+def transfer(data: Data, sets: dict[str, SkipSet], search: str) -> dict[str, Any]:
+    rows, own = [], []
+    for domain in data.known:
+        for name, skip in sets.items():
+            figures = data.figures([(prompt, skip) for prompt in data.prompts(domain)])
+            rows.append({"search": search, "set": name, "on": domain} | figures)
+        mine = data.alphas(domain, sets[domain])
+        others = np.mean([data.alphas(domain, sets[n]) for n in data.known if n != domain], 0)
+        all_domains = data.alphas(domain, sets[ALL_DOMAINS])
+        for name, theirs in (("others", others), (ALL_DOMAINS, all_domains)):
+            more = mine - theirs
+            error = float(more.std(ddof=1) / len(more) ** 0.5)
+            own.append({"search": search, "domain": domain, "over": name, "alpha": float(more.mean()), "error": error})
+    return {"transfer": rows, "own": own}
+
+
+def routed(data: Data, domains: Domains, names: Sequence[str]) -> list[tuple[Prompt, int]]:
+    """Return the place in `domains.sets` of each held-out prompt of some domains."""
+    return [pair for n in names for pair in zip(data.prompts(n), domains.route(data.held_states[n]), strict=True)]
+
+
+def choices(data: Data, sets: dict[str, dict[str, SkipSet]]) -> list[dict[str, Any]]:
+    rows = []
+    for search, found in sets.items():
+        for anchors in ("kmeans", "nearest"):
+            domains = knn.fit([*data.states.values()], data.known, [*found.values()], anchors=anchors, seed=SEED)
+            ways = routed(data, domains, data.known)
+            right = float(np.mean([data.known.index(name) == way for (name, _), way in ways]))
+            figures = data.figures([(prompt, domains.sets[way]) for prompt, way in ways])
+            rows.append({"search": search, "anchors": anchors, "routed": right} | figures)
+            print(rounded(rows[-1]), flush=True)
+    return rows
+
+
+def of_clusters(data: Data, counts: Sequence[int], all_domains: SkipSet) -> list[dict[str, Any]]:
+    """Return figures by number of clusters; 1: the set of all domains."""
+    log = [one for part in data.learn.values() for one in part]
+    order = np.random.default_rng(SEED).permutation(len(log))
+    log = [log[i] for i in order]
+    states = np.concatenate([*data.states.values()])[order]
+    held = [prompt for name in data.known for prompt in data.prompts(name)]
+    rows = [{"clusters": 1} | data.figures([(prompt, all_domains) for prompt in held])]
+    for count in counts:
+        members = knn.clusters(states, count, SEED)
+        sets = [*sets_of(data, [[log[i] for i in part] for part in members], 0)[:-1], all_domains]
+        domains = knn.fit([states[m] for m in members], [str(i) for i in range(len(members))], sets, seed=SEED)
+        figures = data.figures([(prompt, sets[way]) for prompt, way in routed(data, domains, data.known)])
+        rows.append({"clusters": count, "sizes": [len(part) for part in members]} | figures)
+        print(rounded(rows[-1]), flush=True)
+    return rows
+
+
+def of_unknown(data: Data, sets: dict[str, SkipSet]) -> list[dict[str, Any]]:
+    rows = []
+    fitted = [[*data.states.values()], data.known, [*sets.values()]]
+    ways = {
+        "nearest anchor": replace(knn.fit(*fitted, anchors="nearest", seed=SEED), floor=-1.0),
+        "with floor": knn.fit(*fitted, seed=SEED),
+    }
+    for domain in data.unknown:
+        for name, domains in ways.items():
+            found = routed(data, domains, [domain])
+            to = [[*sets][way] for _, way in found]
+            figures = data.figures([(prompt, domains.sets[way]) for prompt, way in found])
+            rows.append({"domain": domain, "set": name, "routed": {n: to.count(n) for n in sets if n in to}} | figures)
+        pairs = [(prompt, sets[ALL_DOMAINS]) for prompt in data.prompts(domain)]
+        rows.append({"domain": domain, "set": ALL_DOMAINS} | data.figures(pairs))
+        print(rounded(rows[-3:]), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--data", type=Path, nargs="+", required=True)
+    parser.add_argument("--categories", nargs="*", default=[], help="split files with categories into these domains")
+    parser.add_argument("--unknown", nargs="*", default=[], help="categories that no set is made for")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--prompts", type=int, default=16, help="per domain that sets and anchors are made from")
+    parser.add_argument("--held", type=int, default=6, help="held-out prompts per domain")
+    parser.add_argument("--share", type=float, default=0.2, help="of sublayers that are skipped")
+    parser.add_argument("--iterations", type=int, nargs="*", default=[200], help="of Bayesian optimisation")
+    parser.add_argument("--clusters", type=int, nargs="*", default=[2, 3, 5, 8])
+    options = parser.parse_args()
+    data, sets, seconds = Data(options), {}, {}
+    results: dict[str, Any] = {"domains": data.known, "held": options.held, "skipped": data.size, "transfer": []}
+    results |= {"own": [], "seconds": seconds}
+    for iterations in (0, *options.iterations):
+        search, started = f"Bayesian, {iterations}" if iterations else "knapsack", time.process_time()
+        found = sets_of(data, [*data.learn.values()], iterations)
+        seconds[search] = (time.process_time() - started) / len(found)
+        sets[search] = dict(zip([*data.known, ALL_DOMAINS], found, strict=True))
+        for name, rows in transfer(data, sets[search], search).items():
+            results[name] += rows
+        print(rounded({"seconds": seconds, "own": results["own"]}), flush=True)
+    results["choices"] = choices(data, sets)
+    results["clusters"] = of_clusters(data, options.clusters, sets["knapsack"][ALL_DOMAINS])
+    results["unknown"] = of_unknown(data, sets["knapsack"])
+    write_json(options.json, {options.model.name: rounded(results)}, data=options.data)
+
+
+if __name__ == "__main__":
+    main()
