@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from bench.lib.machine import rounded
 from bench.lib.results import write_json
@@ -67,15 +66,15 @@ class Drafts(Recorded):
         self.distance = ((draft - whole).abs().sum(-1) / 2).numpy(force=True)
 
 
-def verified(parts: Sequence[Drafts]) -> dict[str, NDArray[Any]]:
+def verified(parts: Sequence[Drafts]) -> dict[str, Any]:
     found = [one.verifications(i) for i, one in enumerate(parts)]
     return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
 
-def target_text(parts: Sequence[Drafts], distances: bool) -> dict[str, NDArray[Any]]:
+def target_text(parts: Sequence[Drafts], distances: bool) -> dict[str, Any]:
     rng = np.random.default_rng(SEED)
     agree = np.concatenate([one.right[:, 0] for one in parts])
-    found = {"top": np.concatenate([one.top[:, 0] for one in parts])}
+    found: dict[str, Any] = {"top": np.concatenate([one.top[:, 0] for one in parts])}
     found["entropy"] = np.concatenate([one.entropy[:, 0] for one in parts])
     found["round"] = np.concatenate([np.arange(len(one.right), dtype=np.int32) for one in parts])
     found["position"] = np.zeros_like(found["round"])
@@ -169,7 +168,11 @@ def training(parts: dict[str, list[Drafts]], skip: SkipSet) -> list[dict[str, An
 def transfer(parts: dict[str, list[Drafts]], skip: SkipSet, c: float) -> list[dict[str, Any]]:
     rows = []
     for source, known in parts.items():
-        scores = {"DISCO": trained(OURS, known[0::4]), "confidence": confidence, "fixed length": fixed}
+        scores: dict[str, Score] = {
+            "DISCO": trained(OURS, known[0::4]),
+            "confidence": confidence,
+            "fixed length": fixed,
+        }
         for target, part in parts.items():
             row: dict[str, Any] = {"c": c, "trained_on": source, "on": target}
             for name, score in scores.items():

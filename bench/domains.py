@@ -99,7 +99,8 @@ def sets_of(data: Data, parts: Sequence[Sequence[Answered]], iterations: int) ->
 
 
 def transfer(data: Data, sets: dict[str, SkipSet], search: str) -> dict[str, Any]:
-    rows, own = [], []
+    rows: list[dict[str, Any]] = []
+    own: list[dict[str, Any]] = []
     for domain in data.known:
         for name, skip in sets.items():
             figures = data.figures([(prompt, skip) for prompt in data.prompts(domain)])
@@ -119,11 +120,15 @@ def routed(data: Data, domains: Domains, names: Sequence[str]) -> list[tuple[Pro
     return [pair for n in names for pair in zip(data.prompts(n), domains.route(data.held_states[n]), strict=True)]
 
 
+def fitted(data: Data, sets: dict[str, SkipSet], anchors: str) -> Domains:
+    return knn.fit([*data.states.values()], data.known, [*sets.values()], anchors=anchors, seed=SEED)
+
+
 def choices(data: Data, sets: dict[str, dict[str, SkipSet]]) -> list[dict[str, Any]]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for search, found in sets.items():
         for anchors in ("kmeans", "nearest"):
-            domains = knn.fit([*data.states.values()], data.known, [*found.values()], anchors=anchors, seed=SEED)
+            domains = fitted(data, found, anchors)
             ways = routed(data, domains, data.known)
             right = float(np.mean([data.known.index(name) == way for (name, _), way in ways]))
             figures = data.figures([(prompt, domains.sets[way]) for prompt, way in ways])
@@ -139,7 +144,7 @@ def of_clusters(data: Data, counts: Sequence[int], all_domains: SkipSet) -> list
     log = [log[i] for i in order]
     states = np.concatenate([*data.states.values()])[order]
     held = [prompt for name in data.known for prompt in data.prompts(name)]
-    rows = [{"clusters": 1} | data.figures([(prompt, all_domains) for prompt in held])]
+    rows: list[dict[str, Any]] = [{"clusters": 1} | data.figures([(prompt, all_domains) for prompt in held])]
     for count in counts:
         members = knn.clusters(states, count, SEED)
         sets = [*sets_of(data, [[log[i] for i in part] for part in members], 0)[:-1], all_domains]
@@ -151,11 +156,10 @@ def of_clusters(data: Data, counts: Sequence[int], all_domains: SkipSet) -> list
 
 
 def of_unknown(data: Data, sets: dict[str, SkipSet]) -> list[dict[str, Any]]:
-    rows = []
-    fitted = [[*data.states.values()], data.known, [*sets.values()]]
+    rows: list[dict[str, Any]] = []
     ways = {
-        "nearest anchor": replace(knn.fit(*fitted, anchors="nearest", seed=SEED), floor=-1.0),
-        "with floor": knn.fit(*fitted, seed=SEED),
+        "nearest anchor": replace(fitted(data, sets, "nearest"), floor=-1.0),
+        "with floor": fitted(data, sets, "kmeans"),
     }
     for domain in data.unknown:
         for name, domains in ways.items():
@@ -182,7 +186,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, nargs="*", default=[200], help="of Bayesian optimisation")
     parser.add_argument("--clusters", type=int, nargs="*", default=[2, 3, 5, 8])
     options = parser.parse_args()
-    data, sets, seconds = Data(options), {}, {}
+    data = Data(options)
+    sets: dict[str, dict[str, SkipSet]] = {}
+    seconds: dict[str, float] = {}
     results: dict[str, Any] = {"domains": data.known, "held": options.held, "skipped": data.size, "transfer": []}
     results |= {"own": [], "seconds": seconds}
     for iterations in (0, *options.iterations):

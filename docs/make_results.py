@@ -385,6 +385,60 @@ def selection(*results: Any) -> str:
     return pivot(rows, "selection={name}", "model", "{cell}")
 
 
+@section("Sets of domains", "domains.json domains-deep.json", CHAPTERS[4])
+def domains(*results: Any) -> str:
+    """KNN-SSD's premises: figures of held-out prompts, without an engine, fp32. The share of draft tokens that are
+    accepted, in drafts of 5 tokens, and expected speed over plain decoding, M alpha / ((M - 1) c + alpha), with the
+    share c of weights that a draft pass reads. First table: the set of each domain, and of all together, on the
+    prompts of each domain: accepted share. Then by way to make sets (knapsack search, or Bayesian optimisation with
+    its number of evaluations) and anchors; by number of clusters of the same prompts without labels, with 1 for the
+    set of all domains; and on prompts of domains that no set was made for, with the set of the nearest anchor (the
+    paper's), by the similarity floor, and of all domains."""
+    return "\n\n".join(part for result in results for name, found in result.items() for part in of_domains(name, found))
+
+
+def of_domains(model: str, found: Any) -> list[str]:
+    matrix = pivot(found["transfer"], f"{model}: set of={{set}} | search={{search}}", "on", "{alpha:.2f}")
+    gains: dict[tuple[str, str], list[str]] = {}
+    for r in found["own"]:
+        gains.setdefault((r["search"], r["over"]), []).append(f"{r['alpha']:+.3f} ({r['error']:.3f})")
+    said = [
+        f"own set over {'the mean of the others' if over == 'others' else 'that of all domains'} ({search}): "
+        f"{', '.join(cells)}"
+        for (search, over), cells in gains.items()
+    ]
+    times = ", ".join(f"{name} {seconds:.0f}" for name, seconds in found["seconds"].items())
+    text = (
+        f"{model}, {found['skipped']} sublayers skipped, {found['held']} prompts of each domain. Accepted share, with "
+        f"its standard error over prompts, by domain as in the rows of the file ({', '.join(found['domains'])}): "
+        f"{'; '.join(said)}. Processor seconds of a search: {times}."
+    )
+    form = "accepted={alpha:.3f} | M={M:.2f} | speed={expected_speed:.3f}"
+    return [
+        matrix,
+        text,
+        table(found["choices"], "search={search} | anchors={anchors} | routed right={routed:.0%}", form),
+        table(found["clusters"], "clusters={clusters}", form),
+        table(found["unknown"], "unknown domain={domain} | set={set}", form),
+    ]
+
+
+@section("How DISCO is trained", "disco.json", CHAPTERS[4])
+def disco(result: Any) -> str:
+    """Classifiers trained in four ways on the same recorded drafts of SmolLM2 with 12 of 60 sublayers skipped (a
+    quarter of the answers; threshold and longest draft by another quarter, tested on the others): on the tokens that
+    verification judges, or on one draft token at each position of the target's text, with labels by agreement or by
+    the total variation distance of draft and target; with the position in the draft or in the answer. Tokens per time
+    over plain decoding, if a draft pass costs c plain steps, and in brackets the standard error of the difference to
+    the first line, which `freedraft calibrate disco` trains. Second table: trained and chosen on the answers of one
+    domain, drafting in another, with the best threshold of confidence and the best length of the first beside it."""
+    form = "{tokens_per_time:.3f} ({error:.3f})"
+    ways = pivot(result["training"], "rule={training}", "c", form, "c={}")
+    moved = table(result["transfer"], "trained on={trained_on} | drafting in={on} | DISCO={DISCO:.3f} | "
+                  "confidence={confidence:.3f} | fixed length={fixed length:.3f}")  # fmt: skip
+    return f"{ways}\n\n{moved}"
+
+
 @section(f"{ON_A_GPU}vLLM", "serve-vllm.json", CHAPTERS[6])
 def gpu_serve(result: Any) -> str:
     """Speed over plain vLLM with 95 % intervals, by `bench/gpu.sh`: for all questions throughput under full load,
