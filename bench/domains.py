@@ -115,7 +115,7 @@ def transfer(data: Data, sets: dict[str, SkipSet], search: str) -> dict[str, Any
     return {"transfer": rows, "own": own}
 
 
-def routed(data: Data, domains: Domains, names: Sequence[str]) -> list[tuple[Prompt, int]]:
+def routed(data: Data, domains: Domains, names: Sequence[str]) -> list[tuple[Prompt, Any]]:
     """Return the place in `domains.sets` of each held-out prompt of some domains."""
     return [pair for n in names for pair in zip(data.prompts(n), domains.route(data.held_states[n]), strict=True)]
 
@@ -147,7 +147,7 @@ def of_clusters(data: Data, counts: Sequence[int], all_domains: SkipSet) -> list
     rows: list[dict[str, Any]] = [{"clusters": 1} | data.figures([(prompt, all_domains) for prompt in held])]
     for count in counts:
         members = knn.clusters(states, count, SEED)
-        sets = [*sets_of(data, [[log[i] for i in part] for part in members], 0)[:-1], all_domains]
+        sets = [*(searched(data, [log[i] for i in part[:ANSWERED]], 0) for part in members), all_domains]
         domains = knn.fit([states[m] for m in members], [str(i) for i in range(len(members))], sets, seed=SEED)
         figures = data.figures([(prompt, sets[way]) for prompt, way in routed(data, domains, data.known)])
         rows.append({"clusters": count, "sizes": [len(part) for part in members]} | figures)
