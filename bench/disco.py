@@ -59,8 +59,8 @@ class Drafts(Recorded):
     """Recorded drafts, and for every position the total variation distance of its first draft token."""
 
     def __init__(self, host: HostModel, skip: SkipSet, one: Answered) -> None:
-        super().__init__(host, skip, one)
-        text = host.read(one.tokens, torch.arange(one.prompt, one.prompt + len(self.right)))
+        text = host.read(one.tokens, torch.arange(one.prompt, len(one.tokens) + 1 - LONGEST))
+        super().__init__(host, skip, text, one.prompt)
         drafted = host.final_states([skip], Sample([text]))[0]
         draft, whole = (host.head(states).softmax(-1) for states in (drafted, text.final[text.kept]))
         self.distance = ((draft - whole).abs().sum(-1) / 2).numpy(force=True)
@@ -189,13 +189,13 @@ def main() -> None:
     parser.add_argument("--skip-set", type=Path, required=True)
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--prompts", type=int, default=24, help="per file")
+    parser.add_argument("--prompts", type=int, default=12, help="per file")
     options = parser.parse_args()
     host, tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
     skip = SkipSet.load(options.skip_set, host.n_layers, host.fingerprint)
     parts = {}
     for prompts in map(Prompts.load, options.data):
-        answers = answer(host, tokenizer, prompts.texts[: options.prompts], 64, 256, batch=12)
+        answers = answer(host, tokenizer, prompts.texts[: options.prompts], 64, 192, batch=12)
         long = [one for one in answers if len(one.tokens) - one.prompt > LONGEST]
         parts[prompts.name] = list(map(partial(Drafts, host, skip), long))
     results = {"model": options.model.name, "skip_set": options.skip_set.name, "training": training(parts, skip)}

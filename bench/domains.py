@@ -3,10 +3,11 @@
 python bench/domains.py --model build/model --data a.jsonl b.jsonl ... --unknown qa rag --json build/domains.json
 
 Domains are those of bench/selection.py. The model (float32) answers prompts greedily; sets and anchors are made as
-`freedraft calibrate knn` makes them, figures are of held-out prompts: mean accepted length M, alpha, the accepted share
-of draft tokens, and expected speed over plain decoding, as in bench/selection.py.
-"transfer": the set of each domain, and of all together, on the prompts of each; "own": by domain, alpha of its own set
-minus that of the others' mean and of the set of all domains, with the standard error over prompts.
+`freedraft calibrate knn` makes them, figures are of held-out prompts: the share of tokens on which a draft pass and the
+whole model agree, and the speed over plain decoding that follows for drafts of 5 tokens, if each is accepted as often;
+a draft pass costs the share c of weights that it reads.
+"transfer": the set of each domain, and of all together, on the prompts of each; "own": by domain, agreement of its own
+set minus that of the others' mean and of the set of all domains, with the standard error over prompts.
 "choices": anchors and searches of the sets, on all prompts. "clusters": sets of clusters of a log without labels.
 "unknown": prompts of domains that no set was made for, routed with and without the similarity floor.
 """
@@ -19,66 +20,72 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from bench.lib.draft_chains import sample_of, weight_share
 from bench.lib.machine import rounded
 from bench.lib.results import write_json
-from bench.selection import ANSWER, DRAFT, SEED, read_domains, rounds_of
+from bench.selection import DRAFT, SEED, read_domains
 from layerskip_plugin.calibrate import bayesian, knapsack, knn
-from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.calibrate.prompts import Answered, answer, load_tokenizer
+from layerskip_plugin.calibrate.host_model import HostModel, Sample
+from layerskip_plugin.calibrate.prompts import Answered, answer, encode, load_tokenizer
+from layerskip_plugin.pass_times import tokens_per_time
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.knn import ALL_DOMAINS, Domains
 from layerskip_plugin.skip_set import SkipSet
 
 ANSWERED, TOKENS, SURVIVORS = 8, 48, 2  # as `freedraft calibrate knn`
-MAX_PROMPT = 256
+ANSWER, MAX_PROMPT = 48, 192  # tokens
 Prompt = tuple[str, int]  # domain, and place among its held-out prompts
 
 
 class Data:
-    """Prompts of the domains, the first `held` of each held out; answers and last hidden states."""
+    """Prompts of the domains, of which some are held out: answers to learn from, tokens to draft, last states."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.host, self.tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
+        self.size = round(options.share * self.host.sublayers)
         texts = read_domains(options.data, [*options.categories, *options.unknown])
         self.unknown = options.unknown
         self.known = [name for name in texts if name not in options.unknown]
-        held = {name: self._answers(part[: options.held]) for name, part in texts.items()}
-        self.held = {n: [one for one in part if len(one.tokens) - one.prompt > DRAFT] for n, part in held.items()}
-        self.learn = {n: self._answers(texts[n][options.held :][: options.prompts]) for n in self.known}
-        self.states = {n: self._states(part) for n, part in self.learn.items()}
-        self.held_states = {n: self._states(part) for n, part in self.held.items()}
-        self._rounds: dict[tuple[Prompt, SkipSet], tuple[int, int, int]] = {}
-        self.size = round(options.share * self.host.sublayers)
+        self.learn: dict[str, list[Answered]] = {}
+        self.states: dict[str, Any] = {}
+        self.held: dict[str, list[Sample]] = {}
+        self.held_states: dict[str, Any] = {}
+        self._agreement: dict[tuple[Prompt, SkipSet], float] = {}
+        for name, part in texts.items():
+            answers = self._answers(part[: options.held])
+            read = [self.host.read(one.tokens, torch.arange(one.prompt, len(one.tokens))) for one in answers]
+            self.held[name] = [Sample([text]) for text in read]
+            ends = [text.final[one.prompt - 1] for one, text in zip(answers, read, strict=True)]
+            self.held_states[name] = torch.stack(ends).numpy(force=True)
+            if name in self.known:
+                learn = part[options.held :][: options.prompts]
+                self.learn[name] = self._answers(learn[:ANSWERED])
+                states = [self.host.read(encode(self.tokenizer, text, MAX_PROMPT)).final[-1] for text in learn]
+                self.states[name] = torch.stack(states).numpy(force=True)
 
     def _answers(self, texts: Sequence[str]) -> list[Answered]:
         return answer(self.host, self.tokenizer, texts, ANSWER, MAX_PROMPT, batch=8)
 
-    def _states(self, answers: Sequence[Answered]) -> Any:
-        rows = [self.host.read(one.tokens[: one.prompt]).final[-1].numpy(force=True) for one in answers]
-        return np.stack(rows)
-
     def prompts(self, domain: str) -> list[Prompt]:
         return [(domain, place) for place in range(len(self.held[domain]))]
 
-    def rounds(self, prompt: Prompt, skip: SkipSet) -> tuple[int, int, int]:
-        if (prompt, skip) not in self._rounds:
-            one = self.held[prompt[0]][prompt[1]]
-            found = rounds_of(self.host, skip, self.host.read(one.tokens), one.prompt, DRAFT)
-            self._rounds[prompt, skip] = found
-        return self._rounds[prompt, skip]
+    def agreement(self, prompt: Prompt, skip: SkipSet) -> float:
+        if (prompt, skip) not in self._agreement:
+            found = self.host.scores([skip], self.held[prompt[0]][prompt[1]])[0]
+            self._agreement[prompt, skip] = float(found[0])
+        return self._agreement[prompt, skip]
+
+    def agreements(self, domain: str, skip: SkipSet) -> Any:
+        return np.array([self.agreement(prompt, skip) for prompt in self.prompts(domain)])
 
     def figures(self, choices: Sequence[tuple[Prompt, SkipSet]]) -> dict[str, float]:
         """Return the figures of prompts, each drafted with a set."""
-        number, drafted, accepted = np.sum([self.rounds(*choice) for choice in choices], 0).tolist()
-        m, alpha = 1 + accepted / number, accepted / drafted
+        agreement = float(np.mean([self.agreement(*choice) for choice in choices]))
         c = float(np.mean([weight_share(self.host, skip) for _, skip in choices]))
-        return {"M": m, "alpha": alpha, "c": c, "expected_speed": m / (drafted / number * c + 1)}
-
-    def alphas(self, domain: str, skip: SkipSet) -> Any:
-        rounds = np.array([self.rounds(prompt, skip) for prompt in self.prompts(domain)])
-        return rounds[:, 2] / rounds[:, 1]
+        speed = tokens_per_time(agreement, c, lambda n: 1.0, DRAFT)
+        return {"agreement": agreement, "c": c, "expected_speed": speed}
 
 
 def searched(data: Data, answers: Sequence[Answered], iterations: int) -> SkipSet:
@@ -105,13 +112,13 @@ def transfer(data: Data, sets: dict[str, SkipSet], search: str) -> dict[str, Any
         for name, skip in sets.items():
             figures = data.figures([(prompt, skip) for prompt in data.prompts(domain)])
             rows.append({"search": search, "set": name, "on": domain} | figures)
-        mine = data.alphas(domain, sets[domain])
-        others = np.mean([data.alphas(domain, sets[n]) for n in data.known if n != domain], 0)
-        all_domains = data.alphas(domain, sets[ALL_DOMAINS])
+        mine = data.agreements(domain, sets[domain])
+        others = np.mean([data.agreements(domain, sets[n]) for n in data.known if n != domain], 0)
+        all_domains = data.agreements(domain, sets[ALL_DOMAINS])
         for name, theirs in (("others", others), (ALL_DOMAINS, all_domains)):
             more = mine - theirs
             error = float(more.std(ddof=1) / len(more) ** 0.5)
-            own.append({"search": search, "domain": domain, "over": name, "alpha": float(more.mean()), "error": error})
+            own.append({"search": search, "domain": domain, "over": name, "more": float(more.mean()), "error": error})
     return {"transfer": rows, "own": own}
 
 
@@ -140,9 +147,7 @@ def choices(data: Data, sets: dict[str, dict[str, SkipSet]]) -> list[dict[str, A
 def of_clusters(data: Data, counts: Sequence[int], all_domains: SkipSet) -> list[dict[str, Any]]:
     """Return figures by number of clusters; 1: the set of all domains."""
     log = [one for part in data.learn.values() for one in part]
-    order = np.random.default_rng(SEED).permutation(len(log))
-    log = [log[i] for i in order]
-    states = np.concatenate([*data.states.values()])[order]
+    states = np.concatenate([data.states[name][: len(part)] for name, part in data.learn.items()])
     held = [prompt for name in data.known for prompt in data.prompts(name)]
     rows: list[dict[str, Any]] = [{"clusters": 1} | data.figures([(prompt, all_domains) for prompt in held])]
     for count in counts:
@@ -180,10 +185,10 @@ def main() -> None:
     parser.add_argument("--categories", nargs="*", default=[], help="split files with categories into these domains")
     parser.add_argument("--unknown", nargs="*", default=[], help="categories that no set is made for")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--prompts", type=int, default=16, help="per domain that sets and anchors are made from")
+    parser.add_argument("--prompts", type=int, default=24, help="per domain for anchors; 8 of them for sets")
     parser.add_argument("--held", type=int, default=6, help="held-out prompts per domain")
     parser.add_argument("--share", type=float, default=0.2, help="of sublayers that are skipped")
-    parser.add_argument("--iterations", type=int, nargs="*", default=[200], help="of Bayesian optimisation")
+    parser.add_argument("--iterations", type=int, nargs="*", default=[100], help="of Bayesian optimisation")
     parser.add_argument("--clusters", type=int, nargs="*", default=[2, 3, 5, 8])
     options = parser.parse_args()
     data = Data(options)
@@ -191,6 +196,11 @@ def main() -> None:
     seconds: dict[str, float] = {}
     results: dict[str, Any] = {"domains": data.known, "held": options.held, "skipped": data.size, "transfer": []}
     results |= {"own": [], "seconds": seconds}
+
+    def save(**more: Any) -> None:
+        results.update(more)
+        write_json(options.json, {options.model.name: rounded(results)}, data=options.data)
+
     for iterations in (0, *options.iterations):
         search, started = f"Bayesian, {iterations}" if iterations else "knapsack", time.process_time()
         found = sets_of(data, [*data.learn.values()], iterations)
@@ -199,10 +209,9 @@ def main() -> None:
         for name, rows in transfer(data, sets[search], search).items():
             results[name] += rows
         print(rounded({"seconds": seconds, "own": results["own"]}), flush=True)
-    results["choices"] = choices(data, sets)
-    results["clusters"] = of_clusters(data, options.clusters, sets["knapsack"][ALL_DOMAINS])
-    results["unknown"] = of_unknown(data, sets["knapsack"])
-    write_json(options.json, {options.model.name: rounded(results)}, data=options.data)
+        save()
+    save(choices=choices(data, sets), unknown=of_unknown(data, sets["knapsack"]))
+    save(clusters=of_clusters(data, options.clusters, sets["knapsack"][ALL_DOMAINS]))
 
 
 if __name__ == "__main__":
