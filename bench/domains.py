@@ -3,9 +3,10 @@
 python bench/domains.py --model build/model --data a.jsonl b.jsonl ... --unknown qa rag --json build/domains.json
 
 Domains are those of bench/selection.py. The model (float32) answers prompts greedily; sets and anchors are made as
-`freedraft calibrate knn` makes them, figures are of held-out prompts: the share of tokens on which a draft pass and the
-whole model agree, and the speed over plain decoding that follows for drafts of 5 tokens, if each is accepted as often;
-a draft pass costs the share c of weights that it reads.
+`freedraft calibrate knn` makes them, but that sublayers which no set may skip are found once, on all domains. Figures
+are of held-out prompts: the share of tokens on which a draft pass and the whole model agree, and the speed over plain
+decoding that follows for drafts of 5 tokens, if each is accepted as often; a draft pass costs the share c of weights
+that it reads.
 "transfer": the set of each domain, and of all together, on the prompts of each; "own": by domain, agreement of its own
 set minus that of the others' mean and of the set of all domains, with the standard error over prompts.
 "choices": anchors and searches of the sets, on all prompts. "clusters": sets of clusters of a log without labels.
@@ -65,6 +66,9 @@ class Data:
                 states = [self.host.read(encode(self.tokenizer, text, MAX_PROMPT)).final[-1] for text in learn]
                 self.states[name] = torch.stack(states).numpy(force=True)
 
+        everything = [one for part in self.learn.values() for one in part]
+        self.kept = knapsack.protected_sublayers(self.host, sample_of(self.host, everything, TOKENS, SEED))
+
     def _answers(self, texts: Sequence[str]) -> list[Answered]:
         return answer(self.host, self.tokenizer, texts, ANSWER, MAX_PROMPT, batch=8)
 
@@ -94,8 +98,7 @@ def searched(data: Data, answers: Sequence[Answered], iterations: int) -> SkipSe
     if iterations:
         space = BitSearch(data.host.n_layers, data.host.fingerprint, size=data.size, seed=SEED)
         return bayesian.search(lambda skips: data.host.scores(skips, sample)[0], space, iterations)
-    protected = knapsack.protected_sublayers(data.host, sample)
-    found = knapsack.search(data.host, sample, max_weight=data.size, protected=protected, survivors=SURVIVORS)
+    found = knapsack.search(data.host, sample, max_weight=data.size, protected=data.kept, survivors=SURVIVORS)
     return found[-1].skip
 
 
@@ -202,16 +205,17 @@ def main() -> None:
         write_json(options.json, {options.model.name: rounded(results)}, data=options.data)
 
     for iterations in (0, *options.iterations):
-        search, started = f"Bayesian, {iterations}" if iterations else "knapsack", time.process_time()
+        search, started = f"Bayesian {iterations}" if iterations else "knapsack", time.process_time()
         found = sets_of(data, [*data.learn.values()], iterations)
         seconds[search] = (time.process_time() - started) / len(found)
         sets[search] = dict(zip([*data.known, ALL_DOMAINS], found, strict=True))
         for name, rows in transfer(data, sets[search], search).items():
             results[name] += rows
         print(rounded({"seconds": seconds, "own": results["own"]}), flush=True)
-        save()
-    save(choices=choices(data, sets), unknown=of_unknown(data, sets["knapsack"]))
-    save(clusters=of_clusters(data, options.clusters, sets["knapsack"][ALL_DOMAINS]))
+        save(choices=choices(data, sets))
+        if not iterations:
+            save(unknown=of_unknown(data, sets[search]))
+            save(clusters=of_clusters(data, options.clusters, sets[search][ALL_DOMAINS]))
 
 
 if __name__ == "__main__":

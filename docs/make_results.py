@@ -387,40 +387,37 @@ def selection(*results: Any) -> str:
 
 @section("Sets of domains", "domains.json domains-deep.json", CHAPTERS[4])
 def domains(*results: Any) -> str:
-    """KNN-SSD's premises: figures of held-out prompts, without an engine, fp32. The share of draft tokens that are
-    accepted, in drafts of 5 tokens, and expected speed over plain decoding, M alpha / ((M - 1) c + alpha), with the
-    share c of weights that a draft pass reads. First table: the set of each domain, and of all together, on the
-    prompts of each domain: accepted share. Then by way to make sets (knapsack search, or Bayesian optimisation with
-    its number of evaluations) and anchors; by number of clusters of the same prompts without labels, with 1 for the
-    set of all domains; and on prompts of domains that no set was made for, with the set of the nearest anchor (the
-    paper's), by the similarity floor, and of all domains."""
+    """KNN-SSD's premises, on held-out prompts, fp32, without an engine: the share of tokens on which a draft pass and
+    the whole model agree (top-1), and the speed over plain decoding that follows for drafts of 5 tokens, if each is
+    accepted as often and a pass costs the share c of weights that it reads. First the set of each domain, and of
+    all together, on the prompts of each domain (top-1). Then on the prompts of all: sets and anchors made in
+    different ways, and sets of clusters of the same prompts without labels (1: the set of all domains). Last,
+    prompts of domains that no set was made for: with the set of the nearest anchor, as in the paper, by the
+    similarity floor, and with the set of all."""
     return "\n\n".join(part for result in results for name, found in result.items() for part in of_domains(name, found))
 
 
-def of_domains(model: str, found: Any) -> list[str]:
-    matrix = pivot(found["transfer"], f"{model}: set of={{set}} | search={{search}}", "on", "{alpha:.2f}")
+def of_domains(folder: str, found: Any) -> list[str]:
+    model = "SmolLM2" if folder == "model" else "deep synthetic"
+    matrix = pivot(found["transfer"], f"{model}: set of={{set}} | search={{search}}", "on", "{agreement:.3f}")
     gains: dict[tuple[str, str], list[str]] = {}
     for r in found["own"]:
-        gains.setdefault((r["search"], r["over"]), []).append(f"{r['alpha']:+.3f} ({r['error']:.3f})")
-    said = [
-        f"own set over {'the mean of the others' if over == 'others' else 'that of all domains'} ({search}): "
-        f"{', '.join(cells)}"
-        for (search, over), cells in gains.items()
-    ]
-    times = ", ".join(f"{name} {seconds:.0f}" for name, seconds in found["seconds"].items())
+        gains.setdefault((r["search"], r["over"]), []).append(f"{r['domain']} {r['more']:+.3f} ({r['error']:.3f})")
+    against = {"others": "the mean of the other domains' sets", "all domains": "the set of all domains"}
+    said = [f"over {against[over]} ({search}): {', '.join(cells)}" for (search, over), cells in gains.items()]
+    times = ", ".join(f"{seconds:.0f} ({name})" for name, seconds in found["seconds"].items())
     text = (
-        f"{model}, {found['skipped']} sublayers skipped, {found['held']} prompts of each domain. Accepted share, with "
-        f"its standard error over prompts, by domain as in the rows of the file ({', '.join(found['domains'])}): "
-        f"{'; '.join(said)}. Processor seconds of a search: {times}."
+        f"{model}, {found['skipped']} sublayers skipped, {found['held']} prompts of each domain. What a domain's own "
+        f"set agrees on more, with the standard error over prompts: {'; '.join(said)}. Processor seconds of the search "
+        f"of a set: {times}."
     )
-    form = "accepted={alpha:.3f} | M={M:.2f} | speed={expected_speed:.3f}"
-    return [
-        matrix,
-        text,
-        table(found["choices"], "search={search} | anchors={anchors} | routed right={routed:.0%}", form),
-        table(found["clusters"], "clusters={clusters}", form),
-        table(found["unknown"], "unknown domain={domain} | set={set}", form),
-    ]
+    form = "top-1={agreement:.3f} | c={c:.3f} | speed={expected_speed:.3f}"
+    tables = {
+        "choices": "search={search} | anchors={anchors} | routed right={routed:.0%}",
+        "clusters": "clusters={clusters}",
+    }
+    tables["unknown"] = "unknown domain={domain} | set={set}"
+    return [matrix, text, *(table(found[name], columns, form) for name, columns in tables.items() if name in found)]
 
 
 @section("How DISCO is trained", "disco.json", CHAPTERS[4])
