@@ -35,7 +35,7 @@ from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.knn import ALL_DOMAINS, Domains
 from layerskip_plugin.skip_set import SkipSet
 
-ANSWERED, TOKENS, SURVIVORS = 8, 48, 2  # as `freedraft calibrate knn`
+ANSWERED = 8  # as `freedraft calibrate knn`
 ANSWER, MAX_PROMPT = 48, 192  # tokens
 Prompt = tuple[str, int]  # domain, and place among its held-out prompts
 
@@ -47,7 +47,7 @@ class Data:
         self.host, self.tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
         self.size = round(options.share * self.host.sublayers)
         texts = read_domains(options.data, [*options.categories, *options.unknown])
-        self.unknown = options.unknown
+        self.tokens, self.survivors, self.unknown = options.tokens, options.survivors, options.unknown
         self.known = [name for name in texts if name not in options.unknown]
         self.learn: dict[str, list[Answered]] = {}
         self.states: dict[str, Any] = {}
@@ -67,7 +67,7 @@ class Data:
                 self.states[name] = torch.stack(states).numpy(force=True)
 
         everything = [one for part in self.learn.values() for one in part]
-        self.kept = knapsack.protected_sublayers(self.host, sample_of(self.host, everything, TOKENS, SEED))
+        self.kept = knapsack.protected_sublayers(self.host, sample_of(self.host, everything, self.tokens, SEED))
 
     def _answers(self, texts: Sequence[str]) -> list[Answered]:
         return answer(self.host, self.tokenizer, texts, ANSWER, MAX_PROMPT, batch=8)
@@ -94,11 +94,11 @@ class Data:
 
 def searched(data: Data, answers: Sequence[Answered], iterations: int) -> SkipSet:
     """Return the set of these answers; iterations: of Bayesian optimisation, 0: the knapsack search."""
-    sample = sample_of(data.host, answers, TOKENS, SEED)
+    sample = sample_of(data.host, answers, data.tokens, SEED)
     if iterations:
         space = BitSearch(data.host.n_layers, data.host.fingerprint, size=data.size, seed=SEED)
         return bayesian.search(lambda skips: data.host.scores(skips, sample)[0], space, iterations)
-    found = knapsack.search(data.host, sample, max_weight=data.size, protected=data.kept, survivors=SURVIVORS)
+    found = knapsack.search(data.host, sample, max_weight=data.size, protected=data.kept, survivors=data.survivors)
     return found[-1].skip
 
 
@@ -191,6 +191,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24, help="per domain for anchors; 8 of them for sets")
     parser.add_argument("--held", type=int, default=6, help="held-out prompts per domain")
     parser.add_argument("--share", type=float, default=0.2, help="of sublayers that are skipped")
+    parser.add_argument("--tokens", type=int, default=48, help="that sets are searched on")
+    parser.add_argument("--survivors", type=int, default=2, help="per weight in the knapsack search")
     parser.add_argument("--iterations", type=int, nargs="*", default=[100], help="of Bayesian optimisation")
     parser.add_argument("--clusters", type=int, nargs="*", default=[2, 3, 5, 8])
     options = parser.parse_args()
