@@ -414,7 +414,7 @@ def of_domains(folder: str, found: Any) -> list[str]:
     form = "top-1={agreement:.3f} | c={c:.3f} | speed={expected_speed:.3f}"
     tables = {
         "choices": "search={search} | anchors={anchors} | routed right={routed:.0%}",
-        "clusters": "clusters={clusters}",
+        "clusters": "clusters={clusters} | prompts of each={?sizes}",
     }
     tables["unknown"] = "unknown domain={domain} | set={set}"
     return [matrix, text, *(table(found[name], columns, form) for name, columns in tables.items() if name in found)]
