@@ -28,8 +28,8 @@ from freedraft.cost.acceptance import PASS_KINDS, Acceptance
 from freedraft.draft import DraftBatch
 from freedraft.draft_pass import Recipe
 from layerskip_plugin.calibrate.disco import Prices, train
-from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
+from layerskip_plugin.calibrate.host_model import HostModel, Text
+from layerskip_plugin.calibrate.prompts import Prompts, answer, load_tokenizer
 from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead
 from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.rounds import Candidate, Outcome
@@ -43,11 +43,10 @@ class Recorded:
     """Drafts from every position of one answer. right: bool[positions, LONGEST], whether the draft is right up to and
     including each token; top: float32[positions, LONGEST, 10]; entropy: float32[positions, LONGEST]."""
 
-    def __init__(self, host: HostModel, skip: SkipSet, one: Answered) -> None:
-        text = host.read(one.tokens)
-        drafts, top, entropy = draft_chains(host, skip, text, one.prompt, LONGEST)
+    def __init__(self, host: HostModel, skip: SkipSet, text: Text, first: int) -> None:
+        drafts, top, entropy = draft_chains(host, skip, text, first, LONGEST)
         # The whole model's next tokens: the answer, and its choice after the last token.
-        truth = np.append(text.tokens.numpy()[one.prompt + 1 :], int(text.best[-1]))
+        truth = np.append(text.tokens.numpy()[first + 1 :], int(text.best[-1]))
         places = len(truth) - LONGEST + 1
         self.top, self.entropy = top[:places], entropy[:places]
         ahead = np.arange(places)[:, None] + np.arange(LONGEST)
@@ -159,7 +158,8 @@ def main() -> None:
     learn, held = [], []
     for prompts in map(Prompts.load, options.data):
         answers = answer(host, tokenizer, prompts.texts[: options.prompts], 64, 256, batch=12)
-        recorded = [Recorded(host, skip, one) for one in answers if len(one.tokens) - one.prompt > LONGEST]
+        long = [one for one in answers if len(one.tokens) - one.prompt > LONGEST]
+        recorded = [Recorded(host, skip, host.read(one.tokens), one.prompt) for one in long]
         learn += recorded[::2]
         held += recorded[1::2]
     parts = [one.verifications(i) for i, one in enumerate(learn)]

@@ -143,7 +143,8 @@ def stream(host: HostModel, domains: dict[str, list[str]], answers: Answers, opt
         swift, used = Swift(host.n_layers, scores, host.fingerprint, options.share, sets.kept, SEED), []
         for d, p in order:
             used.append(swift.incumbent)
-            newest = host.newest(held[d][p].tokens[: held[d][p].prompt + ANSWER], Swift.window)
+            read = held[d][p].tokens[: held[d][p].prompt + ANSWER]
+            newest = host.sample([read], Swift.window, [len(read) - Swift.window])
             swift.step()
         return used
 

@@ -385,6 +385,57 @@ def selection(*results: Any) -> str:
     return pivot(rows, "selection={name}", "model", "{cell}")
 
 
+@section("Sets of domains", "domains.json domains-deep.json", CHAPTERS[4])
+def domains(*results: Any) -> str:
+    """KNN-SSD's premises, on held-out prompts, fp32, without an engine: the share of tokens on which a draft pass and
+    the whole model agree (top-1), and the speed over plain decoding that follows for drafts of 5 tokens, if each is
+    accepted as often and a pass costs the share c of weights that it reads. First the set of each domain, and of
+    all together, on the prompts of each domain (top-1). Then on the prompts of all: sets and anchors made in
+    different ways, and sets of clusters of the same prompts without labels (1: the set of all domains). Last,
+    prompts of domains that no set was made for: with the set of the nearest anchor, as in the paper, by the
+    similarity floor, and with the set of all."""
+    return "\n\n".join(part for result in results for name, found in result.items() for part in of_domains(name, found))
+
+
+def of_domains(folder: str, found: Any) -> list[str]:
+    model = "SmolLM2" if folder == "model" else "deep synthetic"
+    matrix = pivot(found["transfer"], f"{model}: set of={{set}} | search={{search}}", "on", "{agreement:.3f}")
+    gains: dict[tuple[str, str], list[str]] = {}
+    for r in found["own"]:
+        gains.setdefault((r["search"], r["over"]), []).append(f"{r['domain']} {r['more']:+.3f} ({r['error']:.3f})")
+    against = {"others": "the mean of the other domains' sets", "all domains": "the set of all domains"}
+    said = [f"over {against[over]} ({search}): {', '.join(cells)}" for (search, over), cells in gains.items()]
+    times = ", ".join(f"{seconds:.0f} ({name})" for name, seconds in found["seconds"].items())
+    text = (
+        f"{model}, {found['skipped']} sublayers skipped, {found['held']} prompts of each domain. What a domain's own "
+        f"set agrees on more, with the standard error over prompts: {'; '.join(said)}. Processor seconds of the search "
+        f"of a set: {times}."
+    )
+    form = "top-1={agreement:.3f} | c={c:.3f} | speed={expected_speed:.3f}"
+    tables = {
+        "choices": "search={search} | anchors={anchors} | routed right={routed:.0%}",
+        "clusters": "clusters={clusters} | prompts of each={?sizes}",
+    }
+    tables["unknown"] = "unknown domain={domain} | set={set}"
+    return [matrix, text, *(table(found[name], columns, form) for name, columns in tables.items() if name in found)]
+
+
+@section("How DISCO is trained", "disco.json", CHAPTERS[4])
+def disco(result: Any) -> str:
+    """Classifiers trained in four ways on the same recorded drafts of SmolLM2 with 12 of 60 sublayers skipped (a
+    quarter of the answers; threshold and longest draft by another quarter, tested on the others): on the tokens that
+    verification judges, or on one draft token at each position of the target's text, with labels by agreement or by
+    the total variation distance of draft and target; with the position in the draft or in the answer. Tokens per time
+    over plain decoding, if a draft pass costs c plain steps, and in brackets the standard error of the difference to
+    the first line, which `freedraft calibrate disco` trains. Second table: trained and chosen on the answers of one
+    domain, drafting in another, with the best threshold of confidence and the best length of the first beside it."""
+    form = "{tokens_per_time:.3f} ({error:.3f})"
+    ways = pivot(result["training"], "rule={training}", "c", form, "c={}")
+    moved = table(result["transfer"], "trained on={trained_on} | drafting in={on} | DISCO={DISCO:.3f} | "
+                  "confidence={confidence:.3f} | fixed length={fixed length:.3f}")  # fmt: skip
+    return f"{ways}\n\n{moved}"
+
+
 @section(f"{ON_A_GPU}vLLM", "serve-vllm.json", CHAPTERS[6])
 def gpu_serve(result: Any) -> str:
     """Speed over plain vLLM with 95 % intervals, by `bench/gpu.sh`: for all questions throughput under full load,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from layerskip_plugin.calibrate.host_model import Sample
 from layerskip_plugin.calibrate.run import Run, bar
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Evaluate
@@ -14,11 +15,6 @@ from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.skip_set import SkipSet
 
 RANDOM, BATCH = 10, 4  # random points before the Gaussian process; points per evaluation
-
-
-def seconds_per_token(skip: SkipSet, acceptance: float, times: PassTimes) -> float:
-    """Time per verified token at the best draft length: equation 1 of KNN-SSD with measured pass times."""
-    return 1 / times.best(skip, acceptance)[0]
 
 
 def search(
@@ -32,7 +28,7 @@ def search(
 
     Args:
         evaluate: acceptance of each set.
-        times: to minimise seconds per token; None: maximise acceptance (of sets of one size).
+        times: to minimise time per token (equation 1 of KNN-SSD); None: maximise acceptance (of sets of one size).
         progress: called with the number of new evaluations.
     """
 
@@ -40,7 +36,7 @@ def search(
         acceptance = evaluate(skips)
         if times is None:
             return acceptance
-        seconds = np.array([seconds_per_token(s, float(a), times) for s, a in zip(skips, acceptance, strict=True)])
+        seconds = np.array([1 / times.best(s, float(a))[0] for s, a in zip(skips, acceptance, strict=True)])
         # Relative to a step without drafts, in the range of a Gaussian process.
         return -seconds / times.verify(1)
 
@@ -59,10 +55,10 @@ def search(
     return space.best[0]
 
 
-def calibrate(run: Run, size: int | None, iterations: int) -> tuple[SkipSet, float]:
+def best_set(run: Run, sample: Sample, size: int | None, iterations: int) -> tuple[SkipSet, float]:
     """The best set after `iterations` evaluations, and its agreement. size: maximise agreement at this size; None:
     minimise time per token at any size."""
-    sample, times = run.sample(), run.times if size is None else None
+    times = run.times if size is None else None
     space = BitSearch(run.model.n_layers, run.model.fingerprint, size=size, seed=run.common.seed)
 
     def evaluate(skips: Sequence[SkipSet]) -> NDArray[np.float64]:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -83,9 +83,9 @@ def bayesian(
 ) -> None:
     """Self-SD: offline Bayesian optimisation of agreement at a given share, or of time per token, modelled from
     agreement and measured times of sublayers."""
-    from layerskip_plugin.calibrate.bayesian import calibrate
+    from layerskip_plugin.calibrate.bayesian import best_set
 
-    best, agreement = calibrate(run, run.size(share), iterations)
+    best, agreement = best_set(run, run.sample(), run.size(share), iterations)
     best.save(run.common.out, run.about(iterations=iterations, agreement=round(agreement, 3)))
     typer.echo(
         f"wrote {run.common.out}: {len(best)} of {run.model.sublayers} sublayers skipped, {agreement:.2f} agreement"
@@ -128,19 +128,26 @@ def knapsack(
     typer.echo(f"wrote {run.common.out}")
 
 
-@command("sklearn.cluster", tokens=48, prompts=24)
+@command("sklearn.cluster", "bayes_opt.acquisition", tokens=48, prompts=24)
 def knn(
     run: Run,
     share: Share = None,
     clusters: Annotated[int | None, typer.Option(help="Number of domains to find in a log without labels.")] = None,
     answered: Annotated[int, typer.Option(help="Prompts of each domain that the model answers for its set.")] = 8,
+    anchors: Annotated[
+        Literal["kmeans", "nearest"],
+        typer.Option(help="Centroids of k-means, or the states nearest to the domain's centroid (the paper's)."),
+    ] = "kmeans",
+    iterations: Annotated[
+        int, typer.Option(min=0, help="Of Bayesian optimisation for each set (paper: 1000); 0: knapsack search.")
+    ] = 0,
     survivors: Survivors = 2,
 ) -> None:
     """KNN-SSD: anchors and a skip set per domain, from a file of prompts per domain, or from a log with --clusters."""
     from layerskip_plugin.calibrate.knn import calibrate
 
-    domains, found = calibrate(run, run.size(share), clusters, answered, survivors)
-    domains.save(run.common.out, run.about())
+    domains, found = calibrate(run, run.size(share), clusters, answered, anchors, iterations, survivors)
+    domains.save(run.common.out, run.about(anchors=anchors, iterations=iterations))
     typer.echo(
         f"wrote {run.common.out}: {len(domains.names)} domains, {len(domains.anchors)} anchors; "
         f"{found:.0%} of these prompts find their domain"

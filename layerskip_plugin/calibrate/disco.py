@@ -94,7 +94,7 @@ def train(records: Verifications, prices: Prices, seed: int = 0) -> tuple[Classi
     paper does by latency, and compare on the last quarter. Raises ValueError for too few records, requests or kinds."""
     rng = np.random.default_rng(seed)
     learned, chosen, tested = _split(records, rng)
-    raw = _fit(learned, seed)
+    raw = fit(learned, seed)
 
     def scores(part: Verifications) -> tuple[Floats, Floats, Floats]:
         """Scores of the classifier, a confidence threshold and a fixed length."""
@@ -129,7 +129,7 @@ def _split(records: Verifications, rng: np.random.Generator) -> list[Verificatio
     return [learned, chosen, tested]
 
 
-def _fit(records: Verifications, seed: int) -> Classifier:
+def fit(records: Verifications, seed: int) -> Classifier:
     """The network without a rule."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.neural_network import MLPClassifier

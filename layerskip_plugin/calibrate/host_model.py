@@ -169,9 +169,6 @@ class HostModel:
             by_text.setdefault(places[index][0], []).append(places[index][1])
         return Sample([self.read(texts[i], torch.tensor(positions)) for i, positions in by_text.items()])
 
-    def newest(self, text: Sequence[int], tokens: int) -> Sample:
-        return Sample([self.read(text, torch.arange(max(0, len(text) - tokens), len(text)))])
-
     @torch.inference_mode()
     def scores(self, sets: Sequence[SkipSet], sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Per set: the share of tokens with the whole model's top-1 choice, and the mean cosine to its last state."""

@@ -31,14 +31,6 @@ class Candidate:
     agreement: float
 
 
-def require_tokens(count: int) -> None:
-    """Raise ValueError for samples that are too small."""
-    if count < MIN_TOKENS:
-        raise ValueError(
-            f"{count} calibration tokens are too few to tell sets apart; give at least {MIN_TOKENS} (--tokens)"
-        )
-
-
 def protected_sublayers(model: HostModel, sample: Sample, min_agreement: float = PROTECT) -> frozenset[int]:
     """Sublayers that no set may skip: skipping that one alone leaves less than `min_agreement`."""
     agreement, _ = model.scores([model.skip([i]) for i in range(model.sublayers)], sample)

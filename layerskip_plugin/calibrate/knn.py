@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from layerskip_plugin.calibrate import bayesian
 from layerskip_plugin.calibrate.knapsack import protected_sublayers
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, encode
 from layerskip_plugin.calibrate.run import Run, bar
@@ -17,18 +18,23 @@ MAX_ANCHORS = 10
 MARGIN = 0.05  # margin of the similarity floor below that of 99 % of held-out prompts
 
 
-def calibrate(run: Run, size: int | None, count: int | None, answered: int, survivors: int) -> tuple[Domains, float]:
+def calibrate(
+    run: Run, size: int | None, count: int | None, answered: int, anchors: str, iterations: int, survivors: int
+) -> tuple[Domains, float]:
     """Anchors and skip sets of the domains, and the share of the prompts routed to their own domain.
 
     Args:
         size: of the sets; None: the one of most tokens per time.
         count: clusters to find in a log without labels; None: each file is a domain.
         answered: prompts of each domain that the model answers for its set.
+        iterations: of Bayesian optimisation for each set; 0: the knapsack search.
     """
     parts, hidden = _files(run) if count is None else _clusters(run, count)
 
     def best_set(name: str, answers: Sequence[Answered]) -> SkipSet:
         sample = run.sample(answers)
+        if iterations:
+            return bayesian.best_set(run, sample, size, iterations)[0]
         protected = protected_sublayers(run.model, sample)
         found = run.search(f"set of {name}", sample, max_weight=size, protected=protected, survivors=survivors)
         return found[-1].skip if size is not None else run.fastest(found, len(sample))[0].skip
@@ -37,7 +43,7 @@ def calibrate(run: Run, size: int | None, count: int | None, answered: int, surv
     answers.append([a for part in answers for a in part])
     names = [part.name for part in parts]
     sets = [best_set(name, part) for name, part in zip([*names, ALL_DOMAINS], answers, strict=True)]
-    domains = fit(hidden, names, sets, seed=run.common.seed)
+    domains = fit(hidden, names, sets, anchors=anchors, seed=run.common.seed)
     return domains, float(np.mean([(domains.route(h) == i).mean() for i, h in enumerate(hidden)]))
 
 
@@ -46,7 +52,13 @@ def _files(run: Run) -> tuple[list[Prompts], list[NDArray[np.float32]]]:
     parts = [Prompts(p.texts[: run.common.prompts], p.name, p.sha256) for p in run.prompts]
     if len({p.name for p in parts}) < len(parts):
         raise ValueError("data: two files have the same name, and it names the domain; rename one")
-    require_prompts({p.name: len(p.texts) for p in parts})
+    if len(parts) < 2:
+        raise ValueError("knn: at least two domains are needed, one file of prompts each; for one, use static")
+    for part in parts:
+        if len(part.texts) < 2:
+            raise ValueError(
+                f"knn: domain {part.name} has {len(part.texts)} prompt(s); give at least 2, better 20 or more"
+            )
     return parts, [_last_states(run, p.texts) for p in parts]
 
 
@@ -76,23 +88,27 @@ def fit(
     sets: Sequence[SkipSet],
     max_anchors: int = MAX_ANCHORS,
     seed: int = 0,
+    anchors: str = "kmeans",
 ) -> Domains:
     """Fit at most `max_anchors` anchors to the last hidden states of each domain's prompts, float32[n, hidden]: the
-    centroids of k-means. `sets`: one per domain, and the global one. Raises ValueError: see `require_prompts`."""
-    require_prompts({name: len(states) for name, states in zip(names, hidden, strict=True)})
+    centroids of "kmeans", or the states "nearest" to the domain's centroid (equation 2). `sets`: one per domain, and
+    the global one."""
+    anchors_of = {"kmeans": _centroids, "nearest": _nearest}[anchors]
     center = np.concatenate(hidden).mean(0)
     units = [unit(states - center) for states in hidden]
-    anchors = [_centroids(states, max_anchors, seed) for states in units]
-    domain = np.repeat(np.arange(len(names)), [len(a) for a in anchors]).astype(np.int32)
+    found = [anchors_of(states, max_anchors, seed) for states in units]
+    domain = np.repeat(np.arange(len(names)), [len(a) for a in found]).astype(np.int32)
     # Similarity of prompts to anchors fitted without them.
-    halves = [(states[::2], states[1::2]) for states in units]
     held_out = [
-        (states @ _centroids(other, max_anchors, seed).T).max(1)
-        for pair in halves
-        for states, other in (pair, pair[::-1])
+        (states[i::2] @ anchors_of(states[1 - i :: 2], max_anchors, seed).T).max(1) for states in units for i in (0, 1)
     ]
     floor = float(np.percentile(np.concatenate(held_out), 1)) - MARGIN
-    return Domains(tuple(names), tuple(sets), center.astype(np.float32), np.concatenate(anchors), domain, floor)
+    return Domains(tuple(names), tuple(sets), center.astype(np.float32), np.concatenate(found), domain, floor)
+
+
+def _nearest(states: NDArray[np.float32], max_anchors: int, seed: int) -> NDArray[np.float32]:
+    distance = np.linalg.norm(states - states.mean(0), axis=1)
+    return states[distance.argsort(kind="stable")[:max_anchors]]
 
 
 def _centroids(states: NDArray[np.float32], max_anchors: int, seed: int) -> NDArray[np.float32]:
@@ -120,12 +136,3 @@ def clusters(hidden: NDArray[np.float32], count: int, seed: int = 0) -> list[NDA
     if len(large) < 2:
         raise ValueError(f"clusters: these {len(hidden)} prompts are too much alike for {count}: use static")
     return large
-
-
-def require_prompts(counts: Mapping[str, int]) -> None:
-    """Raise ValueError for fewer than two domains, or one with fewer than two prompts."""
-    if len(counts) < 2:
-        raise ValueError("knn: at least two domains are needed, one file of prompts each; for one, use static")
-    for name, count in counts.items():
-        if count < 2:
-            raise ValueError(f"knn: domain {name} has {count} prompt(s); give at least 2, better 20 or more")

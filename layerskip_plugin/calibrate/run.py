@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from freedraft.fingerprints import hardware_name
 from layerskip_plugin.calibrate.common import Common
 from layerskip_plugin.calibrate.host_model import HostModel, Sample
-from layerskip_plugin.calibrate.knapsack import Candidate, best_drafting, require_tokens, search
+from layerskip_plugin.calibrate.knapsack import MIN_TOKENS, Candidate, best_drafting, search
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
 from layerskip_plugin.calibrate.timing import pass_times
 from layerskip_plugin.pass_times import PassTimes
@@ -29,7 +29,8 @@ class Run:
     """
 
     def __init__(self, name: str, common: Common) -> None:
-        require_tokens(common.tokens)
+        if common.tokens < MIN_TOKENS:
+            raise ValueError(f"{common.tokens} calibration tokens are too few; give at least {MIN_TOKENS} (--tokens)")
         if not common.out.parent.is_dir():
             raise ValueError(f"out: folder {common.out.parent} does not exist")
         self.name, self.common = name, common

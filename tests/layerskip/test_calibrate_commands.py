@@ -115,6 +115,10 @@ def test_knn(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None
     run("knn", log, "--out", tmp_path / "c.json", "--clusters", 3, *few)
     found = Domains.load(tmp_path / "c.json", 3, fingerprint(model))
     assert found.names[0] == "cluster 1" and 2 <= len(found.names) <= 3
+    run("knn", *files, "--out", out, "--anchors", "nearest", "--iterations", 12, *few)
+    domains, about = Domains.load(out, 3, fingerprint(model)), json.loads(out.read_text())["about"]
+    assert len(domains.anchors) == 10 and (about["anchors"], about["iterations"]) == ("nearest", 12)
+    assert {len(skip) for skip in domains.sets} == {1}
     said = run("inspect", out)
     assert said.count("sublayers skipped") == 3 and "all domains" in said
 

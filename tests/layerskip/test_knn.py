@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 from layerskip_plugin.calibrate.knn import clusters, fit
-from layerskip_plugin.selection.knn import Domains, Knn
+from layerskip_plugin.selection.knn import Domains, Knn, unit
 from layerskip_plugin.skip_set import SkipSet
 
 WIDTH = 24
@@ -51,11 +53,19 @@ def test_a_request_keeps_the_set_of_its_domain_until_it_ends() -> None:
     assert len(policy.requests) == 3
 
 
-def test_domains_that_cannot_be_told_apart_are_refused_and_equal_prompts_are_one_anchor() -> None:
-    for counts, says in (((5, 1), "domain d1 has 1 prompt"), ((5,), "at least two domains")):
-        hidden = [states(centers(3)[i], n, i) for i, n in enumerate(counts)]
-        with pytest.raises(ValueError, match=says):
-            fit(hidden, [f"d{i}" for i in range(len(counts))], [SkipSet.empty(8)] * (len(counts) + 1))
+def test_anchors_are_the_states_nearest_to_the_centroid_as_in_equation_2() -> None:
+    """Of all subsets of a domain's states, those of the least sum of distances."""
+    hidden = [states(center, 6, i) for i, center in enumerate(centers(2))]
+    domains = fit(hidden, ["a", "b"], [SkipSet.empty(8)] * 3, max_anchors=2, anchors="nearest")
+    for i, rows in enumerate(hidden):
+        rows = unit(rows - domains.center)
+        pairs = itertools.combinations(range(len(rows)), 2)
+        best = min(pairs, key=lambda pair: np.linalg.norm(rows[list(pair)] - rows.mean(0), axis=1).sum())
+        found = domains.anchors[domains.domain == i]
+        assert sorted(found.tolist()) == sorted(rows[list(best)].tolist())
+
+
+def test_equal_prompts_are_one_anchor() -> None:
     same = np.repeat(states(centers(3)[0], 1, 0), 6, 0)
     domains = fit([same, states(centers(3)[1], 6, 1)], ["a", "b"], [SkipSet.empty(8)] * 3)
     assert (domains.domain == 0).sum() == 1

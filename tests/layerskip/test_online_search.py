@@ -124,9 +124,9 @@ def test_self_sd_minimises_time_per_token() -> None:
     traffic = Traffic(0.04, luck=0.0, equal=True)
     found = bayesian.search(traffic.evaluate, BitSearch(LAYERS), 60, priced)
     sets = [SkipSet(LAYERS, frozenset(range(a)), frozenset(range(m))) for a in range(11) for m in range(11)]
-    fastest = min(bayesian.seconds_per_token(s, traffic.true(s), priced) for s in sets)
+    fastest = max(priced.best(s, traffic.true(s))[0] for s in sets)
     assert len(found.attention) > len(found.mlp)
-    assert bayesian.seconds_per_token(found, traffic.true(found), priced) < 1.02 * fastest
+    assert 1.02 * priced.best(found, traffic.true(found))[0] > fastest
 
 
 def test_swift_scores_its_incumbent_again_in_every_batch_and_improves() -> None:

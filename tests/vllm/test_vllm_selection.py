@@ -149,7 +149,7 @@ def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine, prompts, 
     host = Reading.load(Path(swift_engine.llm_engine.model_config.model), dtype="float32")
     sets = [host.skip(np.flatnonzero(row)) for row in bits]
     for text, measured in zip(texts, found, strict=True):
-        sample = host.newest(text[:-1], 32)
+        sample = host.sample([text[:-1]], 32, [len(text) - 33])
         drafted = host.best(host.final_states(sets, sample)).numpy()
         expected = (drafted == np.array(text[-32:])).mean(1)
         assert measured == pytest.approx(expected, abs=1.01 / 32) and measured[0] == 1
@@ -189,7 +189,7 @@ def test_knapspec_searches_as_the_reference_does(swift_engine, prompts, plain):
     host = Reading.load(Path(swift_engine.llm_engine.model_config.model), dtype="float32")
     for text, sets in found[:3]:
         most = max(len(skip) for skip in sets)
-        sample = host.newest(text[:-1], KnapSpec.window)
+        sample = host.sample([text[:-1]], KnapSpec.window, [len(text) - 1 - KnapSpec.window])
         expected = search(sample.states(0), partial(host.sublayer, sample=sample), 2 * LAYERS, (1, 1), most)
         same = [skip.bits == tuple(bits) for skip, bits in zip(sets, expected.skipped.tolist(), strict=True)]
         assert np.mean(same) > 0.8, "beyond what rounding turns"
