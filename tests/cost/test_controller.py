@@ -72,18 +72,6 @@ def test_the_width_is_the_best_of_all(p: list[list[float]], growth: list[float])
     assert np.array_equal(counts, np.minimum(before, width)) and longest == counts.max()
 
 
-def test_acceptance_learns_what_scores_are_worth() -> None:
-    acceptance, rng = Acceptance(), np.random.default_rng(0)
-    draft = chains([[0.6, 0.6]], kinds=3)
-    assert acceptance.probabilities(draft)[0] == pytest.approx([1, 0.6, 0.36])
-    for _ in range(1500):
-        hits = list(itertools.takewhile(lambda p: rng.random() < p, (0.2, 0.9)))
-        observe(acceptance, draft, [[*range(1, len(hits) + 1), 99]])
-    after = acceptance.probabilities(draft)[0]
-    assert after[1] == pytest.approx(0.2, abs=0.1)
-    assert after[2] / after[1] == pytest.approx(0.9, abs=0.12)
-
-
 def test_an_outcome_counts_once_per_child_of_the_true_path() -> None:
     tree = DraftBatch.empty(1, 6)
     # root -> 1 (token 10), 2 (token 11); 2 -> 3 (token 12), 4 (token 13); 1 -> 5 (token 14), not on the true path

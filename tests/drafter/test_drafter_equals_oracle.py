@@ -14,7 +14,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bench.scorer.weights import save
-from sssd_plugin.scoring import paper
 
 SCORINGS = ("learned", "paper")
 EXAMPLES = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -198,15 +197,3 @@ def test_more_candidates_than_fit() -> None:
     found = [oracle.gather(pair.store, r, r, oracle.ROOT_SAMPLES).candidates for r in pair.requests.values()]
     assert max(map(len, found)) == oracle.MAX_CANDIDATES
     pair.compare()
-
-
-def test_departures_from_the_paper_are_those_of_the_page() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "papers.md").read_text(encoding="utf-8")
-    for part in (
-        f"3 by default, 4 in its evaluation | {paper.PREFIX} |",
-        f"8 by default, 9 in its evaluation | {paper.GRAM} |",
-        f"the newest {paper.OCCURRENCES} of the last token",
-        f"under {paper.ENOUGH} sampled continuations | under {paper.ENOUGH} nodes |",
-        f"{paper.SAMPLES} by size of sub-index, at least about {paper.MIN_SAMPLES} of each |",
-    ):
-        assert part in page

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from bench.scorer.long_contexts import edit
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.request_index import RequestIndex
-from tests.support.stores import int32, snapshot_of
+from tests.support.stores import int32
 
 VOCAB = 30_000
 NODES = 16
@@ -56,20 +56,6 @@ def test_a_copy_goes_on_behind_an_edit(kind: str, least: float, shape: str) -> N
     prompt = text(16_000)
     answer = edit(prompt[3_000:3_600], kind, 0.05, prompt, np.random.default_rng(1))
     assert tokens_per_step(prompt, answer, shape) >= least
-
-
-def test_copies_from_the_datastore() -> None:
-    """What four tokens do not tell, more of them do: passages that differ in their first word only."""
-    rng = np.random.default_rng(0)
-    common = rng.integers(10, 50, 11).tolist()
-    passages = [[word, *common, *rng.integers(100, 9_000, 40).tolist()] for word in range(1_000, 1_040)]
-    store = snapshot_of([[passage] for passage in passages[:7]] + [passages[7:]], VOCAB)
-    for passage in (passages[3], passages[30]):
-        drafter = Drafter(vocab_size=VOCAB, max_nodes=NODES, snapshot=store)
-        replace(drafter, {"r": [7, 8, 9, 5, *passage[:12]]})
-        batch = drafter.draft(["r"], max_nodes=NODES, shape="chain")
-        assert batch.tokens[0, 1 : batch.counts[0]].tolist() == passage[12 : 12 + NODES - 1]
-        drafter.close()
 
 
 def test_drafts_do_not_depend_on_what_else_has_the_same_hash() -> None:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-from prometheus_client import REGISTRY
 from vllm_cases import generate, parameters
 from vllm_engines import check_nothing_is_left, engine, runner_of, settle, spied
 
 from freedraft.tenants import tenant_key
-from sssd_plugin import metrics as source_metrics
 from sssd_plugin.datastore.live.maintenance import forget
-from sssd_plugin.scoring.attribution import SOURCES
 from tests.support.stores import documents_of
 from tests.support.waiting import wait_until
 
 TOKENS = 30
-COUNTERS = "lookups", "live_documents", "live_inserted_tokens", "live_merges", "live_merge_seconds"
 
 
 def ask(llm, prompts, salt=None):
@@ -30,29 +24,8 @@ def learnt_by(method, tenant):
     return [text for run in method.live.tenants[tenant].all_runs for text in documents_of(run.sub)]
 
 
-def value(name, **labels):
-    found = REGISTRY.get_sample_value(f"freedraft_{name}", labels)
-    assert found is not None, name
-    return found
-
-
-def gained(method, before):
-    """What counters of sources and of the live datastore have gained, which all engines of this process add to."""
-    method.live_metrics._next = 0.0  # else they are not brought up to date at every request's end
-    method.live_metrics.show(method.live)
-    found = Counter({name: value(f"{name}_total") for name in COUNTERS})
-    found |= {f"{source} hits": value("hits_total", source=source) for source in SOURCES}
-    found |= {f"{source} tokens": value("sourced_tokens_total", source=source) for source in (*SOURCES, "other")}
-    gain = Counter(found)
-    gain.subtract(before)
-    before.clear()
-    before.update(found)
-    return gain
-
-
-def test_learns_from_what_it_said(tiny_model, tiny_answers, live_prompts, tmp_path, monkeypatch):
+def test_learns_from_what_it_said(tiny_model, tiny_answers, live_prompts, tmp_path):
     prompts, plain = live_prompts, tiny_answers
-    monkeypatch.setattr(source_metrics, "EVERY", 1)
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4}
     method = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "recycle": "off"}
     method |= {"live": True, "datastore": str(tmp_path)}
@@ -65,27 +38,13 @@ def test_learns_from_what_it_said(tiny_model, tiny_answers, live_prompts, tmp_pa
         return sum(counts)
 
     with engine(tiny_model, speculative_config=method, **settings) as llm:
-        learning, before = runner_of(llm).drafter.guarded.method, Counter()
-        gained(learning, before)
+        learning = runner_of(llm).drafter.guarded.method
         first = accepted("main")
         said = [[*prompt["prompt_token_ids"][-8:], *answer] for prompt, answer in zip(prompts, plain, strict=True)]
         (tenant,) = (number for number in learning.live.tenants if number)
         assert sorted(learnt_by(learning, tenant)) == sorted(said), "every output, whole, behind the end of its prompt"
-        one = gained(learning, before)
-        assert sum(one[f"{source} tokens"] for source in (*SOURCES, "other")) == first
-        assert one["input tokens"] > 0 and one["static tokens"] == 0
         second = accepted("main")
         assert second > first
-        two = gained(learning, before)
-        assert sum(two[f"{source} tokens"] for source in (*SOURCES, "other")) == second
-        assert two["live tokens"] > one["live tokens"] and one["live hits"] < two["live hits"] <= two["lookups"]
-        assert two["live_documents"] == 6 and two["live_inserted_tokens"] == 6 * (8 + TOKENS)
-        assert 0 == two["live_merges"] == two["live_merge_seconds"]
-        assert value("live_tokens") == 12 * (8 + TOKENS + 1)
-        assert value("live_sub_indices") == 1 and value("live_bytes") > 8 * value("live_tokens")
-        assert value("static_tokens") == value("static_sub_indices") == 0
-        assert value("drafting_seconds_count", method="sssd") > 0 < value("drafting_seconds_sum", method="sssd")
-
         # A tenant profits from its own answers only.
         assert accepted("one") == accepted("two") == first < accepted("one")
         # Requests without a salt profit from one another's.

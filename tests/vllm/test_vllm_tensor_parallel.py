@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm_cases import save_sets
+from vllm_cases import two_skip_sets
 
 from tests.support.models import continuations, save, tiny_model
 from tests.support.prompts import random_ids
@@ -82,8 +82,7 @@ def test_two_ranks_draw_as_one_does_plainly(model):
 @pytest.fixture(scope="module")
 def layerskip(model, tmp_path_factory):
     """A method whose first set skips nothing, which some requests get, and whose second one something."""
-    sets = save_sets(model, tmp_path_factory.mktemp("skip_sets"), empty=(set(), set()), some=({0}, {1}))
-    return {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed", "skip_set": sets}
+    return two_skip_sets(model, tmp_path_factory.mktemp("skip_sets"))
 
 
 @pytest.mark.extended

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from vllm_cases import TINY, alone, greedy_case, recycled, save_sets, seeded_case, token_prompts
+from vllm_cases import TINY, alone, greedy_case, recycled, save_sets, seeded_case, token_prompts, two_skip_sets
 
 from freedraft.step import EngineContext
 from tests.support import prompts as texts
@@ -244,12 +244,6 @@ def test_draft_lengths_are_learnt_while_serving(tiny_model, tiny_answers, live_p
     for confidences, drafted in own:
         assert all(0 < c <= 1 for c in confidences[:drafted]) or not any(confidences)
         assert not any(confidences[drafted:])
-
-
-def two_skip_sets(model, folder):
-    """Options of a method that skips nothing for some requests, and something for others."""
-    sets = save_sets(model, folder, empty=(set(), set()), some=({0}, {1}))
-    return {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed", "skip_set": sets}
 
 
 @pytest.fixture(scope="module")
