@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known import LLAMA3_8B, ROOFLINE, engine_context
-from simulated import chains
 
 from freedraft.cost.acceptance import SIZE, Acceptance
 from freedraft.cost.allocation import allocate, allocate_width
@@ -22,7 +21,7 @@ from freedraft.draft import DraftBatch
 from layerskip_plugin.skip_set import SkipSet
 from sssd_plugin.drafter import Drafter
 from tests.support.continuations import observe
-from tests.support.steps import make_step
+from tests.support.steps import chains, make_step
 
 LENGTHS = candidate_lengths(8)
 growth = st.lists(st.floats(0.0, 0.4), min_size=16, max_size=16)
@@ -70,6 +69,18 @@ def test_the_width_is_the_best_of_all(p: list[list[float]], growth: list[float])
     assert rates[width] == pytest.approx(max(rates.values()))
     assert gain == pytest.approx(rates[width] / rates[1] - 1)
     assert np.array_equal(counts, np.minimum(before, width)) and longest == counts.max()
+
+
+def test_acceptance_learns_what_scores_are_worth() -> None:
+    acceptance, rng = Acceptance(), np.random.default_rng(0)
+    draft = chains([[0.6, 0.6]], kinds=3)
+    assert acceptance.probabilities(draft)[0] == pytest.approx([1, 0.6, 0.36])
+    for _ in range(1500):
+        hits = list(itertools.takewhile(lambda p: rng.random() < p, (0.2, 0.9)))
+        observe(acceptance, draft, [[*range(1, len(hits) + 1), 99]])
+    after = acceptance.probabilities(draft)[0]
+    assert after[1] == pytest.approx(0.2, abs=0.1)
+    assert after[2] / after[1] == pytest.approx(0.9, abs=0.12)
 
 
 def test_an_outcome_counts_once_per_child_of_the_true_path() -> None:

@@ -315,16 +315,6 @@ def test_draft_passes_read_what_cuda_graphs_capture(tiny_model, tiny_answers, li
     assert 0 < accepted < drafted
 
 
-def test_batches_that_draft_passes_are_captured_for():
-    from freedraft.engines.vllm.draft_graphs import graph_sizes
-
-    own = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-    assert graph_sizes(own, 1024) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-    assert graph_sizes(own, 100) == [1, 2, 4, 8, 16, 32, 64, 100]
-    assert graph_sizes([1, 2, 4, 8, 24], 256) == [1, 2, 4, 8, 16, 24]
-    assert graph_sizes([1], 256) == graph_sizes(None, 1) == [1]
-
-
 def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch, caplog):
     """Here, where there is no device: one line, eager passes, and no second try in this process."""
     from vllm.config import CUDAGraphMode

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from freedraft.engines.vllm.v2.requests import Requests
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
-from freedraft.step import room
 from tests.support.random_trees import random_batch
 
 SLOTS, LENGTH, NEWEST = 4, 60, 4
@@ -91,27 +90,6 @@ def test_any_traffic(random):
         assert len(requests) == len(running) + len(preempted) + len(ended)
     requests.finish("unknown")
     assert "unknown" not in requests.ended
-
-
-def test_a_request_ends_where_its_parameters_or_the_model_say():
-    from vllm import SamplingParams
-
-    requests = Requests(SLOTS, LENGTH, NEWEST)
-    for slot, (max_tokens, most) in enumerate(((3, 5), (LENGTH, LENGTH))):
-        requests.add(str(slot), slot, [1, 2, 3], 2, SamplingParams(max_tokens=max_tokens))  # one of them written before
-        assert requests.limits[slot] == most
-
-
-def test_a_trees_width_is_not_cut_before_the_last_token():
-    """Chains end before the last token, trees are as wide as they may be until then, and no node has a position that
-    the model lacks."""
-    for limit in (1, 2, 3, LENGTH):
-        for known in range(1, min(limit, LENGTH - 1) + 1):
-            limits, contexts = np.array([limit]), np.array([known], np.int32)
-            to_come, places = limit - known, LENGTH - known
-            assert room(limits, contexts, NEWEST).tolist() == [min(NEWEST, max(to_come - 1, 0))]
-            tree = room(limits, contexts, NEWEST, trees=np.ones(1, np.bool_), widest=places - 1)
-            assert tree.tolist() == [min(NEWEST, places - 1) if to_come > 1 else 0]
 
 
 WIDEST, PLACES, ROWS = 64, 9, 7

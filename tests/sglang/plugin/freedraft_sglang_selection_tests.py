@@ -109,7 +109,7 @@ def make_selecting(options, context, controller):
             tree.check()
             sets = list(self.selection.sets.values())
             chosen = self.selection.choose(step.request_ids, step.contexts)
-            places = [sets.index(skip_set) for skip_set in chosen]
+            places = [sets.index(skip_set) if skip_set in sets else 0 for skip_set in chosen]  # of a search one
             log["mixed"] = max(log["mixed"], len(set(places)))
             for request_id, place in zip(step.request_ids, places, strict=True):
                 log["places"].setdefault(request_id, []).append(place)
