@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
-from drafting import Pair, accepted, python_sources, random_weights
+from drafting import Pair, python_sources, random_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.replay import accepted_length
 from bench.scorer.weights import save
+from tests.support.stores import int32
 
 SCORINGS = ("learned", "paper")
 EXAMPLES = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -130,7 +132,7 @@ def test_real_text(scoring: str, shape: str) -> None:
         position = 500
         while position < len(text):
             pair.extend({name: text[:position]})
-            position += 1 + accepted(pair.compare([name], shape=shape), 0, text[position:])
+            position += 1 + accepted_length(pair.compare([name], shape=shape), int32(text[position:]))
             steps += 1
         produced += len(text) - 500
         pair.finish(name)

@@ -6,9 +6,10 @@ import time
 
 import numpy as np
 import pytest
-from drafting import accepted, replace
+from drafting import replace
 from numpy.typing import NDArray
 
+from bench.replay import accepted_length
 from bench.scorer.long_contexts import edit
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.request_index import RequestIndex
@@ -32,7 +33,7 @@ def tokens_per_step(prompt: NDArray[np.int32], answer: NDArray[np.int32], shape:
     drafter.replace("r", prompt)
     while position < len(tokens):
         batch = drafter.draft(["r"], max_nodes=NODES, shape=shape)
-        new = tokens[position : position + 1 + accepted(batch, 0, tokens[position:])]
+        new = tokens[position : position + 1 + accepted_length(batch, tokens[position:])]
         position, steps = position + len(new), steps + 1
         drafter.update(["r"], new, np.array([0]), np.array([len(new)]), int32([position]))
     drafter.close()
