@@ -88,7 +88,9 @@ def metric(server, name):
 
 def metrics(server, name):
     """Of each drafter."""
-    return [sums(get(port, "/metrics"))[name] for port in server.drafters]
+    pages = [sums(get(port, "/metrics")) for port in server.drafters]
+    assert all(name in page for page in pages), name
+    return [page[name] for page in pages]
 
 
 def clients_that_go_away(server, prompts):
