@@ -41,6 +41,7 @@ from sssd_plugin.drafter import Drafter
 NOISE, CONTEXT, DRAFTING = 0.08, 600, 40e-6  # relative, of step times; tokens per request; seconds to draft per request
 ANSWERS, SESSIONS, TURNS = 199, 12, 48  # maximum numbers to replay
 SCHEDULED_AHEAD = 2  # steps that V2's engine has scheduled before new lengths take effect
+BATCHES = (1, 2, 4, 8, 16, 64, 256)
 CELLS = (("h200", 1), ("h200", 8), ("h200", 32), ("cpu", 1), ("cpu", 4))  # machine and batch size, for --lengths
 SMALL = ModelShape(
     hidden=576, layers=30, heads=9, kv_heads=3, head_dim=64, intermediate=1536, vocab=49152,
@@ -221,7 +222,7 @@ def of_policies(args: argparse.Namespace, trace: Trace) -> Iterator[dict[str, An
     """Yield a row for each machine and batch size."""
     drafter = Drafter(vocab_size=trace.vocab_size, max_nodes=9, snapshot=trace.snapshot)
     for machine in MACHINES:
-        for batch in args.batches:
+        for batch in BATCHES:
             # Small batches get fewer answers, so that all take about the same number of steps.
             shown = trace.test_rows[: max(12, min(ANSWERS, 4 * batch))]
             rates = {arm: replay(shown, batch, machine, drafter, make) for arm, make in ARMS.items()}
@@ -251,7 +252,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True)
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 2, 4, 8, 16, 64, 256])
     parser.add_argument("--lengths", type=int, nargs="+", help="numbers of draft tokens to compare, with --sessions")
     parser.add_argument("--sessions", type=Path)
     parser.add_argument("--json", type=Path)

@@ -31,6 +31,7 @@ from sssd_plugin.request_index import RequestIndex
 
 PROMPT, STEPS, ADVANCE, ROUNDS = 600, 120, 2, 3  # tokens, steps per request, tokens per step, repeats
 BATCH, LARGE, HELD_OUT = 32, 256, 64
+STORES = 1_000_000, 8_000_000  # tokens
 SHAPES: list[tuple[Scoring, int]] = [("paper", 16), ("learned", 8), ("learned", 16)]
 """Scoring and number of nodes of each arm."""
 Tokens = NDArray[np.int32]
@@ -118,9 +119,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "build" / "model", help="model folder")
-    parser.add_argument("--stores", type=int, nargs="+", default=[1_000_000, 8_000_000], help="sizes in tokens")
     arguments = parser.parse_args()
-    documents, vocab = corpus(arguments.tokenizer, max(arguments.stores))
+    documents, vocab = corpus(arguments.tokenizer, max(STORES))
     need = PROMPT + STEPS * ADVANCE
     taken = [i for i, d in enumerate(documents) if len(d) >= need][:HELD_OUT]
     stored = np.concatenate([np.append(d, SEPARATOR) for i, d in enumerate(documents) if i not in taken])
@@ -129,7 +129,7 @@ def main() -> None:
 
     arms = [Arm("input only", (), vocab, shape, 1) for shape in SHAPES]
     store_bytes = {}
-    for size in arguments.stores:
+    for size in STORES:
         label = f"{size / 1e6:g} M"
         whole, parts = (snapshot_of(stored[:size].astype(np.int32), n, vocab) for n in (1, 8))
         sub = whole[0]
@@ -147,7 +147,7 @@ def main() -> None:
         "append_us_per_token": {arm.name: statistics.median(arm.append_us) for arm in arms if arm.batch == 1},
         "prompt": context_cost(documents),
         "store_bytes_per_token": store_bytes,
-        "store_build": in_fresh_process(build_cost, stored[: max(arguments.stores)].astype(np.int32), vocab),
+        "store_build": in_fresh_process(build_cost, stored[: max(STORES)].astype(np.int32), vocab),
     }
     result = rounded(result, 2)
     print(json.dumps(result, indent=1))

@@ -1,6 +1,6 @@
 """Servers that share learnt text at one URL, over HTTP.
 
-    python bench/exchange.py --json OUT [--engines vllm vllm] [--pythons PYTHON PYTHON]
+    python bench/exchange.py --json OUT
 
 Two servers with the demo model, one core each, and an S3-compatible bucket (moto). A client with a salt asks the first
 server and, 8 seconds later, the other one: tokens per step. Then the tenant is erased, and both are asked again.
@@ -10,7 +10,6 @@ Clients without a salt or with another one ask the same question and must not ge
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -30,16 +29,16 @@ QUESTION = "Once upon a time, in a village by the sea, there lived"
 URL, WAIT = "s3://servers/demo", 8.0
 
 
-def client_of(number: int, engine: str, python: str, model: Path, folder: Path) -> Client:
-    """Return a client of a server at the URL; the server is not started yet."""
+def client_of(number: int, model: Path, folder: Path) -> Client:
+    """Return a client of a vLLM server at the URL; the server is not started yet."""
     speculative: dict[str, object] = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed"}
     speculative |= {"live": True, "datastore": URL, "recycle": "off"}
     log = folder / f"server-{number}.log"
-    server = servers.build(str(number), engine, model, log, speculative=speculative, python=python)
+    server = servers.build(str(number), "vllm", model, log, speculative=speculative)
     cores = sorted(os.sched_getaffinity(0))
     server.command = ["taskset", "-c", str(cores[number % len(cores)]), *server.command]
     server.env |= {"OMP_NUM_THREADS": "1", "FREEDRAFT_CACHE": str(folder / "cache")}
-    return Client(engine, server, 60)
+    return Client("vllm", server, 60)
 
 
 def tokens_per_step(client: Client, salt: str | None) -> float:
@@ -67,8 +66,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--model", type=Path, default=Path("build/model"))
-    parser.add_argument("--engines", nargs=2, default=["vllm", "vllm"])
-    parser.add_argument("--pythons", nargs=2, default=[sys.executable, sys.executable])
     args = parser.parse_args()
     s3 = ThreadedMotoServer(servers.HOST, servers.free_port())
     s3.start()
@@ -76,10 +73,9 @@ def main() -> None:
     os.environ |= {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
     fsspec.filesystem("s3").mkdir("servers")
     with tempfile.TemporaryDirectory() as name:
-        both = enumerate(zip(args.engines, args.pythons, strict=True))
-        one, other = (client_of(n, engine, python, args.model, Path(name)) for n, (engine, python) in both)
+        one, other = (client_of(number, args.model, Path(name)) for number in range(2))
         with servers.running(one.server, other.server):
-            figures = {" and ".join(dict.fromkeys(args.engines)): measure(one, other)}
+            figures = {"vllm": measure(one, other)}
     s3.stop()
     write_json(args.json, figures)
     print(json.dumps(figures, indent=1))

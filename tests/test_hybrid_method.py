@@ -17,20 +17,18 @@ from freedraft.hybrid.method import HybridMethod
 from freedraft.hybrid.options import option_type, part_options
 from freedraft.method import METHODS, Method, MethodSpec, ModelMethod
 from freedraft.step import EngineContext, Step
-from tests.support.steps import make_step
+from tests.support.steps import chains, make_step
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
 CONFIG = SimpleNamespace(to_dict=lambda: SHAPE)
 
 
-def chains(step: Step, rows: np.ndarray, lengths: Any, first: int, score: float, kind: int) -> DraftBatch:
+def drafted(step: Step, rows: np.ndarray, lengths: Any, first: int, score: float, kind: int) -> DraftBatch:
     """Chains of tokens that count up from `first` for some requests, roots for the others."""
-    draft = DraftBatch.empty(step.batch_size, int(max(lengths, default=0)) + 1)
-    draft.depths[:] = np.arange(draft.max_nodes)
-    draft.parents[:], draft.tokens[:] = draft.depths - 1, draft.depths + first - 1
-    draft.scores[:], draft.kinds[:] = score**draft.depths, kind
-    draft.tokens[:, 0], draft.counts[:] = step.roots, 1
-    draft.counts[rows] = np.asarray(lengths) + 1
+    by_row = dict(zip(rows.tolist(), lengths, strict=True))
+    draft = chains([[score] * int(by_row.get(b, 0)) for b in range(step.batch_size)], kind)
+    draft.tokens += first - 1
+    draft.tokens[:, 0] = step.roots
     return draft
 
 
@@ -55,7 +53,7 @@ class Host(Method):
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         rows = np.array([i for i, name in enumerate(step.request_ids) if name.startswith("copy")], np.intp)
-        return chains(step, rows, [min(3, max_draft_len)] * len(rows), 10, 0.97, 1)
+        return drafted(step, rows, [min(3, max_draft_len)] * len(rows), 10, 0.97, 1)
 
     def finish(self, request_id: str, output: Any, aborted: bool) -> None:
         self.ended.append(request_id)
@@ -85,7 +83,7 @@ class Model(ModelMethod):
     def propose_for(self, step: Step, rows: Any, limits: Any, rest: Any) -> DraftBatch:
         self.asked.append([step.request_ids[i] for i in rows.tolist()])
         self.rest = rest
-        return chains(step, rows, np.minimum(2, limits), 50, 0.9, PASS_KINDS)
+        return drafted(step, rows, np.minimum(2, limits), 50, 0.9, PASS_KINDS)
 
 
 @pytest.fixture

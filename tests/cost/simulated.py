@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from freedraft.cost.roofline import Roofline
 from freedraft.draft import DraftBatch
 from freedraft.method import Method
 from freedraft.step import EngineContext, Step
-from tests.support.steps import make_step
+from tests.support.steps import chains, make_step
 
 LAG = 2  # steps until an asynchronous scheduler has heard of what a step says
 Seconds = Callable[[int, int], float]  # of a step, by batch size and query tokens
@@ -27,16 +27,6 @@ class Text(NamedTuple):
 
     accept: float
     promised: float = 0.5
-
-
-def chains(p: Sequence[Sequence[float]], kinds: int = 0) -> DraftBatch:
-    """Chains of nodes with these probabilities given their parents; token i at depth i."""
-    draft = DraftBatch.empty(len(p), 1 + max(map(len, p), default=0))
-    draft.tokens[:] = draft.depths[:] = np.arange(draft.max_nodes)
-    draft.parents[:], draft.kinds[:], draft.scores[:, 0] = draft.depths - 1, kinds, 1.0
-    for b, row in enumerate(p):
-        draft.counts[b], draft.scores[b, 1 : len(row) + 1] = len(row) + 1, np.cumprod(row)
-    return draft
 
 
 class Drafter(Method):

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from known import LLAMA3_8B, ROOFLINE, engine_context
-from simulated import chains
 
 from freedraft.cost.acceptance import SIZE, Acceptance
 from freedraft.cost.allocation import allocate, allocate_width
@@ -22,7 +21,7 @@ from freedraft.draft import DraftBatch
 from layerskip_plugin.skip_set import SkipSet
 from sssd_plugin.drafter import Drafter
 from tests.support.continuations import observe
-from tests.support.steps import make_step
+from tests.support.steps import chains, make_step
 
 LENGTHS = candidate_lengths(8)
 growth = st.lists(st.floats(0.0, 0.4), min_size=16, max_size=16)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +12,7 @@ from freedraft.cost import hardware
 from freedraft.cost.controller import make_controller
 from freedraft.cost.hardware import HardwareProfile, choose_profile
 from freedraft.cost.policies import Controller, Fixed, Knee
-from freedraft.draft import DraftBatch
-from tests.support.steps import make_step
+from tests.support.steps import chains, make_step
 
 
 def budget(controller: Controller, batch: int) -> int:
@@ -53,16 +51,13 @@ def test_budget_keeps_the_batch_at_the_knee(knee: int, longest: int, batch: int,
 
 @settings(deadline=None)
 @given(st.lists(st.lists(st.floats(0.01, 0.99), max_size=6), min_size=1, max_size=5), st.integers(1, 20))
-def test_the_best_nodes_of_the_batch_get_the_budget(chains: list[list[float]], knee: int) -> None:
-    draft = DraftBatch.empty(len(chains), 7)
-    for b, chain in enumerate(chains):
-        draft.counts[b], draft.scores[b, 0] = len(chain) + 1, 1.0
-        draft.scores[b, 1 : len(chain) + 1] = np.cumprod(chain)
-    before = [draft.scores[b, 1 : draft.counts[b]].tolist() for b in range(len(chains))]
+def test_the_best_nodes_of_the_batch_get_the_budget(p: list[list[float]], knee: int) -> None:
+    draft = chains(p)
+    before = [draft.scores[b, 1 : draft.counts[b]].tolist() for b in range(len(p))]
     controller = Knee(profile(knee=knee), 6)
-    tokens = budget(controller, len(chains))
+    tokens = budget(controller, len(p))
     kept = controller.truncate(draft)
-    assert kept == min(tokens, sum(map(len, chains))) == int((draft.counts - 1).sum())
+    assert kept == min(tokens, sum(map(len, p))) == int((draft.counts - 1).sum())
     taken = sum(sum(scores[: n - 1]) for scores, n in zip(before, draft.counts.tolist(), strict=True))
     assert taken == pytest.approx(sum(sorted((p for scores in before for p in scores), reverse=True)[:kept]), rel=1e-5)
 

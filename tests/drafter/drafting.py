@@ -54,17 +54,6 @@ def assert_equal(batch: DraftBatch, trees: Sequence[oracle.Tree]) -> None:
         assert batch.kinds[b, :n].max(initial=0) < PASS_KINDS
 
 
-def accepted(batch: DraftBatch, row: int, following: Sequence[int]) -> int:
-    """How many of the tokens that follow a tree's root are those of one of its paths."""
-    node = 0
-    for n, token in enumerate(following):
-        children = [i for i in range(1, batch.counts[row]) if batch.parents[row, i] == node]
-        node = next((i for i in children if batch.tokens[row, i] == token), -1)
-        if node < 0:
-            return n
-    return len(following)
-
-
 class Pair:
     """The compiled drafter and the oracle over the same store and requests."""
 

@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
-from drafting import Pair, accepted, python_sources, random_weights
+from drafting import Pair, python_sources, random_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bench.replay import accepted_length
 from bench.scorer.weights import save
-from sssd_plugin.scoring import paper
+from tests.support.stores import int32
 
 SCORINGS = ("learned", "paper")
 EXAMPLES = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]}
@@ -131,7 +132,7 @@ def test_real_text(scoring: str, shape: str) -> None:
         position = 500
         while position < len(text):
             pair.extend({name: text[:position]})
-            position += 1 + accepted(pair.compare([name], shape=shape), 0, text[position:])
+            position += 1 + accepted_length(pair.compare([name], shape=shape), int32(text[position:]))
             steps += 1
         produced += len(text) - 500
         pair.finish(name)
@@ -198,15 +199,3 @@ def test_more_candidates_than_fit() -> None:
     found = [oracle.gather(pair.store, r, r, oracle.ROOT_SAMPLES).candidates for r in pair.requests.values()]
     assert max(map(len, found)) == oracle.MAX_CANDIDATES
     pair.compare()
-
-
-def test_departures_from_the_paper_are_those_of_the_page() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "papers.md").read_text(encoding="utf-8")
-    for part in (
-        f"3 by default, 4 in its evaluation | {paper.PREFIX} |",
-        f"8 by default, 9 in its evaluation | {paper.GRAM} |",
-        f"the newest {paper.OCCURRENCES} of the last token",
-        f"under {paper.ENOUGH} sampled continuations | under {paper.ENOUGH} nodes |",
-        f"{paper.SAMPLES} by size of sub-index, at least about {paper.MIN_SAMPLES} of each |",
-    ):
-        assert part in page

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 from drafting import append, python_sources, replace
 from hypothesis import HealthCheck, given, settings
@@ -55,49 +54,6 @@ def test_nothing_outside_of_the_vocabulary_is_drafted(
     assert ((tokens >= 0) & (tokens < 5)).all()
     followed = {b for a, b in itertools.pairwise([*request, 0]) if a == 0} & set(range(5))
     assert shape == "chain" or followed <= set(tokens.tolist())
-
-
-@pytest.mark.parametrize("scoring", SCORINGS)
-@given(text=st.lists(st.integers(0, 30), min_size=1, max_size=40), x=st.integers(31, 40), y=st.integers(31, 40))
-@settings(max_examples=40, **SLOW)
-def test_every_generated_token_is_visible_at_the_next_step(scoring: str, text: list[int], x: int, y: int) -> None:
-    """x, y come out for the first time; as soon as x comes again, y is drafted after it: nothing else ever followed."""
-    drafter = Drafter(vocab_size=50, max_nodes=8, scoring=scoring)  # type: ignore[arg-type]
-    replace(drafter, {"r": text})
-    for token in (x, y, x):
-        append(drafter, "r", [token])
-    nodes = copied(drafter.draft(["r"], max_nodes=8))[0]
-    assert nodes[0][0] == x
-    assert max((score, token) for token, parent, score in nodes[1:] if parent == 0)[1] == y
-
-
-def test_scores_are_probabilities() -> None:
-    """Learned scores of the children of a node and "none of these" sum to 1; the paper's need not."""
-    sources = list(python_sources().values())
-    drafter, names = drafter_over([sources[:6]], [source[:600] for source in sources[6:]], "learned", 50_000)
-    batch = drafter.draft(names, max_nodes=64)
-    batch.check()
-    nodes_with_many = 0
-    for nodes in copied(batch):
-        for parent, (_, _, above) in enumerate(nodes):
-            scores = [score for _, p, score in nodes[1:] if p == parent]
-            assert sum(scores) <= above * (1 + 1e-5)
-            nodes_with_many += len(scores) > 1 and sum(scores) > 0.5 * above
-    assert nodes_with_many > 4  # not for want of children
-
-
-@pytest.mark.parametrize("scoring", SCORINGS)
-@given(data=st.data())
-@settings(max_examples=30, **SLOW)
-def test_scores_fall_from_node_to_node(scoring: str, data: st.DataObject) -> None:
-    """So the best nodes of a batch are a first part of each tree, and a row that is cut short is a tree."""
-    requests = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=20), min_size=1, max_size=5))
-    drafter, names = drafter_over([[[0, 1, 2, 3, 0, 1, 0]]], requests, scoring, vocab_size=4)
-    batch = drafter.draft(names, max_nodes=16, shape=data.draw(st.sampled_from(["tree", "chain"])))
-    for row in copied(batch):
-        assert all(a[2] >= b[2] for a, b in itertools.pairwise(row))
-    batch.counts[:] = np.minimum(batch.counts, data.draw(st.integers(0, 16)))
-    batch.check()
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 from transformers import LlamaConfig
 
 from freedraft.cost.controller import Auto
@@ -56,6 +57,21 @@ def test_it_learns_from_finished_requests(prompts: bool) -> None:
     assert serve(one, "f", [25, 21], [22])[:2] == [23, 24]
     serve(one, "g", [30, 31], [])
     assert serve(one, "h", [29, 30], [31]) == []
+    one.close()
+
+
+def test_metrics_are_those_of_what_was_learnt() -> None:
+    def value(name: str) -> float:
+        return REGISTRY.get_sample_value(f"freedraft_live_{name}") or 0.0
+
+    one, counters = method(isolation="shared"), ("documents_total", "inserted_tokens_total", "merges_total")
+    before = [value(name) for name in counters]
+    for i in range(3):
+        serve(one, str(i), [1, 2, 3], [10 + i, 11, 12])
+    one.live_metrics._next = 0.0  # else they are not brought up to date at every request's end
+    one.live_metrics.show(one.live)
+    assert [value(name) - was for name, was in zip(counters, before, strict=True)] == [3, 3 * 6, 0]
+    assert value("tokens") == 3 * 7 and value("sub_indices") == 1 and value("bytes") > 8 * value("tokens")
     one.close()
 
 

@@ -91,20 +91,6 @@ def test_tenants_never_see_each_others() -> None:
     assert first_draft(drafter, "of a") == 333, "a finished request's id says nothing of its successor's tenant"
 
 
-def test_the_newest_logits_count_and_others_are_asked_for_in_vain() -> None:
-    drafter = Drafter(vocab_size=1000, max_nodes=4, recycle_megabytes=1)
-    one_node(drafter, "r", [1, 2, 3], 777)
-    one_node(drafter, "r", [8, 2, 3], 555)
-    drafter.replace("s", int32([9, 3]))
-    assert first_draft(drafter, "s") == 555
-    drafter.replace("s", int32([1, 2, 3]))
-    assert first_draft(drafter, "s") == 777, "the longest context counts"
-    drafter.replace("t", int32([4]))
-    roots = DraftBatch.roots(int32([3, 3]))
-    drafter.recycle(NodeLogits(["t", "unknown"], roots, *logits_of(roots, 9, 0)))
-    assert first_draft(drafter, "t") is None, "a request that has changed since is left alone"
-
-
 def test_what_is_no_token_is_never_drafted() -> None:
     """Of a model with logits that overflow, or are padded beyond the vocabulary."""
     drafter = Drafter(vocab_size=10, max_nodes=4, recycle_megabytes=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from freedraft_kernels import newest_tokens, top_tokens
 from hypothesis import given, settings
@@ -58,12 +57,6 @@ def test_a_row_without_finite_logits_has_none() -> None:
     assert log_probs[2].tolist() == [0.0, -torch.inf] and not torch.isfinite(log_probs[:2]).any()
 
 
-@pytest.mark.parametrize("shape, count", [((3,), 1), ((2, 4), 5), ((2, 4), 0)])
-def test_wrong_shapes_of_top_tokens(shape: tuple[int, ...], count: int) -> None:
-    with pytest.raises(ValueError, match="logits has shape"):
-        top_tokens(torch.zeros(shape), count)
-
-
 @by_each
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.randoms(use_true_random=False), st.integers(1, 17))
@@ -83,22 +76,3 @@ def test_newest_tokens_are_what_lists_give(backend: str, device: str, lengths: l
         padded = [texts[slot][0]] * (length + 1) + texts[slot]
         assert out[b].tolist() == [int(gained[b]), lengths[slot], *padded[-length - 1 :]]
         assert drafts[b].tolist() == [texts[slot][-1]] * length
-
-
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("tokens", torch.zeros(2, 5)),
-        ("lengths", torch.zeros(3, dtype=torch.int32)),
-        ("slots", torch.zeros(1)),
-        ("gained", torch.zeros(2, dtype=torch.int32)),
-        ("out", torch.zeros(1, 4, dtype=torch.int32)),
-    ],
-)
-def test_wrong_arguments_of_newest_tokens(name: str, value: torch.Tensor) -> None:
-    ints = torch.int32
-    good = {"tokens": torch.zeros(2, 5, dtype=ints), "lengths": torch.ones(2, dtype=ints)}
-    good |= {"slots": torch.zeros(1, dtype=ints), "gained": torch.zeros(1, dtype=ints)}
-    good |= {"out": torch.zeros(1, 5, dtype=ints), "drafts": torch.zeros(1, 2, dtype=torch.int64)}
-    with pytest.raises(ValueError, match=name):
-        newest_tokens(**good | {name: value})

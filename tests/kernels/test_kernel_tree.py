@@ -7,14 +7,13 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
-from freedraft_kernels import TreeBatch, tree_inputs
+from freedraft_kernels import tree_inputs
 from hypothesis import given, settings
 from implementations import EXAMPLES, by_each
-from random_trees import batches, on, path_to, random_batch
 
 from freedraft.draft import DraftBatch
+from tests.support.random_trees import batches, on, path_to, random_batch
 
 
 def test_copy_is_independent_of_the_host_arrays() -> None:
@@ -25,22 +24,6 @@ def test_copy_is_independent_of_the_host_arrays() -> None:
         array[...] = 99
     for tensor, array in zip((tree.tokens, tree.parents, tree.depths, tree.counts), kept, strict=True):
         assert np.array_equal(tensor.numpy(), array)
-
-
-def test_bad_input() -> None:
-    ints, counts = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
-    array, few = np.zeros((2, 3), np.int32), np.zeros(2, np.int32)
-    for make, arguments, words in (
-        (TreeBatch, (ints, ints.new_zeros(2, 4), ints, counts), r"parents has shape \[2, 4\], expected \[2, 3\]"),
-        (TreeBatch, (ints.long(), ints, ints, counts), "tokens is torch.int64, expected torch.int32"),
-        (TreeBatch, (ints, ints, ints, ints.new_zeros(3)), r"counts has shape \[3\], expected \[2\]"),
-        (TreeBatch, (ints[:, :0], ints[:, :0], ints[:, :0], counts), r"expected \[batch, nodes >= 1\]"),
-        (TreeBatch, (ints, ints, ints.new_zeros(3, 2).t(), counts), "depths is not contiguous"),
-        (TreeBatch.from_numpy, (array, array[:1], array, few), "expected one shape"),
-        (TreeBatch.from_numpy, (array, array, array, array[:, 0][:1]), "counts has shape"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            make(*arguments)
 
 
 def test_works_without_triton() -> None:
@@ -94,20 +77,3 @@ def test_tree_inputs(backend: str, device: str, case: tuple[DraftBatch, int, int
         size = nodes * ((bound or 0) + nodes * drafts.batch_size)
         assert inputs.mask.shape == ((drafts.batch_size, nodes, nodes) if bound is None else (size,))
         assert inputs.mask.flatten()[: len(cells)].tolist() == cells[:size]
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"seq_lens": torch.tensor([1, 2, 3])}, r"seq_lens has shape \[3\], expected \[2\]"),
-        ({"seq_lens": torch.tensor([1.0, 2.0])}, "seq_lens is torch.float32"),
-        ({"layout": "square"}, "layout is 'square'"),
-        ({"layout": "full"}, "seq_lens_sum is None: the full layout needs it"),
-        ({"layout": "full", "seq_lens_sum": -1}, "seq_lens_sum is -1"),
-        ({"backend": "cuda"}, "backend is 'cuda'"),
-    ],
-)
-def test_bad_inputs_of_a_pass(changes: dict, words: str) -> None:
-    tree = on("cpu", random_batch(np.random.default_rng(0), 2, 4, 9))
-    with pytest.raises(ValueError, match=words):
-        tree_inputs(tree, **{"seq_lens": torch.tensor([1, 2]), "layout": "query"} | changes)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import pytest
 import torch
 from freedraft_kernels import NodeMasks, TreeQueries, tree_attention, write_tree_queries
 from freedraft_kernels.tree_attention import scratch_size, split_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import DEVICE, EXAMPLES, GPU, by_each, runs_triton
-from random_trees import path_to, random_batch
 
 from freedraft.draft import DraftBatch
+from tests.support.random_trees import path_to, random_batch
 
 
 class Case(NamedTuple):
@@ -238,26 +237,3 @@ def test_scratch_is_enough_for_all_smaller_steps(
     parts = split_keys(n, *heads, q, k)
     rows = n * q * heads[0] * parts  # each of what a head reads, its maximum and its sum
     assert parts == 1 or rows * (128 + 2) <= size
-
-
-def test_bad_arguments_are_named() -> None:
-    case = random_case(0, width=8)
-    query, keys, values, pages, _ = random_cache(case, 4, 2, 16, 16, torch.float32, 0)
-    queries, _ = queries_of(case)
-    short = TreeQueries(queries.starts, queries.seq_lens, queries.prefixes, queries.masks, queries.trees[1:])
-    out, how = torch.empty_like(query), {"scale": 1.0, "max_queries": 9, "max_seq_len": 200}
-    for arguments, more, words in (
-        ((query, keys[..., :8], values[..., :8], queries, pages, out), {}, "a divisor of 4"),
-        ((query, keys, values, queries, pages, out[1:]), {}, "out has another shape"),
-        ((query, keys, values, short, pages, out), {}, "trees has shape"),
-        (
-            (query, keys, values, queries, pages, out),
-            {"max_seq_len": 4096, "scratch": torch.zeros(9)},
-            "scratch has 9 numbers, expected",
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            tree_attention(*arguments, **how | more)
-    wide = NodeMasks(torch.zeros(2, 65, dtype=torch.int64), torch.zeros(2, dtype=torch.int32))
-    with pytest.raises(ValueError, match="at most 64"):
-        write_tree_queries(wide, case.slots, case.nodes, queries, out, out, out)

@@ -9,15 +9,14 @@ from dataclasses import fields
 from fractions import Fraction
 
 import numpy as np
-import pytest
 import torch
 from freedraft_kernels import TreeBatch, verify
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import EXAMPLES, by_each
-from random_trees import batches, children, on, random_batch
 
 from freedraft.draft import DraftBatch
+from tests.support.random_trees import batches, children, on, random_batch
 
 
 def walk(drafts: DraftBatch, row: int, targets: np.ndarray) -> tuple[list[int], list[int]]:
@@ -123,14 +122,3 @@ def test_large_token_ids_and_tokens_outside_the_vocabulary() -> None:
     got = verify(tree, torch.tensor([[last, last - 1, 0, 0], [last - 1, 0, 0, 0]]), backend="reference")
     assert got.tokens.tolist() == [[last, last - 1, -1, -1], [last - 1, -1, -1, -1]]
     assert got.accepted.tolist() == [[0, 1, -1, -1], [0, -1, -1, -1]]
-
-
-def test_bad_input() -> None:
-    tree = on("cpu", random_batch(np.random.default_rng(0), 2, 4, 9))
-    targets = torch.zeros(2, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"targets has shape \[2, 3\], expected \[2, 4\]"):
-        verify(tree, targets[:, :3])
-    with pytest.raises(ValueError, match="targets is torch"):
-        verify(tree, targets.float())
-    with pytest.raises(ValueError, match="TRITON_INTERPRET"):
-        verify(on("cpu", random_batch(np.random.default_rng(0), 1, 1, 9)), targets[:1, :1], backend="triton")

@@ -14,8 +14,8 @@ import torch
 from freedraft_kernels import KVPool, TreeBatch, top_tokens, tree_inputs, verify, warm_up
 from freedraft_kernels.dispatch import interpreting, use_triton
 from implementations import DEVICE, GPU, runs_triton
-from random_trees import on, random_batch
 
+from tests.support.random_trees import on, random_batch
 from tests.support.triton_launches import record_launches
 
 pytest.importorskip("triton")

@@ -21,7 +21,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from freedraft_kernels import TreeBatch, tree_inputs
+from freedraft_kernels import tree_inputs
 from sglang.benchmark.one_batch import load_model
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -31,6 +31,9 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch.overrides import TorchFunctionMode
+
+from freedraft.draft import DraftBatch
+from tests.support.random_trees import on, path_to, random_batch
 
 LENGTHS = [7, 1, 4]
 BATCH, NODES = len(LENGTHS), 8
@@ -70,23 +73,25 @@ def merged(one: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse:
     return share * one + (1 - share) * other, None
 
 
-def random_trees(nodes: int, topk: int) -> tuple[Any, Any, Any]:
-    """Parents and depths, int32 [B, N], and numbers of nodes, int32 [B]: a whole tree, a root, all but one node."""
-    rng = np.random.default_rng(nodes)
-    parents, depths = np.full((BATCH, nodes), -1, np.int32), np.zeros((BATCH, nodes), np.int32)
-    for b in range(BATCH):
-        for i in range(1, nodes):
-            parents[b, i] = rng.integers(0, i) if topk > 1 else i - 1
-            depths[b, i] = depths[b, parents[b, i]] + 1
-    return parents, depths, np.array([nodes, 1, nodes - 1], np.int32)
+def random_trees(rng: np.random.Generator, nodes: int, chain: bool = False) -> DraftBatch:
+    """A whole tree, a root, all but one node."""
+    return random_batch(rng, BATCH, nodes, 10**6, [nodes, 1, nodes - 1], chain)
 
 
-def path_of(parents: Any, count: int, node: int) -> list[int]:
+def path_of(drafts: DraftBatch, row: int, node: int) -> list[int]:
     """The ancestors of a node, from the root on, and itself; padding has none."""
-    path = [node]
-    while node < count and parents[path[0]] >= 0:
-        path.insert(0, int(parents[path[0]]))
-    return path
+    return path_to(drafts, row, node) if node < drafts.counts[row] else [node]
+
+
+def inputs_and_slots(
+    runner: ModelRunner, drafts: DraftBatch, slots: Any
+) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
+    """Inputs of the pass; the rows of the requests, which get these KV slots; of them those of each request's nodes."""
+    rows, table = torch.arange(1, 1 + BATCH), runner.req_to_token_pool.req_to_token
+    table[rows, : slots.shape[1]] = slots.to(table.dtype)
+    inputs = tree_inputs(on("cpu", drafts), torch.tensor(LENGTHS), layout="full", seq_lens_sum=sum(LENGTHS))
+    nodes = drafts.max_nodes
+    return inputs, rows, [table[row, n : n + nodes] for row, n in zip(rows.tolist(), LENGTHS, strict=True)]
 
 
 def verification(inputs: Any, rows: torch.Tensor, nodes: int, windows: list[torch.Tensor]) -> ForwardBatch:
@@ -117,14 +122,10 @@ def check_masks_in_fa3(runner: ModelRunner, nodes: int, page: int, topk: int) ->
 
     module.flash_attn_with_kvcache, module.merge_state_v2_wrapper = attention_over_pages, merged
     rng, batch = np.random.default_rng(nodes), len(LENGTHS)
-    parents, depths, counts = random_trees(nodes, topk)
-    tree = TreeBatch.from_numpy(np.zeros_like(parents), parents, depths, counts)
-    inputs = tree_inputs(tree, torch.tensor(LENGTHS), layout="full", seq_lens_sum=sum(LENGTHS))
-    rows = torch.arange(1, 1 + batch)
-    slots = runner.req_to_token_pool.req_to_token
+    drafts = random_trees(rng, nodes, chain=topk == 1)
     pages = 1 + rng.permutation(200 // page)[: batch * 20 // page].reshape(batch, 20 // page)
-    slots[rows, :20] = torch.from_numpy((pages[..., None] * page + np.arange(page)).reshape(batch, 20)).to(slots.dtype)
-    windows = [slots[row, length : length + nodes] for row, length in zip(rows.tolist(), LENGTHS, strict=True)]
+    slots = torch.from_numpy((pages[..., None] * page + np.arange(page)).reshape(batch, 20))
+    inputs, rows, windows = inputs_and_slots(runner, drafts, slots)
     get_context().override("test", speculative_num_draft_tokens=nodes, speculative_eagle_topk=topk)
     before, runner.page_size, runner.sliding_window_size = runner.token_to_kv_pool, page, None
     pool = runner.token_to_kv_pool = CpuKVPool(256, page, torch.float32, 2, 8, 1, "cpu", False)
@@ -138,12 +139,12 @@ def check_masks_in_fa3(runner: ModelRunner, nodes: int, page: int, topk: int) ->
     made = backend.forward_metadata_spec_decode_expand
     for b, window in enumerate(windows):
         for i in range(nodes):
-            path = path_of(parents[b], counts[b], i)
+            path = path_of(drafts, b, i)
             row = b * nodes + i
-            seen = torch.cat((slots[rows[b], : LENGTHS[b]], window[path]))
+            seen = torch.cat((slots[b, : LENGTHS[b]], window[path]))
             k, v = (buffer[0][seen.long()].repeat_interleave(2, 1) for buffer in (pool.k_buffer, pool.v_buffer))
             weights = (0.5 * torch.einsum("hd,shd->hs", query[row], k)).softmax(-1)
-            if i < counts[b] or topk > 1:  # chains see one another's padding, which nobody reads
+            if i < drafts.counts[b] or topk > 1:  # chains see one another's padding, which nobody reads
                 torch.testing.assert_close(out[row].view(4, 8), torch.einsum("hs,shd->hd", weights, v))
             if topk > 1:
                 assert int(made.cache_seqlens_int32[row]) == len(path)
@@ -206,12 +207,9 @@ def flashinfer_backend(runner: ModelRunner) -> Any:
 def check_masks_in_flashinfer(runner: ModelRunner, nodes: int) -> None:
     """What SGLang's planner tells FlashInfer: for each node, a mask over the slots of its request and of its tree."""
     module = flashinfer_backend(runner)
-    parents, depths, counts = random_trees(nodes, topk=2)
-    tree = TreeBatch.from_numpy(np.zeros_like(parents), parents, depths, counts)
-    inputs = tree_inputs(tree, torch.tensor(LENGTHS), layout="full", seq_lens_sum=sum(LENGTHS))
-    rows, slots = torch.arange(1, 1 + BATCH), runner.req_to_token_pool.req_to_token
-    slots[rows, :20] = (1 + torch.randperm(200)[: BATCH * 20]).reshape(BATCH, 20).to(slots.dtype)
-    windows = [slots[row, length : length + nodes] for row, length in zip(rows.tolist(), LENGTHS, strict=True)]
+    drafts = random_trees(np.random.default_rng(nodes), nodes)
+    slots = (1 + torch.randperm(200)[: BATCH * 20]).reshape(BATCH, 20)
+    inputs, rows, windows = inputs_and_slots(runner, drafts, slots)
     get_context().override("test", speculative_num_draft_tokens=nodes)
     with OnThisMachine():
         backend = module.FlashInferAttnBackend(runner)
@@ -224,7 +222,7 @@ def check_masks_in_flashinfer(runner: ModelRunner, nodes: int) -> None:
         of_request, seen = read[first:end], mask[start : start + nodes * (end - first)].view(nodes, end - first)
         start += seen.numel()
         for i in range(nodes):
-            expected = [*slots[rows[b], : LENGTHS[b]].tolist(), *windows[b][path_of(parents[b], counts[b], i)].tolist()]
+            expected = [*slots[b, : LENGTHS[b]].tolist(), *windows[b][path_of(drafts, b, i)].tolist()]
             assert of_request[seen[i]].tolist() == expected, (b, i)
 
 

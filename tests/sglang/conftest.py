@@ -30,15 +30,11 @@ if HAVE_SGLANG:  # before SGLang is first imported, in this process too
     os.environ.update({name: ENVIRONMENT[name] for name in ("SGLANG_PLATFORM", "HF_HUB_OFFLINE")})
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "engine_free: of the SGLang tests, those that run without it")
-
-
 def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in Path(item.fspath).parents:
             item.add_marker(pytest.mark.sglang)
-            if not HAVE_SGLANG and "engine_free" not in item.keywords:
+            if not HAVE_SGLANG:
                 item.add_marker(pytest.mark.skip(reason="sglang is not installed"))
 
 

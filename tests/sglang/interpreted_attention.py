@@ -6,29 +6,23 @@ the end "tree" with such a window; each with the largest error.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from freedraft_kernels import TreeBatch, tree_inputs
+from freedraft_kernels import tree_inputs
 from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+
+from freedraft.draft import DraftBatch
+from tests.support.random_trees import on, path_to, random_batch
 
 HEADS, KV_HEADS, DIM, WINDOW = 4, 2, 16, 6
 LENGTHS = [9, 3]
 
 
-def trees(parents: list[list[int]]) -> TreeBatch:
-    nodes = len(parents[0])
-    depths = torch.zeros(len(parents), nodes, dtype=torch.int32)
-    for b, row in enumerate(parents):
-        for i in range(1, nodes):
-            depths[b, i] = depths[b, row[i]] + 1
-    counts = torch.full((len(parents),), nodes, dtype=torch.int32)
-    return TreeBatch(torch.zeros_like(depths), torch.tensor(parents, dtype=torch.int32), depths, counts)
-
-
-def largest_error(tree: TreeBatch, window: int, page: int = 1) -> float:
+def largest_error(drafts: DraftBatch, window: int, page: int = 1) -> float:
     torch.manual_seed(0)
-    batch, nodes = tree.tokens.shape
+    batch, nodes = drafts.tokens.shape
     lengths = torch.tensor(LENGTHS)
-    inputs = tree_inputs(tree, lengths, layout="full", seq_lens_sum=sum(LENGTHS), backend="reference")
+    inputs = tree_inputs(on("cpu", drafts), lengths, layout="full", seq_lens_sum=sum(LENGTHS), backend="reference")
     q = torch.randn(batch * nodes, HEADS, DIM)
     k, v = torch.randn(2, batch * nodes, KV_HEADS, DIM)
     pool_k, pool_v = torch.randn(2, 64, KV_HEADS, DIM)
@@ -53,11 +47,7 @@ def largest_error(tree: TreeBatch, window: int, page: int = 1) -> float:
         at = torch.cat((torch.arange(length), inputs.positions[here]))
         for i in range(nodes):
             seen = torch.zeros(length + nodes, dtype=torch.bool)
-            seen[:length] = True
-            node = i
-            while node >= 0:
-                seen[length + node] = True
-                node = int(tree.parents[b, node])
+            seen[[*range(length), *(length + node for node in path_to(drafts, b, i))]] = True
             if window > 0:
                 seen &= at >= at[length + i] - window
             scores = torch.einsum("hd,shd->hs", q[b * nodes + i], keys[seen]) / DIM**0.5
@@ -67,8 +57,8 @@ def largest_error(tree: TreeBatch, window: int, page: int = 1) -> float:
 
 
 if __name__ == "__main__":
-    tree = trees([[-1, 0, 0, 1, 1, 3, 2, 0], [-1, 0, 1, 2, 0, 4, 4, 6]])
-    chain = trees([list(range(-1, 7))] * 2)
+    rng, sizes = np.random.default_rng(0), (len(LENGTHS), 8, 10**6, [8] * len(LENGTHS))
+    tree, chain = random_batch(rng, *sizes), random_batch(rng, *sizes, chain=True)
     for page in (1, 4):
         print("tree", largest_error(tree, -1, page))
         print("chain", largest_error(chain, WINDOW, page))

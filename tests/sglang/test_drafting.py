@@ -240,28 +240,6 @@ def test_the_end_of_a_request(parameters, output):
     assert not seam.guarded.running
 
 
-@pytest.mark.parametrize("grammar", [False, True], ids=["its prefill", "a step"])
-def test_a_request_that_has_ended_is_not_kept(grammar):
-    """SGLang tells of those that end with a decoding step. With a grammar it runs a request once more after its end."""
-    seam, method = drafting()
-    a, b = request("a", [1, 2], **{"stop_token_ids": [5]} if grammar else {"max_new_tokens": 1}), request("b", [3])
-    if not grammar:
-        seam.begin([a])
-        read_result({a: [5]})
-        method.take()
-        seam.begin([b])
-        assert method.take() == [("finish", "a", [5], False), ("begin", "b", [3], None, {})]
-    else:
-        seam.begin([a, b])
-        step(seam, {a: [5], b: [6]})
-        seam.finish("a")
-        method.take()
-        tree = step(seam, {a: [7], b: [8]})
-        assert tree.tokens[:, 0].tolist() == [7, 8] and method.steps[-1].request_ids == ["a", "b"]
-        assert method.take() == [("finish", "a", [], False)]
-    assert a.finished() and seam.guarded.running == {"b"}
-
-
 def test_aborted_requests_do_not_pile_up_and_a_swept_one_keeps_its_tenant():
     """SGLang does not tell of requests that are aborted while they wait."""
     seam, method = drafting(max_batch=4)
@@ -302,23 +280,6 @@ def test_no_drafts_where_tokens_of_the_step_count(sampling, capacity):
     tree = step(seam, {a: [5], b: [6]})
     assert method.steps[-1].capacities.tolist() == [capacity, NODES - 1]
     assert tree.counts.tolist() == [1 if capacity == 0 else 4, 3] and tree.tokens[:, 0].tolist() == [5, 6]
-
-
-def test_no_drafts_before_the_end_is_allowed(demo_model):
-    """SGLang counts tokens since the prefill, and forbids the end while there are fewer than `min_new_tokens`."""
-    from transformers import AutoTokenizer
-
-    seam, method = drafting()
-    method.nodes = {"a": 4}
-    a = request("a", [1, 2])
-    a.tokenizer, a.sampling_params.min_new_tokens = AutoTokenizer.from_pretrained(demo_model), 3
-    a.tokenizer.additional_stop_token_ids = None  # as SGLang's own loader sets it
-    seam.begin([a])
-    counts = [step(seam, {a: [5]}).counts.tolist() for _ in range(4)]
-    assert counts == [[1], [1], [4], [4]]
-    a.reset_for_retract()
-    seam.begin([a])
-    assert [step(seam, {a: [5]}).counts.tolist() for _ in range(3)] == [[1], [1], [4]]
 
 
 def test_trees_are_cut_to_chains_where_attention_verifies_no_others():

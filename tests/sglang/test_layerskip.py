@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from layerskip_plugin.skip_set import SkipSet
-from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine
-from tests.sglang.layerskip_tools import LAYERS, SETS, ask, checked_engine, logged, make_model, prompts
+from tests.sglang.conftest import GREEDY, ids, read_counts
+from tests.sglang.layerskip_tools import SETS, ask, checked_engine, logged, make_model, prompts
 from tests.support.models import continuations
 
 
@@ -76,35 +75,6 @@ def test_committed_kv_is_what_it_is_without_drafting(llama):
             (kept,) = [of for name, of in logged(llama)["hashes"].items() if name.startswith(word)]
             hashes.append(kept)
         assert len(hashes[0]) > 10 and hashes[0] == hashes[1]
-
-
-def test_beside_other_requests(llama):
-    """Logprobs, stops and penalties (which draft nothing) go on working."""
-    two = prompts()[:2]
-    outputs = llama.generate(input_ids=two, sampling_params=GREEDY, return_logprob=True, rid=["set1-l0", "set1-l1"])
-    assert ids(outputs) == llama.expected[:2]
-    for output in outputs:
-        assert [t for _, t, *_ in output["meta_info"]["output_token_logprobs"]] == output["output_ids"]
-    stop = {**GREEDY, "ignore_eos": False, "stop_token_ids": [llama.expected[2][7]]}
-    (output,) = llama.generate(input_ids=[prompts()[2]], sampling_params=[stop], rid=["set1-stop"])
-    cut = llama.expected[2].index(llama.expected[2][7]) + 1
-    assert output["output_ids"] == llama.expected[2][:cut]
-    llama.generate(input_ids=two, sampling_params=GREEDY | {"frequency_penalty": 1.5}, rid=["set1-p0", "set1-p1"])
-    assert logged(llama)["held"] == 0, "a request's skip set outlives it"
-
-
-def test_another_models_skip_set_stops_the_start(tmp_path):
-    """In the front-end process, with the reason."""
-    folder = make_model(tmp_path / "here", "Llama")
-    other = tmp_path / "other.json"
-    SkipSet(LAYERS, frozenset({1}), frozenset(), "0123456789abcdef").save(other)
-    wrong = tmp_path / "layers.json"
-    SkipSet.empty(LAYERS + 1).save(wrong)
-    given = {"speculative_algorithm": "layerskip", "skip_tokenizer_init": True}
-    for path, why in ((other, "another model"), (wrong, f"of {LAYERS + 1} layers"), (tmp_path / "none", "not a file")):
-        env = {"FREEDRAFT_SKIP_SET": str(path)}
-        with pytest.raises(Exception, match=why), sglang_engine(folder, env=env, **given):
-            pass
 
 
 def test_other_architectures_are_refused():

@@ -11,7 +11,10 @@ import pytest
 from bench.lib import servers
 from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine, token_ids
 from tests.support.models import continuations
+from tests.support.pages import sums
 from tests.support.prompts import SHORT
+
+NAMES = ("tokens", "request_steps", "accepted_tokens", "accepted_lengths", "undrafted_requests")
 
 
 def test_real_model(demo_model, tmp_path):
@@ -50,14 +53,8 @@ def test_the_server_s_own_page_has_its_metrics_and_ours(tiny, tmp_path):
         with urllib.request.urlopen(request, timeout=120) as answer:
             assert json.load(answer)["meta_info"]["completion_tokens"] == 24
         page = server.get("/metrics")
-    values = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[:1] != "#")
-    tokens = [float(values[name]) for name in values if name.startswith("freedraft_tokens_total{")]
-    generated = [float(values[name]) for name in values if name.startswith("sglang:generation_tokens_total{")]
-    assert sum(generated) == 24 and 20 <= sum(tokens) <= 24, page
-    ours = {name: float(values[name]) for name in values if name.startswith("freedraft_")}
-
-    def total(metric: str) -> float:
-        return sum(value for name, value in ours.items() if name.startswith(f"freedraft_{metric}_total{{"))
-
-    assert total("tokens") == total("request_steps") + total("accepted_tokens")
-    assert 0 < total("accepted_lengths") + total("undrafted_requests") <= total("request_steps")
+    found = sums(page)
+    total = {name: found[f"freedraft_{name}_total"] for name in NAMES}
+    assert found["sglang:generation_tokens_total"] == 24 and 20 <= total["tokens"] <= 24, page
+    assert total["tokens"] == total["request_steps"] + total["accepted_tokens"]
+    assert 0 < total["accepted_lengths"] + total["undrafted_requests"] <= total["request_steps"]

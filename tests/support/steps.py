@@ -1,4 +1,4 @@
-"""Decoding steps without an engine."""
+"""Decoding steps and drafts without an engine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from freedraft.draft import DraftBatch
 from freedraft.step import Step
 
 
@@ -44,3 +45,13 @@ def make_step(
         previous=previous,
         history=lambda b: np.asarray(texts[b] if texts is not None else parts[b], np.int32),
     )
+
+
+def chains(p: Sequence[Sequence[float]], kinds: int = 0) -> DraftBatch:
+    """Chains of nodes with these probabilities given their parents; token i at depth i."""
+    draft = DraftBatch.empty(len(p), 1 + max(map(len, p), default=0))
+    draft.tokens[:] = draft.depths[:] = np.arange(draft.max_nodes)
+    draft.parents[:], draft.kinds[:], draft.scores[:, 0] = draft.depths - 1, kinds, 1.0
+    for b, row in enumerate(p):
+        draft.counts[b], draft.scores[b, 1 : len(row) + 1] = len(row) + 1, np.cumprod(row)
+    return draft

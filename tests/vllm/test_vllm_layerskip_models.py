@@ -7,25 +7,17 @@ import json
 
 import pytest
 from test_vllm_start import config_of, refusal
-from vllm_cases import generate, parameters, save_tiny, token_prompts
+from vllm_cases import generate, parameters, save_sets, save_tiny, token_prompts, two_skip_sets
 from vllm_engines import engine, runner_of, settle, spied, verified
 
 from freedraft.engines.vllm.guards import check_model
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from layerskip_plugin.lookahead import Verifications
-from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support.models import continuations
 
 SMALL = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4}
 GOOD = {"method": "layerskip", "num_speculative_tokens": 3}
 PROMPTS = token_prompts([[5, 9, 17, 5, 9, 3], [7, 7, 2, 20, 11], [13, 4, 4, 4, 19, 8, 2], [21]])
-
-
-def skip_set_of(model, folder, attention, mlp, name="set"):
-    config = json.loads((model / "config.json").read_text())
-    path = folder / f"{name}.json"
-    SkipSet(config["num_hidden_layers"], frozenset(attention), frozenset(mlp), model_fingerprint(config)).save(path)
-    return str(path)
 
 
 def skipping(*names, tokens=40):
@@ -52,21 +44,12 @@ def check_drafts(model, llm):
     assert found == plain and 0 < accepted < drafted
 
 
-def sets(model, folder):
-    paths = [
-        skip_set_of(model, folder, set(), set(), "empty"),
-        # Without attention the first layer begins with its MLP; without MLP the last one ends with its attention.
-        skip_set_of(model, folder, {0}, {1}, "some"),
-    ]
-    return GOOD | {"skip_set": paths, "lookahead": "fixed"}
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Mistral"])
 def test_family(family, tmp_path):
     model = save_tiny(family, tmp_path / "model")
     record = tmp_path / "seen.npz"
-    with engine(model, speculative_config=sets(model, tmp_path) | {"record": str(record)}, **SMALL) as llm:
+    with engine(model, speculative_config=two_skip_sets(model, tmp_path, record=str(record)), **SMALL) as llm:
         check_drafts(model, llm)
         settle(llm)
     # Of the first set, whose drafts were all accepted; written by a thread, and at the latest when the engine ends.
@@ -80,7 +63,7 @@ def test_compiled(tmp_path):
     from torch._dynamo.utils import counters
 
     model = save_tiny("Llama", tmp_path / "model")
-    with engine(model, speculative_config=sets(model, tmp_path), enforce_eager=False, **SMALL) as llm:
+    with engine(model, speculative_config=two_skip_sets(model, tmp_path), enforce_eager=False, **SMALL) as llm:
         modules = [p.layers for p in runner_of(llm).drafter.guarded.method.draft_passes.values()]
         assert all(not module.do_not_compile for module in modules)
         assert not any(getattr(module, "aot_compiled_fn", None) for module in modules)
@@ -91,12 +74,11 @@ def test_compiled(tmp_path):
 
 
 def test_a_skip_set_of_another_model(tiny_model, tmp_path):
-    other = save_tiny("Qwen3", tmp_path / "other")
-    message = refusal(tiny_model, GOOD | {"skip_set": skip_set_of(other, tmp_path, {1}, set())})
-    assert "set.json" in message and "another model" in message
-    deeper = save_tiny("Llama", tmp_path / "deeper", layers=3)
-    message = refusal(tiny_model, GOOD | {"skip_set": skip_set_of(deeper, tmp_path, {1}, set())})
-    assert "3 layers" in message and "2" in message
+    for family, layers, words in (("Qwen3", 2, ["set.json", "another model"]), ("Llama", 3, ["3 layers", "2"])):
+        other = save_tiny(family, tmp_path / family, layers=layers)
+        (path,) = save_sets(other, tmp_path, set=({1}, set()))
+        message = refusal(tiny_model, GOOD | {"skip_set": path})
+        assert all(word in message for word in words)
 
 
 def test_an_architecture_without_such_layers(tiny_model, tmp_path):

@@ -14,6 +14,7 @@ import pytest
 from vllm_server import complete, get
 
 from bench.lib.servers import build, running
+from tests.support.pages import sums
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROMPT = "one two three four one two three four one two three four one two"
@@ -51,8 +52,7 @@ def wheel(tmp_path_factory):
 
 
 def accepted(port):
-    page = get(port, "/metrics")
-    return sum(map(float, re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\S* (\S+)$", page, re.MULTILINE)))
+    return sums(get(port, "/metrics"))["vllm:spec_decode_num_accepted_tokens_total"]
 
 
 @pytest.mark.extended

@@ -15,12 +15,10 @@ from vllm_engines import engine, runner_of, settle, spied
 from freedraft.config import ConfigError
 from freedraft.fingerprints import hardware_name
 from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.calibrate.knn import fit
 from layerskip_plugin.knapsack_search import search
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.knapsack import Choice, Plan
-from layerskip_plugin.selection.knn import Knn
 from layerskip_plugin.selection.online_search import KnapSpec, Swift
 from layerskip_plugin.skip_set import SkipSet
 
@@ -195,13 +193,8 @@ def test_knapspec_searches_as_the_reference_does(swift_engine, prompts, plain):
         assert np.mean(same) > 0.8, "beyond what rounding turns"
 
 
-def in_order(found):
-    """Values by request, in the order of the requests."""
-    return [found[request] for request in sorted(found, key=lambda name: int(name.split("-")[0]))]
-
-
-def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine, prompts, plain):
-    """Anchors made of the very states that the engine shows: chats here, texts there, each with a set of its own."""
+def test_a_selection_is_passed_the_hidden_states_of_prompts(swift_engine, prompts, plain):
+    """What KNN-SSD makes of them: `tests/sglang/test_selection.py`, `tests/layerskip/test_knn.py`."""
     seen: dict[str, np.ndarray] = {}
 
     class Listening(Static):
@@ -212,7 +205,7 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine, prompts, pla
 
     with selecting(swift_engine, Listening({"a": SkipSet.empty(LAYERS), "b": SkipSet.empty(LAYERS)})):
         assert generate(swift_engine, prompts) == plain
-    states = in_order(seen)
+    states = [seen[name] for name in sorted(seen, key=lambda name: int(name.split("-")[0]))]
     assert states[0].shape == (HIDDEN,)
 
     import torch
@@ -224,29 +217,6 @@ def test_knn_routes_by_the_hidden_state_of_the_prompt(swift_engine, prompts, pla
         with torch.inference_mode():
             theirs = whole.model(torch.tensor([prompt["prompt_token_ids"]])).last_hidden_state[0, -1].numpy()
         assert state == pytest.approx(theirs, abs=2e-3 * float(np.abs(theirs).max()))
-
-    sets = [SkipSet.of_sublayers(s, LAYERS) for s in ((6, 9), (12, 15, 20), (30,))]
-    domains = fit([np.stack(states[:5]), np.stack(states[5:])], ["chat", "text"], sets)
-    routed: dict[str, SkipSet] = {}
-    mixed: list[int] = []
-    with selecting(swift_engine, Knn(domains)) as method:
-        names = list(method.selection.sets)
-        assert names == ["all domains", "chat", "text"]
-
-        def record(step, drafts):
-            chosen = method.selection.choose(step.request_ids, step.contexts)
-            routed.update(zip(step.request_ids, chosen, strict=True))
-            mixed.append(len(set(chosen)))
-
-        with spied(runner_of(swift_engine).drafter, record):
-            assert generate(swift_engine, prompts) == plain
-        for part, own in ((slice(0, 5), sets[0]), (slice(5, 8), sets[1])):  # one domain alone: its own set drafts
-            used: list[SkipSet] = []
-            with spied(runner_of(swift_engine).drafter, lambda *_, used=used: used.append(method.recipe)):
-                assert generate(swift_engine, prompts[part]) == plain[part]
-            assert used.count(own) > 5
-    assert in_order(routed) == [sets[0]] * 5 + [sets[1]] * 3
-    assert max(mixed) > 1, "two domains were never in one batch: the test does not test that"
 
 
 def test_files_of_another_machine_stop_the_start(demo_fingerprint, demo_model, tmp_path):

@@ -10,12 +10,12 @@ import urllib.request
 from collections import Counter
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from vllm_cases import SAMPLED
 from vllm_server import clients_that_go_away, get, server_of, serving
 
 from bench.lib.load import ask
 from bench.lib.servers import MODEL_NAME
+from tests.support.pages import sums
 from tests.support.prompts import SHORT
 from tests.support.waiting import wait_until
 
@@ -30,18 +30,6 @@ def server(demo_model, tmp_path_factory):
 
 def test_eight_clients_with_aborts_lose_nothing_and_leak_nothing(server):
     clients_that_go_away(server, SHORT[:4])
-
-
-def counters(*ports):
-    """Counters of these pages: their sums by name, and by name and value of the label that tells them apart."""
-    sums = Counter()
-    for port in ports:
-        for family in text_string_to_metric_families(get(port, "/metrics")):
-            for sample in family.samples:
-                sums[sample.name] += sample.value
-                for label in ("length", "reason", "source", "position"):
-                    sums[sample.name, sample.labels.get(label)] += sample.value
-    return sums
 
 
 def complete(server, salt, **sampling):
@@ -92,11 +80,14 @@ def test_metrics_are_true_where_they_are_shown(server):
 
 def test_the_sums_of_the_page_are_those_of_vllm_of_its_requests_and_of_the_bench(server):
     """Nothing is counted twice or left out, whether answers are asked for one by one or by the bench."""
-    before = counters(server.port, *server.drafters)
+
+    def counted():
+        return sums(*(get(port, "/metrics") for port in (server.port, *server.drafters)))
+
+    before = counted()
 
     def more():
-        now = counters(server.port, *server.drafters)
-        return Counter({name: value - before[name] for name, value in now.items()})
+        return Counter({name: value - before[name] for name, value in counted().items()})
 
     chats = [([{"role": "user", "content": text}], 24 + i) for i, text in enumerate(SHORT[:4])]
     outcome = ask(f"http://127.0.0.1:{server.port}", MODEL_NAME, chats, 2, None)

@@ -56,13 +56,6 @@ def test_a_step_of_decoding():
     assert step.previous == (3, 7) and step.widths is None
 
 
-def test_nothing_is_drafted_beyond_the_last_token():
-    """Requests with one token of 1, 2, 4 and as many as there is room for: the last one follows the drafts."""
-    limits = {"a": 4 + 1, "b": 5 + 2, "c": 6 + 4}
-    step = step_of([[1], [1], [1], [1]], [5, 6, 7, 8], {}, 4, limits=limits)
-    assert step.capacities.tolist() == [0, 0, 2, 4]
-
-
 def test_a_request_in_the_midst_of_its_prompt_is_left_out():
     step = step_of([[], [105]], [9, 6], {}, 12)
     assert step.request_ids == ["b"] and step.engine.rows.tolist() == [1] and step.roots.tolist() == [105]
@@ -78,11 +71,6 @@ def test_a_step_that_is_padded_or_schedules_less():
     step = step_of([[4], [105]], [5, 6], {"b": [3, -1]}, 4, num_spec_tokens_to_schedule=2)
     assert step.previous is None, "its query tokens are not those of the drafts"
     assert step.capacities.tolist() == [2, 2]
-
-
-def test_a_step_without_requests():
-    step = step_of([], [], {}, 0)
-    assert step.batch_size == 0 and draft_lists(None, step, 0) == []
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Two tensor-parallel ranks, one core each, on both model runners: the answers are those of one rank without us."""
+"""Two tensor-parallel ranks, one core each, on both model runners: the answers are those of one rank without us. And
+a server of two data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -9,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from vllm_cases import save_sets
+from vllm_cases import two_skip_sets
+from vllm_server import clients_that_go_away, complete, metric, metrics, serving
 
 from tests.support.models import continuations, save, tiny_model
-from tests.support.prompts import random_ids
+from tests.support.prompts import SHORT, random_ids
 
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
@@ -82,8 +84,7 @@ def test_two_ranks_draw_as_one_does_plainly(model):
 @pytest.fixture(scope="module")
 def layerskip(model, tmp_path_factory):
     """A method whose first set skips nothing, which some requests get, and whose second one something."""
-    sets = save_sets(model, tmp_path_factory.mktemp("skip_sets"), empty=(set(), set()), some=({0}, {1}))
-    return {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed", "skip_set": sets}
+    return two_skip_sets(model, tmp_path_factory.mktemp("skip_sets"))
 
 
 @pytest.mark.extended
@@ -122,3 +123,18 @@ def test_a_search_on_several_ranks_is_refused(model):
     given = {"method": "layerskip", "num_speculative_tokens": 3, "selection": "swift"}
     with pytest.raises(ValueError, match=r"selection 'swift'.*rank"):
         EngineArgs(str(model), tensor_parallel_size=2, speculative_config=given).create_engine_config()
+
+
+@pytest.mark.extended
+def test_two_data_parallel_replicas(demo_model, tmp_path):
+    """Each serves its metrics at a port of its own and learns, into one folder."""
+    model = save(tiny_model(seed=7, **SHAPE | {"vocab_size": 49152}), tmp_path / "model", demo_model)
+    replicas, speculative = ("--data-parallel-size", "2"), SSSD | {"datastore": str(tmp_path / "store")}
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:2])), "VLLM_USE_AOT_COMPILE": "0"}
+    with serving(model, tmp_path, speculative, *replicas, drafters=2, **environment) as server:
+        clients_that_go_away(server, SHORT[:4])
+        assert min(metrics(server, "freedraft_draft_tokens_total")) > 0, "both draft"
+    assert sum(path.stat().st_size for path in (tmp_path / "store").rglob("*") if path.is_file()) > 0
+    with serving(model, tmp_path, speculative, *replicas, drafters=2, **environment) as server:
+        before = metric(server, "freedraft_accepted_tokens_total")
+        assert complete(server.port, SHORT[0]) and metric(server, "freedraft_accepted_tokens_total") > before

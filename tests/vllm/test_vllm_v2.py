@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from vllm_cases import TINY, alone, greedy_case, recycled, save_sets, seeded_case, token_prompts
+from vllm_cases import TINY, alone, greedy_case, recycled, save_sets, seeded_case, token_prompts, two_skip_sets
 
 from freedraft.step import EngineContext
 from tests.support import prompts as texts
@@ -276,12 +276,6 @@ def test_draft_lengths_are_learnt_while_serving(tiny_model, tiny_answers, live_p
         assert not any(confidences[drafted:])
 
 
-def two_skip_sets(model, folder):
-    """Options of a method that skips nothing for some requests, and something for others."""
-    sets = save_sets(model, folder, empty=(set(), set()), some=({0}, {1}))
-    return {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed", "skip_set": sets}
-
-
 @pytest.fixture(scope="module")
 def skipped(tiny_model, live_prompts, tmp_path_factory):
     """An engine with too little room for all requests, whose model drafts for itself, with two skip sets."""
@@ -349,16 +343,6 @@ def test_draft_passes_read_what_cuda_graphs_capture(tiny_model, tiny_answers, li
     assert drafted > 20 and accepted >= 0.7 * drafted, "all but those beyond the ends of answers"
     drafted, accepted = engine["counts"]["some"]
     assert 0 < accepted < drafted
-
-
-def test_batches_that_draft_passes_are_captured_for():
-    from freedraft.engines.vllm.draft_graphs import graph_sizes
-
-    own = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-    assert graph_sizes(own, 1024) == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
-    assert graph_sizes(own, 100) == [1, 2, 4, 8, 16, 32, 64, 100]
-    assert graph_sizes([1, 2, 4, 8, 24], 256) == [1, 2, 4, 8, 16, 24]
-    assert graph_sizes([1], 256) == graph_sizes(None, 1) == [1]
 
 
 def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch, caplog):

@@ -7,10 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.v2.requests import Requests
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
-from freedraft.step import room
+from tests.support.random_trees import random_batch
 
 SLOTS, LENGTH, NEWEST = 4, 60, 4
 
@@ -93,40 +92,7 @@ def test_any_traffic(random):
     assert "unknown" not in requests.ended
 
 
-def test_a_request_ends_where_its_parameters_or_the_model_say():
-    from vllm import SamplingParams
-
-    requests = Requests(SLOTS, LENGTH, NEWEST)
-    for slot, (max_tokens, most) in enumerate(((3, 5), (LENGTH, LENGTH))):
-        requests.add(str(slot), slot, [1, 2, 3], 2, SamplingParams(max_tokens=max_tokens))  # one of them written before
-        assert requests.limits[slot] == most
-
-
-def test_a_trees_width_is_not_cut_before_the_last_token():
-    """Chains end before the last token, trees are as wide as they may be until then, and no node has a position that
-    the model lacks."""
-    for limit in (1, 2, 3, LENGTH):
-        for known in range(1, min(limit, LENGTH - 1) + 1):
-            limits, contexts = np.array([limit]), np.array([known], np.int32)
-            to_come, places = limit - known, LENGTH - known
-            assert room(limits, contexts, NEWEST).tolist() == [min(NEWEST, max(to_come - 1, 0))]
-            tree = room(limits, contexts, NEWEST, trees=np.ones(1, np.bool_), widest=places - 1)
-            assert tree.tolist() == [min(NEWEST, places - 1) if to_come > 1 else 0]
-
-
 WIDEST, PLACES, ROWS = 64, 9, 7
-
-
-def random_drafts(rng, requests, nodes):
-    draft = DraftBatch.empty(requests, nodes)
-    draft.tokens[:] = rng.permutation(requests * nodes).reshape(requests, nodes)
-    draft.parents[:] = rng.integers(-9, 99, draft.parents.shape)  # beyond the counts: anything
-    draft.counts[:] = rng.integers(0, nodes + 1, requests)
-    for b in range(requests):
-        draft.parents[b, 0] = -1
-        for node in range(1, int(draft.counts[b])):
-            draft.parents[b, node] = rng.integers(max(0, node - rng.integers(1, 9)), node)
-    return draft
 
 
 @settings(max_examples=100, deadline=None)
@@ -134,7 +100,7 @@ def random_drafts(rng, requests, nodes):
 def test_trees_and_chains_of_one_batch(seed):
     rng = np.random.default_rng(seed)
     requests = int(rng.integers(1, ROWS))
-    draft = random_drafts(rng, requests, int(rng.integers(1, WIDEST + 2)))
+    draft = random_batch(rng, requests, int(rng.integers(1, WIDEST + 2)), 10**6)
     rows, slots = (rng.permutation(n)[:requests] for n in (ROWS, PLACES))
     capacities = rng.integers(0, WIDEST + 1, requests).astype(np.int32)
     trees = rng.random() < 0.8  # else there is no room for masks, and all drafts are chains

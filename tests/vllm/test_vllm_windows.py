@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from test_vllm_layerskip_models import GOOD, skip_set_of, skipping
-from vllm_cases import TINY, generate, token_prompts
+from test_vllm_layerskip_models import GOOD, skipping
+from vllm_cases import TINY, generate, save_sets, token_prompts
 from vllm_engines import cramped, engine, runner_of, spied
 from windowed_reference import Reference
 
@@ -31,7 +31,7 @@ def windowed(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     more = {"sliding_window": ATTENDED} if request.param == "Mistral" else {}
     model = save(tiny_model(request.param, seed=11, num_hidden_layers=2, **TINY, **more), folder / "model")
-    sets = [skip_set_of(model, folder, set(), set(), "empty"), skip_set_of(model, folder, {1}, set(), "some")]
+    sets = save_sets(model, folder, empty=(set(), set()), some=({1}, set()))
     given = {"skip_set": sets, "lookahead": "fixed", "window": WINDOW.tokens, "sinks": WINDOW.sinks}
     cramped = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 96, "block_size": BLOCK}
     cramped |= {"num_gpu_blocks_override": 16, "enable_prefix_caching": True, "skip_tokenizer_init": True}

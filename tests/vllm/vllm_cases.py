@@ -31,6 +31,14 @@ def save_sets(model, folder, **skipped):
     return [str(path) for path in paths.values()]
 
 
+def two_skip_sets(model, folder, **options):
+    """Options of a method with one set that skips nothing, and one that does. Without attention the first layer begins
+    with its MLP; without MLP the last one of two ends with its attention."""
+    sets = save_sets(model, folder, empty=(set(), set()), some=({0}, {1}))
+    given = {"method": "layerskip", "num_speculative_tokens": 3, "lookahead": "fixed", "skip_set": sets}
+    return given | options
+
+
 def token_prompts(ids):
     return [{"prompt_token_ids": tokens} for tokens in ids]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.lib import servers
+from tests.support.pages import sums
 from tests.support.waiting import wait_until
 
 CLIENTS = 8
@@ -88,10 +88,9 @@ def metric(server, name):
 
 def metrics(server, name):
     """Of each drafter."""
-    pages = [get(port, "/metrics") for port in server.drafters]
-    found = [re.search(rf'^{name}{{method="sssd"}} (\S+)$', page, re.MULTILINE) for page in pages]
-    assert all(found), pages
-    return [float(match[1]) for match in found if match]
+    pages = [sums(get(port, "/metrics")) for port in server.drafters]
+    assert all(name in page for page in pages), name
+    return [page[name] for page in pages]
 
 
 def clients_that_go_away(server, prompts):

@@ -1,6 +1,6 @@
 """Loaded by the tests' engines through PYTHONPATH: layer skip whose selection depends on the requests' ids.
 
-Algorithm `layerskip_selecting` starts with selection swift. Requests whose id begins with `static`, `knn`, `plan` or
+Algorithm `layerskip_selecting` starts with selection swift. Requests whose id begins with `static`, `knn` or
 `knapspec` are served with that selection, whose file is then read from the folder in SELECTION_TEST_FOLDER; it must not
 be while others run.
 """
@@ -23,7 +23,6 @@ def make_selecting(options, context, controller):
     from layerskip_plugin.method import LayerSkipMethod
     from layerskip_plugin.pass_times import PassTimes
     from layerskip_plugin.selection.base import Static
-    from layerskip_plugin.selection.knapsack import Knapsack, Plan
     from layerskip_plugin.selection.knn import Domains, Knn
     from layerskip_plugin.selection.online_search import KnapSpec
     from layerskip_plugin.skip_set import SkipSet
@@ -56,7 +55,6 @@ def make_selecting(options, context, controller):
             self.makers = {
                 "static": lambda: Static({"": SkipSet.empty(layers)}),
                 "knn": lambda: Knn(Domains.load(folder / "knn.json", layers)),
-                "plan": lambda: Knapsack(Plan.load(folder / "plan.json", layers)),
                 # Drafts that cost next to nothing, so that some sets pay.
                 "knapspec": lambda: KnapSpec(
                     layers, self._matchness, self.propose, lambda: PassTimes(1.0, 1.0, 0.0, lambda n: 100.0 + n)
@@ -109,13 +107,12 @@ def make_selecting(options, context, controller):
         def draft(self, step):
             tree = super().draft(step)
             tree.check()
-            sets = list(self.selection.sets.values())  # of a search one, of a plan those that are drafted with
+            sets = list(self.selection.sets.values())
             chosen = self.selection.choose(step.request_ids, step.contexts)
-            places = [sets.index(skip_set) if skip_set in sets else 0 for skip_set in chosen]
-            drafted = [0] * step.batch_size if self._last is None else self._last.drafted.tolist()
+            places = [sets.index(skip_set) if skip_set in sets else 0 for skip_set in chosen]  # of a search one
             log["mixed"] = max(log["mixed"], len(set(places)))
-            for request_id, *seen in zip(step.request_ids, step.contexts.tolist(), places, drafted, strict=True):
-                log["places"].setdefault(request_id, []).append(seen)
+            for request_id, place in zip(step.request_ids, places, strict=True):
+                log["places"].setdefault(request_id, []).append(place)
             if self.swift.incumbent.sublayers not in [tuple(s) for s in log["swift sets"]]:
                 log["swift sets"].append(list(self.swift.incumbent.sublayers))
             if isinstance(self.selection, KnapSpec):

@@ -2,7 +2,7 @@
 
 `sssd_cycle` drafts with SSSD, puts a wrong sibling before every draft token, so that every accepted one has to be
 moved, and changes the width at every step; it fails wherever a request's id begins with `broken`. `wild` drafts random
-trees over a tiny vocabulary. `repeat` is the example of a drafter; every other of its drafts fails with such an id.
+trees over a tiny vocabulary.
 """
 
 import collections
@@ -21,7 +21,6 @@ def register():
     from freedraft.method import MethodSpec
     from sssd_plugin.method import SPEC
     from sssd_plugin.options import SssdOptions
-    from tests.support.repeat_drafter import SPEC as REPEAT
 
     if os.environ.get("TREE_TEST_WIDTHS"):
         from freedraft.engines.sglang import guards
@@ -35,7 +34,6 @@ def register():
     take_seeds_on_cpu()
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle", role=None))
     register(MethodSpec("wild", f"{__name__}:make_wild", SssdOptions))
-    register(dataclasses.replace(REPEAT, factory=f"{__name__}:make_repeat"))
     if os.environ.get("TREE_TEST_COUNTS"):
         count_work(Path(os.environ["TREE_TEST_COUNTS"]))
     if os.environ.get("TREE_TEST_RANKS"):
@@ -228,42 +226,18 @@ def make_cycle(options, context, controller):
     return Cycle(options, context, controller)
 
 
-def make_repeat(options, context, controller):
-    from tests.support.repeat_drafter import RepeatMethod, RepeatOptions
-
-    class Repeat(RepeatMethod):
-        def propose(self, step, max_draft_len):
-            broken = any(name.startswith("broken") for name in step.request_ids)
-            self.options = RepeatOptions(fail_every=2 if broken else 0)
-            return super().propose(step, max_draft_len)
-
-    return Repeat(options, context, controller)
-
-
 def make_wild(options, context, controller):
-    from freedraft.draft import DraftBatch
     from freedraft.method import Method
+    from tests.support.random_trees import random_batch
 
     rng = np.random.default_rng(0)
 
     class Wild(Method):
         def draft(self, step):
             width = int(step.capacities.max()) + 1
-            out = DraftBatch.empty(step.batch_size, width)
-            out.tokens[:, 0], out.parents[:, 0], out.scores[:, 0] = step.roots, -1, 1
-            for b in range(step.batch_size):
-                out.counts[b] = rng.integers(1, width + 1)
-                used = collections.defaultdict(set)
-                for i in range(1, out.counts[b]):
-                    while True:
-                        parent = int(rng.integers(0, i))
-                        free = set(range(context.vocab_size)) - used[parent]
-                        if free:
-                            break
-                    token = int(rng.choice(sorted(free)))
-                    used[parent].add(token)
-                    out.tokens[b, i], out.parents[b, i] = token, parent
-                    out.depths[b, i] = out.depths[b, parent] + 1
+            counts = rng.integers(1, width + 1, step.batch_size).tolist()
+            out = random_batch(rng, step.batch_size, width, context.vocab_size, counts)
+            out.tokens[:, 0] = step.roots
             return out
 
     return Wild(options, context, options.make_controller(context), "wild")

@@ -12,15 +12,15 @@ JUNK = np.array([-(2**31), -7, -1, 0, 1, 3, 10**6, 2**31 - 1], np.int32)
 
 
 def random_batch(
-    rng: np.random.Generator, batch: int, nodes: int, vocab: int, counts: list[int] | None = None
+    rng: np.random.Generator, batch: int, nodes: int, vocab: int, counts: list[int] | None = None, chain: bool = False
 ) -> DraftBatch:
-    """Trees of every shape between chain and star; entries beyond the counts are junk."""
+    """Trees of every shape between chain and star, or chains; entries beyond the counts are junk."""
     drafts = DraftBatch.empty(batch, nodes)
     for array in (drafts.tokens, drafts.parents, drafts.depths):
         array[...] = rng.choice(JUNK, array.shape)
     for b in range(batch):
         count = int(rng.integers(0, nodes + 1)) if counts is None else counts[b]
-        reach = int(rng.integers(1, nodes + 1))  # 1 is a chain
+        reach = 1 if chain else int(rng.integers(1, nodes + 1))
         used: list[set[int]] = []
         node = 0
         while node < count:
