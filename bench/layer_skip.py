@@ -26,6 +26,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -163,12 +164,10 @@ def main() -> None:
         if part == "composed":
             figures |= {"demo model": measured(part, *demo), "deep model": measured(part, *deep)}
         elif part in ("swift", "methods"):
+            make = partial(build, bounds=GRADED) if part == "swift" else partial(build_domains, data=args.data)
             model = args.graded_model if part == "swift" else args.domain_model
             if not (model / "config.json").is_file():
-                if part == "swift":
-                    build(args.model, model, GRADED)
-                else:
-                    build_domains(args.model, model, args.data)
+                make(args.model, model)
             more = (*(("--data", *args.data) if args.data else ()), "--seconds", args.seconds, "--skip-ratio")
             known = json.loads(args.json.read_text()) if args.json and args.json.is_file() else {}
             by_ratio = figures["by_ratio"] = known.get("by_ratio", [])

@@ -375,7 +375,7 @@ def methods(result: Any) -> str:
     """All ways to choose the skipped sublayers, served: tokens per step (accepted share of draft tokens), for all
     prompts, greedy and at temperature .7, and greedy by domain; and speed over plain decoding by the formula of the
     papers, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Drafts end at a
-    confidence of .8 (Self-SD: adaptive; KnapSpec: .7) and after 25 tokens. "One set" is that of both domains together,
+    confidence of .8 and after 25 tokens. "One set" is that of both domains together,
     by the search of KNN-SSD's sets. Search: processor seconds, offline or, for SWIFT and KnapSpec, while serving other
     prompts of both domains in turns. vLLM V1, bf16, uncompiled, one request at a time, on a synthetic deep model
     (bench/lib/deep_model.py): 48 of 60 copied sublayers are spare everywhere, 6 in the one domain only, 6 in the

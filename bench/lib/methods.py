@@ -20,7 +20,7 @@ from bench.lib.engine import Run, VllmEngine
 from bench.lib.prompts import BY_KIND, chats
 from bench.lib.servers import in_process_environment
 from layerskip_plugin.calibrate.prompts import Prompts
-from layerskip_plugin.lookahead import Confidence, DraftVerify, Fixed, Lookahead
+from layerskip_plugin.lookahead import Confidence, Fixed, Lookahead
 from layerskip_plugin.selection.base import Selection, Static
 from layerskip_plugin.selection.knn import Domains, Knn
 from layerskip_plugin.selection.online_search import SCORED_TOGETHER, Swift
@@ -33,7 +33,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "no stop score": {"search_stop_score": 1.0},
 }
 TEMPERATURES = (0.0, 0.7)
-LEARNT, HELD = 24, 3  # prompts of each domain that searches may read, and that the arms answer
+LEARNT, HELD = 24, 2  # prompts of each domain that searches may read, and that the arms answer
 Arms = dict[str, tuple[Selection, Lookahead]]
 
 
@@ -60,7 +60,7 @@ def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
     return result
 
 
-def engine_of(args: argparse.Namespace) -> VllmEngine:
+def started(args: argparse.Namespace) -> VllmEngine:
     """Start vLLM as part "swift" needs it, uncompiled, with the first passes timed."""
     options = {"method": "layerskip", "num_speculative_tokens": SWIFT_K, "selection": "swift", "search_share": 0.5}
     options |= {"lookahead": "confidence", "threshold": SWIFT_THRESHOLD, "skip_ratio": args.skip_ratio[0]}
@@ -127,12 +127,14 @@ def in_turns(
 
 def swift(args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of each search and of each arm."""
-    engine, prompts = engine_of(args), chats(args.model, BY_KIND)
+    engine, prompts = started(args), chats(args.model, BY_KIND)
     uniform = engine.method.selection.incumbent
     searches: dict[str, tuple[SkipSet, dict[str, Any]]] = {}
     for name, changes in SEARCHES.items():
         if name != "no stop score" or searches["SWIFT"][1]["matchness"] > Swift.stop_score:  # else it is the same
             searches[name] = search(engine, prompts[::2], args, changes)
+    seconds = {"KNN-SSD": seconds_of(knn), "Self-SD": seconds_of(self_sd)}
+    domains = Domains.load(of_knn)
     sets = {name: found for name, (found, _) in searches.items()}
     sets |= {"no early stop": sets["SWIFT"], "no search": uniform, "least scales": least(args.model, len(uniform))}
     arms: Arms = {name: (Static({"": skip}), Confidence(SWIFT_THRESHOLD)) for name, skip in sets.items()}
@@ -143,52 +145,48 @@ def swift(args: argparse.Namespace) -> dict[str, Any]:
     return {"skip_ratio": args.skip_ratio[0], "skipped": len(uniform), "rows": rows, "searches": figures}
 
 
-def calibrated(commands: Sequence[str], args: argparse.Namespace) -> list[tuple[Path, float]]:
-    """Return the files that commands of `freedraft calibrate` write for this share of sublayers, with their processor
-    seconds; they run at the same time."""
-    outs, running = [args.model / f"{command}-{args.skip_ratio[0]}.json" for command in commands], []
-    for command, out in zip(commands, outs, strict=True):
-        call = [sys.executable, "-m", "freedraft.cli", "calibrate", command, *args.data, "--model", args.model]
-        call += ["--out", out, "--share", args.skip_ratio[0], "--device", "cpu"]
-        running.append(subprocess.Popen(list(map(str, call)), env=in_process_environment(), stdout=sys.stderr))
-    ended = [os.wait4(process.pid, 0)[1:] for process in running]
-    if any(status for status, _ in ended):
-        raise SystemExit(f"freedraft calibrate {' or '.join(commands)} failed")
-    return [(out, usage.ru_utime + usage.ru_stime) for out, (_, usage) in zip(outs, ended, strict=True)]
+def calibrate(command: str, args: argparse.Namespace) -> tuple[Path, subprocess.Popen[bytes]]:
+    """Start `freedraft calibrate` for this share of sublayers; return the file that it will write."""
+    out = args.model / f"{command}-{args.skip_ratio[0]}.json"
+    call = [sys.executable, "-m", "freedraft.cli", "calibrate", command, *args.data, "--model", args.model]
+    call += ["--out", out, "--share", args.skip_ratio[0], "--device", "cpu"]
+    return out, subprocess.Popen(list(map(str, call)), env=in_process_environment(), stdout=sys.stderr)
+
+
+def seconds_of(process: subprocess.Popen[bytes]) -> float:
+    """Wait for the end of a process; return its processor seconds."""
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit("freedraft calibrate failed")
+    return usage.ru_utime + usage.ru_stime
 
 
 def methods(args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of each method, greedy and sampled, for all prompts and by domain."""
-    (of_knn, knn_seconds), (of_self_sd, self_sd_seconds) = calibrated(("knn", "bayesian"), args)
-    domains, self_sd = Domains.load(of_knn), SkipSet.load(of_self_sd)
+    (of_knn, knn), (of_self_sd, self_sd) = calibrate("knn", args), calibrate("bayesian", args)
     texts = [Prompts.load(path).texts for path in args.data]
     learnt = [text for pair in zip(*(part[:LEARNT] for part in texts), strict=True) for text in pair]
     prompts = chats(args.model, [text for part in texts for text in part[LEARNT : LEARNT + HELD]])
-    engine = engine_of(args)
-    searches = {
-        "SWIFT": search(engine, chats(args.model, learnt), args, {}),
-        "KnapSpec": search(engine, chats(args.model, learnt), args, {"selection": "knapsack"}),
-    }
-    arms: Arms = {"SWIFT": (Static({"": searches["SWIFT"][0]}), Confidence(SWIFT_THRESHOLD))}
-    arms["KnapSpec"] = (Static({"": searches["KnapSpec"][0]}), Confidence())
+    engine = started(args)
+    read = chats(args.model, learnt)
+    searches = {"SWIFT": search(engine, read, args, {})}
+    searches["KnapSpec"] = search(engine, read, args, {"selection": "knapsack"})
+    sets = {name: found for name, (found, _) in searches.items()}
+    sets |= {"Self-SD": SkipSet.load(of_self_sd), "one set": domains.sets[-1]}
     exchanged = replace(domains, sets=(*domains.sets[-2::-1], domains.sets[-1]))
-    arms |= {
-        "Self-SD": (Static({"": self_sd}), DraftVerify(SWIFT_THRESHOLD)),
-        "one set": (Static({"": domains.sets[-1]}), Confidence(SWIFT_THRESHOLD)),
-        "KNN-SSD": (Knn(domains), Confidence(SWIFT_THRESHOLD)),
-        "KNN-SSD, sets exchanged": (Knn(exchanged), Confidence(SWIFT_THRESHOLD)),
-    }
+    selections: dict[str, Selection] = {name: Static({"": skip}) for name, skip in sets.items()}
+    selections |= {"KNN-SSD": Knn(domains), "KNN-SSD, sets exchanged": Knn(exchanged)}
+    arms: Arms = {name: (selection, Confidence(SWIFT_THRESHOLD)) for name, selection in selections.items()}
     rows = []
     for temperature in TEMPERATURES:
         runs = in_turns(engine, prompts, arms, args, temperature)
-        for arm, (selection, _) in arms.items():
+        for arm, selection in selections.items():
             skipped = float(np.mean([len(skip) for skip in selection.sets.values()]))
             figures = {"arm": arm, "temperature": temperature, "skipped": skipped} | row(runs["plain"], runs[arm], 1)
             for number, name in enumerate(domains.names):
                 own = [[r for i, r in enumerate(runs[a]) if i // HELD % len(texts) == number] for a in ("plain", arm)]
                 figures[name] = row(*own, 1)
             rows.append(figures)
-    seconds = {"KNN-SSD": knn_seconds, "Self-SD": self_sd_seconds}
-    result = {"skip_ratio": args.skip_ratio[0], "sublayers": 2 * self_sd.n_layers, "rows": rows}
+    result = {"skip_ratio": args.skip_ratio[0], "sublayers": 2 * domains.sets[0].n_layers, "rows": rows}
     result["searches"] = {name: figures for name, (_, figures) in searches.items()}
     return result | {"calibration_seconds": seconds, "domains": list(domains.names)}
