@@ -133,8 +133,6 @@ def swift(args: argparse.Namespace) -> dict[str, Any]:
     for name, changes in SEARCHES.items():
         if name != "no stop score" or searches["SWIFT"][1]["matchness"] > Swift.stop_score:  # else it is the same
             searches[name] = search(engine, prompts[::2], args, changes)
-    seconds = {"KNN-SSD": seconds_of(knn), "Self-SD": seconds_of(self_sd)}
-    domains = Domains.load(of_knn)
     sets = {name: found for name, (found, _) in searches.items()}
     sets |= {"no early stop": sets["SWIFT"], "no search": uniform, "least scales": least(args.model, len(uniform))}
     arms: Arms = {name: (Static({"": skip}), Confidence(SWIFT_THRESHOLD)) for name, skip in sets.items()}
@@ -171,6 +169,8 @@ def methods(args: argparse.Namespace) -> dict[str, Any]:
     read = chats(args.model, learnt)
     searches = {"SWIFT": search(engine, read, args, {})}
     searches["KnapSpec"] = search(engine, read, args, {"selection": "knapsack"})
+    seconds = {"KNN-SSD": seconds_of(knn), "Self-SD": seconds_of(self_sd)}
+    domains = Domains.load(of_knn)
     sets = {name: found for name, (found, _) in searches.items()}
     sets |= {"Self-SD": SkipSet.load(of_self_sd), "one set": domains.sets[-1]}
     exchanged = replace(domains, sets=(*domains.sets[-2::-1], domains.sets[-1]))
