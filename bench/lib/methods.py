@@ -92,7 +92,7 @@ def search(
     draft_with(method, found, Confidence(SWIFT_THRESHOLD))
     began, curve = time.perf_counter(), []
     for prompt in cycle(prompts):
-        engine.generate([prompt], args.tokens, drafting=True)
+        engine.generate([prompt], max(args.tokens, 2 * found.window), drafting=True)  # shorter answers are not read
         curve.append([found.candidates, found.matchness])
         if not found.searching or sum(spent) > args.seconds:
             break
@@ -118,10 +118,11 @@ def in_turns(
     for turn in range(args.rounds):
         for seed, prompt in enumerate(prompts):
             for arm in list(runs)[:: 1 if turn % 2 == 0 else -1]:
-                if arm != "plain":
+                on = arm != "plain"
+                if on:
                     draft_with(engine.method, *arms[arm])
-                how = {"temperature": temperature, "seed": seed}
-                runs[arm].append(engine.generate([prompt], args.tokens, drafting=arm != "plain", **how))
+                run = engine.generate([prompt], args.tokens, drafting=on, temperature=temperature, seed=seed)
+                runs[arm].append(run)
     return runs
 
 
@@ -184,8 +185,8 @@ def methods(args: argparse.Namespace) -> dict[str, Any]:
             skipped = float(np.mean([len(skip) for skip in selection.sets.values()]))
             figures = {"arm": arm, "temperature": temperature, "skipped": skipped} | row(runs["plain"], runs[arm], 1)
             for number, name in enumerate(domains.names):
-                own = [[r for i, r in enumerate(runs[a]) if i // HELD % len(texts) == number] for a in ("plain", arm)]
-                figures[name] = row(*own, 1)
+                own = [i for i in range(len(runs[arm])) if i // HELD % len(texts) == number]
+                figures[name] = row([runs["plain"][i] for i in own], [runs[arm][i] for i in own], 1)
             rows.append(figures)
     result = {"skip_ratio": args.skip_ratio[0], "sublayers": 2 * domains.sets[0].n_layers, "rows": rows}
     result["searches"] = {name: figures for name, (_, figures) in searches.items()}
