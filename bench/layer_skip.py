@@ -4,6 +4,7 @@
     python bench/layer_skip.py --engine sglang --json build/layer-skip-sglang.json      # in SGLang's environment
     python bench/layer_skip.py --only composed --json build/composed.json
     python bench/layer_skip.py --only swift --skip-ratio 0.2 0.45 --json build/swift.json
+    python bench/layer_skip.py --only methods --data code.jsonl maths.jsonl --json build/methods.json
 
 Parts, each in its own engine, bf16, compiled on vLLM; prefill is not timed:
 - deep: the synthetic model of bench/lib/deep_model.py with a skip set of half of the sublayers. Plain and speculative
@@ -18,39 +19,30 @@ Parts, each in its own engine, bf16, compiled on vLLM; prefill is not timed:
   which chains do not have, and its parts removed one by one (the paper's table 8). Searches read half of the prompts
   and take half of the time; then all arms answer the other prompts in turns, with the sets that were found. "least
   scales" skips the copied sublayers of the smallest scales, which only the maker of the model knows.
+- methods (vLLM, on request; uncompiled): all ways to choose the sublayers on the model of --data, each file a domain.
 """
 
 import argparse
 import json
 import os
-import time
 from collections.abc import Callable
-from itertools import cycle, pairwise
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from bench.lib.deep_model import GRADED, SKIP_SET, build, least
+from bench.lib.deep_model import GRADED, SKIP_SET, build, build_domains
 from bench.lib.engine import SKIP_SET_OF_DEMO, Run, VllmEngine, engine_of, in_process
 from bench.lib.machine import rounded, versions
+from bench.lib.methods import methods, row, swift
 from bench.lib.prompts import BY_KIND, PROMPTS, chats, long_chats
 from bench.lib.results import ROOT, write_json
 from freedraft.draft import DraftBatch
 from freedraft.hybrid.method import HybridMethod
-from layerskip_plugin.lookahead import Confidence, Fixed, Lookahead
-from layerskip_plugin.selection.base import Selection, Static
-from layerskip_plugin.selection.online_search import SCORED_TOGETHER, Swift
-from layerskip_plugin.skip_set import SkipSet
 
 K, COMPOSED_K = 5, 8
-SWIFT_K, SWIFT_THRESHOLD = 25, 0.8  # N_D of the paper's appendix B.2; its epsilon, as Draft & Verify has it
-SEARCHES: dict[str, dict[str, Any]] = {
-    "SWIFT": {},
-    "random search only": {"search_bayesian": 0},
-    "no stop score": {"search_stop_score": 1.0},
-}
 PARTS = {"vllm": ["deep", "demo"], "sglang": ["deep"]}
 ARMS = {"plain": (), "sssd": ("sssd",), "layerskip": ("layerskip",), "both": ("sssd", "layerskip")}
 
@@ -83,29 +75,6 @@ def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
                         runs[on].append(engine.generate(group, args.tokens, drafting=on))
             rows.append(row(*runs, batch))
     return rows
-
-
-def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
-    """Return the figures of one batch size. A step lasts from the end of one call to the start of the next."""
-    plain_speed, speed = (sum(r.decoded for r in runs) / sum(r.seconds for r in runs) for runs in (baseline, drafting))
-    pairs = [b.speed / a.speed for a, b in zip(baseline, drafting, strict=True)]
-    result: dict[str, Any] = {"batch": batch, "plain_tokens_per_second": plain_speed, "tokens_per_second": speed}
-    result |= {"ratio": median(pairs), "ratio_quarters": np.quantile(pairs, (0.25, 0.75)).tolist()}
-    result["ratio_spread"] = [min(pairs), max(pairs)]
-    result["same"] = all(a.tokens == b.tokens for a, b in zip(baseline, drafting, strict=True))
-    plain = median(b.began - a.ended for run in baseline for a, b in pairwise(run.calls) if a.batch == batch)
-    steps = [(a, b) for run in drafting for a, b in pairwise(run.calls) if a.ids == b.ids]
-    full = [(a, b) for a, b in steps if a.batch == batch and any(a.drafted)]
-    result |= {"plain_ms": 1e3 * plain, "turns": len(pairs), "drafting_share": len(full) / len(steps)}
-    drafted = sum(sum(a.drafted) for a, _ in steps)
-    if drafted:
-        accepted = sum(sum(b.gained) - b.batch for _, b in steps)
-        m, alpha = 1 + accepted / sum(a.batch for a, _ in steps), accepted / drafted
-        c = median((a.ended - a.began) / max(a.drafted) for a, _ in full) / plain
-        formula = m * alpha / ((m - 1) * c + alpha)
-        result |= {"M": m, "alpha": alpha, "c": c, "verify": median(b.began - a.ended for a, b in full) / plain}
-        result |= {"formula": formula, "share_of_formula": result["ratio"] / formula}
-    return result
 
 
 def of_window(row: dict[str, Any], context: int) -> dict[str, Any]:
@@ -155,71 +124,7 @@ def composed(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def search(
-    engine: VllmEngine, prompts: list[list[int]], args: argparse.Namespace, changes: dict[str, Any]
-) -> tuple[SkipSet, dict[str, Any]]:
-    """Serve `prompts` in turns until a search with these options ends, or until it has taken `args.seconds`. Return the
-    set that it found, and its figures."""
-    method, spent = engine.method, [0.0]
-    swift = method.options.model_copy(update=changes).make_selection(method.context.hf_config, method._matchness)
-    step = swift.step
-
-    def timed() -> bool:
-        began = time.perf_counter()
-        changed = step()
-        spent.append(time.perf_counter() - began)
-        return bool(changed)
-
-    swift.step = timed
-    draft_with(method, swift, Confidence(SWIFT_THRESHOLD))
-    began, curve = time.perf_counter(), []
-    for prompt in cycle(prompts):
-        engine.generate([prompt], args.tokens, drafting=True)
-        curve.append([swift.candidates, swift.matchness])
-        if not swift.searching or sum(spent) > args.seconds:
-            break
-    figures = {"candidates": swift.candidates, "ended": not swift.searching, "matchness": swift.matchness}
-    figures |= {"search_seconds": sum(spent), "seconds": time.perf_counter() - began, "by_answer": curve}
-    return swift.incumbent, figures
-
-
-def draft_with(method: Any, selection: Selection, lookahead: Lookahead) -> None:
-    method.selection, method.lookahead = selection, lookahead
-    method.recipes.use(selection.sets.values())
-    method.draft_passes.clear()
-    for skip in selection.sets.values():
-        method.build(skip, optimize=False)
-
-
-def swift(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the figures of each search and of each arm."""
-    ratio = args.skip_ratio[0]
-    options = {"method": "layerskip", "num_speculative_tokens": SWIFT_K, "selection": "swift", "search_share": 0.5}
-    options |= {"lookahead": "confidence", "threshold": SWIFT_THRESHOLD, "skip_ratio": ratio}
-    engine = VllmEngine(args.model, options, requests=SCORED_TOGETHER + 1, eager=True)
-    prompts, uniform = chats(args.model, BY_KIND), engine.method.selection.incumbent
-    for on in (False, True):
-        engine.generate(prompts[:1], args.tokens, drafting=on)
-    searches: dict[str, tuple[SkipSet, dict[str, Any]]] = {}
-    for name, changes in SEARCHES.items():
-        if name != "no stop score" or searches["SWIFT"][1]["matchness"] > Swift.stop_score:  # else it is the same
-            searches[name] = search(engine, prompts[::2], args, changes)
-    arms: dict[str, tuple[SkipSet, Lookahead]] = {
-        name: (found, Confidence(SWIFT_THRESHOLD)) for name, (found, _) in searches.items()
-    }
-    arms["no early stop"] = (arms["SWIFT"][0], Fixed(SWIFT_K))
-    arms["no search"] = (uniform, Confidence(SWIFT_THRESHOLD))
-    arms["least scales"] = (least(args.model, len(uniform)), Confidence(SWIFT_THRESHOLD))
-    runs: dict[str, list[Run]] = {arm: [] for arm in ("plain", *arms)}
-    for turn in range(args.rounds):
-        for prompt in prompts[1::2]:
-            for arm in list(runs)[:: 1 if turn % 2 == 0 else -1]:
-                if arm != "plain":
-                    draft_with(engine.method, Static({"": arms[arm][0]}), arms[arm][1])
-                runs[arm].append(engine.generate([prompt], args.tokens, drafting=arm != "plain"))
-    rows = [{"arm": arm} | row(runs["plain"], runs[arm], 1) for arm in arms]
-    figures = {name: figures for name, (_, figures) in searches.items()}
-    return {"skip_ratio": ratio, "skipped": len(uniform), "rows": rows, "searches": figures}
+MEASURE: dict[str, Callable[[argparse.Namespace], Any]] = {"composed": composed, "swift": swift, "methods": methods}
 
 
 def main() -> None:
@@ -233,15 +138,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="repeats of each group of prompts, both ways")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4000], help="tokens of each prompt, part windows")
     parser.add_argument("--graded-model", type=Path, default=ROOT / "build" / "graded", help="built when missing")
-    parser.add_argument("--skip-ratio", type=float, nargs="+", default=[0.2, 0.45], help="part swift, if not in --json")
-    parser.add_argument("--seconds", type=float, default=150.0, help="of searching at most, part swift")
-    parser.add_argument("--only", nargs="*", choices=("deep", "demo", "windows", "composed", "swift"), help="parts")
+    parser.add_argument("--domain-model", type=Path, default=ROOT / "build" / "domain", help="built when missing")
+    parser.add_argument("--data", type=Path, nargs="+", default=[], help="JSONL files of prompts, part methods")
+    parser.add_argument("--skip-ratio", type=float, nargs="+", default=[0.2, 0.45], help="if not yet in --json")
+    parser.add_argument("--seconds", type=float, default=150.0, help="of the processor for a search, at most")
+    parser.add_argument("--only", nargs="*", choices=(*PARTS["vllm"], *MEASURE, "windows"), help="parts")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        measure: Callable[[argparse.Namespace], Any] = {"composed": composed, "swift": swift}.get(args.part, settled)
-        print(json.dumps(measure(args)), flush=True)
+        print(json.dumps(MEASURE.get(args.part, settled)(args)), flush=True)
         return
     if not (args.deep_model / "config.json").is_file():
         build(args.model, args.deep_model)
@@ -257,15 +163,17 @@ def main() -> None:
     for part in names:
         if part == "composed":
             figures |= {"demo model": measured(part, *demo), "deep model": measured(part, *deep)}
-        elif part == "swift":
-            if not (args.graded_model / "config.json").is_file():
-                build(args.model, args.graded_model, GRADED)
-            more = ("--seconds", args.seconds, "--skip-ratio")
+        elif part in ("swift", "methods"):
+            make = partial(build, bounds=GRADED) if part == "swift" else partial(build_domains, data=args.data)
+            model = args.graded_model if part == "swift" else args.domain_model
+            if not (model / "config.json").is_file():
+                make(args.model, model)
+            more = (*(("--data", *args.data) if args.data else ()), "--seconds", args.seconds, "--skip-ratio")
             known = json.loads(args.json.read_text()) if args.json and args.json.is_file() else {}
             by_ratio = figures["by_ratio"] = known.get("by_ratio", [])
-            for ratio in sorted({*args.skip_ratio} - {one["skip_ratio"] for one in by_ratio}):
-                by_ratio.append(measured(part, args.graded_model, args.skip_set, *more, ratio))
-                write_json(args.json, rounded(figures))
+            for ratio in sorted({*args.skip_ratio} - {one["skip_ratio"] for one in by_ratio}, reverse=True):
+                by_ratio.append(measured(part, model, args.skip_set, *more, ratio))
+                write_json(args.json, rounded(figures), args.data)
         elif part == "windows":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB
             by_context = {context: measured(part, *demo, "--contexts", context) for context in args.contexts}
@@ -277,7 +185,7 @@ def main() -> None:
             figures |= {"batches": rows} if args.engine == "sglang" else of_vllm
     figures = rounded(figures)
     print(json.dumps(figures, indent=1))
-    write_json(args.json, figures)
+    write_json(args.json, figures, args.data)
 
 
 if __name__ == "__main__":

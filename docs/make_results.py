@@ -370,6 +370,40 @@ def swift(result: Any) -> str:
     return f"{table(rows, form, 'speed={speed:.2f}')}\n\nSearches: {'; '.join(said)}."
 
 
+@section("All methods, on a model with domains", "methods-vllm-cpu.json", CHAPTERS[4])
+def methods(result: Any) -> str:
+    """All ways to choose the skipped sublayers, served: tokens per step (accepted share of draft tokens), for all
+    prompts, greedy and at temperature .7, and greedy by domain; and speed over plain decoding by the formula of the
+    papers, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Drafts end at a
+    confidence of .8 and after 25 tokens. "One set" is that of both domains together,
+    by the search of KNN-SSD's sets. Search: processor seconds, offline or, for SWIFT and KnapSpec, while serving other
+    prompts of both domains in turns. vLLM V1, bf16, uncompiled, one request at a time, on a synthetic deep model
+    (bench/lib/deep_model.py): 48 of 60 copied sublayers are spare everywhere, 6 in the one domain only, 6 in the
+    other. The machine had other load, so that its times, which are in the file, say nothing."""
+
+    def figures(row: Any) -> str:
+        return f"{row['M']:.2f} ({row['alpha']:.2f})" if "M" in row else "1.00"
+
+    def speed(row: Any, c: float) -> float:
+        return row["M"] * row["alpha"] / ((row["M"] - 1) * c + row["alpha"]) if "M" in row else 1.0
+
+    rows = []
+    for found in result["by_ratio"]:
+        seconds = found["calibration_seconds"] | {n: s["search_seconds"] for n, s in found["searches"].items()}
+        sampled = {r["arm"]: r for r in found["rows"] if r["temperature"]}
+        for r in found["rows"]:
+            if not r["temperature"]:
+                c, other = 1 - r["skipped"] / found["sublayers"], sampled[r["arm"]]
+                row = {"method": r["arm"], "skipped": r["skipped"], "greedy": figures(r), "sampled": figures(other)}
+                row |= {f"domain {i}": figures(r[name]) for i, name in enumerate(found["domains"])}
+                row |= {"speed": speed(r, c), "speed sampled": speed(other, c), "seconds": seconds.get(r["arm"])}
+                rows.append(row)
+    names = [f"{name.removesuffix('_dev')}={{domain {i}}}" for i, name in enumerate(result["by_ratio"][0]["domains"])]
+    form = ("skipped={skipped:.0f} | method={method} | greedy={greedy}", *names, "speed={speed:.2f}",
+            "at .7={sampled} | speed at .7={speed sampled:.2f} | search={seconds:.0f}")  # fmt: skip
+    return table(rows, *form)
+
+
 @section("Which layers, on streams of prompts", "selection-streams.json selection-deep.json", CHAPTERS[4])
 def selection(*results: Any) -> str:
     """Expected speed over plain decoding, M alpha / ((M - 1) c + alpha), from measured acceptance and the share c of

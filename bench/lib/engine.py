@@ -107,16 +107,18 @@ class VllmEngine:
         self.drafting = True
         self.switch = Switch(self.method, lambda step: self.drafting)
 
-    def generate(self, prompts: Sequence[list[int]], tokens: int, *, drafting: bool) -> Run:
-        """Greedy answers of exactly `tokens` tokens."""
+    def generate(
+        self, prompts: Sequence[list[int]], tokens: int, *, drafting: bool, temperature: float = 0.0, seed: int = 0
+    ) -> Run:
+        """Answers of exactly `tokens` tokens."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
         self.drafting = drafting
         self.switch.calls.clear()
-        how: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+        how: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "detokenize": False}
         requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        outputs = self.llm.generate(requests, SamplingParams(**how), use_tqdm=False)
+        outputs = self.llm.generate(requests, SamplingParams(temperature=temperature, seed=seed, **how), use_tqdm=False)
         ended = time.perf_counter()
         if self.switch.error is not None:
             raise RuntimeError("drafting failed") from self.switch.error

@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.lib.deep_model import EQUAL, GRADED, SCALED, SKIP_SET, build, least
+from bench.lib.deep_model import EQUAL, GRADED, SCALED, SKIP_SET, add_neurons, build, least
+from layerskip_plugin.calibrate.host_model import HostModel
+from layerskip_plugin.calibrate.prompts import Answered
 from layerskip_plugin.skip_set import SkipSet
 
 LAYERS = 40
@@ -57,3 +59,27 @@ def test_every_layer_is_followed_by_a_copy_of_smaller_scale(
         assert share == pytest.approx(0.5, abs=3 * 0.5 / np.sqrt(len(scales)))
         order = [int(i) for i in np.argsort(scales)[:5]]
         assert sorted(least(tmp_path, 5).sublayers) == sorted(skipped.sublayers[i] for i in order)
+
+
+def test_a_copy_with_a_neuron_matters_in_its_domain_only() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    host = HostModel(LlamaForCausalLM(LlamaConfig(vocab_size=40, num_hidden_layers=8, **sizes)))
+    for copy in host.layers[1::2]:
+        copy.self_attn.o_proj.weight.mul_(0.01)
+        copy.mlp.down_proj.weight.mul_(0.01)
+    rng = np.random.default_rng(0)
+    parts = [[Answered(rng.integers(low, low + 20, 50).tolist(), 8) for _ in range(12)] for low in (0, 20)]
+    before = [host.read(part[0].tokens).final for part in parts]
+    add_neurons(host, parts, (1, 2))
+    for one in (0, 1):
+        sample = host.sample([parts[one][0].tokens], 40, [8])
+        whole, skipped = host.final_states([host.skip([]), host.skip([4 * (1 + one) + 3])], sample)
+        _, elsewhere = host.final_states([host.skip([]), host.skip([4 * (2 - one) + 3])], sample)
+        states = (before[one][sample.texts[0].kept], elsewhere, skipped)
+        same, other, own = (torch.nn.functional.cosine_similarity(whole, each).mean() for each in states)
+        assert same > 0.97, "the neurons cancel"
+        assert other > 0.97
+        assert 1 - own > 5 * (1 - other)
