@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from freedraft.draft import DraftBatch
 from freedraft.draft_pass import Window
 from freedraft.engines.draft_ranks import DraftRanks
 from tests.support.random_trees import random_batch
