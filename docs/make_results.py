@@ -432,7 +432,7 @@ def domains(*results: Any) -> str:
 
 
 def of_domains(folder: str, found: Any) -> list[str]:
-    model = "SmolLM2" if folder == "model" else "deep synthetic"
+    model = "SmolLM2" if folder == "model" else "deep, redundant by domain"
     matrix = pivot(found["transfer"], f"{model}: set of={{set}} | search={{search}}", "on", "{agreement:.3f}")
     gains: dict[tuple[str, str], list[str]] = {}
     for r in found["own"]:
@@ -451,7 +451,11 @@ def of_domains(folder: str, found: Any) -> list[str]:
         "clusters": "clusters={clusters} | prompts of each={?sizes}",
     }
     tables["unknown"] = "unknown domain={domain} | set={set}"
-    return [matrix, text, *(table(found[name], columns, form) for name, columns in tables.items() if name in found)]
+    return [
+        matrix,
+        text,
+        *(table(found[name], columns, form) for name, columns in tables.items() if len(found.get(name, ())) > 1),
+    ]
 
 
 @section("How DISCO is trained", "disco.json", CHAPTERS[4])
