@@ -121,7 +121,7 @@ def test_the_counts_add_up_also_through_failures(guarded: GuardedMethod) -> None
     drafted = DraftBatch.empty(3, 2)
     drafted.counts[:] = 2
     guarded.draft(step)  # nothing matches
-    assert value("budget_tokens") == 8 and value("drafting_seconds_count") == timed + 1
+    assert value("budget_tokens") == 12 and value("drafting_seconds_count") == timed + 1
     guarded.method.propose = lambda *_: drafted
     guarded.draft(step)
     guarded.method.controller.max_draft_tokens = 0

@@ -27,7 +27,7 @@ def drafted(step: Step, rows: np.ndarray, lengths: Any, first: int, score: float
     """Chains of tokens that count up from `first` for some requests, roots for the others."""
     by_row = dict(zip(rows.tolist(), lengths, strict=True))
     draft = chains([[score] * int(by_row.get(b, 0)) for b in range(step.batch_size)], kind)
-    draft.tokens += first - 1
+    draft.tokens[:] += first - 1
     draft.tokens[:, 0] = step.roots
     return draft
 
