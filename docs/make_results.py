@@ -385,7 +385,7 @@ def methods(result: Any) -> str:
         return f"{row['M']:.2f} ({row['alpha']:.2f})" if "M" in row else "1.00"
 
     def speed(row: Any, c: float) -> float:
-        return row["M"] * row["alpha"] / ((row["M"] - 1) * c + row["alpha"]) if "M" in row else 1.0
+        return row["M"] / (row["drafts"] * c + 1) if "M" in row else 1.0
 
     rows = []
     for found in result["by_ratio"]:

@@ -52,10 +52,12 @@ def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
     drafted = sum(sum(a.drafted) for a, _ in steps)
     if drafted:
         accepted = sum(sum(b.gained) - b.batch for _, b in steps)
-        m, alpha = 1 + accepted / sum(a.batch for a, _ in steps), accepted / drafted
+        rows = sum(a.batch for a, _ in steps)
+        m, alpha, drafts = 1 + accepted / rows, accepted / drafted, drafted / rows
         c = median((a.ended - a.began) / max(a.drafted) for a, _ in full) / plain
-        formula = m * alpha / ((m - 1) * c + alpha)
-        result |= {"M": m, "alpha": alpha, "c": c, "verify": median(b.began - a.ended for a, b in full) / plain}
+        formula = m / (drafts * c + 1)  # as M alpha / ((M - 1) c + alpha), but also where nothing is accepted
+        result |= {"M": m, "alpha": alpha, "drafts": drafts, "c": c}
+        result["verify"] = median(b.began - a.ended for a, b in full) / plain
         result |= {"formula": formula, "share_of_formula": result["ratio"] / formula}
     return result
 
