@@ -621,8 +621,9 @@ one.
   predicted and timed rates of 30 sets and lengths, with the calibrated acceptance in both, correlate at .99.
 - **Windows on SGLang, some cells again** (e54116808c98), 48 tokens, two rounds, over plain with quarters: 2 requests of
   7,500 tokens 1.06 (0.90-1.21), 8 of 4,000 1.26 (1.21-1.40), 8 of 7,500 1.41 (1.38-1.44), all answers those of plain
-  decoding; 2 of 4,000, in turns with commit 4323d4f, 1.01, 1.11 and 1.07, there 0.88 and 1.07. In the cell of 8 of 7,500 a plain step took 0.40 s, and 1.27 s when the table above was measured; the measured times
-  allowed 1.53 and 1.81.
+  decoding; 2 of 4,000, in turns with commit 4323d4f, 1.01, 1.11 and 1.07, there 0.88 and 1.07. In the cell of 8 of
+  7,500 a plain step took 0.40 s, and 1.27 s when the table above was measured; the measured times allowed 1.53 and
+  1.81.
 - **Layer skipping on SGLang, in turns with commit 4323d4f**, deep model at batch 1, 2 and 4: 1.48, 1.59 and 1.61
   there, 1.70, 1.84 and 1.54, then 1.48, 1.69 and 1.55 at ff756db1493c.
 - **Time of the learned scorer as a network**, over the 104 weight sets before it (ee41fc4 and the parent of 159c170 in
