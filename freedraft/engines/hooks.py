@@ -1,4 +1,5 @@
-"""Hooked names of an engine, as data: one table per engine, checked before registration; and how a start is logged or stopped."""
+"""Hooked names of an engine, as data: one table per engine, checked before registration; the line that logs or ends a
+start."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from freedraft.config import ConfigError
-
 
 def check_ranks(engine_args: Any) -> None:
     """Refuse ranks that no method drafts on. Raises ValueError of one line."""
