@@ -511,8 +511,8 @@ measured one.
 - **Host time of `sssd` in a step of vLLM's V1**, 8 draft tokens for each request, in turns with commit 4323d4f, medians
   of 2 runs: .37 and .38 ms with one request, there .41 and .39; .86 and .89 with 32, there 1.07 and .95 (5d3ad0be5269).
 - **A drafter thread behind a simulated device** with passes of 5 ms (bench/draft_thread.py): by how much less the
-  device idles with the thread, as a share of the wait for drafts without it. SGLang with 1, 8 and 32 requests -13, 9 and
-  0 %, with 150 us of the scheduler's work before it takes drafts -21, -4 and -1 % (2649cc48edf9). vLLM's V2, in the
+  device idles with the thread, as a share of the wait for drafts without it. SGLang with 1, 8 and 32 requests -13, 9
+  and 0 %, with 150 us of the scheduler's work before it takes drafts -21, -4 and -1 % (2649cc48edf9). vLLM's V2, in the
   benchmark alone, -23, -9 and 8 % if the preparation of a step takes 1.5 ms; 102, 93 and 105 % if it takes 7 ms, longer
   than the pass (4d4efe39b90f).
 - **Building datastores** of 8 M tokens: 0.30 to 0.34 us and 18.4 bytes of memory per token, 8.3 bytes on disk, 14 to
