@@ -18,7 +18,6 @@ from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
 PRIOR = 0.8  # initial rate of acceptance
-ALL_ACCEPTED = RecipeRecord(1.0, 0)
 MAX_KINDS = 16
 HORIZON = 8  # further tokens of a draft considered by a decision
 # Steps for which a decision (to draft, not to draft) holds while batch and candidates stay the same.
@@ -85,7 +84,6 @@ class Cost(Lookahead):
         self._pays = False  # whether it is expected to beat no drafting
         self._recipes: list[SkipSet] = []  # of the present step's candidates
         self._row = 0  # of its batch and context, see `row_of`
-        self._round: tuple[SkipSet, int, int] | None = None  # its recipe and requests, and all of the step
         self._key: tuple[Any, ...] = ()  # its batch and candidates
 
     def use(self, recipes: Sequence[SkipSet]) -> None:
@@ -98,11 +96,9 @@ class Cost(Lookahead):
 
     # -- before a round ------------------------------------------------------------------------------------------------
 
-    def estimate(
-        self, recipe: SkipSet, requests: int, max_draft_len: int, record: RecipeRecord | None = None
-    ) -> DraftPassEstimate:
-        """Expected gain and time of a round, by the recipe's own record by default."""
-        record, most = record or self.records[recipe], min(max_draft_len, self.longest)
+    def estimate(self, recipe: SkipSet, requests: int, max_draft_len: int) -> DraftPassEstimate:
+        """Expected gain and time of a round."""
+        record, most = self.records[recipe], min(max_draft_len, self.longest)
         if self.reads_ahead:
             seconds = self.costs.pass_seconds(recipe, requests) * np.arange(1, most + 1)
         else:
@@ -113,28 +109,20 @@ class Cost(Lookahead):
         gain, tokens = (requests * np.cumsum(share[:most]) for share in (record.accepted, record.verified))
         return DraftPassEstimate(gain, tokens, seconds, self.costs.overrun)
 
-    def rates(
-        self, recipe: SkipSet, requests: int, batch: int, record: RecipeRecord | None = None
-    ) -> NDArray[np.float64]:
+    def rates(self, recipe: SkipSet, requests: int, batch: int) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step in which `requests` draft, by maximum draft length from
         0."""
-        record = record or self.records[recipe]
-        expected = self.estimate(recipe, requests, self.longest, record)
+        expected = self.estimate(recipe, requests, self.longest)
         if self.widths is None:
             width, verification = 1, self.costs.step_seconds(batch, batch + expected.tokens)
         else:  # all requests have the longest draft's width: a position costs if any request drafts there
             width = int(self.widths[0])
             by_place = self.costs.step_seconds(batch, batch * self._fitting(np.arange(2, self.longest + 2)))
-            anyone = 1 - (1 - np.minimum(record.verified[1 : self.longest], 1)) ** requests
+            verified = self.records[recipe].verified[1 : self.longest]
+            anyone = 1 - (1 - np.minimum(verified, 1)) ** requests
             verification = by_place[0] + np.concatenate([[0.0], np.cumsum(anyone * np.diff(by_place))])
         drafting = (batch + expected.gain) / (self.costs.overrun * (expected.seconds + verification))
         return np.concatenate([[batch / float(self.costs.step_seconds(batch, batch * width))], drafting])
-
-    def _could_pay(self) -> bool:
-        """Whether the present round would pay if all its tokens were accepted."""
-        assert self._round is not None
-        alone, *rates = self.rates(*self._round, ALL_ACCEPTED).tolist()
-        return max(rates) > alone
 
     def _fitting(self, nodes: Ints) -> Ints:
         """Verified numbers of nodes per request for drafts of `nodes`."""
@@ -172,8 +160,7 @@ class Cost(Lookahead):
         super().begin(request_ids, recipe, min(max_draft_len, self.longest), rest)
         requests, record = len(request_ids), self.records[recipe]
         batch = requests + rest.requests
-        self._round = recipe, requests, batch
-        rates = self.rates(*self._round)
+        rates = self.rates(recipe, requests, batch)
         self._mean_len = max(int(rates.argmax()), 1)
         self.rate = float(rates.max()) if rest.rate is None else rest.rate
         self.margin = float(rates.max() / rates[0]) - 1
@@ -224,7 +211,7 @@ class Cost(Lookahead):
             record.next_given.add(to_bins(outcome.top[row, position, 0])[pairs], good[pairs + 1])
             verified = outcome.verified > 0
             if verified.any() and not self.on:
-                self.explorer.judge(record, outcome.verified[verified], outcome.path[verified], self._could_pay)
+                self.explorer.judge(record, outcome.verified[verified], outcome.path[verified])
             # Drafted tokens count even if the engine or a controller did not verify them: their passes were run.
             record.update(outcome.drafted, outcome.verified, outcome.path)
         if not self.on:

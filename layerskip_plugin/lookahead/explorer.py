@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from freedraft.cost.probes import ProbeSchedule
 from layerskip_plugin.lookahead.rates import RecipeRecord
@@ -64,11 +64,9 @@ class Explorer:
         self._last = recipes[(last + 1) % len(recipes)]
         return self._last
 
-    def judge(self, record: RecipeRecord, drafted: Ints, accepted: Ints, could_pay: Callable[[], bool]) -> None:
-        """Compare a trial's int32 [R] drafted and accepted tokens with the recipe's record, before that is updated.
-        could_pay: whether such a round would pay with full acceptance."""
+    def judge(self, record: RecipeRecord, drafted: Ints, accepted: Ints) -> None:
+        """Compare a trial's int32 [R] drafted and accepted tokens with the recipe's record, before that is updated."""
         length, brought = drafted.mean(), accepted.mean()
         expected = record.accepted[: max(1, int(length))].sum()
-        surprise = brought > expected + SURPRISE or (brought >= GOOD * length and expected < DOUBTFUL * length)
-        if surprise and could_pay():
+        if brought > expected + SURPRISE or (brought >= GOOD * length and expected < DOUBTFUL * length):
             self._again, record.weight = True, min(record.weight, DOUBTED_WEIGHT)
