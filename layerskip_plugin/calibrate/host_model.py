@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from layerskip_plugin.knapsack_search import cosine
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
@@ -233,8 +234,7 @@ class HostModel:
         )
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm(q), attention.k_norm(k)
-        cos, sin = (x[:, None].to(h.device) for x in (cos, sin))
-        return q * cos + _half_turn(q) * sin, k * cos + _half_turn(k) * sin, v
+        return *apply_rotary_pos_emb(q, k, cos.to(h.device), sin.to(h.device), unsqueeze_dim=1), v
 
     def attend(self, text: Text, layer: int, q: Tensor, past: Tensor, near_k: Tensor, near_v: Tensor) -> Tensor:
         """Attention of each row over the whole model's KV before `past` and over its own `near` entries, in float32.
@@ -276,8 +276,3 @@ def device_of(module: Any, h: Tensor) -> torch.device:
     """The device of a module: of its weights, or of `h` if they are loaded on demand."""
     device: torch.device = next(module.parameters()).device
     return h.device if device.type == "meta" else device
-
-
-def _half_turn(x: Tensor) -> Tensor:
-    left, right = x.chunk(2, -1)
-    return torch.cat([-right, left], -1)
