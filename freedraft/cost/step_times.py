@@ -221,10 +221,6 @@ class StepTimes:
         seconds = np.exp(self._log(recipe, context) + corrections + self._level)
         return np.interp(np.asarray(batch, np.float64), CENTRES, seconds)
 
-    def uncorrected_pass(self, recipe: Recipe, batch: int, context: float) -> float:
-        """Roofline estimate of a draft pass, scaled to this machine; ignores measured pass times."""
-        return math.exp(float(np.interp(batch, CENTRES, self._log(recipe, context))) + self._level)
-
     def _of_recipe(self, recipe: Recipe) -> _Corrections:
         if recipe not in self._passes:
             self._passes[recipe] = _Corrections(CONTEXTS)
