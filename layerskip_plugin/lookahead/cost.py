@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from freedraft.cost.acceptance import PASS_KINDS, Acceptance
+from freedraft.cost.acceptance import PASS_KINDS
+from freedraft.cost.controller import Auto
 from freedraft.cost.step_times import row_of
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, Lookahead
@@ -26,22 +27,6 @@ DECISION_STEPS, IDLE_STEPS = 4, 16
 ON_MARGIN, STAY_MARGIN = 1.05, 1.02
 
 
-class Costs(Protocol):
-    """Present times of steps and draft passes, and acceptance; implemented by `Auto`."""
-
-    acceptance: Acceptance
-
-    @property
-    def overrun(self) -> float:
-        """Ratio of the time of a step with draft passes to that of its parts."""
-
-    def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of a step of the whole model, by query tokens over the batch."""
-
-    def pass_seconds(self, recipe: SkipSet, batch: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of a draft pass, by number of requests."""
-
-
 class Cost(Lookahead):
     """Maximises tokens per second under measured costs, over all requests of a step together.
 
@@ -56,7 +41,7 @@ class Cost(Lookahead):
     of the best surplus over all (k, m) go on, if it is positive. Passes that have already run are free (`read`).
 
     Args:
-        costs: of this model on this machine.
+        costs: times of steps and draft passes of this model on this machine, and acceptance.
         recipes: skip sets with windows.
         widths: int32, see `Step.widths`; None where every request may have its own.
         longest: maximum draft length.
@@ -66,7 +51,7 @@ class Cost(Lookahead):
 
     def __init__(
         self,
-        costs: Costs,
+        costs: Auto,
         recipes: Sequence[SkipSet],
         widths: Sequence[int] | None = None,
         longest: int = MAX_DRAFT_LEN,
