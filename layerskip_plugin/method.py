@@ -186,8 +186,6 @@ class LayerSkipMethod(ModelMethod):
             chosen, contexts = [chosen[i] for i in rows], contexts[rows]
         candidates = self.recipes.candidates(chosen, contexts)
         mean = float(step.contexts.mean()) if step.batch_size else 1.0
-        if self._cost is not None:
-            self._cost.widths = self.controller.widths  # only widths with captured graphs
         self.recipe = self.lookahead.choose(candidates, self._batch, mean)
 
     def _search(self, step: Step) -> None:

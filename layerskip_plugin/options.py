@@ -249,7 +249,7 @@ class LayerSkipOptions(PluginOptions):
         if self.lookahead == "cost":
             if costs is None:
                 return Fixed(context.max_draft_tokens)
-            return Cost(costs, recipes, widths=context.widths, longest=context.max_draft_tokens)
+            return Cost(costs, recipes)
         if self.lookahead == "fixed":
             return Fixed(self.length or (context.max_draft_tokens if context.widths is None else 5))
         if self.lookahead == "disco":

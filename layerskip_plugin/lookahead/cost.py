@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.cost.controller import Auto
+from freedraft.cost.policies import holding
 from freedraft.cost.step_times import row_of
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, Lookahead
@@ -43,24 +44,15 @@ class Cost(Lookahead):
     Args:
         costs: times of steps and draft passes of this model on this machine, and acceptance.
         recipes: skip sets with windows.
-        widths: int32, see `Step.widths`; None where every request may have its own.
-        longest: maximum draft length.
     """
 
     needs_top = 1
 
-    def __init__(
-        self,
-        costs: Auto,
-        recipes: Sequence[SkipSet],
-        widths: Sequence[int] | None = None,
-        longest: int = MAX_DRAFT_LEN,
-    ) -> None:
+    def __init__(self, costs: Auto, recipes: Sequence[SkipSet]) -> None:
         self.costs = costs
         self.explorer = Explorer()
         self.use(recipes)
-        self.widths = None if widths is None else np.array(widths, np.int32)
-        self.longest = min(longest, MAX_DRAFT_LEN)
+        self.longest = min(costs.max_draft_tokens, MAX_DRAFT_LEN)
         self.reads_ahead = False  # passes run up to `expected_len` before the first `should_continue`
         self.read = 0  # positions of the present round run so far
         self.on = True
@@ -97,22 +89,17 @@ class Cost(Lookahead):
     def rates(self, recipe: SkipSet, requests: int, batch: int) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step in which `requests` draft, by maximum draft length from
         0."""
-        expected = self.estimate(recipe, requests, self.longest)
-        if self.widths is None:
+        expected, widths = self.estimate(recipe, requests, self.longest), self.costs.widths
+        if widths is None:
             width, verification = 1, self.costs.step_seconds(batch, batch + expected.tokens)
         else:  # all requests have the longest draft's width: a position costs if any request drafts there
-            width = int(self.widths[0])
-            by_place = self.costs.step_seconds(batch, batch * self._fitting(np.arange(2, self.longest + 2)))
+            width = int(widths[0])
+            by_place = self.costs.step_seconds(batch, batch * holding(np.arange(2, self.longest + 2), widths))
             verified = self.records[recipe].verified[1 : self.longest]
             anyone = 1 - (1 - np.minimum(verified, 1)) ** requests
             verification = by_place[0] + np.concatenate([[0.0], np.cumsum(anyone * np.diff(by_place))])
         drafting = (batch + expected.gain) / (self.costs.overrun * (expected.seconds + verification))
         return np.concatenate([[batch / float(self.costs.step_seconds(batch, batch * width))], drafting])
-
-    def _fitting(self, nodes: Ints) -> Ints:
-        """Verified numbers of nodes per request for drafts of `nodes`."""
-        assert self.widths is not None
-        return self.widths[np.minimum(np.searchsorted(self.widths, nodes), len(self.widths) - 1)]
 
     def choose(self, candidates: Sequence[Candidate], batch: int, context: float) -> SkipSet | None:
         """The recipe of most tokens per second, counting only requests that voted for it: votes weighted by expected
@@ -154,11 +141,11 @@ class Cost(Lookahead):
         self.tokens, self.read = requests, 0
         # Prices for the decisions of this round, by number of requests and by number of query tokens.
         self.pass_price = self.costs.pass_seconds(recipe, np.arange(1, requests + 1))
-        if self.widths is None:
+        if self.costs.widths is None:
             query_tokens = rest.query_tokens + np.maximum(np.arange(requests * (self.max_draft_len + 1) + 1), requests)
         else:  # by nodes of the largest draft
             nodes = np.maximum(np.arange(self.max_draft_len + 2), rest.most_nodes)
-            query_tokens = batch * self._fitting(nodes.astype(np.int32))
+            query_tokens = batch * holding(nodes, self.costs.widths)
         self.step_price = self.costs.step_seconds(batch, query_tokens)
         self.next = record.next_given.rates
         self.series = np.cumsum(record.next_given.mean ** np.arange(HORIZON))
@@ -180,7 +167,7 @@ class Cost(Lookahead):
         m = np.arange(1, min(left, HORIZON) + 1)
         passes = self.pass_price[k - 1] * (self.read - position <= m).cumsum()
         gain = np.cumsum(chance[order, None], 0) * self.series[m - 1]
-        now, more_nodes = (self.tokens, k * m) if self.widths is None else (position + 2, m)
+        now, more_nodes = (self.tokens, k * m) if self.costs.widths is None else (position + 2, m)
         price = passes + self.step_price[now + more_nodes] - self.step_price[now]
         surplus = (gain - self.rate * self.costs.overrun * price).max(1)
         best = int(np.argmax(surplus))
