@@ -75,7 +75,7 @@ class Heuristic(Fixed):
 class Costs:
     """Fixed costs, in steps of the whole model: `c` per draft pass, PER_TOKEN per further token of a step."""
 
-    overrun, widths, max_draft_tokens = 1.0, None, LONGEST
+    widths, max_draft_tokens = None, LONGEST
 
     def __init__(self, c: float) -> None:
         self.c, self.acceptance = c, Acceptance()

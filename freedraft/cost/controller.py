@@ -58,8 +58,7 @@ class Auto(Controller):
         self.drafting_seconds = 0.0
         self._clock = clock
         self._ended: float | None = None
-        self._began = self._step_began = 0.0
-        self._passes = 0.0  # predicted seconds of the draft passes of this step
+        self._began = 0.0
         self.context = 1.0  # mean tokens of the requests of the newest step
         self._longest = float(max_draft_tokens)
         self._drafts_pay = False
@@ -73,10 +72,7 @@ class Auto(Controller):
     def update(self, step: Step) -> None:
         now = self._began = self._clock()
         if step.previous is not None and self._ended is not None:
-            predicted = self._passes + float(self.times.seconds(*step.previous, self.context))
-            self.times.update_round(self._passes > 0.0, predicted, now - self._step_began)
             self.times.update(*step.previous, self.context, now - self._ended)
-        self._step_began, self._passes = now, 0.0
         if step.batch_size:
             self.context = float(np.add.reduce(step.contexts, dtype=np.float64)) / step.batch_size
         self.acceptance.update(step)
@@ -149,14 +145,8 @@ class Auto(Controller):
         """Seconds of a draft pass, by number of requests."""
         return self.times.pass_seconds(recipe, batch, self.context)
 
-    @property
-    def overrun(self) -> float:
-        """Factor by which a step with draft passes takes longer than its parts."""
-        return self.times.overrun
-
-    def record_pass(self, recipe: Recipe, batch: int, seconds: float, count: int = 1) -> None:
-        """Record `count` draft passes over `batch` requests of `seconds` each."""
-        self._passes += count * float(self.times.pass_seconds(recipe, batch, self.context))
+    def record_pass(self, recipe: Recipe, batch: int, seconds: float) -> None:
+        """Learn from a draft pass over `batch` requests."""
         self.times.update_pass(recipe, batch, self.context, seconds)
 
     def estimate(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:

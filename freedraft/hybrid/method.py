@@ -111,7 +111,7 @@ class HybridMethod(Method):
                 alone, together = fitting[0], fitting[1:]
             tokens, gain = batch + yields.sum(), passes.gain - yields[rows].sum()
             seconds_alone = float(auto.step_seconds(batch, alone))
-            seconds = passes.overrun * (auto.step_seconds(batch, together) + passes.seconds)
+            seconds = auto.step_seconds(batch, together) + passes.seconds
             rate, more = max(rate, float(tokens / seconds_alone)), seconds - seconds_alone
             # Where passes shorten the step, saved time is discounted by the margin.
             pays = gain > rate * np.maximum(MARGIN * more, more / MARGIN)

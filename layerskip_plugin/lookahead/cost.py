@@ -84,7 +84,7 @@ class Cost(Lookahead):
             rows = requests * reached / np.maximum(any_left, 1e-9)
             seconds = np.cumsum(any_left * self.costs.pass_seconds(recipe, np.maximum(rows, 1)))
         gain, tokens = (requests * np.cumsum(share[:most]) for share in (record.accepted, record.verified))
-        return DraftPassEstimate(gain, tokens, seconds, self.costs.overrun)
+        return DraftPassEstimate(gain, tokens, seconds)
 
     def rates(self, recipe: SkipSet, requests: int, batch: int) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step in which `requests` draft, by maximum draft length from
@@ -98,7 +98,7 @@ class Cost(Lookahead):
             verified = self.records[recipe].verified[1 : self.longest]
             anyone = 1 - (1 - np.minimum(verified, 1)) ** requests
             verification = by_place[0] + np.concatenate([[0.0], np.cumsum(anyone * np.diff(by_place))])
-        drafting = (batch + expected.gain) / (self.costs.overrun * (expected.seconds + verification))
+        drafting = (batch + expected.gain) / (expected.seconds + verification)
         return np.concatenate([[batch / float(self.costs.step_seconds(batch, batch * width))], drafting])
 
     def choose(self, candidates: Sequence[Candidate], batch: int, context: float) -> SkipSet | None:
@@ -169,7 +169,7 @@ class Cost(Lookahead):
         gain = np.cumsum(chance[order, None], 0) * self.series[m - 1]
         now, more_nodes = (self.tokens, k * m) if self.costs.widths is None else (position + 2, m)
         price = passes + self.step_price[now + more_nodes] - self.step_price[now]
-        surplus = (gain - self.rate * self.costs.overrun * price).max(1)
+        surplus = (gain - self.rate * price).max(1)
         best = int(np.argmax(surplus))
         if surplus[best] > 0:
             more[order[: best + 1]] = True

@@ -34,8 +34,6 @@ class Line:
 class KnownCosts:
     """Costs of a machine: draft passes by recipe and number of requests, steps by query tokens."""
 
-    overrun = 1.0
-
     def __init__(
         self, draft: Mapping[int, float] | Mapping[SkipSet, Mapping[int, float]], step: Mapping[int, float],
         widths: Sequence[int] | None = None, longest: int = 64,
