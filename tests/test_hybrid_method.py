@@ -128,9 +128,7 @@ def test_draft_passes_go_to_whom_n_grams_say_nothing(registered: None) -> None:
 
 
 @pytest.mark.parametrize("widths", [None, (1, 2, 4, 8)])
-@pytest.mark.parametrize(
-    ("seconds", "pays"), [(0.1, True), (1.2, False), (5.0, False)]
-)
+@pytest.mark.parametrize(("seconds", "pays"), [(0.1, True), (1.2, False), (5.0, False)])
 def test_passes_pay_for_their_time_or_are_trials(
     registered: None, seconds: float, pays: bool, widths: tuple[int, ...] | None
 ) -> None:

@@ -137,7 +137,8 @@ class HostModel:
             raise ValueError(f"a text must have between 1 and {window or 'any number of'} tokens, not {len(tokens)}")
         ids = torch.as_tensor(np.asarray(tokens, np.int64), device=self.device)
         keep = torch.zeros(0, dtype=torch.int64) if keep is None else keep
-        states, cache = list[Tensor](), DynamicCache()
+        states: list[Tensor] = []
+        cache: Any = DynamicCache()
         norms = [norm for layer in self.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
         hooks = [
             norm.register_forward_pre_hook(lambda _, args: states.append(args[0][0][keep].to(ids.device)))

@@ -15,7 +15,7 @@ from freedraft.cost.step_times import row_of
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, Lookahead
 from layerskip_plugin.lookahead.explorer import Explorer
-from layerskip_plugin.lookahead.rates import MAX_DRAFT_LEN, RecipeRecord, to_bins
+from layerskip_plugin.lookahead.rates import MAX_DRAFT_LEN, RecipeRecord
 from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
@@ -35,11 +35,11 @@ class Cost(Lookahead):
     long-run ratio N / D results from going on exactly while the expected gain of more tokens exceeds `rate` times their
     price, where `rate` is that best ratio (Dinkelbach): the rate of rounds so far, at least that of no drafting.
 
-    After each token: the probability s that a request's draft is accepted so far is the product of P(accepted |
-    confidence), the probability of the next token is P(next accepted | confidence); both are learnt per recipe. For the
-    k requests with the best probabilities and m <= `HORIZON` more tokens each, the gain is the sum of s * next * (1 + a
-    + ... + a^(m-1)), with a the mean rate of the recipe; the price is m draft passes and k * m more query tokens. The k
-    of the best surplus over all (k, m) go on, if it is positive. Passes that have already run are free (`read`).
+    After each token: its probability p of acceptance follows from its confidence, as learnt per recipe, and the
+    probability s that the request's draft is accepted so far is the product of these; the next tokens are taken to be
+    as likely as the present one. For the k requests with the best s * p and m <= `HORIZON` more tokens each, the gain
+    is the sum of s * (p + ... + p^m); the price is m draft passes and k * m more query tokens. The k of the best
+    surplus over all (k, m) go on, if it is positive. Passes that have already run are free (`read`).
 
     Args:
         costs: times of steps and draft passes of this model on this machine, and acceptance.
@@ -147,8 +147,6 @@ class Cost(Lookahead):
             nodes = np.maximum(np.arange(self.max_draft_len + 2), rest.most_nodes)
             query_tokens = batch * holding(nodes, self.costs.widths)
         self.step_price = self.costs.step_seconds(batch, query_tokens)
-        self.next = record.next_given.rates
-        self.series = np.cumsum(record.next_given.mean ** np.arange(HORIZON))
 
     def end(self, length: int) -> None:
         """Keep the expected length, which is the best one by costs."""
@@ -160,13 +158,13 @@ class Cost(Lookahead):
             return more
         confidence, kinds = top[:, 0], np.full(len(rows), self.kind, np.uint8)
         self.tokens += len(rows)
-        self.survival[rows] *= self.costs.acceptance.given_parent(confidence, kinds, position + 1)
-        chance = self.survival[rows] * self.next[to_bins(confidence)]
-        order = np.argsort(-chance, kind="stable")
+        likely = self.costs.acceptance.given_parent(confidence, kinds, position + 1)
+        self.survival[rows] *= likely
+        order = np.argsort(-self.survival[rows] * likely, kind="stable")
         k = np.arange(1, len(rows) + 1)[:, None]
         m = np.arange(1, min(left, HORIZON) + 1)
         passes = self.pass_price[k - 1] * (self.read - position <= m).cumsum()
-        gain = np.cumsum(chance[order, None], 0) * self.series[m - 1]
+        gain = np.cumsum((self.survival[rows, None] * np.cumsum(likely[:, None] ** m, 1))[order], 0)
         now, more_nodes = (self.tokens, k * m) if self.costs.widths is None else (position + 2, m)
         price = passes + self.step_price[now + more_nodes] - self.step_price[now]
         surplus = (gain - self.rate * price).max(1)
@@ -178,13 +176,9 @@ class Cost(Lookahead):
     def record_acceptance(self, outcome: Outcome) -> None:
         record = self.records.get(outcome.recipe)
         if record is not None:
-            row, position, good = outcome.judged()
-            pairs = np.flatnonzero((row[1:] == row[:-1]) & (position[1:] == position[:-1] + 1))
-            record.next_given.add(to_bins(outcome.top[row, position, 0])[pairs], good[pairs + 1])
             verified = outcome.verified > 0
             if verified.any() and not self.on:
                 self.explorer.judge(record, outcome.verified[verified], outcome.path[verified])
-            # Drafted tokens count even if the engine or a controller did not verify them: their passes were run.
-            record.update(outcome.drafted, outcome.verified, outcome.path)
+            record.update(outcome)
         if not self.on:
             self._steps_left = 0
