@@ -15,8 +15,7 @@ from freedraft.cost.step_times import row_of
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, Lookahead
 from layerskip_plugin.lookahead.explorer import Explorer
-from layerskip_plugin.lookahead.rates import MAX_DRAFT_LEN, RecipeRecord
-from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome
+from layerskip_plugin.rounds import MAX_DRAFT_LEN, Candidate, Flags, Floats, Ints, Outcome, RecipeRecord
 from layerskip_plugin.skip_set import SkipSet
 
 PRIOR = 0.8  # initial rate of acceptance

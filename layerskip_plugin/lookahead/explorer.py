@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from freedraft.cost.probes import ProbeSchedule
-from layerskip_plugin.lookahead.rates import RecipeRecord
-from layerskip_plugin.rounds import Ints
+from layerskip_plugin.rounds import Ints, RecipeRecord
 from layerskip_plugin.skip_set import SkipSet
 
 # Steps between trials of drafting while no length pays: first and longest interval.
