@@ -49,7 +49,6 @@ class Cost(Lookahead):
 
     def __init__(self, costs: Auto, recipes: Sequence[SkipSet]) -> None:
         self.costs = costs
-        self.explorer = Explorer()
         self.use(recipes)
         self.longest = min(costs.max_draft_tokens, MAX_DRAFT_LEN)
         self.reads_ahead = False  # passes run up to `expected_len` before the first `should_continue`
@@ -67,8 +66,7 @@ class Cost(Lookahead):
         self.records = {recipe: RecipeRecord(PRIOR, kind) for recipe, kind in zip(recipes, kinds, strict=True)}
         for record in self.records.values():
             self.costs.acceptance.forget(record.kind)
-        self.explorer.forget()
-        self._steps_left = 0
+        self.explorer, self._steps_left = Explorer(), 0
 
     # -- before a round ------------------------------------------------------------------------------------------------
 

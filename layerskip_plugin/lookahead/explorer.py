@@ -31,10 +31,6 @@ class Explorer:
         self._others = ProbeSchedule(FIRST_OTHER, RAREST_OTHER)
         self._tried: Counter[tuple[SkipSet, int]] = Counter()
 
-    def forget(self) -> None:
-        """All recipes are new."""
-        self._tried.clear()
-
     def trial(self, recipes: Sequence[SkipSet], row: int) -> SkipSet | None:
         """The recipe to try in a step that is not expected to pay; None: no trial.
 
