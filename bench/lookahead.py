@@ -75,7 +75,7 @@ class Heuristic(Fixed):
 class Costs:
     """Fixed costs, in steps of the whole model: `c` per draft pass, PER_TOKEN per further token of a step."""
 
-    overrun = 1.0
+    widths, max_draft_tokens = None, LONGEST
 
     def __init__(self, c: float) -> None:
         self.c, self.acceptance = c, Acceptance()
@@ -169,9 +169,10 @@ def main() -> None:
     for c in (round(weight_share(host, skip), 3), *COSTS):
         classifier, compared = train(records, Prices(c, PER_TOKEN))
         decided[str(c)] = rounded(vars(compared) | {"better": compared.better})
+        known: Any = Costs(c)  # as of a controller
         policies: dict[str, Callable[[], Lookahead]] = {f"fixed {n}": partial(Fixed, n) for n in (1, 2, 3, 5, LONGEST)}
         policies |= {"confidence 0.7": partial(Confidence, 0.7), "Draft & Verify": DraftVerify}
-        policies |= {"dynHeur": Heuristic, "DISCO": partial(Disco, classifier), "cost": partial(Cost, Costs(c), [skip])}
+        policies |= {"dynHeur": Heuristic, "DISCO": partial(Disco, classifier), "cost": partial(Cost, known, [skip])}
         walks = {name: partial(walk, make(), skip) for name, make in policies.items()} | {"oracle": oracle}
         for name, run in walks.items():
             f1, drafted, accepted = run(held)

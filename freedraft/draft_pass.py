@@ -74,7 +74,6 @@ class DraftPassEstimate:
     gain: NDArray[np.float64]  # [M], accepted tokens of these requests together
     tokens: NDArray[np.float64]  # [M], their draft tokens together
     seconds: NDArray[np.float64]  # [M], of the passes
-    overrun: float = 1.0  # factor by which a step with passes takes longer than passes plus verification
 
 
 class RestOfBatch(NamedTuple):

@@ -186,8 +186,6 @@ class LayerSkipMethod(ModelMethod):
             chosen, contexts = [chosen[i] for i in rows], contexts[rows]
         candidates = self.recipes.candidates(chosen, contexts)
         mean = float(step.contexts.mean()) if step.batch_size else 1.0
-        if self._cost is not None:
-            self._cost.widths = self.controller.widths  # only widths with captured graphs
         self.recipe = self.lookahead.choose(candidates, self._batch, mean)
 
     def _search(self, step: Step) -> None:
@@ -239,7 +237,7 @@ class LayerSkipMethod(ModelMethod):
         if self.trees and self.auto is not None and self._cost is not None:
             # All requests are verified at the width of the largest.
             widths = np.asarray(self.auto.widths)
-            seconds = self.auto.overrun * self.auto.step_seconds(tree.batch_size, tree.batch_size * widths)
+            seconds = self.auto.step_seconds(tree.batch_size, tree.batch_size * widths)
             cut_to_width(tree, round_.drafted, rest.most_nodes, widths, self._cost.rate * seconds)
         tree.kinds[:, 1:] = self.lookahead.kind
         return tree
@@ -269,7 +267,7 @@ class LayerSkipMethod(ModelMethod):
                 result.take(drafted, active, position)
                 now, read = time.perf_counter(), position + count
                 if self.auto is not None:  # including set-up and decisions of the round
-                    self.auto.record_pass(recipe, len(active), (now - since) / count, count)
+                    self.auto.record_pass(recipe, len(active), (now - since) / count)
                 since = now
             if self._cost is not None:
                 self._cost.read = read

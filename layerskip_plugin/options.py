@@ -10,11 +10,12 @@ import numpy as np
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import LOCAL, PluginOptions, UserPath
+from freedraft.cost.controller import Auto
 from freedraft.draft_pass import Window
 from freedraft.extras import require
 from freedraft.metrics import check_address
 from freedraft.step import EngineContext
-from layerskip_plugin.lookahead import Confidence, Cost, Costs, Disco, DraftVerify, Fixed, Lookahead, Recorder
+from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, Recorder
 from layerskip_plugin.lookahead.disco import Classifier
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.base import Evaluate, Selection, Static
@@ -242,13 +243,13 @@ class LayerSkipOptions(PluginOptions):
         search.share, search.window = self.search_share, self.search_window
         return search
 
-    def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None) -> Lookahead:
+    def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Auto | None) -> Lookahead:
         """The lookahead policy of these options; costs: None if the engine decides draft lengths. Raises ValueError,
         one line, if the classifier is missing, damaged or of another model."""
         if self.lookahead == "cost":
             if costs is None:
                 return Fixed(context.max_draft_tokens)
-            return Cost(costs, recipes, widths=context.widths, longest=context.max_draft_tokens)
+            return Cost(costs, recipes)
         if self.lookahead == "fixed":
             return Fixed(self.length or (context.max_draft_tokens if context.widths is None else 5))
         if self.lookahead == "disco":

@@ -44,10 +44,10 @@ def serving_times(auto: Auto, present: SkipSet, batch: int) -> PassTimes | None:
     if not auto.baseline_known(batch):
         return None
     layers = present.n_layers
-    no_kind = [SkipSet.of_sublayers(range(kind, 2 * layers, 2), layers, present.model) for kind in (0, 1)]
-    sets = [SkipSet.empty(layers, present.model), *no_kind]
-    whole, *without = (auto.predicted_pass_seconds(replace(s, window=present.window), batch) for s in sets)
-    scale = float(auto.pass_seconds(present, batch)) / auto.predicted_pass_seconds(present, batch)
+    skipped = ((), range(0, 2 * layers, 2), range(1, 2 * layers, 2))  # nothing, all attention, all MLP
+    sets = [present, *(replace(SkipSet.of_sublayers(each, layers), window=present.window) for each in skipped)]
+    predicted, whole, *without = (float(auto.times.roofline.pass_seconds(s, batch, auto.context)) for s in sets)
+    scale = float(auto.pass_seconds(present, batch)) / predicted
     attention, mlp = (scale * (whole - each) / layers for each in without)
     head = scale * whole - layers * (attention + mlp)
     return PassTimes(attention, mlp, head, lambda n: float(auto.step_seconds(batch, batch * n)))

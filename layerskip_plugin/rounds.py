@@ -1,4 +1,4 @@
-"""A round of draft passes: its possible recipes, drafts, and verification outcome."""
+"""A round of draft passes: its possible recipes, drafts, verification outcome, and the record of its recipe."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from layerskip_plugin.skip_set import SkipSet
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
+
+MAX_DRAFT_LEN = 64
+_MEMORY = 64.0  # rounds of a recipe after which a round's weight is 1/e
+_PRIOR_WEIGHT = 6.0  # weight of the prior, in rounds
 
 
 class Candidate(NamedTuple):
@@ -136,3 +140,27 @@ class Outcome(NamedTuple):
         counts = np.minimum(self.verified, self.accepted + 1)
         row, position = np.nonzero(np.arange(self.entropy.shape[1]) < counts[:, None])
         return row, position, position < self.accepted[row]
+
+
+class RecipeRecord:
+    """Results of drafting with one recipe.
+
+    Attributes:
+        kind: of its tokens in `DraftBatch.kinds`.
+        reached, verified, accepted: float64 [MAX_DRAFT_LEN], per place in the draft the share of rounds in which a
+            token was drafted, verified, and accepted there.
+    """
+
+    def __init__(self, prior: float, kind: int) -> None:
+        self.kind = kind
+        self.reached = np.power(prior, np.arange(MAX_DRAFT_LEN), dtype=np.float64)
+        self.verified, self.accepted = self.reached.copy(), prior * self.reached
+        self.weight = _PRIOR_WEIGHT
+
+    def update(self, outcome: Outcome) -> None:
+        """Drafted tokens count even if the engine or a controller did not verify them: their passes were run."""
+        places, new = np.arange(MAX_DRAFT_LEN), len(outcome.drafted)
+        self.weight = min(self.weight * np.exp(-new / _MEMORY), _MEMORY) + new
+        of_places = (self.reached, outcome.drafted), (self.verified, outcome.verified), (self.accepted, outcome.path)
+        for share, tokens in of_places:
+            share += ((tokens[:, None] > places).mean(0) - share) * (new / self.weight)

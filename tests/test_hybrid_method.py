@@ -66,7 +66,7 @@ class Model(ModelMethod):
         super().__init__(options, context, controller, "model")
         self.asked: list[list[str]] = []
         self.paid: list[bool] = []
-        self.seconds, self.overrun = 0.1, 1.0
+        self.seconds = 0.1
 
     def capacities(self, step: Step) -> np.ndarray:
         return np.minimum(step.capacities, 2)
@@ -74,7 +74,7 @@ class Model(ModelMethod):
     def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
         m = np.arange(1, max_draft_len + 1)
         seconds = m * self.seconds * float(self.controller.step_seconds(1, 1))
-        return DraftPassEstimate(requests * np.cumsum(0.9**m), requests * m, seconds, self.overrun)
+        return DraftPassEstimate(requests * np.cumsum(0.9**m), requests * m, seconds)
 
     def begin_round(self, *, pays: bool) -> bool:
         self.paid.append(pays)
@@ -128,14 +128,12 @@ def test_draft_passes_go_to_whom_n_grams_say_nothing(registered: None) -> None:
 
 
 @pytest.mark.parametrize("widths", [None, (1, 2, 4, 8)])
-@pytest.mark.parametrize(
-    ("seconds", "overrun", "pays"), [(0.1, 1.0, True), (0.1, 3.0, False), (1.2, 1.0, False), (5.0, 1.0, False)]
-)
+@pytest.mark.parametrize(("seconds", "pays"), [(0.1, True), (1.2, False), (5.0, False)])
 def test_passes_pay_for_their_time_or_are_trials(
-    registered: None, seconds: float, overrun: float, pays: bool, widths: tuple[int, ...] | None
+    registered: None, seconds: float, pays: bool, widths: tuple[int, ...] | None
 ) -> None:
     hybrid = method(widths=widths)
-    hybrid.model.seconds, hybrid.model.overrun = seconds, overrun
+    hybrid.model.seconds = seconds
     drive(hybrid, ["new-1", "new-2"], 30, accept="both")
     assert hybrid.model.paid[-10:] == [pays] * 10
     assert len(hybrid.model.asked) == (len(hybrid.model.paid) if pays else 3)

@@ -7,31 +7,17 @@ import numpy as np
 from freedraft.compiled import compiled
 
 FREE = -1  # no forced number of tokens
-_RANK_BINS = 256
 
 
 @compiled(nogil=True)
-def _rank(p, counts, order):
-    """Write the probabilities of all draft nodes into `order`, descending: sorted by bins, then by insertion."""
-    place = np.zeros(_RANK_BINS + 1, np.int32)
+def _falling(p, counts):
+    """The probabilities of all draft nodes, descending."""
+    order, n = np.empty(p.size, p.dtype), 0
     for b in range(len(counts)):
         for i in range(1, counts[b]):
-            place[_RANK_BINS - int(p[b, i] * (_RANK_BINS - 1))] += 1
-    for k in range(_RANK_BINS):
-        place[k + 1] += place[k]
-    total = place[_RANK_BINS]
-    for b in range(len(counts)):
-        for i in range(1, counts[b]):
-            k = _RANK_BINS - 1 - int(p[b, i] * (_RANK_BINS - 1))
-            order[place[k]] = p[b, i]
-            place[k] += 1
-    for k in range(1, total):
-        v, i = order[k], k
-        while i > 0 and order[i - 1] < v:
-            order[i] = order[i - 1]
-            i -= 1
-        order[i] = v
-    return total
+            order[n] = p[b, i]
+            n += 1
+    return np.sort(order[:n])[::-1]
 
 
 @compiled(nogil=True)
@@ -72,12 +58,11 @@ def allocate(p, counts, seconds, drafting, forced):
     Returns:
         (draft nodes kept, expected gain over not drafting at all, as a share of it, nodes kept of the longest draft).
     """
-    batch, order = len(counts), np.empty(p.size, p.dtype)
-    total = _rank(p, counts, order)
+    batch, order = len(counts), _falling(p, counts)
     baseline = batch / seconds[0]
     tokens = best_tokens = float(batch)
     best, best_rate = 0, baseline
-    for n in range(1, (total if forced < 0 else min(forced, total)) + 1):
+    for n in range(1, (len(order) if forced < 0 else min(forced, len(order))) + 1):
         tokens += order[n - 1]
         rate = tokens / seconds[n]
         if forced >= 0 or rate > best_rate:

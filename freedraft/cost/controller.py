@@ -58,9 +58,8 @@ class Auto(Controller):
         self.drafting_seconds = 0.0
         self._clock = clock
         self._ended: float | None = None
-        self._began = self._step_began = 0.0
-        self._passes = 0.0  # predicted seconds of the draft passes of this step
-        self._context = 1.0
+        self._began = 0.0
+        self.context = 1.0  # mean tokens of the requests of the newest step
         self._longest = float(max_draft_tokens)
         self._drafts_pay = False
 
@@ -73,12 +72,9 @@ class Auto(Controller):
     def update(self, step: Step) -> None:
         now = self._began = self._clock()
         if step.previous is not None and self._ended is not None:
-            predicted = self._passes + float(self.times.seconds(*step.previous, self._context))
-            self.times.update_round(self._passes > 0.0, predicted, now - self._step_began)
-            self.times.update(*step.previous, self._context, now - self._ended)
-        self._step_began, self._passes = now, 0.0
+            self.times.update(*step.previous, self.context, now - self._ended)
         if step.batch_size:
-            self._context = float(np.add.reduce(step.contexts, dtype=np.float64)) / step.batch_size
+            self.context = float(np.add.reduce(step.contexts, dtype=np.float64)) / step.batch_size
         self.acceptance.update(step)
 
     def max_draft_len(self, step: Step) -> int:
@@ -139,29 +135,19 @@ class Auto(Controller):
     def baseline_known(self, batch: int) -> bool:
         """Whether steps without drafts were timed often enough for comparisons."""
         tokens = batch if self.widths is None else batch * int(self.widths[0])
-        return self.times.count(batch, tokens, self._context) >= _ENOUGH
+        return self.times.count(batch, tokens, self.context) >= _ENOUGH
 
     def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
         """Seconds of a step of the whole model, by query tokens over the batch."""
-        return self.times.seconds(batch, query_tokens, self._context)
+        return self.times.seconds(batch, query_tokens, self.context)
 
     def pass_seconds(self, recipe: Recipe, batch: ArrayLike) -> NDArray[np.float64]:
         """Seconds of a draft pass, by number of requests."""
-        return self.times.pass_seconds(recipe, batch, self._context)
+        return self.times.pass_seconds(recipe, batch, self.context)
 
-    @property
-    def overrun(self) -> float:
-        """Factor by which a step with draft passes takes longer than its parts."""
-        return self.times.overrun
-
-    def predicted_pass_seconds(self, recipe: Recipe, batch: int) -> float:
-        """Roofline estimate of a draft pass, scaled to this machine; ignores measured pass times."""
-        return self.times.uncorrected_pass(recipe, batch, self._context)
-
-    def record_pass(self, recipe: Recipe, batch: int, seconds: float, count: int = 1) -> None:
-        """Record `count` draft passes over `batch` requests of `seconds` each."""
-        self._passes += count * float(self.times.pass_seconds(recipe, batch, self._context))
-        self.times.update_pass(recipe, batch, self._context, seconds)
+    def record_pass(self, recipe: Recipe, batch: int, seconds: float) -> None:
+        """Learn from a draft pass over `batch` requests."""
+        self.times.update_pass(recipe, batch, self.context, seconds)
 
     def estimate(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         """Preview `truncate` without changing the draft. Returns float64 [B, N], the estimated probability of each
@@ -187,7 +173,7 @@ class Auto(Controller):
 
     def _probe(self, batch: int, seconds: NDArray[np.float64]) -> int:
         """Now and then, a random number of draft tokens (an index of widths) instead of the best."""
-        if len(seconds) < 2 or not self.explorer.due(row_of(batch, self._context), eager=self._drafts_pay):
+        if len(seconds) < 2 or not self.explorer.due(row_of(batch, self.context), eager=self._drafts_pay):
             return FREE
         affordable = len(self.explorer.affordable(seconds))
         if self.widths is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.draft import DraftBatch
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from freedraft.step import Step
 
 Policy = Literal["auto", "knee", "fixed"]
+
+
+def holding(nodes: NDArray[Any], widths: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The smallest width that holds each number of nodes, or the largest there is."""
+    return widths[np.minimum(np.searchsorted(widths, nodes), len(widths) - 1)]
 
 
 class Controller(ABC):

@@ -44,7 +44,6 @@ def measure(
     if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
         raise ConfigError(f"--device {device}: torch sees no such device here; give cpu or cuda")
     title = torch.cuda.get_device_name(0) if device == "cuda" else "cpu"
-    synchronise = torch.cuda.synchronize if device == "cuda" else lambda: None
     largest = 8192 if device == "cuda" else 2048
     flops: dict[Dtype, float] = {}
     for i, dtype in enumerate(_DTYPES):
@@ -53,7 +52,7 @@ def measure(
             size = largest // 8
             while True:  # an emulated format would take minutes at full size
                 a = torch.randn(size, size, device=device).to(getattr(torch, dtype))
-                seconds = _median(partial(torch.mm, a, a), synchronise, 0.1 if size < largest else _SECONDS)
+                seconds = median_seconds(partial(torch.mm, a, a), 0.1 if size < largest else _SECONDS)
                 if size == largest or seconds > _SECONDS / 50:
                     break
                 size *= 2
@@ -63,7 +62,7 @@ def measure(
     progress("copies", len(_DTYPES) / (len(_DTYPES) + 1))
     source = torch.empty((1 << 30 if device == "cuda" else 1 << 28), dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
-    bandwidth = 2 * source.numel() / _median(lambda: target.copy_(source), synchronise)
+    bandwidth = 2 * source.numel() / median_seconds(lambda: target.copy_(source), _SECONDS)
     progress("done", 1.0)
     peak = flops.pop("bfloat16", None) or flops["float32"]
     return HardwareProfile(
@@ -93,12 +92,17 @@ def write(profile: HardwareProfile, path: Path | None = None, *, force: bool = F
     return path
 
 
-def _median(work: Callable[[], Any], synchronise: Callable[[], Any], budget: float = _SECONDS) -> float:
+def median_seconds(work: Callable[[], Any], budget: float = 0.0, least: int = 3) -> float:
+    """Median seconds of `work` on its device, after one warm-up call: of `least` calls, or of up to 500 within `budget`
+    seconds."""
+    import torch
+
+    synchronise = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     work()
     synchronise()
     times: list[float] = []
     end = time.perf_counter() + budget
-    while len(times) < 3 or (time.perf_counter() < end and len(times) < 500):
+    while len(times) < least or (time.perf_counter() < end and len(times) < 500):
         started = time.perf_counter()
         work()
         synchronise()

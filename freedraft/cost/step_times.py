@@ -34,9 +34,6 @@ _SAVE_SECONDS = 60.0
 _CLIP = 0.25  # ln: larger errors are clipped to this
 _ABSURD = math.log(30.0)  # ln: times with larger errors are dropped
 _PATIENCE = 20  # consecutive dropped times after which they are accepted
-_OVERRUN_RATE, _OVERRUN_ENOUGH = 1 / 16, 8  # weight of the newest round; rounds needed for an estimate
-_OVERRUN_FADE = 1 / 512  # decay of an overrun per round without passes
-_OVERRUN_CLIP, _OVERRUN_MOST = 0.8, 0.4  # ln: clip of a round's error; largest overrun
 
 
 def _bucket(query_tokens: int) -> int:
@@ -136,7 +133,6 @@ class StepTimes:
         self._level, self._absurd = 0.0, 0
         self._warm: set[tuple[Recipe, int]] = set()
         self._predicted: dict[tuple[Hashable, int], Floats] = {}
-        self._errors, self._rounds = np.zeros(2), np.zeros(2)  # of steps without draft passes, and with them
         self._path, self._clock, self._saved = path, clock, clock()
         if path is not None:
             self._load(path)
@@ -163,24 +159,6 @@ class StepTimes:
             return False
         predicted = float(np.interp(batch, CENTRES, self._log(recipe, context)))
         return self._learn(self._of_recipe(recipe), context_bucket(context), bucket, predicted, seconds)
-
-    def update_round(self, passes: bool, predicted: float, seconds: float) -> None:
-        """Compare predicted and measured seconds of a whole round, with or without draft passes: overhead between its
-        parts, or caches that passes leave cold, show only there."""
-        if predicted > 0.0 and seconds > 0.0 and math.isfinite(seconds):
-            error, kind = min(max(math.log(seconds / predicted), -_OVERRUN_CLIP), _OVERRUN_CLIP), int(passes)
-            self._rounds[kind] += 1
-            self._errors[kind] += max(_OVERRUN_RATE, 1 / self._rounds[kind]) * (error - self._errors[kind])
-            if not passes:  # else an overrun that prevents passes would never be revised
-                self._errors[1] += _OVERRUN_FADE * (self._errors[0] - self._errors[1])
-
-    @property
-    def overrun(self) -> float:
-        """Factor by which rounds with draft passes take longer than their parts, at least 1, relative to rounds without
-        passes."""
-        if self._rounds.min() < _OVERRUN_ENOUGH:
-            return 1.0
-        return math.exp(min(max(float(self._errors[1] - self._errors[0]), 0.0), _OVERRUN_MOST))
 
     def _learn(self, corrections: _Corrections, row: int, bucket: int, predicted: float, seconds: float) -> bool:
         if not (seconds > 0.0 and math.isfinite(seconds)):
@@ -220,10 +198,6 @@ class StepTimes:
         corrections = self._of_recipe(recipe).row(context_bucket(context))
         seconds = np.exp(self._log(recipe, context) + corrections + self._level)
         return np.interp(np.asarray(batch, np.float64), CENTRES, seconds)
-
-    def uncorrected_pass(self, recipe: Recipe, batch: int, context: float) -> float:
-        """Roofline estimate of a draft pass, scaled to this machine; ignores measured pass times."""
-        return math.exp(float(np.interp(batch, CENTRES, self._log(recipe, context))) + self._level)
 
     def _of_recipe(self, recipe: Recipe) -> _Corrections:
         if recipe not in self._passes:

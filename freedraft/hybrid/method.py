@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from freedraft.config import ConfigError
 from freedraft.cost.controller import Auto
-from freedraft.cost.policies import Controller
+from freedraft.cost.policies import Controller, holding
 from freedraft.draft import DraftBatch
 from freedraft.draft_pass import RestOfBatch
 from freedraft.hybrid.options import NAME, part_options
@@ -107,11 +107,11 @@ class HybridMethod(Method):
                 alone, together = kept.sum(), rest.sum() + len(rows) + passes.tokens
             else:  # all requests are as wide as the largest of them
                 nodes = np.append(kept.max(), np.maximum(np.arange(len(passes.gain)) + 2, rest.max(initial=1)))
-                fitting = auto.widths[np.minimum(np.searchsorted(auto.widths, nodes), len(auto.widths) - 1)]
-                alone, together = batch * fitting[0], batch * fitting[1:]
+                fitting = batch * holding(nodes, auto.widths)
+                alone, together = fitting[0], fitting[1:]
             tokens, gain = batch + yields.sum(), passes.gain - yields[rows].sum()
             seconds_alone = float(auto.step_seconds(batch, alone))
-            seconds = passes.overrun * (auto.step_seconds(batch, together) + passes.seconds)
+            seconds = auto.step_seconds(batch, together) + passes.seconds
             rate, more = max(rate, float(tokens / seconds_alone)), seconds - seconds_alone
             # Where passes shorten the step, saved time is discounted by the margin.
             pays = gain > rate * np.maximum(MARGIN * more, more / MARGIN)

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from layerskip_plugin.knapsack_search import cosine
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
@@ -135,23 +136,20 @@ class HostModel:
         if not len(tokens) or (window and len(tokens) > window and getattr(self.config, "use_sliding_window", True)):
             raise ValueError(f"a text must have between 1 and {window or 'any number of'} tokens, not {len(tokens)}")
         ids = torch.as_tensor(np.asarray(tokens, np.int64), device=self.device)
-        h = self.embed(ids)
-        cos, sin = self._rotation(h, torch.arange(len(h)))
         keep = torch.zeros(0, dtype=torch.int64) if keep is None else keep
-        keys, values, states = [], [], [h[keep]]
-        for layer in self.layers:
-            h = h.to(device_of(layer, h))
-            q, k, v = (x.transpose(0, 1) for x in self.project(layer, h, cos, sin))
-            mixed = functional.scaled_dot_product_attention(
-                q[None], k[None], v[None], is_causal=True, scale=self.scale, enable_gqa=True
-            )[0]
-            h = h + layer.self_attn.o_proj(mixed.transpose(0, 1).flatten(1))
-            states.append(h[keep].to(ids.device))
-            h = h + layer.mlp(layer.post_attention_layernorm(h))
-            states.append(h[keep].to(ids.device))
-            keys.append(k.contiguous())
-            values.append(v.contiguous())
-        final = self.norm(h)
+        states: list[Tensor] = []
+        cache: Any = DynamicCache()
+        norms = [norm for layer in self.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+        hooks = [
+            norm.register_forward_pre_hook(lambda _, args: states.append(args[0][0][keep].to(ids.device)))
+            for norm in (*norms, self.last_norm)
+        ]
+        try:
+            final = self.model.model(ids[None], past_key_values=cache, use_cache=True).last_hidden_state[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        keys, values = [layer.keys[0] for layer in cache.layers], [layer.values[0] for layer in cache.layers]
         return Text(ids, self.best(final), final, keep, torch.stack(states), keys, values)
 
     def sample(
@@ -204,7 +202,8 @@ class HostModel:
         h = h.to(device_of(layer, h))
         if index % 2:
             return (h + layer.mlp(layer.post_attention_layernorm(h))).to(home)
-        q, k, v = self.project(layer, h, *self._rotation(h, torch.cat([text.kept for text in sample.texts])))
+        positions = torch.cat([text.kept for text in sample.texts]).to(h.device)
+        q, k, v = self.project(layer, h, *(x[0] for x in self.rotary(h, positions[None])))
         mixed, start = torch.empty_like(q), 0
         for text in sample.texts:
             rows = slice(start, start + len(text.kept))
@@ -233,8 +232,7 @@ class HostModel:
         )
         if hasattr(attention, "q_norm"):
             q, k = attention.q_norm(q), attention.k_norm(k)
-        cos, sin = (x[:, None].to(h.device) for x in (cos, sin))
-        return q * cos + _half_turn(q) * sin, k * cos + _half_turn(k) * sin, v
+        return *apply_rotary_pos_emb(q, k, cos.to(h.device), sin.to(h.device), unsqueeze_dim=1), v
 
     def attend(self, text: Text, layer: int, q: Tensor, past: Tensor, near_k: Tensor, near_v: Tensor) -> Tensor:
         """Attention of each row over the whole model's KV before `past` and over its own `near` entries, in float32.
@@ -253,31 +251,22 @@ class HostModel:
         mixed += torch.einsum("nkgc,nckd->nkgd", weight[..., max_past:], near_v.float())
         return mixed.reshape(n, -1, size).to(near_v.dtype)
 
-    def _rotation(self, h: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, float[N, head size], of these positions."""
-        cos, sin = self.rotary(h, positions[None].to(h.device))
-        return cos[0], sin[0]
-
     @torch.inference_mode()
     def _check(self) -> None:
         """Compare with the model's own forward: layers named like Llama's may compute something else."""
-        ids = torch.arange(3, 19, device=self.device) % self.embed.weight.shape[0]
-        # After a forward pass, because some quantised weights do not exist before.
-        expected = self.model(ids[None], use_cache=False, output_hidden_states=True).hidden_states[-1][0]
+        ids = torch.arange(3, 19) % self.embed.weight.shape[0]
+        self.model(ids[None].to(self.device))  # some quantised weights do not exist before
         text = self.read(ids.tolist(), torch.arange(len(ids)))
-        drafted = self.final_states([self.skip([])], Sample([text]))[0]
-        tolerance = 0.01 if expected.dtype == torch.float32 else 0.1
-        for states in (text.final, drafted):
-            if (states.to(expected.device) - expected).float().norm() > tolerance * expected.float().norm():
-                raise ValueError(f"{type(self.model).__name__}: its layers compute something else than Llama's do")
+        h, sample = text.states[:1], Sample([text])
+        for index in range(self.sublayers):
+            h = self.sublayer(index, h, sample)
+        drafted = self.norm(h)[0].to(text.final.device)
+        tolerance = 0.01 if drafted.dtype == torch.float32 else 0.1
+        if (drafted - text.final).float().norm() > tolerance * text.final.float().norm():
+            raise ValueError(f"{type(self.model).__name__}: its layers compute something else than Llama's do")
 
 
 def device_of(module: Any, h: Tensor) -> torch.device:
     """The device of a module: of its weights, or of `h` if they are loaded on demand."""
     device: torch.device = next(module.parameters()).device
     return h.device if device.type == "meta" else device
-
-
-def _half_turn(x: Tensor) -> Tensor:
-    left, right = x.chunk(2, -1)
-    return torch.cat([-right, left], -1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from freedraft.cost.profiling import median_seconds
 from layerskip_plugin.calibrate.host_model import HostModel, Sample, Text, device_of
 from layerskip_plugin.pass_times import PassTimes
 
@@ -37,7 +36,7 @@ def pass_times(model: HostModel, context: int, repeats: int = 7) -> PassTimes:
         sample = Sample([replace(text, kept=torch.full((n,), context - 1))])
         h = torch.randn_like(text.final[None, :n])
         parts = (partial(run_sublayers, 0, h, sample), partial(run_sublayers, 1, h, sample), partial(run_head, h))
-        rows.append([seconds(part, repeats) for part in parts])
+        rows.append([median_seconds(part, least=repeats) for part in parts])
     attention, mlp, head = rows[0]
     verify = partial(np.interp, xp=VERIFIED, fp=[sum(row) for row in rows])
     return PassTimes(attention / model.n_layers, mlp / model.n_layers, head, lambda n: float(verify(n)))
@@ -53,15 +52,3 @@ def _random_text(model: HostModel, context: int) -> Text:
         for _ in range(2)
     )
     return Text(ids, ids, final, ids[:0], final[None, :0], keys, values)
-
-
-def seconds(work: Callable[[], object], repeats: int) -> float:
-    """Median seconds of `work`, after one warm-up call."""
-    times = []
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return float(np.median(times[1:]))

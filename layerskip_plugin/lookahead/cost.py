@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from freedraft.cost.acceptance import PASS_KINDS, Acceptance
+from freedraft.cost.acceptance import PASS_KINDS
+from freedraft.cost.controller import Auto
+from freedraft.cost.policies import holding
 from freedraft.cost.step_times import row_of
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, Lookahead
 from layerskip_plugin.lookahead.explorer import Explorer
-from layerskip_plugin.lookahead.rates import MAX_DRAFT_LEN, RecipeRecord, to_bins
-from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome
+from layerskip_plugin.rounds import MAX_DRAFT_LEN, Candidate, Flags, Floats, Ints, Outcome, RecipeRecord
 from layerskip_plugin.skip_set import SkipSet
 
 PRIOR = 0.8  # initial rate of acceptance
-ALL_ACCEPTED = RecipeRecord(1.0, 0)
 MAX_KINDS = 16
 HORIZON = 8  # further tokens of a draft considered by a decision
 # Steps for which a decision (to draft, not to draft) holds while batch and candidates stay the same.
 DECISION_STEPS, IDLE_STEPS = 4, 16
 # Hysteresis: gain over no drafting required to switch drafting on again, and to keep it on.
 ON_MARGIN, STAY_MARGIN = 1.05, 1.02
-
-
-class Costs(Protocol):
-    """Present times of steps and draft passes, and acceptance; implemented by `Auto`."""
-
-    acceptance: Acceptance
-
-    @property
-    def overrun(self) -> float:
-        """Ratio of the time of a step with draft passes to that of its parts."""
-
-    def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of a step of the whole model, by query tokens over the batch."""
-
-    def pass_seconds(self, recipe: SkipSet, batch: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of a draft pass, by number of requests."""
 
 
 class Cost(Lookahead):
@@ -50,33 +34,23 @@ class Cost(Lookahead):
     long-run ratio N / D results from going on exactly while the expected gain of more tokens exceeds `rate` times their
     price, where `rate` is that best ratio (Dinkelbach): the rate of rounds so far, at least that of no drafting.
 
-    After each token: the probability s that a request's draft is accepted so far is the product of P(accepted |
-    confidence), the probability of the next token is P(next accepted | confidence); both are learnt per recipe. For the
-    k requests with the best probabilities and m <= `HORIZON` more tokens each, the gain is the sum of s * next * (1 + a
-    + ... + a^(m-1)), with a the mean rate of the recipe; the price is m draft passes and k * m more query tokens. The k
-    of the best surplus over all (k, m) go on, if it is positive. Passes that have already run are free (`read`).
+    After each token: its probability p of acceptance follows from its confidence, as learnt per recipe, and the
+    probability s that the request's draft is accepted so far is the product of these; the next tokens are taken to be
+    as likely as the present one. For the k requests with the best s * p and m <= `HORIZON` more tokens each, the gain
+    is the sum of s * (p + ... + p^m); the price is m draft passes and k * m more query tokens. The k of the best
+    surplus over all (k, m) go on, if it is positive. Passes that have already run are free (`read`).
 
     Args:
-        costs: of this model on this machine.
+        costs: times of steps and draft passes of this model on this machine, and acceptance.
         recipes: skip sets with windows.
-        widths: int32, see `Step.widths`; None where every request may have its own.
-        longest: maximum draft length.
     """
 
     needs_top = 1
 
-    def __init__(
-        self,
-        costs: Costs,
-        recipes: Sequence[SkipSet],
-        widths: Sequence[int] | None = None,
-        longest: int = MAX_DRAFT_LEN,
-    ) -> None:
+    def __init__(self, costs: Auto, recipes: Sequence[SkipSet]) -> None:
         self.costs = costs
-        self.explorer = Explorer()
         self.use(recipes)
-        self.widths = None if widths is None else np.array(widths, np.int32)
-        self.longest = min(longest, MAX_DRAFT_LEN)
+        self.longest = min(costs.max_draft_tokens, MAX_DRAFT_LEN)
         self.reads_ahead = False  # passes run up to `expected_len` before the first `should_continue`
         self.read = 0  # positions of the present round run so far
         self.on = True
@@ -85,7 +59,6 @@ class Cost(Lookahead):
         self._pays = False  # whether it is expected to beat no drafting
         self._recipes: list[SkipSet] = []  # of the present step's candidates
         self._row = 0  # of its batch and context, see `row_of`
-        self._round: tuple[SkipSet, int, int] | None = None  # its recipe and requests, and all of the step
         self._key: tuple[Any, ...] = ()  # its batch and candidates
 
     def use(self, recipes: Sequence[SkipSet]) -> None:
@@ -93,16 +66,13 @@ class Cost(Lookahead):
         self.records = {recipe: RecipeRecord(PRIOR, kind) for recipe, kind in zip(recipes, kinds, strict=True)}
         for record in self.records.values():
             self.costs.acceptance.forget(record.kind)
-        self.explorer.forget()
-        self._steps_left = 0
+        self.explorer, self._steps_left = Explorer(), 0
 
     # -- before a round ------------------------------------------------------------------------------------------------
 
-    def estimate(
-        self, recipe: SkipSet, requests: int, max_draft_len: int, record: RecipeRecord | None = None
-    ) -> DraftPassEstimate:
-        """Expected gain and time of a round, by the recipe's own record by default."""
-        record, most = record or self.records[recipe], min(max_draft_len, self.longest)
+    def estimate(self, recipe: SkipSet, requests: int, max_draft_len: int) -> DraftPassEstimate:
+        """Expected gain and time of a round."""
+        record, most = self.records[recipe], min(max_draft_len, self.longest)
         if self.reads_ahead:
             seconds = self.costs.pass_seconds(recipe, requests) * np.arange(1, most + 1)
         else:
@@ -111,35 +81,22 @@ class Cost(Lookahead):
             rows = requests * reached / np.maximum(any_left, 1e-9)
             seconds = np.cumsum(any_left * self.costs.pass_seconds(recipe, np.maximum(rows, 1)))
         gain, tokens = (requests * np.cumsum(share[:most]) for share in (record.accepted, record.verified))
-        return DraftPassEstimate(gain, tokens, seconds, self.costs.overrun)
+        return DraftPassEstimate(gain, tokens, seconds)
 
-    def rates(
-        self, recipe: SkipSet, requests: int, batch: int, record: RecipeRecord | None = None
-    ) -> NDArray[np.float64]:
+    def rates(self, recipe: SkipSet, requests: int, batch: int) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step in which `requests` draft, by maximum draft length from
         0."""
-        record = record or self.records[recipe]
-        expected = self.estimate(recipe, requests, self.longest, record)
-        if self.widths is None:
+        expected, widths = self.estimate(recipe, requests, self.longest), self.costs.widths
+        if widths is None:
             width, verification = 1, self.costs.step_seconds(batch, batch + expected.tokens)
         else:  # all requests have the longest draft's width: a position costs if any request drafts there
-            width = int(self.widths[0])
-            by_place = self.costs.step_seconds(batch, batch * self._fitting(np.arange(2, self.longest + 2)))
-            anyone = 1 - (1 - np.minimum(record.verified[1 : self.longest], 1)) ** requests
+            width = int(widths[0])
+            by_place = self.costs.step_seconds(batch, batch * holding(np.arange(2, self.longest + 2), widths))
+            verified = self.records[recipe].verified[1 : self.longest]
+            anyone = 1 - (1 - np.minimum(verified, 1)) ** requests
             verification = by_place[0] + np.concatenate([[0.0], np.cumsum(anyone * np.diff(by_place))])
-        drafting = (batch + expected.gain) / (self.costs.overrun * (expected.seconds + verification))
+        drafting = (batch + expected.gain) / (expected.seconds + verification)
         return np.concatenate([[batch / float(self.costs.step_seconds(batch, batch * width))], drafting])
-
-    def _could_pay(self) -> bool:
-        """Whether the present round would pay if all its tokens were accepted."""
-        assert self._round is not None
-        alone, *rates = self.rates(*self._round, ALL_ACCEPTED).tolist()
-        return max(rates) > alone
-
-    def _fitting(self, nodes: Ints) -> Ints:
-        """Verified numbers of nodes per request for drafts of `nodes`."""
-        assert self.widths is not None
-        return self.widths[np.minimum(np.searchsorted(self.widths, nodes), len(self.widths) - 1)]
 
     def choose(self, candidates: Sequence[Candidate], batch: int, context: float) -> SkipSet | None:
         """The recipe of most tokens per second, counting only requests that voted for it: votes weighted by expected
@@ -172,8 +129,7 @@ class Cost(Lookahead):
         super().begin(request_ids, recipe, min(max_draft_len, self.longest), rest)
         requests, record = len(request_ids), self.records[recipe]
         batch = requests + rest.requests
-        self._round = recipe, requests, batch
-        rates = self.rates(*self._round)
+        rates = self.rates(recipe, requests, batch)
         self._mean_len = max(int(rates.argmax()), 1)
         self.rate = float(rates.max()) if rest.rate is None else rest.rate
         self.margin = float(rates.max() / rates[0]) - 1
@@ -182,14 +138,12 @@ class Cost(Lookahead):
         self.tokens, self.read = requests, 0
         # Prices for the decisions of this round, by number of requests and by number of query tokens.
         self.pass_price = self.costs.pass_seconds(recipe, np.arange(1, requests + 1))
-        if self.widths is None:
+        if self.costs.widths is None:
             query_tokens = rest.query_tokens + np.maximum(np.arange(requests * (self.max_draft_len + 1) + 1), requests)
         else:  # by nodes of the largest draft
             nodes = np.maximum(np.arange(self.max_draft_len + 2), rest.most_nodes)
-            query_tokens = batch * self._fitting(nodes.astype(np.int32))
+            query_tokens = batch * holding(nodes, self.costs.widths)
         self.step_price = self.costs.step_seconds(batch, query_tokens)
-        self.next = record.next_given.rates
-        self.series = np.cumsum(record.next_given.mean ** np.arange(HORIZON))
 
     def end(self, length: int) -> None:
         """Keep the expected length, which is the best one by costs."""
@@ -201,16 +155,16 @@ class Cost(Lookahead):
             return more
         confidence, kinds = top[:, 0], np.full(len(rows), self.kind, np.uint8)
         self.tokens += len(rows)
-        self.survival[rows] *= self.costs.acceptance.given_parent(confidence, kinds, position + 1)
-        chance = self.survival[rows] * self.next[to_bins(confidence)]
-        order = np.argsort(-chance, kind="stable")
+        likely = self.costs.acceptance.given_parent(confidence, kinds, position + 1)
+        self.survival[rows] *= likely
+        order = np.argsort(-self.survival[rows] * likely, kind="stable")
         k = np.arange(1, len(rows) + 1)[:, None]
         m = np.arange(1, min(left, HORIZON) + 1)
         passes = self.pass_price[k - 1] * (self.read - position <= m).cumsum()
-        gain = np.cumsum(chance[order, None], 0) * self.series[m - 1]
-        now, more_nodes = (self.tokens, k * m) if self.widths is None else (position + 2, m)
+        gain = np.cumsum((self.survival[rows, None] * np.cumsum(likely[:, None] ** m, 1))[order], 0)
+        now, more_nodes = (self.tokens, k * m) if self.costs.widths is None else (position + 2, m)
         price = passes + self.step_price[now + more_nodes] - self.step_price[now]
-        surplus = (gain - self.rate * self.costs.overrun * price).max(1)
+        surplus = (gain - self.rate * price).max(1)
         best = int(np.argmax(surplus))
         if surplus[best] > 0:
             more[order[: best + 1]] = True
@@ -219,13 +173,9 @@ class Cost(Lookahead):
     def record_acceptance(self, outcome: Outcome) -> None:
         record = self.records.get(outcome.recipe)
         if record is not None:
-            row, position, good = outcome.judged()
-            pairs = np.flatnonzero((row[1:] == row[:-1]) & (position[1:] == position[:-1] + 1))
-            record.next_given.add(to_bins(outcome.top[row, position, 0])[pairs], good[pairs + 1])
             verified = outcome.verified > 0
             if verified.any() and not self.on:
-                self.explorer.judge(record, outcome.verified[verified], outcome.path[verified], self._could_pay)
-            # Drafted tokens count even if the engine or a controller did not verify them: their passes were run.
-            record.update(outcome.drafted, outcome.verified, outcome.path)
+                self.explorer.judge(record, outcome.verified[verified], outcome.path[verified])
+            record.update(outcome)
         if not self.on:
             self._steps_left = 0

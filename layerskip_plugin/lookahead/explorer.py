@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from freedraft.cost.probes import ProbeSchedule
-from layerskip_plugin.lookahead.rates import RecipeRecord
-from layerskip_plugin.rounds import Ints
+from layerskip_plugin.rounds import Ints, RecipeRecord
 from layerskip_plugin.skip_set import SkipSet
 
 # Steps between trials of drafting while no length pays: first and longest interval.
@@ -31,10 +30,6 @@ class Explorer:
         self._probes = ProbeSchedule(FIRST_PROBE, RAREST_PROBE)
         self._others = ProbeSchedule(FIRST_OTHER, RAREST_OTHER)
         self._tried: Counter[tuple[SkipSet, int]] = Counter()
-
-    def forget(self) -> None:
-        """All recipes are new."""
-        self._tried.clear()
 
     def trial(self, recipes: Sequence[SkipSet], row: int) -> SkipSet | None:
         """The recipe to try in a step that is not expected to pay; None: no trial.
@@ -64,11 +59,9 @@ class Explorer:
         self._last = recipes[(last + 1) % len(recipes)]
         return self._last
 
-    def judge(self, record: RecipeRecord, drafted: Ints, accepted: Ints, could_pay: Callable[[], bool]) -> None:
-        """Compare a trial's int32 [R] drafted and accepted tokens with the recipe's record, before that is updated.
-        could_pay: whether such a round would pay with full acceptance."""
+    def judge(self, record: RecipeRecord, drafted: Ints, accepted: Ints) -> None:
+        """Compare a trial's int32 [R] drafted and accepted tokens with the recipe's record, before that is updated."""
         length, brought = drafted.mean(), accepted.mean()
         expected = record.accepted[: max(1, int(length))].sum()
-        surprise = brought > expected + SURPRISE or (brought >= GOOD * length and expected < DOUBTFUL * length)
-        if surprise and could_pay():
+        if brought > expected + SURPRISE or (brought >= GOOD * length and expected < DOUBTFUL * length):
             self._again, record.weight = True, min(record.weight, DOUBTED_WEIGHT)

@@ -93,9 +93,8 @@ def test_an_outcome_counts_once_per_child_of_the_true_path() -> None:
     assert np.isfinite(acceptance.bias).all() and acceptance.bias.shape == (SIZE,)
 
 
-@pytest.mark.parametrize("besides", [0.0, 0.01])
-def test_what_rounds_take_besides_is_noticed(besides: float) -> None:
-    """A pass takes .4 of a step, and each round more that nobody is charged for."""
+def test_passes_and_steps_are_timed_apart() -> None:
+    """A pass takes .4 of a step."""
     now, recipe = 0.0, SkipSet(30, frozenset({1}), frozenset())
     auto = Auto(ROOFLINE, 8, clock=lambda: now)
     for number in range(200):
@@ -105,12 +104,10 @@ def test_what_rounds_take_besides_is_noticed(besides: float) -> None:
         if number % 3 == 0:
             now += 0.02
             auto.record_pass(recipe, 1, 0.02)
-            now += besides
         auto.end(step)
         now += 0.05
-    assert auto.overrun == pytest.approx((0.07 + besides) / 0.07, rel=0.02) and auto.overrun >= 1.0
     assert float(auto.pass_seconds(recipe, 1)) == pytest.approx(0.02, rel=0.05)
-    assert float(auto.step_seconds(1, 2)) == pytest.approx(0.05, rel=0.05), "which steps are not charged for"
+    assert float(auto.step_seconds(1, 2)) == pytest.approx(0.05, rel=0.05)
 
 
 def test_a_step_that_did_other_work_teaches_no_time() -> None:

@@ -34,9 +34,11 @@ class Line:
 class KnownCosts:
     """Costs of a machine: draft passes by recipe and number of requests, steps by query tokens."""
 
-    overrun = 1.0
-
-    def __init__(self, draft: Mapping[int, float] | Mapping[SkipSet, Mapping[int, float]], step: Mapping[int, float]):
+    def __init__(
+        self, draft: Mapping[int, float] | Mapping[SkipSet, Mapping[int, float]], step: Mapping[int, float],
+        widths: Sequence[int] | None = None, longest: int = 64,
+    ) -> None:  # fmt: skip
+        self.widths, self.max_draft_tokens = None if widths is None else np.array(widths), longest
         by_recipe = draft if isinstance(next(iter(draft)), SkipSet) else {RECIPE: draft}
         self.draft = {recipe: Line(points) for recipe, points in by_recipe.items()}
         self.step = Line(step)
@@ -51,7 +53,7 @@ class KnownCosts:
 
 def cost(draft: Mapping[int, float], step: Mapping[int, float], **rest: object) -> Cost:
     """A cost policy over one skip set."""
-    return Cost(KnownCosts(draft, step), [RECIPE], **rest)
+    return Cost(KnownCosts(draft, step, **rest), [RECIPE])
 
 
 def outcome(

@@ -120,11 +120,3 @@ def test_acceptance_that_rises_is_noticed(seed: int) -> None:
             policy.use([RECIPE])
         on = [driver.serve(1, 0.97) != [None] and policy.on for _ in range(most)]
         assert any(all(on[step : step + 10]) for step in range(most - 9)), "for ten steps in a row"
-
-
-@pytest.mark.parametrize(("overrun", "on"), [(1.0, True), (1.1, True), (1.3, False)])
-def test_what_steps_with_passes_take_besides_is_paid(overrun: float, on: bool) -> None:
-    """Half a step a pass, all tokens right: 1.2 times plain by the parts."""
-    policy = cost({1: 0.5}, {1: 1.0, 8: 1.1}, longest=5)
-    policy.costs.overrun = overrun
-    assert share(Driver(policy).serve(600, 1.0)[-300:]) == pytest.approx(float(on), abs=0.05)
