@@ -2,7 +2,7 @@
 as one sub-index and as eight.
 
     python bench/drafter.py --json OUT [--tokenizer DIR]
-    python bench/drafter.py --tokens FILE --stores 1 8 64 512 --json OUT
+    python bench/drafter.py --tokens FILE --stores 1 8 64 128 --copies 4 --json OUT
 
 Stores of 1 M and 8 M real tokens (Python sources of this environment); with --tokens, larger ones of other text, each
 one sub-index, for the time of drafts alone. The requests are held-out documents: each step appends the next tokens of
@@ -58,10 +58,17 @@ def corpus(tokenizer: Path, want: int) -> tuple[list[Tokens], int]:
 
 def snapshot_of(tokens: Tokens, parts: int, vocab: int) -> Snapshot:
     """Build a store of `parts` sub-indices of equal size."""
-    pieces = [part.copy() for part in np.array_split(tokens, parts)]
+    pieces = np.array_split(tokens, parts)
     for piece in pieces:
         piece[-1] = SEPARATOR
     return tuple(SubIndex.build(piece, vocab) for piece in pieces)
+
+
+def repeated(sub: SubIndex, times: int) -> SubIndex:
+    """Build a store of copies of a store. Equal suffixes stand next to each other, so that nothing is sorted."""
+    tokens = np.concatenate([np.tile(sub.tokens[: sub.n], times), sub.tokens[sub.n :]])
+    starts = np.arange(times, dtype=np.int32) * np.int32(sub.n)
+    return SubIndex(tokens, (sub.suffix_array[:, None] + starts).reshape(-1), sub.bucket_starts * np.int32(times))
 
 
 class Arm:
@@ -124,6 +131,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "build" / "model", help="model folder")
     parser.add_argument("--stores", type=float, nargs="+", default=STORES, help="million tokens of each store")
     parser.add_argument("--tokens", type=Path, help="int32 tokens, -1 after each document: instead of Python sources")
+    parser.add_argument("--copies", type=int, default=1, help="measures as many copies of the last store as one, too")
     arguments = parser.parse_args()
     stores = [round(1e6 * size) for size in arguments.stores]
     if arguments.tokens:
@@ -140,16 +148,16 @@ def main() -> None:
     requests: dict[int, Any] = {1: rows[:16, None], BATCH: np.split(rows, 2), LARGE: [np.resize(rows, (LARGE, need))]}
 
     arms = [Arm("input only", (), vocab, shape, 1) for shape in SHAPES]
-    store_bytes = {}
-    for size in stores:
-        label = f"{size / 1e6:g} M"
-        whole = snapshot_of(stored[:size], 1, vocab)
-        store_bytes[str(size)] = whole[0].nbytes / whole[0].n
-        kinds = [(label, whole, 1), (label, whole, BATCH)]
-        kinds += [] if arguments.tokens else [(f"{label} in 8", snapshot_of(stored[:size], 8, vocab), 1)]
-        for name, snapshot, batch in kinds:
-            arms += [Arm(name, snapshot, vocab, shape, batch) for shape in SHAPES]
-        arms += [Arm(label, whole, vocab, shape, LARGE) for shape in (SHAPES[0], SHAPES[-1])]
+    snapshots = {f"{size / 1e6:g} M": snapshot_of(stored[:size], 1, vocab) for size in stores}
+    if arguments.copies > 1:
+        label, (largest,) = list(snapshots.items())[-1]
+        snapshots[f"{arguments.copies} x {label}"] = (repeated(largest, arguments.copies),)
+    for label, whole in snapshots.items():
+        for batch, shapes in ((1, SHAPES), (BATCH, SHAPES), (LARGE, SHAPES[::2])):
+            arms += [Arm(label, whole, vocab, shape, batch) for shape in shapes]
+    if not arguments.tokens:
+        in_8 = {size: snapshot_of(stored[:size], 8, vocab) for size in stores}
+        arms += [Arm(f"{n / 1e6:g} M in 8", store, vocab, shape, 1) for n, store in in_8.items() for shape in SHAPES]
     for turn in range(ROUNDS + 1):
         for arm in arms:
             for of_batch in requests[arm.batch]:
@@ -158,7 +166,7 @@ def main() -> None:
     result: dict[str, Any] = {
         "draft_us_per_call": {n: dict(zip(("median", "p5", "p95"), q, strict=True)) for n, q in quantiles.items()},
         "append_us_per_token": {arm.name: statistics.median(arm.append_us) for arm in arms if arm.batch == 1},
-        "store_bytes_per_token": store_bytes,
+        "store_bytes_per_token": {label: whole[0].nbytes / whole[0].n for label, whole in snapshots.items()},
     }
     if not arguments.tokens:
         result["prompt"] = context_cost(documents)

@@ -134,12 +134,12 @@ def draft_lengths(result: Any) -> str:
     return pivot(found, "model runner={runner} | traffic={traffic}", "length", "{cell}")
 
 
-@section("Draft quality, by replay", "replay.json replay-paper.json", CHAPTERS[1])
-def replay(rows: Any, paper: Any) -> str:
+@section("Draft quality, by replay", "replay.json replay-paper.json replay-reference.json", CHAPTERS[1])
+def replay(rows: Any, paper: Any, reference: Any) -> str:
     """Recorded answers; tokens per step with drafts of 4 / 8 / 16 / 32 nodes, only 16 in rows with one value. The
     scorer was trained on the first 240 rows of the Llama trace, which are in the store and not replayed. Deterministic.
     """
-    rows = [r for r in rows if r["scoring"] != "paper"] + [r for r in paper if r["arm"] in ("paper", "reference")]
+    rows = [r for r in rows if r["scoring"] != "paper"] + [r for r in paper if r["arm"] == "paper"] + reference
     cells: dict[tuple[str, str], list[str]] = {}
     for r in rows:
         name = NAMES[r["drafter"]] + (f", `{r['scoring']}`" if r["scoring"] else "") + f", {r['shape']}"
@@ -155,7 +155,7 @@ def sources(rows: Any) -> str:
     """As in figure 4a of the paper, trees: accepted draft tokens per step. The datastore alone sees the last four
     tokens of a request."""
     names = {"paper-alone": "request", "paper-store": "datastore", "paper": "both"}
-    rows = [r | {"source": names[r["arm"]], "accepted": r["tokens_per_step"] - 1} for r in rows if r["arm"] in names]
+    rows = [r | {"source": names[r["arm"]], "accepted": r["tokens_per_step"] - 1} for r in rows]
     rows.sort(key=lambda r: (str(r["trace"]), list(names).index(r["arm"])))
     return pivot(rows, "answers of={trace} | accepted, by nodes={source}", "budget", "{accepted:.3f}")
 
@@ -166,7 +166,7 @@ def stores(rows: Any) -> str:
     that is replayed: the model's own answers, the other model's answers to the same prompts, and Python's library; and
     the prompts alone, which are fewer."""
     for r in rows:
-        store = "the other's" if r["store"].endswith(".jsonl") else r["store"]
+        store = {r["trace"]: "own"}.get(r["store"], "the other's" if r["store"].endswith(".jsonl") else r["store"])
         r["store"] = f"{store}, {r['store_tokens'] // 1000:,} k"
     return pivot(rows, "answers of={trace} | scoring={scoring}", "store", "{tokens_per_step:.3f}")
 
