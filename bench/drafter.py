@@ -173,7 +173,7 @@ def main() -> None:
         result["store_build"] = in_fresh_process(build_cost, stored[: max(stores)], vocab)
     result = rounded(result, 2)
     print(json.dumps(result, indent=1))
-    write_json(arguments.json, result)
+    write_json(arguments.json, result, data=[arguments.tokens] if arguments.tokens else [])
 
 
 if __name__ == "__main__":
