@@ -206,27 +206,28 @@ def draft_times(result: Any) -> list[dict[str, Any]]:
     return found
 
 
-@section("What drafting costs", "drafter.json", CHAPTERS[5])
-def drafter(result: Any) -> str:
+@section("What drafting costs", "drafter.json drafter-stores.json", CHAPTERS[5])
+def drafter(result: Any, larger: Any) -> str:
     """Microseconds per draft of the whole batch, median, on two threads; rows by size of the datastore and number of
     its sub-indices."""
-    times, prompt, build = draft_times(result), result["prompt"], result["store_build"]
+    prompt, build, rows = result["prompt"], result["store_build"], draft_times(larger)
     indexing = "; ".join(f"{float(v['ns_per_token']):.0f} ns at {int(n):,} tokens" for n, v in prompt.items())
-    return pivot(times, "datastore={store} | batch={batch}", "scoring", "{us:,.0f}") + (
+    sizes = dict.fromkeys(r["store"] for r in rows if r["store"] != "input only")
+    by_size: dict[str, list[str]] = {}
+    for r in (r for r in rows if r["store"] in sizes and "16" in r["scoring"]):
+        name = f"`{r['scoring'].replace(',', '`,')}, batch {r['batch']}"
+        by_size.setdefault(name, []).append(f"{r['us']:,.0f}")
+    return pivot(draft_times(result), "datastore={store} | batch={batch}", "scoring", "{us:,.0f}") + (
         f"\n\nIndexing a prompt takes, per token, {indexing}; an accepted token at most "
         f"{max(result['append_us_per_token'].values()):.1f} us. A context holds "
         f"{min(v['bytes_per_token'] for v in prompt.values()):.1f} bytes per token, a store "
         f"{min(result['store_bytes_per_token'].values()):.1f}; it builds in {build['us_per_token']:.2f} us per token "
-        f"at a peak of {build['peak_bytes_per_token']:.0f} bytes per token."
+        f"at a peak of {build['peak_bytes_per_token']:.0f} bytes per token.\n\n"
+        "By size, as in figure 2 of the paper: each store one sub-index of source files, one thread, under other load. "
+        f"{', '.join(sizes)} tokens (x: copies): "
+        + "; ".join(f"{name}: {' / '.join(us)} us" for name, us in by_size.items())
+        + "."
     )
-
-
-@section("What drafting costs, by size of the datastore", "drafter-stores.json", CHAPTERS[5])
-def drafter_stores(result: Any) -> str:
-    """As in figure 2 of the paper: microseconds per draft of the whole batch, median, on one thread, under other load;
-    each datastore is one sub-index. TEXT."""
-    times = [r for r in draft_times(result) if "input" not in r["store"] and not r["scoring"].endswith(", 8 nodes")]
-    return pivot(times, "drafts={scoring} | batch={batch}", "store", "{us:,.0f}")
 
 
 @section("A datastore that learns", "live-datastore.json", CHAPTERS[5])
