@@ -213,7 +213,7 @@ def drafter(result: Any, larger: Any) -> str:
     prompt, build, rows = result["prompt"], result["store_build"], draft_times(larger)
     indexing = "; ".join(f"{float(v['ns_per_token']):.0f} ns at {int(n):,} tokens" for n, v in prompt.items())
     rows = [r for r in rows if r["store"] != "input only" and r["batch"] == "1" and "16" in r["scoring"]]
-    by_scoring: dict[str, list[str]] = {}
+    sizes, by_scoring = dict.fromkeys(r["store"] for r in rows), dict[str, list[str]]()
     for r in rows:
         by_scoring.setdefault(r["scoring"].replace(",", "`,"), []).append(f"{r['us']:.0f}")
     return pivot(draft_times(result), "datastore={store} | batch={batch}", "scoring", "{us:,.0f}") + (
@@ -222,7 +222,7 @@ def drafter(result: Any, larger: Any) -> str:
         f"{min(v['bytes_per_token'] for v in prompt.values()):.1f} bytes per token, a store "
         f"{min(result['store_bytes_per_token'].values()):.1f}; it builds in {build['us_per_token']:.2f} us per token "
         f"at a peak of {build['peak_bytes_per_token']:.0f} bytes per token.\n\n"
-        f"By size, as in figure 2 of the paper, {', '.join(dict.fromkeys(r['store'] for r in rows))} tokens (x: copies), "
+        f"By size, as in figure 2 of the paper, {', '.join(sizes)} tokens (x: copies), "
         "each store one sub-index of source files, one request, one thread: "
         + "; ".join(f"`{name}: {', '.join(us)} us" for name, us in by_scoring.items())
         + ". Under other load, for which the file's times of batches say nothing."
