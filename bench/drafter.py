@@ -2,10 +2,12 @@
 as one sub-index and as eight.
 
     python bench/drafter.py --json OUT [--tokenizer DIR]
+    python bench/drafter.py --tokens FILE --stores 1 8 64 128 --copies 4 --json OUT
 
-Stores of 1 M and 8 M real tokens (Python sources of this environment). The requests are held-out sources: each step
-appends the next tokens of the file, as if the engine had generated them, and drafts through the calls of the engine's
-plugin. Figures are medians over all steps, arms interleaved within a run.
+Stores of 1 M and 8 M real tokens (Python sources of this environment); with --tokens, larger ones of other text, each
+one sub-index, for the time of drafts alone. The requests are held-out documents: each step appends the next tokens of
+one, as if the engine had generated them, and drafts through the calls of the engine's plugin. Figures are medians over
+all steps, arms interleaved within a run.
 """
 
 import argparse
@@ -31,15 +33,15 @@ from sssd_plugin.request_index import RequestIndex
 
 PROMPT, STEPS, ADVANCE, ROUNDS = 600, 120, 2, 3  # tokens, steps per request, tokens per step, repeats
 BATCH, LARGE, HELD_OUT = 32, 256, 64
-STORES = 1_000_000, 8_000_000  # tokens
+STORES = 1, 8  # million tokens
 SHAPES: list[tuple[Scoring, int]] = [("paper", 16), ("learned", 8), ("learned", 16)]
 """Scoring and number of nodes of each arm."""
 Tokens = NDArray[np.int32]
 
 
 def corpus(tokenizer: Path, want: int) -> tuple[list[Tokens], int]:
-    """Return shuffled Python sources of this environment as token arrays, `want` tokens or more; and the vocabulary
-    size."""
+    """Return shuffled Python sources of this environment as token arrays that end with a separator, `want` tokens or
+    more; and the vocabulary size."""
     encoder = tokenizers.load(tokenizer)
     paths = sysconfig.get_paths()
     files = sorted({p for root in ("stdlib", "purelib") for p in Path(paths[root]).rglob("*.py")})
@@ -50,16 +52,23 @@ def corpus(tokenizer: Path, want: int) -> tuple[list[Tokens], int]:
         if sum(map(len, documents)) > want * 1.15:
             return documents, encoder.get_vocab_size()
         ids = encoder.encode(path.read_text(errors="replace"), add_special_tokens=False).ids
-        documents.append(np.array(ids, np.int32))
+        documents.append(np.array([*ids, SEPARATOR], np.int32))
     raise SystemExit(f"error: this environment holds too few tokens of Python sources, {want} are needed")
 
 
 def snapshot_of(tokens: Tokens, parts: int, vocab: int) -> Snapshot:
     """Build a store of `parts` sub-indices of equal size."""
-    pieces = [part.copy() for part in np.array_split(tokens, parts)]
+    pieces = np.array_split(tokens, parts)
     for piece in pieces:
         piece[-1] = SEPARATOR
     return tuple(SubIndex.build(piece, vocab) for piece in pieces)
+
+
+def repeated(sub: SubIndex, times: int) -> SubIndex:
+    """Build a store of copies of a store. Equal suffixes stand next to each other, so that nothing is sorted."""
+    tokens = np.concatenate([np.tile(sub.tokens[: sub.n], times), sub.tokens[sub.n :]])
+    starts = np.arange(times, dtype=np.int32) * np.int32(sub.n)
+    return SubIndex(tokens, (sub.suffix_array[:, None] + starts).reshape(-1), sub.bucket_starts * np.int32(times))
 
 
 class Arm:
@@ -104,7 +113,8 @@ def build_cost(tokens: Tokens, vocab: int) -> dict[str, float]:
 
 def context_cost(documents: list[Tokens]) -> dict[str, dict[str, float]]:
     """Measure ingest time and bytes of a request, by prompt length."""
-    text = np.concatenate(documents).astype(np.int32)
+    text = np.concatenate(documents)
+    text = text[text != SEPARATOR]
     result = {}
     for length in (1024, 8192, 32768, 131072):
         indices = [RequestIndex() for _ in range(15)]
@@ -119,24 +129,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "build" / "model", help="model folder")
+    parser.add_argument("--stores", type=float, nargs="+", default=STORES, help="million tokens of each store")
+    parser.add_argument("--tokens", type=Path, help="int32 tokens, -1 after each document: instead of Python sources")
+    parser.add_argument("--copies", type=int, default=1, help="measures as many copies of the last store as one, too")
     arguments = parser.parse_args()
-    documents, vocab = corpus(arguments.tokenizer, max(STORES))
+    stores = [round(1e6 * size) for size in arguments.stores]
+    if arguments.tokens:
+        tokens, vocab = np.fromfile(arguments.tokens, "<i4"), tokenizers.load(arguments.tokenizer).get_vocab_size()
+        documents = np.split(tokens, np.flatnonzero(tokens == SEPARATOR) + 1)
+    else:
+        documents, vocab = corpus(arguments.tokenizer, max(stores))
     need = PROMPT + STEPS * ADVANCE
-    taken = [i for i, d in enumerate(documents) if len(d) >= need][:HELD_OUT]
-    stored = np.concatenate([np.append(d, SEPARATOR) for i, d in enumerate(documents) if i not in taken])
+    taken = [i for i, d in enumerate(documents) if len(d) > need][:HELD_OUT]
+    stored = np.concatenate([d for i, d in enumerate(documents) if i not in taken])
     rows = np.stack([documents[i][:need] for i in taken])
+    if len(stored) < max(stores):
+        parser.error(f"there are {len(stored):,} tokens, {max(stores):,} are needed")
     requests: dict[int, Any] = {1: rows[:16, None], BATCH: np.split(rows, 2), LARGE: [np.resize(rows, (LARGE, need))]}
 
     arms = [Arm("input only", (), vocab, shape, 1) for shape in SHAPES]
-    store_bytes = {}
-    for size in STORES:
-        label = f"{size / 1e6:g} M"
-        whole, parts = (snapshot_of(stored[:size].astype(np.int32), n, vocab) for n in (1, 8))
-        sub = whole[0]
-        store_bytes[str(size)] = (sub.tokens.nbytes + sub.suffix_array.nbytes + sub.bucket_starts.nbytes) / sub.n
-        for name, snapshot, batch in ((label, whole, 1), (label, whole, BATCH), (f"{label} in 8", parts, 1)):
-            arms += [Arm(name, snapshot, vocab, shape, batch) for shape in SHAPES]
-        arms.append(Arm(label, whole, vocab, SHAPES[-1], LARGE))
+    snapshots = {f"{size / 1e6:g} M": snapshot_of(stored[:size], 1, vocab) for size in stores}
+    if arguments.copies > 1:
+        label, (largest,) = list(snapshots.items())[-1]
+        snapshots[f"{arguments.copies} x {label}"] = (repeated(largest, arguments.copies),)
+    for label, whole in snapshots.items():
+        for batch, shapes in ((1, SHAPES), (BATCH, SHAPES), (LARGE, SHAPES[::2])):
+            arms += [Arm(label, whole, vocab, shape, batch) for shape in shapes]
+    if not arguments.tokens:
+        in_8 = {size: snapshot_of(stored[:size], 8, vocab) for size in stores}
+        arms += [Arm(f"{n / 1e6:g} M in 8", store, vocab, shape, 1) for n, store in in_8.items() for shape in SHAPES]
     for turn in range(ROUNDS + 1):
         for arm in arms:
             for of_batch in requests[arm.batch]:
@@ -145,13 +166,14 @@ def main() -> None:
     result: dict[str, Any] = {
         "draft_us_per_call": {n: dict(zip(("median", "p5", "p95"), q, strict=True)) for n, q in quantiles.items()},
         "append_us_per_token": {arm.name: statistics.median(arm.append_us) for arm in arms if arm.batch == 1},
-        "prompt": context_cost(documents),
-        "store_bytes_per_token": store_bytes,
-        "store_build": in_fresh_process(build_cost, stored[: max(STORES)].astype(np.int32), vocab),
+        "store_bytes_per_token": {label: whole[0].nbytes / whole[0].n for label, whole in snapshots.items()},
     }
+    if not arguments.tokens:
+        result["prompt"] = context_cost(documents)
+        result["store_build"] = in_fresh_process(build_cost, stored[: max(stores)], vocab)
     result = rounded(result, 2)
     print(json.dumps(result, indent=1))
-    write_json(arguments.json, result)
+    write_json(arguments.json, result, data=[arguments.tokens] if arguments.tokens else [])
 
 
 if __name__ == "__main__":

@@ -5,14 +5,16 @@
     python bench/replay.py --sessions FILE --tokenizer DIR --drafter sssd suffix --shape chain tree --json OUT
 
 Rivals: prompt lookup; ArcticInference's suffix decoding (built by `bench/arctic.sh`) with opened limits (`suffix`) and
-with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`). `sssd-alone` and `paper-alone`
-have no datastore; `paper-store` sees only the last four tokens of a request.
+with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`); the code of SSSD's authors
+(`reference`), where their package sssd_speculator is installed. `sssd-alone` and `paper-alone` have no datastore;
+`paper-store` sees only the last four tokens of a request.
 
 Greedy verification accepts exactly the draft tokens that equal the target's own continuation, so a recorded answer of
 any model determines what is accepted. A step yields the longest drafted path that equals the continuation, plus one
-token; the budget includes the root. The outputs of the first 605 rows are the datastore; the others are replayed, up to
-512 tokens. --long replays answers that copy, or edit, 600 tokens of a prompt from Python's library. --sessions replays
-every assistant turn after all text before it; drafters start empty and learn each turn.
+token; the budget includes the root. The outputs of the first 605 rows are the datastore, or with --stores other text;
+the other rows are replayed, up to 512 tokens. --long replays answers that copy, or edit, 600 tokens of a prompt from
+Python's library. --sessions replays every assistant turn after all text before it; drafters start empty and learn each
+turn.
 """
 
 import argparse
@@ -20,12 +22,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.lib.results import write_json
+from bench.lib.rivals import LIMITS, ONLY, Cell, DraftFunction, Tokens, lookup, reference, suffix
 from bench.lib.tables import pivot
 from bench.lib.trace import STORE_ROWS, Row, Sessions, Trace, store_of
 from bench.scorer.long_contexts import KINDS as COPY_KINDS
@@ -39,21 +41,6 @@ from sssd_plugin.method import LEADING, to_learn
 COPIES, ARCTIC = 4, "build/arctic"  # per kind and length; built by bench/arctic.sh
 PAPER = ("paper", "paper-alone", "paper-store")
 SCORINGS = dict.fromkeys(("sssd", "sssd-alone"), "learned") | dict.fromkeys(PAPER, "paper")
-LIMITS = {"suffix": (64, 4.0, 0.0), "suffix-vllm": (24, 1.0, 0.1)}
-"""Of ArcticInference: maximum match, draft tokens per matched token, minimum probability of a draft token."""
-CHAINS_ONLY = ("suffix-vllm", "lookup")
-Tokens = NDArray[np.int32]
-DraftFunction = Callable[[str, Tokens, int], DraftBatch]
-"""Drafts for the first n tokens of a row. Within a request, n rises from the length of its prompt; each request has a
-new id."""
-
-
-class Cell(NamedTuple):
-    """Drafter, shape and budget of one replay."""
-
-    drafter: str
-    shape: Any
-    budget: int
 
 
 def accepted_length(batch: DraftBatch, continuation: Tokens) -> int:
@@ -84,69 +71,15 @@ def drafting(drafter: Drafter, budget: int, shape: Any = "tree", newest: int = 0
     return draft
 
 
-def suffix(documents: Sequence[Tokens], cell: Cell, learns: bool) -> DraftFunction:
-    """ArcticInference's suffix decoding. With `documents`, or if it `learns`, its tree also grows by the answers
-    replayed so far, as in serving. Raises ImportError: it is not installed."""
-    from arctic_inference.suffix_decoding import SuffixDecodingCache
-
-    depth, factor, probability = LIMITS[cell.drafter]
-    options = {"max_spec_tokens": cell.budget - 1, "use_tree_spec": cell.shape == "tree"}
-    options |= {"max_spec_factor": factor, "min_token_prob": probability}
-    cache = SuffixDecodingCache(max_tree_depth=depth, max_cached_requests=-1 if len(documents) or learns else 0)
-    for number, document in enumerate(documents):
-        cache.start_request(("store", number), [])
-        cache.add_active_response(("store", number), document.tolist())
-        cache.stop_request(("store", number))
-    out = DraftBatch.empty(1, cell.budget)
-    current, known = "", 0
-
-    def draft(request: str, tokens: Tokens, n: int) -> DraftBatch:
-        nonlocal current, known
-        if request != current:
-            if current:
-                cache.stop_request(current)
-            cache.start_request(request, tokens[:n].tolist())
-        elif n > known:
-            cache.add_active_response(request, tokens[known:n].tolist())
-        current, known = request, n
-        found = cache.speculate(request, tokens[max(0, n - depth) : n].tolist(), **options)
-        count = 1 + len(found.token_ids)
-        out.tokens[0, :count] = [tokens[n - 1], *found.token_ids]
-        out.parents[0, :count] = [-1, *(parent + 1 for parent in found.parents)]
-        out.counts[0] = count
-        return out
-
-    return draft
-
-
-def lookup(budget: int) -> DraftFunction:
-    """Prompt lookup: the continuation of the first occurrence of the longest suffix of 4, 3 or 2 tokens."""
-    out = DraftBatch.empty(1, budget)
-    out.parents[0] = np.arange(-1, budget - 1)
-
-    def draft(request: str, tokens: Tokens, n: int) -> DraftBatch:
-        found = tokens[:0]
-        for size in (size for size in (4, 3, 2) if size < n):
-            windows = np.lib.stride_tricks.sliding_window_view(tokens[: n - 1], size)
-            hits = np.flatnonzero((windows == tokens[n - size : n]).all(1))
-            if len(hits):
-                start = int(hits[0]) + size
-                found = tokens[start : min(start + budget - 1, n)]
-                break
-        out.tokens[0, : 1 + len(found)] = [tokens[n - 1], *found]
-        out.counts[0] = 1 + len(found)
-        return out
-
-    return draft
-
-
 def make(
     cell: Cell, documents: Sequence[Tokens], vocab_size: int, weights: Path | None, live: LiveStore | None = None
 ) -> DraftFunction:
     """Return a drafter with the datastore `documents`, which learns if `live` is given. Raises ImportError: see
-    `suffix`."""
+    `suffix` and `reference`."""
     if cell.drafter == "lookup":
         return lookup(cell.budget)
+    if cell.drafter == "reference":
+        return reference(documents, cell.budget, vocab_size)
     if cell.drafter in LIMITS:
         return suffix(documents, cell, live is not None)
     options: dict[str, Any] = {"scoring": SCORINGS[cell.drafter], "weights": weights, "live": live}
@@ -179,24 +112,42 @@ def replay(
 def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
     """Yield all valid combinations of drafter, shape and budget."""
     for cell in map(Cell._make, product(arguments.drafter, arguments.shape, arguments.budget)):
-        if cell.drafter not in CHAINS_ONLY:
+        if cell.drafter not in ONLY:
             yield cell
         elif cell.shape == arguments.shape[0]:
-            yield cell._replace(shape="chain")
+            yield cell._replace(shape=ONLY[cell.drafter])
+
+
+def of_store(store: str, trace: Trace, arguments: argparse.Namespace) -> list[Tokens]:
+    """Return the documents of a store (see --stores), up to --store-tokens of them, and none of a replayed prompt."""
+    left = arguments.store_tokens or sum(map(len, trace.documents))
+    if store == "python":
+        return [python_sources(tokenizer.load(arguments.tokenizer), left)]
+    replayed = {prompt.tobytes() for prompt, _ in trace.test_rows}
+    other = trace if store in ("own", "prompts") else Trace.load(Path(store), arguments.tokenizer)
+    found = []
+    for prompt, output in other.rows[:STORE_ROWS]:
+        if left > 0 and prompt.tobytes() not in replayed:
+            found.append((prompt if store == "prompts" else output)[:left])
+            left -= len(found[-1])
+    return found
 
 
 def of_trace(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     trace = Trace.load(path, arguments.tokenizer)
-    rows, documents = trace.test_rows, trace.documents
+    rows = trace.test_rows
     if not rows:
         raise ValueError(f"{path} has no row to replay after its first {STORE_ROWS}")
-    for cell in cells(arguments):
-        row = replay(rows, make(cell, documents, trace.vocab_size, arguments.weights))
-        stored = cell.drafter != "lookup" and not cell.drafter.endswith("-alone")
-        row["store_tokens"] = sum(len(d) + 1 for d in documents) if stored else 0
-        scoring = SCORINGS.get(cell.drafter)
-        row |= {"rows": len(rows), "trace": path.name, "drafter": "sssd" if scoring else cell.drafter}
-        yield row | {"scoring": scoring, "shape": cell.shape, "budget": cell.budget, "arm": cell.drafter}
+    for store in arguments.stores:
+        documents = of_store(store, trace, arguments)
+        for cell in cells(arguments):
+            row = replay(rows, make(cell, documents, trace.vocab_size, arguments.weights))
+            stored = cell.drafter != "lookup" and not cell.drafter.endswith("-alone")
+            row["store_tokens"] = sum(len(d) + 1 for d in documents) if stored else 0
+            scoring = SCORINGS.get(cell.drafter)
+            row |= {"rows": len(rows), "trace": path.name, "drafter": "sssd" if scoring else cell.drafter}
+            row |= {"scoring": scoring, "shape": cell.shape, "budget": cell.budget, "arm": cell.drafter}
+            yield row | {"store": Path(store).name}
 
 
 def of_copies(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -238,11 +189,14 @@ def main() -> int:
     what.add_argument("--trace", type=Path, nargs="+", help='JSONL with "prompt" and "output"')
     what.add_argument("--sessions", type=Path, nargs="+", help='JSONL with "session" and "messages"')
     what.add_argument("--long", action="store_true", help="copies and edits of long prompts")
+    stores = "datastores of --trace: its first answers (own), their prompts, Python's library, another trace's answers"
+    parser.add_argument("--stores", nargs="+", default=["own"], metavar="own|prompts|python|FILE", help=stores)
+    parser.add_argument("--store-tokens", type=int, help="tokens of each; default: as many as the first answers have")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 8_000, 32_000, 128_000], help="of --long")
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
     parser.add_argument("--budget", type=int, nargs="+", default=[16], help="nodes per step, root included")
     parser.add_argument("--shape", choices=("tree", "chain"), nargs="+", default=["tree"])
-    parser.add_argument("--drafter", choices=(*SCORINGS, *LIMITS, "lookup"), nargs="+", default=["sssd"])
+    parser.add_argument("--drafter", choices=(*SCORINGS, *LIMITS, "reference", "lookup"), nargs="+", default=["sssd"])
     parser.add_argument("--weights", type=Path, help="scorer weights; default: the shipped ones")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -257,7 +211,7 @@ def main() -> int:
             form = "sessions={file} | drafter={drafter} | limits={limits} | shape={shape}"
             results = [row for path in data for row in of_sessions(path, arguments)]
         else:
-            form = "answers={trace} | drafter={arm} | store={store_tokens} | shape={shape}"
+            form = "answers={trace} | drafter={arm} | store={store}, {store_tokens} | shape={shape}"
             results = [row for path in data for row in of_trace(path, arguments)]
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)

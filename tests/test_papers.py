@@ -38,6 +38,7 @@ HERE: dict[str, dict[str, list[float]]] = {
         "shortest prefix looked up in the datastore": [1],  # the end of a loop, as in tests/drafter/literal_trie.py
         "prefixes are shortened while the tree has": [paper.ENOUGH],
         "continuations of a prefix": [paper.SAMPLES, paper.MIN_SAMPLES],
+        "longest continuation from the datastore": [paper.BRANCH],
     },
     "Draft & Verify": {
         "target acceptance, memory of the rate, step, inertia of the threshold": ADAPTIVE,
