@@ -349,6 +349,31 @@ def knapspec(result: Any) -> str:
     return f"{lemma}\n\n{weights}"
 
 
+@section("Which layers, by context length", "knapspec-contexts.json", CHAPTERS[4])
+def contexts(result: Any) -> str:
+    """KnapSpec's claim: attention takes longer in long contexts, and the right set depends on it. Tokens per time over
+    plain decoding ± standard error (tokens per step, accepted share of first draft tokens), measured on 96 tokens at
+    the ends of code and documentation of Python; sets and draft lengths are chosen on 32 tokens of other parts of the
+    same files (bench/lib/contexts.py says how). Times are those of Llama-3.1-8B on an H100, batch 32, by the
+    roofline; the model is a synthetic deep one of graded redundancy (bench/lib/deep_model.py), fp32, without an
+    engine; its window is 8,192 tokens, beyond which only times are of the context."""
+    found = result["graded"]
+    cell = "{over_plain:.2f} ± {error:.2f} ({per_step:.2f}, {acceptance:.2f})"
+    rows = [row for row in found["rows"] if not row["arm"].startswith("more")]
+    said = []
+    for c in found["cells"]:
+        sets = {r["arm"]: f"{r['attention']}+{r['mlp']}" for r in rows if r["context"] == c["context"]}
+        said.append(f"{c['context']:,} tokens (attention takes {c['ratio']:.2f} of an MLP): {sets['apart']}, bound "
+                    f"{sets['bound']}, Bayesian {sets['Bayesian']} ({c['Bayesian']} sets in {c['seconds']:.0f} s)")  # fmt: skip
+    names = {"per_time": "tokens per time", "per_layer": "tokens per layer", "acceptance": "acceptance"}
+    related = {at: ", ".join(f"{name} {r[key]:.2f}" for key, name in names.items())
+               for at, r in found["pooled"].items()}  # fmt: skip
+    text = f"""Skipped attention + MLP sublayers of 120, apart: {'; '.join(said)}. Correlation of what the searched tokens
+predict with the measured speed, all contexts together, {len(found['rows'])} sets at lengths 1 to 10: {related['all']};
+each set at its best length: {related['best']}."""
+    return f"{pivot(rows, 'search={arm}', 'context', cell, '{:,} tokens')}\n\n{text}"
+
+
 @section("SWIFT without its parts", "swift-vllm-cpu.json", CHAPTERS[4])
 def swift(result: Any) -> str:
     """SWIFT as published, but for siblings, which chains do not have (threshold .8, at most 25 draft tokens), on 6
