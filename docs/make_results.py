@@ -363,14 +363,19 @@ def contexts(result: Any) -> str:
     said = []
     for c in found["cells"]:
         sets = {r["arm"]: f"{r['attention']}+{r['mlp']}" for r in rows if r["context"] == c["context"]}
-        said.append(f"{c['context']:,} tokens (attention takes {c['ratio']:.2f} of an MLP): {sets['apart']}, bound "
-                    f"{sets['bound']}, Bayesian {sets['Bayesian']} ({c['Bayesian']} sets in {c['seconds']:.0f} s)")  # fmt: skip
+        chosen = f"apart {sets['apart']}, bound {sets['bound']}, Bayesian {sets['Bayesian']}"
+        budget = f"{c['seconds']:.0f} s, {c['SWIFT']} sets of SWIFT, {c['Bayesian']} Bayesian ones"
+        said.append(f"{c['context']:,} tokens (an attention takes {c['ratio']:.2f} of an MLP): {chosen} ({budget})")
     names = {"per_time": "tokens per time", "per_layer": "tokens per layer", "acceptance": "acceptance"}
-    related = {at: ", ".join(f"{name} {r[key]:.2f}" for key, name in names.items())
-               for at, r in found["pooled"].items()}  # fmt: skip
-    text = f"""Skipped attention + MLP sublayers of 120, apart: {'; '.join(said)}. Correlation of what the searched tokens
-predict with the measured speed, all contexts together, {len(found['rows'])} sets at lengths 1 to 10: {related['all']};
-each set at its best length: {related['best']}."""
+    all_lengths, best = (
+        ", ".join(f"{name} {found['pooled'][lengths][key]:.2f}" for key, name in names.items())
+        for lengths in ("all", "best")
+    )
+    text = (
+        f"Skipped attention+MLP sublayers of 120, and processor seconds of each search: {'; '.join(said)}. Correlation "
+        f"of what the searched tokens predict with the measured speed, {len(found['rows'])} sets of all contexts, at "
+        f"lengths 1 to 10: {all_lengths}; each at its best length: {best}."
+    )
     return f"{pivot(rows, 'search={arm}', 'context', cell, '{:,} tokens')}\n\n{text}"
 
 
