@@ -9,7 +9,7 @@ on which the lemma says so from the cosine of its state, and on which the sharpe
 "weights": by the ratio of the times of an attention and an MLP sublayer (the head takes as long as an MLP sublayer) and
 the largest weight, processor seconds of a search, and tokens per time over plain decoding of the set that it chooses.
 
-python bench/knapspec.py --model build/graded --contexts 256 1024 4096 --json build/knapspec-contexts.json
+python bench/knapspec.py --model build/graded --contexts 256 1024 4096 4096:32768 --json build/knapspec-contexts.json
 
 By context, on texts of Python's library: sets of several searches, see bench/lib/contexts.py.
 """
@@ -117,7 +117,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, nargs="+", required=True)
     parser.add_argument("--data", type=Path, nargs="+", default=[])
-    parser.add_argument("--contexts", type=int, nargs="*", default=[], help="only by context")
+    parser.add_argument("--contexts", nargs="*", default=[], help="only by context")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--prompts", type=int, default=8, help="prompts per file; searches see half of them")
     parser.add_argument("--tokens", type=int, default=64, help="calibration tokens")

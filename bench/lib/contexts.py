@@ -1,8 +1,8 @@
 """KnapSpec by context: what several searches choose, and how well their tokens per time predict the speed.
 
-Searches see tokens late in texts of a length; drafts are measured from tokens of the continuations of these texts,
-against the whole model's next tokens. An attention and an MLP sublayer take the times of Llama-3.1-8B's on an H100 at
-batch `BATCH`, by the roofline. Each search drafts with the set and at the length that it expects most of:
+Searches see tokens of the third quarter of texts; drafts are measured from tokens of the fourth, against the whole
+model's. An attention and an MLP sublayer take the times of Llama-3.1-8B's on an H100 at batch `BATCH`, by the roofline.
+Each search drafts with the set and at the length that it expects most of:
 - apart: KnapSpec's search; static: its set for the first context, at all of them.
 - bound: the same on whole layers, as CLaSp's.
 - SWIFT: the best of random sets of `SWIFT` sublayers, every 25th by a Gaussian process; Bayesian: Self-SD's search.
@@ -13,6 +13,7 @@ batch `BATCH`, by the roofline. Each search drafts with the set and at the lengt
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +33,29 @@ from layerskip_plugin.calibrate import bayesian
 from layerskip_plugin.calibrate.host_model import HostModel, Sample
 from layerskip_plugin.calibrate.knapsack import Candidate, protected_sublayers, search
 from layerskip_plugin.knapsack_search import integer_weights
-from layerskip_plugin.pass_times import MAX_LENGTH, PassTimes, tokens_per_time
+from layerskip_plugin.pass_times import PassTimes, tokens_per_time
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.skip_set import SkipSet
 
 LARGE = ModelShape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256)
 BATCH = 32
-LEARN, HELD = 32, 96  # tokens
+TEXTS, LEARN, HELD = 2, 32, 96  # files of Python's library, and tokens of them
+LONGEST = 6  # draft
 SWIFT, UNIFORM = 24, (6, 12, 24, 36, 48, 60)  # numbers of sublayers
 Found = dict[str, list[Candidate]]
 
 
 def samples(host: HostModel, tokenizer: Any, size: int) -> tuple[Sample, Sample]:
-    """Return tokens to search on and to measure with, late in texts of `size` tokens and in their continuations."""
-    library, count = Path(sysconfig.get_paths()["stdlib"]), max(2, min(len(LONG), 8192 // size))
-    files = [(library / name).read_text(encoding="utf-8")[: 16 * size] for name, _ in LONG[:count]]
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in files]
-    late = [torch.linspace(size * 7 // 8, size - MAX_LENGTH, n // count).long() for n in (LEARN, HELD)]
-    learn, held = (Sample([host.read(one[i * size :][:size], late[i]) for one in ids]) for i in range(2))
-    return learn, held
+    """Return tokens to search on and to measure with, of texts of `size` tokens."""
+    library, learn, held = Path(sysconfig.get_paths()["stdlib"]), [], []
+    quarters = ((size // 2, LEARN), (size * 3 // 4, HELD))
+    kept = [torch.linspace(start, start + size // 4 - 1, count // TEXTS).long() for start, count in quarters]
+    for name, _ in LONG[:TEXTS]:
+        text = (library / name).read_text(encoding="utf-8")[: 8 * size]
+        read = host.read(tokenizer(text, add_special_tokens=False)["input_ids"][:size], torch.cat(kept))
+        learn.append(replace(read, kept=kept[0], states=read.states[:, : len(kept[0])]))
+        held.append(replace(read, kept=kept[1], states=read.states[:, len(kept[0]) :]))
+    return Sample(learn), Sample(held)
 
 
 def times_at(n_layers: int, context: int) -> PassTimes:
@@ -99,7 +104,7 @@ def searches(host: HostModel, learn: Sample, times: PassTimes, kept: frozenset[i
 
 
 def predicted(host: HostModel, candidate: Candidate, times: PassTimes) -> NDArray[np.float64]:
-    """float64[MAX_LENGTH, 3]: by draft length the acceptance on searched tokens, and tokens per sublayer and per time
+    """float64[LONGEST, 3]: by draft length the acceptance on searched tokens, and tokens per sublayer and per time
     that follow from it, over plain decoding."""
     acceptance = (candidate.agreement * LEARN + 0.5) / (LEARN + 1)
     share, draft = 1 - len(candidate.skip) / host.sublayers, times.draft(candidate.skip)
@@ -109,21 +114,25 @@ def predicted(host: HostModel, candidate: Candidate, times: PassTimes) -> NDArra
             tokens_per_time(acceptance, share, lambda n: 1.0, length),
             tokens_per_time(acceptance, draft, times.verify, length) * times.verify(1),
         ]
-        for length in range(1, MAX_LENGTH + 1)
+        for length in range(1, LONGEST + 1)
     ])  # fmt: skip
 
 
 def drafts(host: HostModel, held: Sample, skip: SkipSet) -> NDArray[np.int64]:
-    """int64[N, MAX_LENGTH]: greedy drafts from each token."""
-    return np.concatenate([draft_chains(host, skip, text, text.kept, MAX_LENGTH)[0] for text in held.texts])
+    """int64[N, LONGEST]: greedy drafts from each token."""
+    return np.concatenate([draft_chains(host, skip, text, text.kept, LONGEST)[0] for text in held.texts])
 
 
 def over_plain(right: NDArray[np.int64], times: PassTimes, skip: SkipSet) -> NDArray[np.float64]:
-    """float64[MAX_LENGTH, 2]: by draft length the measured tokens per time over plain decoding, and their standard
-    error. right: int64[N, MAX_LENGTH], accepted tokens of a draft up to each of its tokens."""
-    seconds = [length * times.draft(skip) + times.verify(length + 1) for length in range(1, MAX_LENGTH + 1)]
-    rates = (1 + right) * times.verify(1) / seconds
-    return np.stack([rates.mean(0), rates.std(0, ddof=1) / len(rates) ** 0.5], 1)
+    """float64[N, LONGEST]: by draft length the measured tokens per time over plain decoding. right: int64[N, LONGEST],
+    accepted tokens of a draft up to each of its tokens."""
+    seconds = [length * times.draft(skip) + times.verify(length + 1) for length in range(1, LONGEST + 1)]
+    return (1 + right) * times.verify(1) / np.array(seconds)
+
+
+def mean(values: NDArray[np.float64]) -> list[float]:
+    """Return the mean and its standard error."""
+    return [float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)]
 
 
 def correlations(points: Sequence[NDArray[np.float64]]) -> dict[str, float]:
@@ -132,36 +141,38 @@ def correlations(points: Sequence[NDArray[np.float64]]) -> dict[str, float]:
     return dict(zip(("acceptance", "per_layer", "per_time"), found, strict=True))
 
 
-def by_context(host: HostModel, tokenizer: Any, contexts: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield figures of a growing number of contexts. Beyond the model's window, only times are of the context."""
+def by_context(host: HostModel, tokenizer: Any, contexts: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield figures of a growing number of contexts: of texts, or of texts and times ("4096:32768")."""
     rows: list[dict[str, Any]] = []
     cells: list[dict[str, Any]] = []
     points: dict[str, list[NDArray[np.float64]]] = {"all": [], "best": []}  # of lengths
-    kept, static, read = frozenset[int](), host.skip([]), 0
-    for context in contexts:
-        size = min(context, host.config.max_position_embeddings)
+    protected, static, read = frozenset[int](), host.skip([]), 0
+    for one in contexts:
+        size, context = int(one.partition(":")[0]), int(one.rpartition(":")[2])
         if size != read:
             read, (learn, held) = size, samples(host, tokenizer, size)
             truth = drafts(host, held, host.skip([]))
-        times, kept = times_at(host.n_layers, context), kept or protected_sublayers(host, learn)
-        found, about = searches(host, learn, times, kept)
-        further = [BitSearch(host.n_layers, host.fingerprint, kept, n).random() for n in UNIFORM[:3]]
-        more = [*found["apart"][:: len(found["apart"]) // 4], *scored(host, learn, further)]
+        times, protected = times_at(host.n_layers, context), protected or protected_sublayers(host, learn)
+        found, about = searches(host, learn, times, protected)
+        further = [BitSearch(host.n_layers, host.fingerprint, protected, n).random() for n in UNIFORM[:2]]
+        more = [*found["apart"][:: len(found["apart"]) // 2], *scored(host, learn, further)]
         here: dict[str, list[NDArray[np.float64]]] = {name: [] for name in points}
         static = static or max(found["apart"], key=lambda c: predicted(host, c, times)[:, 2].max()).skip
         found |= {"static": scored(host, learn, [static])} | {f"more {i}": [c] for i, c in enumerate(more)}
+        rates: dict[str, NDArray[np.float64]] = {}
         for arm, candidates in found.items():
             best = max(candidates, key=lambda c: predicted(host, c, times)[:, 2].max())
             right = (drafts(host, held, best.skip) == truth).cumprod(1).cumsum(1)
             expected, measured = predicted(host, best, times), over_plain(right, times, best.skip)
             length = int(expected[:, 2].argmax())
-            here["all"].append(np.column_stack([expected, measured[:, 0]]))
+            here["all"].append(np.column_stack([expected, measured.mean(0)]))
             here["best"].append(here["all"][-1][length : length + 1])
             row = {"context": context, "text": size, "arm": arm, "attention": len(best.skip.attention)}
             row |= {"mlp": len(best.skip.mlp), "length": length + 1, "acceptance": float(right[:, 0].mean())}
             row |= {"searched": best.agreement, "per_step": float(1 + right[:, length].mean())}
             row |= dict(zip(("per_layer", "per_time"), expected[length, 1:].tolist(), strict=True))
-            row |= dict(zip(("over_plain", "error"), measured[length].tolist(), strict=True))
+            rates[arm] = measured[:, length]
+            row |= {"over_plain": mean(rates[arm]), "less": mean(rates["apart"] - rates[arm])}
             rows.append(row)
             print(rounded(row), flush=True)
         cells.append({"context": context, "ratio": times.attention / times.mlp} | about)
