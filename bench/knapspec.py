@@ -8,6 +8,10 @@ calibrate knapsack` does; figures are of tokens of the others.
 on which the lemma says so from the cosine of its state, and on which the sharpest bound on a cosine would.
 "weights": by the ratio of the times of an attention and an MLP sublayer (the head takes as long as an MLP sublayer) and
 the largest weight, processor seconds of a search, and tokens per time over plain decoding of the set that it chooses.
+
+python bench/knapspec.py --model build/graded --contexts 256 1024 4096 4096:32768 --json build/knapspec-contexts.json
+
+By context, on texts of Python's library: sets of several searches, see bench/lib/contexts.py.
 """
 
 import argparse
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from bench.lib import contexts
 from bench.lib.draft_chains import sample_of
 from bench.lib.machine import rounded
 from bench.lib.results import write_json
@@ -111,7 +116,8 @@ def of_weights(host: HostModel, learn: Sample, held: Sample, protected: list[int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, nargs="+", required=True)
-    parser.add_argument("--data", type=Path, nargs="+", required=True)
+    parser.add_argument("--data", type=Path, nargs="+", default=[])
+    parser.add_argument("--contexts", nargs="*", default=[], help="only by context")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--prompts", type=int, default=8, help="prompts per file; searches see half of them")
     parser.add_argument("--tokens", type=int, default=64, help="calibration tokens")
@@ -120,6 +126,10 @@ def main() -> None:
     results = {}
     for folder in options.model:
         host, tokenizer = HostModel.load(folder, dtype="float32"), load_tokenizer(folder)
+        if options.contexts:
+            for results[folder.name] in contexts.by_context(host, tokenizer, options.contexts):
+                write_json(options.json, results)
+            continue
         prompts = [text for each in map(Prompts.load, options.data) for text in each.texts[: options.prompts]]
         answers = answer(host, tokenizer, prompts, 64, 256)
         learn = sample_of(host, answers[::2], options.tokens, 0)

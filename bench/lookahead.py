@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 from bench.lib.draft_chains import draft_chains, weight_share
@@ -44,7 +45,7 @@ class Recorded:
     including each token; top: float32[positions, LONGEST, 10]; entropy: float32[positions, LONGEST]."""
 
     def __init__(self, host: HostModel, skip: SkipSet, text: Text, first: int) -> None:
-        drafts, top, entropy = draft_chains(host, skip, text, first, LONGEST)
+        drafts, top, entropy = draft_chains(host, skip, text, torch.arange(first, len(text)), LONGEST)
         # The whole model's next tokens: the answer, and its choice after the last token.
         truth = np.append(text.tokens.numpy()[first + 1 :], int(text.best[-1]))
         places = len(truth) - LONGEST + 1

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from bench.lib.draft_chains import draft_chains, sample_of, weight_share
 from bench.lib.machine import rounded
@@ -85,7 +86,7 @@ def search(host: HostModel, learn: Answers, options: argparse.Namespace) -> Sets
 
 def rounds_of(host: HostModel, skip: SkipSet, text: Text, prompt: int, length: int) -> tuple[int, int, int]:
     """Return rounds, drafted tokens and accepted tokens of drafting a whole answer, `length` tokens per round."""
-    drafts, _, _ = draft_chains(host, skip, text, prompt, length)
+    drafts, _, _ = draft_chains(host, skip, text, torch.arange(prompt, len(text)), length)
     answer = text.tokens.numpy()[prompt:]
     rounds = accepted = place = 0
     while place + 1 < len(answer):

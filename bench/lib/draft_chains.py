@@ -14,17 +14,20 @@ from layerskip_plugin.skip_set import SkipSet
 
 @torch.inference_mode()
 def draft_chains(
-    host: HostModel, skip: SkipSet, text: Text, first: int, length: int
+    host: HostModel, skip: SkipSet, text: Text, past: Tensor, length: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    """Return greedy drafts of `length` tokens from every position of a text, as rounds of an engine would draft them.
+    """Return greedy drafts of `length` tokens from some positions of a text, as rounds of an engine would draft them.
 
     A round at position t reads the whole model's KV before t and its own KV from t on.
 
+    Args:
+        past: int64[N], the positions.
+
     Returns:
-        int64[T - first, length] tokens, float32[..., length, 10] largest probabilities, float32[..., length] entropies.
+        int64[N, length] tokens, float32[N, length, 10] largest probabilities, float32[N, length] entropies.
     """
-    past = torch.arange(first, len(text), device=text.tokens.device)
-    token = text.tokens[first:]
+    past = past.to(text.tokens.device)
+    token = text.tokens[past]
     near: list[tuple[Tensor, Tensor] | None] = [None] * host.n_layers
     steps = []
     positions = torch.arange(len(text) + length, device=past.device)
