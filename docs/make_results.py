@@ -307,8 +307,8 @@ def composed(result: Any) -> str:
     return pivot(rows, "model={model} | method=`{name}`", "kind", spread("{ratio:.2f}", "quarters"))
 
 
-@section("How far to draft", "lookahead.json", CHAPTERS[4])
-def lookahead(result: Any) -> str:
+@section("How far to draft", "lookahead.json lookahead-sampled.json", CHAPTERS[4])
+def lookahead(result: Any, sampled: Any) -> str:
     """Recorded drafts of SmolLM2 with 12 of 60 sublayers skipped, held-out answers; tokens per time over plain
     decoding, for draft passes that cost c plain steps, at .05 as those of a small draft model do. `oracle` drafts
     exactly the tokens that will be accepted, up to 8: no policy can do better. `dynHeur` is transformers' schedule
@@ -323,12 +323,18 @@ def lookahead(result: Any) -> str:
         for c, d in result["decided"].items()
     ]
     oracle = cells["oracle", costs[0]]
+    at_1 = {(r["policy"], r["c"]): r["tokens_per_time"] for r in sampled["rows"]}
+    fixed = [max(rate for (name, at), rate in at_1.items() if at == c and name.startswith("fixed")) for c in costs]
+    by_policy = [("best fixed length", fixed)]
+    by_policy += [(name, [at_1[name, c] for c in costs]) for name in ("confidence 0.7", "DISCO", "oracle")]
+    warm = "; ".join(f"{name} {', '.join(f'{rate:.2f}' for rate in rates)}" for name, rates in by_policy)
     said = [
         "`freedraft calibrate disco` writes a classifier only if it beats the best threshold and the best length on "
         f"further requests: {'; '.join(decided)}.",
         f"The oracle drafts {oracle['drafted_per_round']:.1f} tokens, standard deviation "
         f"{oracle['length_deviation']:.1f}.",
         f"F1 of decisions to go on, by c as in the table: fixed 8 {f1['fixed 8']}, DISCO {f1['DISCO']}.",
+        f"With answers and verification at temperature 1, by c as in the table: {warm}.",
     ]
     return f"{pivot(rows, 'c={c:.2f}', 'policy', '{tokens_per_time:.2f}')}\n\n{' '.join(said)}"
 
@@ -354,9 +360,10 @@ def swift(result: Any) -> str:
     """SWIFT as published, but for siblings, which chains do not have (threshold .8, at most 25 draft tokens), on 6
     prompts of 64 tokens: tokens per step, accepted share of draft tokens, and speed over plain decoding by the
     paper's formula, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Searches
-    read other prompts. vLLM V1, bf16, greedy, one request at a time, a synthetic deep model of graded redundancy
-    (bench/lib/deep_model.py). "Least scales" skips what only the maker of the model knows. The machine had other
-    load, so that its times, which are in the file, say nothing."""
+    read other prompts, on windows of 32 tokens where nothing else is said. vLLM V1, bf16, greedy, one request at
+    a time, a synthetic deep model of graded redundancy (bench/lib/deep_model.py). "Least scales" skips what only
+    the maker of the model knows. The machine had other load, so that its times, which are in the file, say
+    nothing."""
     rows, said = [], []
     for found in result["by_ratio"]:
         c = 1 - found["skip_ratio"]
@@ -373,13 +380,14 @@ def swift(result: Any) -> str:
 @section("All methods, on a model with domains", "methods-vllm-cpu.json", CHAPTERS[4])
 def methods(result: Any) -> str:
     """All ways to choose the skipped sublayers, served: tokens per step (accepted share of draft tokens), for all
-    prompts, greedy and at temperature .7, and greedy by domain; and speed over plain decoding by the formula of the
-    papers, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Drafts end at a
-    confidence of .8 and after 25 tokens. "One set" is that of both domains together,
-    by the search of KNN-SSD's sets. Search: processor seconds, offline or, for SWIFT and KnapSpec, while serving other
-    prompts of both domains in turns. vLLM V1, bf16, uncompiled, one request at a time, on a synthetic deep model
-    (bench/lib/deep_model.py): 48 of 60 copied sublayers are spare everywhere, 6 in the one domain only, 6 in the
-    other. The machine had other load, so that its times, which are in the file, say nothing."""
+    prompts, greedy and at temperature .7, and greedy by domain; and speed over plain decoding by the formula of
+    the papers, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Drafts end at
+    a confidence of .8 and after 25 tokens. "One set" is that of both domains together, by the search of KNN-
+    SSD's sets. Search: processor seconds, offline or, for SWIFT and KnapSpec, while serving other prompts of
+    both domains in turns; KnapSpec chooses the number itself. vLLM V1, bf16, uncompiled, one request at a time,
+    on a synthetic deep model (bench/lib/deep_model.py): 48 of 60 copied sublayers are spare everywhere, 6 in the
+    one domain only, 6 in the other. The machine had other load, so that its times, which are in the file, say
+    nothing."""
 
     def figures(row: Any) -> str:
         return f"{row['M']:.2f} ({row['alpha']:.2f})" if "M" in row else "1.00"
@@ -404,15 +412,17 @@ def methods(result: Any) -> str:
     return table(rows, *form)
 
 
-@section("Which layers, on streams of prompts", "selection-streams.json selection-deep.json", CHAPTERS[4])
+@section("Which layers, on streams of prompts", "selection-streams.json selection-domain.json", CHAPTERS[4])
 def selection(*results: Any) -> str:
     """Expected speed over plain decoding, M alpha / ((M - 1) c + alpha), from measured acceptance and the share c of
     weights that a draft pass reads, without an engine, fp32; five domains, mix ratio r = 0 / .3 / .7 / 1, the
     probability that the next prompt is of another domain (KNN-SSD, equation 8). Drafts of 5 tokens (`knapsack`: of its
-    own length), without early stop and further candidates; `swift` in an earlier form, which scored one batch of
-    candidates after each request."""
+    own length), without early stop and further candidates; `swift` scores one batch of candidates after each request,
+    in an earlier form on the first two models. The third model is that of the table above: two domains, 54 of 120
+    sublayers skipped, r = .1 / .3 / .5 / .7 / 1."""
     cells: dict[tuple[str, str], list[str]] = {}
-    for model, found in (pair for result in results for pair in result.items()):
+    for folder, found in (pair for result in results for pair in result.items()):
+        model = "deep, by domain" if folder == "domain" else folder
         for r in found["stream"]["rows"]:
             cells.setdefault((r["selection"], model), []).append(f"{r['expected_speed']:.2f}")
     rows = [{"name": n, "model": m, "cell": " / ".join(c)} for (n, m), c in cells.items() if n != "plain"]
