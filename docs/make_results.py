@@ -429,61 +429,6 @@ def selection(*results: Any) -> str:
     return pivot(rows, "selection={name}", "model", "{cell}")
 
 
-@section("Sets of domains", "domains.json domains-deep.json", CHAPTERS[4])
-def domains(*results: Any) -> str:
-    """KNN-SSD's premises, on held-out prompts, fp32, without an engine: the share of tokens on which a draft pass and
-    the whole model agree (top-1), and the speed over plain decoding that follows for drafts of 5 tokens, if each is
-    accepted as often and a pass costs the share c of weights that it reads. First the set of each domain, and of
-    all together, on the prompts of each domain (top-1). Then on the prompts of all: sets and anchors made in
-    different ways, and sets of clusters of the same prompts without labels (1: the set of all domains). Last,
-    prompts of domains that no set was made for: with the set of the nearest anchor, as in the paper, by the
-    similarity floor, and with the set of all."""
-    return "\n\n".join(part for result in results for name, found in result.items() for part in of_domains(name, found))
-
-
-def of_domains(folder: str, found: Any) -> list[str]:
-    model = "SmolLM2" if folder == "model" else "deep, redundant by domain"
-    matrix = pivot(found["transfer"], f"{model}: set of={{set}} | search={{search}}", "on", "{agreement:.3f}")
-    gains: dict[tuple[str, str], list[str]] = {}
-    for r in found["own"]:
-        gains.setdefault((r["search"], r["over"]), []).append(f"{r['domain']} {r['more']:+.3f} ({r['error']:.3f})")
-    against = {"others": "the mean of the other domains' sets", "all domains": "the set of all domains"}
-    said = [f"over {against[over]} ({search}): {', '.join(cells)}" for (search, over), cells in gains.items()]
-    times = ", ".join(f"{seconds:.0f} ({name})" for name, seconds in found["seconds"].items())
-    text = (
-        f"{model}, {found['skipped']} sublayers skipped, {found['held']} prompts of each domain. What a domain's own "
-        f"set agrees on more, with the standard error over prompts: {'; '.join(said)}. Processor seconds of the search "
-        f"of a set: {times}."
-    )
-    form = "top-1={agreement:.3f} | c={c:.3f} | speed={expected_speed:.3f}"
-    tables = {
-        "choices": "search={search} | anchors={anchors} | routed right={routed:.0%}",
-        "clusters": "clusters={clusters} | prompts of each={?sizes}",
-    }
-    tables["unknown"] = "unknown domain={domain} | set={set}"
-    return [
-        matrix,
-        text,
-        *(table(found[name], columns, form) for name, columns in tables.items() if len(found.get(name, ())) > 1),
-    ]
-
-
-@section("How DISCO is trained", "disco.json", CHAPTERS[4])
-def disco(result: Any) -> str:
-    """Classifiers trained in four ways on the same recorded drafts of SmolLM2 with 12 of 60 sublayers skipped (a
-    quarter of the answers; threshold and longest draft by another quarter, tested on the others): on the tokens that
-    verification judges, or on one draft token at each position of the target's text, with labels by agreement or by
-    the total variation distance of draft and target; with the position in the draft or in the answer. Tokens per time
-    over plain decoding, if a draft pass costs c plain steps, and in brackets the standard error of the difference to
-    the first line, which `freedraft calibrate disco` trains. Second table: trained and chosen on the answers of one
-    domain, drafting in another, with the best threshold of confidence and the best length of the first beside it."""
-    form = "{tokens_per_time:.3f} ({error:.3f})"
-    ways = pivot(result["training"], "rule={training}", "c", form, "c={}")
-    moved = table(result["transfer"], "trained on={trained_on} | drafting in={on} | DISCO={DISCO:.3f} | "
-                  "confidence={confidence:.3f} | fixed length={fixed length:.3f}")  # fmt: skip
-    return f"{ways}\n\n{moved}"
-
-
 @section(f"{ON_A_GPU}vLLM", "serve-vllm.json", CHAPTERS[6])
 def gpu_serve(result: Any) -> str:
     """Speed over plain vLLM with 95 % intervals, by `bench/gpu.sh`: for all questions throughput under full load,
@@ -546,39 +491,11 @@ other: rounding that depends on the batch's shape and on the kernel. Of the one 
 this was not determined; vLLM's Triton attention computes fp32 products in TF32, the attention of trees does not."""
 
 
-@section("A drafter's thread behind a device", "draft-thread.json draft-thread-vllm.json", CHAPTERS[5])
-def draft_thread(sglang: Any, vllm: Any) -> str:
-    """Adapters on a simulated device with passes of 5 ms, during which the host sleeps; two runs of each arm, in us:
-    medians of SGLang's steps; on a busy machine, of vLLM's the one of 300 before which the device idles least. In vLLM
-    V2 the thread exists in this benchmark only. It starts to draft when the tokens arrive. Between: in SGLang, the
-    scheduler's work after its wait for the device and before it takes drafts; in vLLM, where drafts come last, the
-    preparation of a step from the launch of the one before it on: 7,000 us outlast the pass. Wait for drafts: from then
-    on, and not before the pass ends. Idle: time of the device between passes. Hidden: the decrease of idle time with
-    the thread, as a share of the wait for drafts without it."""
-    cells: dict[tuple[str, int, float], dict[str, list[float]]] = {}
-    for engine, result in (("SGLang", sglang), ("vLLM V2", vllm)):
-        for r in result["rows"]:
-            found = cells.setdefault((engine, r["requests"], r["between"]), {})
-            for name in ("waited", "idle"):
-                found.setdefault(name + "+" * r["thread"], []).append(r[name])
-    rows = [
-        {"engine": engine, "requests": batch, "between": between}
-        | {"hidden": (sum(found["idle"]) - sum(found["idle+"])) / sum(found["waited"])}
-        | {name: " and ".join(f"{us:.0f}" for us in each) for name, each in found.items()}
-        for (engine, batch, between), found in cells.items()
-    ]
-    return table(
-        rows,
-        "adapter={engine} | requests={requests} | between={between:,} | wait for drafts={waited} | "
-        "with the thread={waited+} | device idle={idle} | idle with the thread={idle+} | hidden={hidden:.0%}",
-    )
-
-
 EARLIER = """\
 ## Measured before
 
-Scripts and files of these are in the history, at commit 4323d4f or ff756db; a commit next to a figure is the measured
-one.
+Scripts and files of these are in the history, at commit 4323d4f, ff756db or 5d3ad0b; a commit next to a figure is the
+measured one.
 
 - **Spec-Bench over HTTP**, Intel Xeon, at 1, 2, 4, 8 and 16 at a time, over plain: `sssd` with 8 draft tokens 1.39,
   1.24, 1.08, 1.01 and 1.04, `suffix` 1.35, 1.23, 1.03, 1.01 and 0.99; a second plain server 0.99 (b1f58a296ea9).
@@ -601,9 +518,13 @@ one.
   Qwen2-72B.
 - **Host time that `sssd` adds to a step** of vLLM's V2, Triton's interpreter, 8 draft tokens for each request: 1.2,
   1.2, 2.6 and 5.3 ms at 1, 8, 64 and 256 requests, of which drafting 0.2, 0.3, 1.0 and 2.9 (3086aa212817).
-- **A drafter thread in SGLang**, two runs: one request waits 0.02 ms for its drafts, without the thread 0.47 and 0.54;
-  32 wait 1.2 and 1.6, without it 1.8 and 2.0. The host's part of a step: 1.2 and 1.2 ms against 1.0 and 1.1, for 32
-  requests 3.2 and 3.0 against 3.9 and 3.1 (3086aa212817).
+- **Host time of `sssd` in a step of vLLM's V1**, 8 draft tokens for each request, in turns with commit 4323d4f, medians
+  of 2 runs: .37 and .38 ms with one request, there .41 and .39; .86 and .89 with 32, there 1.07 and .95 (5d3ad0be5269).
+- **A drafter thread behind a simulated device** with passes of 5 ms (bench/draft_thread.py): by how much less the
+  device idles with the thread, as a share of the wait for drafts without it. SGLang with 1, 8 and 32 requests -13, 9
+  and 0 %, with 150 us of the scheduler's work before it takes drafts -21, -4 and -1 % (2649cc48edf9). vLLM's V2, in the
+  benchmark alone, -23, -9 and 8 % if the preparation of a step takes 1.5 ms; 102, 93 and 105 % if it takes 7 ms, longer
+  than the pass (4d4efe39b90f).
 - **Building datastores** of 8 M tokens: 0.30 to 0.34 us and 18.4 bytes of memory per token, 8.3 bytes on disk, 14 to
   20 ms to open; 66 M tokens from text in 94 s on two cores, killed halfway and resumed, within 1.1 GiB (1dc2e084e014).
 - **Kills** (`kill -9`), 100 each, of a process that learns in a folder, erases a tenant or rewrites the file: no wrong
@@ -629,6 +550,16 @@ one.
   .66, translation .84, .71 and .62. KNN-SSD routed 93 % of unseen prompts to their domain. By context length, 256 to
   8,000 tokens, demo model: 3 of 60 sublayers, .92 to .95 of plain decoding as predicted and .82 to .95 as timed;
   predicted and timed rates of 30 sets and lengths, with the calibrated acceptance in both, correlate at .99.
+- **Sets of domains**, held-out prompts of four domains, 12 of 60 sublayers of the demo model skipped, without an engine
+  (bench/domains.py, f7e034611bcf): top-1 agreement of knapsack sets .783 on their own domain, .739 on others, of one
+  set for all .759; of Bayesian sets of 100 evaluations .653, .627 and .687. Expected speed with routing .662 and .497,
+  with both kinds of anchors. 1, 2, 3, 5 and 8 clusters without labels .759, .739, .776, .784 and .783. On two unknown
+  domains the nearest anchor's set .806 and .757, with the similarity floor .806 and .750, the set of all .854 and .708.
+  A synthetic model with domains (56fe80a82260): own .95, others .31, all .865; expected speed 1.275 with routing.
+- **Ways to train DISCO**, tokens per time over plain if a pass costs .05, .3 and .5 of a step (bench/disco.py,
+  f7e034611bcf): on what verification judges 2.527, 1.492 and 1.230, with the place in the answer 2.514, 1.482 and
+  1.223; on a token at every position of the target's text 2.542, 1.466 and 1.232, labelled by total variation distance
+  2.402, 1.479 and 1.216; a threshold of confidence 2.528, 1.521 and 1.208, a fixed length 2.492, 1.442 and 1.195.
 - **Windows on SGLang, some cells again** (e54116808c98), 48 tokens, two rounds, over plain with quarters: 2 requests of
   7,500 tokens 1.06 (0.90-1.21), 8 of 4,000 1.26 (1.21-1.40), 8 of 7,500 1.41 (1.38-1.44), all answers those of plain
   decoding; 2 of 4,000, in turns with commit 4323d4f, 1.01, 1.11 and 1.07, there 0.88 and 1.07. In the cell of 8 of

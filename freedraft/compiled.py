@@ -12,6 +12,7 @@ import hashlib
 import logging
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -83,9 +84,16 @@ def compile_ahead(function: Callable[[], None]) -> None:
             subprocess.Popen(command, stdin=none, stdout=none, stderr=none, pass_fds=[record.fileno()])
 
 
-def await_compilation() -> None:
+def await_compilation(limit_s: float = 300.0) -> None:
+    """Wait for the process of `compile_ahead`, up to this limit: then this process compiles what is missing."""
+    until = time.monotonic() + limit_s
     with contextlib.suppress(RuntimeError, OSError), _record().open("a") as record:
-        fcntl.flock(record, fcntl.LOCK_EX)
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                return fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.monotonic() > until:
+                return logger.warning("freedraft: another process has been compiling for %.0f s: not waiting", limit_s)
+            time.sleep(0.02)
 
 
 @cache

@@ -99,6 +99,26 @@ def test_another_process_compiles_once_while_the_engine_starts(package: Path) ->
     assert run(package, 1) == "6 1\n"
 
 
+def test_a_compiling_process_that_hangs_does_not_stop_the_start(package: Path) -> None:
+    with (package / "freedraft" / "outer.py").open("a") as source:
+        source.write("def hang():\n    import time\n    time.sleep(600)\n")
+    code = """
+import subprocess, time
+from freedraft import compiled
+from freedraft.outer import hang
+start, processes = subprocess.Popen, []
+subprocess.Popen = lambda *args, **options: processes.append(start(*args, **options))
+compiled.compile_ahead(hang)
+began = time.monotonic()
+compiled.await_compilation(1.0)
+print(round(time.monotonic() - began), processes[0].poll())
+processes[0].kill()
+processes[0].wait()
+compiled.await_compilation(600.0)
+"""
+    assert "1 None\n" in python(code, folder=package)
+
+
 def test_half_a_file_is_compiled_again(package: Path) -> None:
     run(package, 1)
     files = list((package / "freedraft" / "__pycache__").glob("*.nbc"))

@@ -1,14 +1,19 @@
-"""Hooked names of an engine, as data: one table per engine, checked before registration; and the log line at start."""
+"""Hooked names of an engine, as data: one table per engine, checked before registration; the line that logs or ends a
+start."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn
+
+from freedraft.config import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +141,19 @@ def start_line(
     untested = "" if is_tested(version, tested) else ", which we do not test"
     several = [f"{size} {kind}-parallel ranks" for kind, size in ranks.items() if size > 1]
     return f"freedraft: method '{method}': " + "; ".join([f"{engine} {version}{untested}", *parts, *several, *lengths])
+
+
+def stop_start(error: ConfigError) -> NoReturn:
+    """Stop the start of the engine; an uncaught error is printed as its one line, without a traceback."""
+    if not hasattr(sys.excepthook, "_freedraft"):
+        previous = sys.excepthook
+
+        def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
+            if isinstance(value, ConfigError):
+                print(f"freedraft: {value}", file=sys.stderr)
+            else:
+                previous(kind, value, trace)
+
+        excepthook._freedraft = True  # type: ignore[attr-defined]
+        sys.excepthook = excepthook
+    raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,15 @@ def test_widths():
     assert widths_for("flashinfer", 12) == (1, 4, 12) and widths_for("fa3", 64) == (1, 4, 16, 64)
     assert widths_for("torch_native", 5) == (1, 2, 3, 4, 5)
     assert all(widths_for(backend, 16)[0] == 1 for backend in BACKENDS), "what fails leaves the roots"
+
+
+def test_a_wrong_option_ends_the_start_in_one_line(resolved, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setenv("FREEDRAFT_POLCY", "auto")
+    with pytest.raises(ConfigError, match="did you mean FREEDRAFT_POLICY") as refused:
+        resolved(**ON_GPU | {"attention_backend": "triton"})
+    sys.excepthook(refused.type, refused.value, refused.tb)
+    assert capsys.readouterr().err == f"freedraft: {refused.value}\n"
 
 
 def test_all_hooks_are_there():

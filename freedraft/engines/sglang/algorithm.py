@@ -7,6 +7,8 @@ from typing import Any
 
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
+from freedraft.config import ConfigError
+from freedraft.engines.hooks import stop_start
 from freedraft.engines.sglang.contexts import context_at_start
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.guards import refuse_unsupported
@@ -57,9 +59,14 @@ class TreeAlgorithm(CustomSpecAlgo):
         return None if self.prepare is None else self.prepare(batch)
 
     def handle_server_args(self, server_args: Any) -> None:
-        """Fill in defaults and reject unsupported settings. Raises ValueError: an argument is incompatible with tree
+        """Fill in defaults and reject unsupported settings. Raises ConfigError: an argument is incompatible with tree
         verification, or an option is invalid."""
-        args = server_args
+        try:
+            self._complete(server_args)
+        except ValueError as error:
+            stop_start(ConfigError(str(error)))
+
+    def _complete(self, args: Any) -> None:
         refuse_unsupported(args, self.name, cpu_platform=selected())
         if args.speculative_num_draft_tokens is None:
             length = self.spec.default_length if self.spec is not None else None

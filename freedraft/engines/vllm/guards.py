@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from types import TracebackType
-from typing import Any, NoReturn
-
-from freedraft.config import ConfigError
+from typing import Any
 
 
 def check_ranks(engine_args: Any) -> None:
@@ -71,19 +67,3 @@ def check_model(model_config: Any) -> None:
         )
     if model_config.uses_mrope:
         raise ValueError("layers of a model with multimodal rotary positions cannot be skipped (use method 'sssd')")
-
-
-def stop_start(error: ConfigError) -> NoReturn:
-    """Stop the start of the engine; an uncaught error is printed as its one line, without a traceback."""
-    if not hasattr(sys.excepthook, "_freedraft"):
-        previous = sys.excepthook
-
-        def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> Any:
-            if isinstance(value, ConfigError):
-                print(f"freedraft: {value}", file=sys.stderr)
-            else:
-                previous(kind, value, trace)
-
-        excepthook._freedraft = True  # type: ignore[attr-defined]
-        sys.excepthook = excepthook
-    raise error

@@ -17,10 +17,10 @@ from typing import Any
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.cost.batch_lengths import candidate_lengths
-from freedraft.engines.hooks import Hook, check
+from freedraft.engines.hooks import Hook, check, stop_start
 from freedraft.engines.vllm.configured import ADAPTIVE, ATTRIBUTE, SCHEDULE, Configured, configured
 from freedraft.engines.vllm.context import context_of_arguments, context_of_engine
-from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks, check_states, stop_start
+from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks, check_states
 from freedraft.engines.vllm.hooks import (
     AOT_SWITCH,
     CONFIG_HOOKS,
