@@ -3,9 +3,8 @@
 python bench/lookahead.py --model build/model --skip-set configs/skip_sets/smollm2-135m-instruct-12.json \\
     --data a.jsonl b.jsonl --json build/lookahead.json
 
-The model (float32) answers prompts greedily, or with --sampled at temperature 1. Drafts from every position of the
-answers, of the likeliest tokens, are recorded; they are verified by the tokens of the answers, as in the engines. DISCO
-is trained on the drafts of half of the answers; every policy then drafts its way through the others.
+The model (float32) answers prompts greedily; drafts from every position of the answers are recorded. DISCO is trained
+on the drafts of half of the answers; every policy then drafts its way through the others, with greedy verification.
 Reported: F1 of "continue" against "the token was accepted", tokens per round, and tokens per time relative to plain
 decoding, for draft passes that cost a share c of a whole pass (a verification pass costs 1, plus `PER_TOKEN` per
 token). The first c is that of the skip set (weights read, head included); the others show what would pay elsewhere.
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
 
 from bench.lib.draft_chains import draft_chains, weight_share
@@ -31,7 +29,7 @@ from freedraft.draft import DraftBatch
 from freedraft.draft_pass import Recipe
 from layerskip_plugin.calibrate.disco import Prices, train
 from layerskip_plugin.calibrate.host_model import HostModel, Text
-from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
+from layerskip_plugin.calibrate.prompts import Prompts, answer, load_tokenizer
 from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead
 from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.rounds import Candidate, Outcome
@@ -60,13 +58,6 @@ class Recorded:
         place, position = (x.astype(np.int32) for x in at)
         found = {"top": self.top[at], "entropy": self.entropy[at], "position": position, "accepted": self.right[at]}
         return found | {"request": np.full(len(place), request, np.int32), "round": place}
-
-
-def sampled(host: HostModel, one: Answered) -> Answered:
-    """Return the prompt with an answer at temperature 1."""
-    prompt = torch.tensor([one.tokens[: one.prompt]])
-    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "max_new_tokens": 64, "pad_token_id": 0}
-    return Answered(host.model.generate(prompt, attention_mask=torch.ones_like(prompt), **how)[0].tolist(), one.prompt)
 
 
 class Heuristic(Fixed):
@@ -161,15 +152,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--prompts", type=int, default=12, help="prompts per file; half of them train DISCO")
-    parser.add_argument("--sampled", action="store_true", help="answers at temperature 1")
     options = parser.parse_args()
     host, tokenizer = HostModel.load(options.model, dtype="float32"), load_tokenizer(options.model)
     skip = SkipSet.load(options.skip_set, host.n_layers, host.fingerprint)
-    torch.manual_seed(0)
     learn, held = [], []
     for prompts in map(Prompts.load, options.data):
         answers = answer(host, tokenizer, prompts.texts[: options.prompts], 64, 256, batch=12)
-        answers = [sampled(host, one) for one in answers] if options.sampled else answers
         long = [one for one in answers if len(one.tokens) - one.prompt > LONGEST]
         recorded = [Recorded(host, skip, host.read(one.tokens), one.prompt) for one in long]
         learn += recorded[::2]

@@ -307,8 +307,8 @@ def composed(result: Any) -> str:
     return pivot(rows, "model={model} | method=`{name}`", "kind", spread("{ratio:.2f}", "quarters"))
 
 
-@section("How far to draft", "lookahead.json lookahead-sampled.json", CHAPTERS[4])
-def lookahead(result: Any, sampled: Any) -> str:
+@section("How far to draft", "lookahead.json", CHAPTERS[4])
+def lookahead(result: Any) -> str:
     """Recorded drafts of SmolLM2 with 12 of 60 sublayers skipped, held-out answers; tokens per time over plain
     decoding, for draft passes that cost c plain steps, at .05 as those of a small draft model do. `oracle` drafts
     exactly the tokens that will be accepted, up to 8: no policy can do better. `dynHeur` is transformers' schedule
@@ -323,18 +323,12 @@ def lookahead(result: Any, sampled: Any) -> str:
         for c, d in result["decided"].items()
     ]
     oracle = cells["oracle", costs[0]]
-    at_1 = {(r["policy"], r["c"]): r["tokens_per_time"] for r in sampled["rows"]}
-    fixed = [max(rate for (name, at), rate in at_1.items() if at == c and name.startswith("fixed")) for c in costs]
-    by_policy = [("best fixed length", fixed)]
-    by_policy += [(name, [at_1[name, c] for c in costs]) for name in ("confidence 0.7", "DISCO", "oracle")]
-    warm = "; ".join(f"{name} {', '.join(f'{rate:.2f}' for rate in rates)}" for name, rates in by_policy)
     said = [
         "`freedraft calibrate disco` writes a classifier only if it beats the best threshold and the best length on "
         f"further requests: {'; '.join(decided)}.",
         f"The oracle drafts {oracle['drafted_per_round']:.1f} tokens, standard deviation "
         f"{oracle['length_deviation']:.1f}.",
         f"F1 of decisions to go on, by c as in the table: fixed 8 {f1['fixed 8']}, DISCO {f1['DISCO']}.",
-        f"With answers and verification at temperature 1, by c as in the table: {warm}.",
     ]
     return f"{pivot(rows, 'c={c:.2f}', 'policy', '{tokens_per_time:.2f}')}\n\n{' '.join(said)}"
 
@@ -358,12 +352,11 @@ def knapspec(result: Any) -> str:
 @section("SWIFT without its parts", "swift-vllm-cpu.json", CHAPTERS[4])
 def swift(result: Any) -> str:
     """SWIFT as published, but for siblings, which chains do not have (threshold .8, at most 25 draft tokens), on 6
-    prompts of 64 tokens: tokens per step, accepted share of draft tokens, and speed over plain decoding by the
-    paper's formula, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Searches
-    read other prompts, on windows of 32 tokens where nothing else is said. vLLM V1, bf16, greedy, one request at
-    a time, a synthetic deep model of graded redundancy (bench/lib/deep_model.py). "Least scales" skips what only
-    the maker of the model knows. The machine had other load, so that its times, which are in the file, say
-    nothing."""
+    prompts of 64 tokens: tokens per step, accepted share of draft tokens, and speed over plain decoding by the paper's
+    formula, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Searches read other
+    prompts, on windows of 32 tokens where nothing else is said. vLLM V1, bf16, greedy, one request at a time, a
+    synthetic deep model of graded redundancy (bench/lib/deep_model.py). "Least scales" skips what only the maker of the
+    model knows. The machine had other load, so that its times, which are in the file, say nothing."""
     rows, said = [], []
     for found in result["by_ratio"]:
         c = 1 - found["skip_ratio"]
@@ -380,14 +373,13 @@ def swift(result: Any) -> str:
 @section("All methods, on a model with domains", "methods-vllm-cpu.json", CHAPTERS[4])
 def methods(result: Any) -> str:
     """All ways to choose the skipped sublayers, served: tokens per step (accepted share of draft tokens), for all
-    prompts, greedy and at temperature .7, and greedy by domain; and speed over plain decoding by the formula of
-    the papers, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Drafts end at
-    a confidence of .8 and after 25 tokens. "One set" is that of both domains together, by the search of KNN-
-    SSD's sets. Search: processor seconds, offline or, for SWIFT and KnapSpec, while serving other prompts of
-    both domains in turns; KnapSpec chooses the number itself. vLLM V1, bf16, uncompiled, one request at a time,
-    on a synthetic deep model (bench/lib/deep_model.py): 48 of 60 copied sublayers are spare everywhere, 6 in the
-    one domain only, 6 in the other. The machine had other load, so that its times, which are in the file, say
-    nothing."""
+    prompts, greedy and at temperature .7, and greedy by domain; and speed over plain decoding by the formula of the
+    papers, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Drafts end at a
+    confidence of .8 and after 25 tokens. "One set" is that of both domains together, by the search of KNN-SSD's sets.
+    Search: processor seconds, offline or, for SWIFT and KnapSpec, while serving other prompts of both domains in turns;
+    KnapSpec chooses the number itself. vLLM V1, bf16, uncompiled, one request at a time, on a synthetic deep model
+    (bench/lib/deep_model.py): 48 of 60 copied sublayers are spare everywhere, 6 in the one domain only, 6 in the other.
+    The machine had other load, so that its times, which are in the file, say nothing."""
 
     def figures(row: Any) -> str:
         return f"{row['M']:.2f} ({row['alpha']:.2f})" if "M" in row else "1.00"
