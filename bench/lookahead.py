@@ -1,6 +1,6 @@
 """Lookahead policies on recorded drafts of one model and skip set, without an engine.
 
-!python bench/lookahead.py --model build/model --skip-set configs/skip_sets/smollm2-135m-instruct-12.json \\
+python bench/lookahead.py --model build/model --skip-set configs/skip_sets/smollm2-135m-instruct-12.json \\
     --data a.jsonl b.jsonl --json build/lookahead.json
 
 The model (float32) answers prompts greedily; drafts from every position of the answers are recorded. DISCO is trained

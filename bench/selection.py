@@ -3,7 +3,7 @@
 python bench/selection.py --model build/model --data a.jsonl b.jsonl ... --json build/selection.json
 
 Each data file is a domain (rows with "category" are split by it: pass --categories). The model (float32) answers its
-prompts greedily; searches see the first prompts of each domain, figures are of the others, at mix ratios 0 to 1
+prompts greedily; searches see the first prompts of each domain, figures are of the others, by mix ratio
 (KNN-SSD, equation 8): mean accepted length M, alpha, the accepted share of draft tokens, and expected speed M alpha /
 ((M - 1) c + alpha), with c the share of weights that a draft pass reads (for n draft tokens the same as M / (n c + 1));
 next to plain decoding.
@@ -32,7 +32,7 @@ from layerskip_plugin.selection.knn import Domains
 from layerskip_plugin.selection.online_search import Swift
 from layerskip_plugin.skip_set import SkipSet
 
-MIX = (0.0, 0.3, 0.7, 1.0)
+MIX = (0.0, 0.3, 0.7, 1.0)  # as in the paper
 DRAFT, ANSWER, SEED = 5, 64, 0
 Answers = dict[str, list[Answered]]
 
@@ -113,7 +113,7 @@ def routing(host: HostModel, domains: dict[str, list[str]], sets: Sets, options:
 def orders(domains: int, options: argparse.Namespace) -> dict[float, list[tuple[int, int]]]:
     """Return (domain, prompt) of each request of a stream, by mix ratio."""
     rng, found = np.random.default_rng(SEED), {}
-    for ratio in MIX:
+    for ratio in options.mix:
         domain, order = int(rng.integers(domains)), []
         for _ in range(options.requests):
             order.append((domain, int(rng.integers(options.held))))
@@ -190,6 +190,7 @@ def main() -> None:
     parser.add_argument("--held", type=int, default=6, help="held-out prompts per domain")
     parser.add_argument("--tokens", type=int, default=64, help="calibration tokens")
     parser.add_argument("--requests", type=int, default=40, help="number in each stream")
+    parser.add_argument("--mix", type=float, nargs="+", default=MIX, help="ratios")
     parser.add_argument("--share", type=float, default=0.2, help="of sublayers that are skipped in the stream")
     parser.add_argument("--survivors", type=int, default=2, help="per weight in the knapsack search")
     options = parser.parse_args()

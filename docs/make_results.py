@@ -411,11 +411,11 @@ def contexts(*results: Any) -> str:
 @section("SWIFT without its parts", "swift-vllm-cpu.json", CHAPTERS[4])
 def swift(result: Any) -> str:
     """SWIFT as published, but for siblings, which chains do not have (threshold .8, at most 25 draft tokens), on 6
-    prompts of 64 tokens: tokens per step, accepted share of draft tokens, and speed over plain decoding by the
-    paper's formula, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Searches
-    read other prompts. vLLM V1, bf16, greedy, one request at a time, a synthetic deep model of graded redundancy
-    (bench/lib/deep_model.py). "Least scales" skips what only the maker of the model knows. The machine had other
-    load, so that its times, which are in the file, say nothing."""
+    prompts of 64 tokens: tokens per step, accepted share of draft tokens, and speed over plain decoding by the paper's
+    formula, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Searches read other
+    prompts, on windows of 32 tokens where nothing else is said. vLLM V1, bf16, greedy, one request at a time, a
+    synthetic deep model of graded redundancy (bench/lib/deep_model.py). "Least scales" skips what only the maker of the
+    model knows. The machine had other load, so that its times, which are in the file, say nothing."""
     rows, said = [], []
     for found in result["by_ratio"]:
         c = 1 - found["skip_ratio"]
@@ -434,11 +434,11 @@ def methods(result: Any) -> str:
     """All ways to choose the skipped sublayers, served: tokens per step (accepted share of draft tokens), for all
     prompts, greedy and at temperature .7, and greedy by domain; and speed over plain decoding by the formula of the
     papers, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Drafts end at a
-    confidence of .8 and after 25 tokens. "One set" is that of both domains together,
-    by the search of KNN-SSD's sets. Search: processor seconds, offline or, for SWIFT and KnapSpec, while serving other
-    prompts of both domains in turns. vLLM V1, bf16, uncompiled, one request at a time, on a synthetic deep model
-    (bench/lib/deep_model.py): 48 of 60 copied sublayers are spare everywhere, 6 in the one domain only, 6 in the
-    other. The machine had other load, so that its times, which are in the file, say nothing."""
+    confidence of .8 and after 25 tokens. "One set" is that of both domains together, by the search of KNN-SSD's sets.
+    Search: processor seconds, offline or, for SWIFT and KnapSpec, while serving other prompts of both domains in turns;
+    KnapSpec chooses the number itself. vLLM V1, bf16, uncompiled, one request at a time, on a synthetic deep model
+    (bench/lib/deep_model.py): 48 of 60 copied sublayers are spare everywhere, 6 in the one domain only, 6 in the other.
+    The machine had other load, so that its times, which are in the file, say nothing."""
 
     def figures(row: Any) -> str:
         return f"{row['M']:.2f} ({row['alpha']:.2f})" if "M" in row else "1.00"
@@ -463,15 +463,17 @@ def methods(result: Any) -> str:
     return table(rows, *form)
 
 
-@section("Which layers, on streams of prompts", "selection-streams.json selection-deep.json", CHAPTERS[4])
+@section("Which layers, on streams of prompts", "selection-streams.json selection-domain.json", CHAPTERS[4])
 def selection(*results: Any) -> str:
     """Expected speed over plain decoding, M alpha / ((M - 1) c + alpha), from measured acceptance and the share c of
     weights that a draft pass reads, without an engine, fp32; five domains, mix ratio r = 0 / .3 / .7 / 1, the
     probability that the next prompt is of another domain (KNN-SSD, equation 8). Drafts of 5 tokens (`knapsack`: of its
-    own length), without early stop and further candidates; `swift` in an earlier form, which scored one batch of
-    candidates after each request."""
+    own length), without early stop and further candidates; `swift` scores one batch of candidates after each request,
+    in an earlier form on the first two models. The third model is that of the table above: two domains, 54 of 120
+    sublayers skipped, r = .1 / .3 / .5 / .7 / 1."""
     cells: dict[tuple[str, str], list[str]] = {}
-    for model, found in (pair for result in results for pair in result.items()):
+    for folder, found in (pair for result in results for pair in result.items()):
+        model = "deep, by domain" if folder == "domain" else folder
         for r in found["stream"]["rows"]:
             cells.setdefault((r["selection"], model), []).append(f"{r['expected_speed']:.2f}")
     rows = [{"name": n, "model": m, "cell": " / ".join(c)} for (n, m), c in cells.items() if n != "plain"]
