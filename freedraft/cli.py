@@ -27,7 +27,21 @@ def installed_commands() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
-class PluginGroup(TyperGroup):
+class OneLineGroup(TyperGroup):
+    """A group in which an error that a user can fix ends in one line and exit code 2; with FREEDRAFT_DEBUG=1 in its
+    traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError) as error:
+            if isinstance(error, BrokenPipeError) or os.environ.get(DEBUG, "0") not in ("", "0"):
+                raise
+            typer.echo(f"error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
+            raise typer.Exit(USAGE_ERROR) from None
+
+
+class PluginGroup(OneLineGroup):
     """A group of its own commands, listed first, and of the commands that plugins registered under `prefix`."""
 
     prefix = ""
@@ -51,17 +65,6 @@ class PluginGroup(TyperGroup):
             if sentence := RETIRED.get(f"{args[0]} {word}"):
                 raise ValueError(f"{args[0]}: '{word}' is no longer supported: {sentence}")
         return super().resolve_command(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command; an error that a user can fix ends in one line and exit code 2, with FREEDRAFT_DEBUG=1 in its
-        traceback."""
-        try:
-            return super().invoke(ctx)
-        except (ValueError, OSError) as error:
-            if isinstance(error, BrokenPipeError) or os.environ.get(DEBUG, "0") not in ("", "0"):
-                raise
-            typer.echo(f"error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
-            raise typer.Exit(USAGE_ERROR) from None
 
     def _registered(self) -> dict[str, EntryPoint]:
         return {name: point for name, point in installed_commands().items() if name.startswith(self.prefix)}
