@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lib.trace import Row, Sessions, store_of
+from bench.lib import trace
+from bench.lib.trace import Row, Sessions
 from bench.scorer.long_contexts import EDITS, edit, long_rows
 from bench.scorer.record import Recording
 from bench.scorer.weights import initial_weights
@@ -23,7 +24,7 @@ from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
 from sssd_plugin.scoring.candidates import SHORTLIST, scratch
 from sssd_plugin.scoring.learned import FEW_CANDIDATES, Recorded, Sources, draft_tree
-from sssd_plugin.scoring.views import Limits, Store, Tree, write_context
+from sssd_plugin.scoring.views import Limits, Tree, store_of, write_context
 from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, ROWS, WIDTH, Weights
 
 NO_LOGITS = np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
@@ -105,7 +106,7 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
     seen = Recorded(np.full(n, -1, np.int32), np.zeros((n, SHORTLIST), np.int32), *inputs(n))
     most = 2 * len(answer.output) + 1  # nodes on the true path: one per token, and one per step
     examples = Examples(*inputs(most), np.zeros(most, np.int32), np.zeros(most, np.int32))
-    store, space = Store(view.table, view.sizes[0], view.static_rows[0]), scratch(n, len(view.table))
+    store, space = store_of((view.table, view.bounds, view.static_rows), 0), scratch(n, len(view.table))
     truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
     index, position, filled = RequestIndex(1), len(answer.prompt), 0
     while position < len(truth):
@@ -121,8 +122,8 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
 
 def view_of(outputs: Sequence[NDArray[np.int32]], vocab_size: int, learnt: bool) -> View:
     """Build a store of outputs, marked as built or as learnt."""
-    view = View.of(store_of(outputs, vocab_size))
-    return view if not learnt else View(view.table, view.bounds, view.sizes, 0 * view.static_rows, view.keeps, 1)
+    view = View.of(trace.store_of(outputs, vocab_size))
+    return view if not learnt else View(view.table, view.bounds, 0 * view.static_rows, view.keeps, 1)
 
 
 def lessons_of_rows(rows: Sequence[Row], vocab_size: int) -> Iterator[Lesson]:
