@@ -86,11 +86,9 @@ GROUPS = {"calibrate": "Search skip sets; train DISCO's classifier."}
 
 
 def _group(name: str, prefix: str) -> Any:
-    cls = type("PluginGroup", (PluginGroup,), {"prefix": prefix})
-    about = GROUPS.get(name, f"Commands of {name}.")
-    inner = typer.Typer(name=name, cls=cls, help=about, no_args_is_help=True, add_completion=False)
-    inner.callback()(lambda: None)
-    return typer.main.get_command(inner)
+    group = PluginGroup(name=name, help=GROUPS.get(name, f"Commands of {name}."), no_args_is_help=True)
+    group.prefix = prefix
+    return group
 
 
 def _load(point: EntryPoint, name: str) -> Any:

@@ -64,10 +64,6 @@ class Drafter:
     ) -> None:
         if not 1 <= max_nodes <= MAX_NODES:
             raise ValueError(f"max_nodes must be 1..{MAX_NODES}, not {max_nodes}")
-        if not 1 <= vocab_size <= 2**31:
-            raise ValueError(f"vocab_size must be 1..2^31, not {vocab_size}")
-        if scoring not in ("learned", "paper"):
-            raise ValueError(f"scoring must be 'learned' or 'paper', not {scoring!r}")
         self.vocab_size, self.max_nodes = vocab_size, max_nodes
         self._weights = None
         if scoring == "learned":

@@ -156,18 +156,16 @@ def _count_samples(found, samples, first_column, min_adding):
 
 
 @compiled(nogil=True, inline="always")
-def _count_matches(request, scratch, node, parent, context_length, any_new):
-    """Count the tokens after the matches at a node, by length, and look for alignments. any_new: whether there may be
-    matches that the parent does not have."""
+def _count_matches(request, scratch, node, parent, context_length):
+    """Count the tokens after the matches at a node, by length, and look for alignments."""
     tokens, about, own = request.tokens, scratch.about[0], scratch.matches[node]
     state, entries, candidates, counts, columns = scratch.found
     about.longest = about.newest = -1
     if node == 0:
-        own[0, 0] = 0
-        longest = matches.match_root(request, own) if any_new else 0
+        longest = matches.match_root(request, own)
         about.run, about.evidence = matches.align_root(request, longest, scratch.alignments[0])
     elif context_length >= GRAM:
-        matches.match_child(request, scratch.matches[parent], own, scratch.context, any_new)
+        matches.match_child(request, scratch.matches[parent], own, scratch.context)
         matches.align_child(request, scratch.alignments[parent], scratch.alignments[node], scratch.context[0])
     else:
         own[0, 0] = scratch.alignments[node, 0, 0] = 0
@@ -192,19 +190,17 @@ def _count_input(request, scratch, node, parent, context_length):
     """Count the tokens after the request's own occurrences of a node's context."""
     tokens, previous, context, alignments = request.tokens, request.previous, scratch.context, scratch.alignments[node]
     state, entries, candidates, counts, columns = scratch.found
-    i, seen, longest = request.heads[find(request, context[0])], 0, 0
+    i, seen = request.heads[find(request, context[0])], 0
     while i >= 0 and seen < OCCURRENCES:
         if i < len(tokens) - 1:
             seen += 1
             match = 1
             while match < min(SHORT_ORDERS, context_length) and i >= match and tokens[i - match] == context[match]:
                 match += 1
-            longest = max(longest, match)
             row = _row(state, entries, candidates, counts, tokens[i + 1], True)
             _count(counts, columns, row, INPUT, match)
         i = previous[i]
-    # Longer matches are among these, unless some were not visited.
-    _count_matches(request, scratch, node, parent, context_length, longest == SHORT_ORDERS or i >= 0)
+    _count_matches(request, scratch, node, parent, context_length)
     for m in range(1, 1 + alignments[0, 0]):
         row = _row(state, entries, candidates, counts, tokens[alignments[m, POSITION] + 1], True)
         if row >= 0 and alignments[m, SINCE] > candidates[row].since:
