@@ -34,4 +34,4 @@ def draft_batch(arrays, slots, view, entries, limits, weights):
                 counts[b] = paper.draft_tree(request, store, bounds, tree, tries)
             else:
                 sources = learned.Sources(request, store, Recycled(entries, owners[b]))
-                counts[b] = learned.draft_tree(sources, weights, bounds, tree, nodes, None)
+                counts[b] = learned.draft_tree(sources, weights, bounds, tree, nodes)

@@ -12,7 +12,6 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at
@@ -50,15 +49,6 @@ class Sources(NamedTuple):
     request: Request
     store: Store
     recycled: Recycled
-
-
-class Recorded(NamedTuple):
-    """Inputs at each expanded node of a tree, for training."""
-
-    sizes: NDArray[np.int32]  # [N], number of candidates; -1 where a node is not expanded
-    tokens: NDArray[np.int32]  # [N, SHORTLIST]
-    node_inputs: NDArray[np.float32]  # [N, NODE_INPUTS]
-    inputs: NDArray[np.float32]  # [N, SHORTLIST, INPUTS]
 
 
 @compiled(nogil=True)
@@ -195,22 +185,26 @@ def _insert(frontier, pending, capacity, score, parent, token, kind):
     return pending
 
 
+@compiled(nogil=True)
+def effort(max_nodes):
+    """Return the most candidates of a node, and the samples per range below the root, in trees of this size."""
+    return (SHORTLIST, 2 * DEEP_SAMPLES) if max_nodes > FEW_NODES else (FEW_CANDIDATES, DEEP_SAMPLES)
+
+
 @compiled(nogil=True, inline="always")
-def _record(recorded, scratch, node, m):
-    recorded.sizes[node] = m
-    for i in range(m):
-        recorded.tokens[node, i] = scratch.found.candidates[scratch.shortlist[i]].token
-        recorded.inputs[node, i] = scratch.inputs[i]
-    if m > 0:
-        recorded.node_inputs[node] = scratch.node_inputs[0]
+def expand(sources, weights, tree, scratch, node, parent, limit, samples):
+    """Score the tokens after a node of the tree: see `gather` and `score`."""
+    filled = write_context(sources.request.tokens, tree.tokens, tree.parents, node, scratch.context)
+    order = gather(sources, scratch, node, parent, samples if node else MAX_SAMPLES, filled)
+    return score(sources, scratch, node, order, limit, weights)
 
 
 @compiled(nogil=True)
-def draft_tree(sources, weights, limits, tree, scratch, recorded):
+def draft_tree(sources, weights, limits, tree, scratch):
     """Draft a tree best-first, by the product of scores along paths; return the number of nodes.
 
     Args:
-        sources, limits, scratch: `Sources`, `Limits`, `Scratch`; recorded: a `Recorded`, or None.
+        sources, limits, scratch: `Sources`, `Limits`, `Scratch`.
         weights: layer and out, as in `Weights`.
         tree: output; a node's kind encodes its longest contexts in store and request, plus KINDS with recycled logits.
     """
@@ -222,12 +216,10 @@ def draft_tree(sources, weights, limits, tree, scratch, recorded):
     root_parent = _start(sources, scratch)
     add_node(tree, 0, tokens[-1], -1, 1.0, 0)
     path_scores[0] = 1.0
-    if max_nodes <= 1 and recorded is None:
+    if max_nodes <= 1:
         return 1
     n, pending, current = 1, 0, 0
-    limit, deep_samples = FEW_CANDIDATES, DEEP_SAMPLES
-    if max_nodes > FEW_NODES:
-        limit, deep_samples = SHORTLIST, 2 * DEEP_SAMPLES
+    limit, samples = effort(max_nodes)
     while True:
         capacity = max_nodes - n
         hope = path_scores[current] * EXPAND_MARGIN
@@ -238,11 +230,7 @@ def draft_tree(sources, weights, limits, tree, scratch, recorded):
             if current > 0:
                 parent = tree.parents[current]
                 advance(table, scratch.ranges, scratch.many, scratch.samples, parent, current, tree.tokens[current])
-            filled = write_context(tokens, tree.tokens, tree.parents, current, scratch.context)
-            order = gather(sources, scratch, current, parent, deep_samples if current else MAX_SAMPLES, filled)
-            m, kind = score(sources, scratch, current, order, limit, weights)
-            if recorded is not None:
-                _record(recorded, scratch, current, m)
+            m, kind = expand(sources, weights, tree, scratch, current, parent, limit, samples)
             first = 0
             if chain and m > 0:
                 first = int(np.argmax(probabilities[:m]))
