@@ -29,7 +29,7 @@ from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, ROWS, WIDTH, Weight
 
 NO_LOGITS = np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
 NO_LIMIT = 1 << 31
-UNSEEN = -2  # number of samples of a node that a draft does not expand
+UNSEEN = -1  # number of matches of a node that a draft does not expand
 WITHOUT_LOGITS = Recycled(entries(0), np.int64(0))
 SHAPES = ((16, False), (32, False), (16, True))  # (nodes, chain) of drafts, in turns
 FOLDS, STORE_EVERY, RECYCLED_MEGABYTES = 4, 16, 64
@@ -64,13 +64,13 @@ def _replay(
     If `recycled` has entries, the logits before `truth[start + i]` are `top_tokens[i]` and `top_log_probs[i]`."""
     while position < len(truth) and ingest(slots, s, truth, 0, position):
         sources = Sources(request_at(slots, s), store, recycled)
-        scratch.samples[:, 0, 0] = UNSEEN
+        scratch.matches[:, 0, 0] = UNSEEN
         n = draft_tree(sources, weights, limits, tree, scratch)
         current, parent, accepted = 0, len(scratch.ranges) - 1 if position > 1 else -1, 0
         limit, samples = effort(limits.max_nodes)
         while position + accepted < len(truth):
             token = truth[position + accepted]
-            if scratch.samples[current, 0, 0] != UNSEEN:
+            if scratch.matches[current, 0, 0] != UNSEEN:
                 size, _ = expand(sources, weights, tree, scratch, current, parent, limit, samples)
                 examples.node_inputs[filled] = scratch.node_inputs[0]
                 examples.inputs[filled, :size] = scratch.inputs[:size]

@@ -156,12 +156,10 @@ def _start(sources, scratch):
     """Write the ranges of node 0, the root; return the node of its context without its last token, -1 for none."""
     tokens, table, ranges = sources.request.tokens, sources.store.table, scratch.ranges
     length, before, here = len(tokens), len(ranges) - 1, -1
-    scratch.samples[0, :, 0] = 0
-    scratch.samples[before, :, 0] = 0
     first = max(0, length - STORE_ORDERS)
     for i in range(first, length):  # one token at a time: returns the last node but one
         target = 0 if (length - 1 - i) % 2 == 0 else before
-        advance(table, ranges, scratch.many, scratch.samples, here, target, tokens[i])
+        advance(table, ranges, scratch.many, here, target, tokens[i])
         here = target
     scratch.many[0] = find_many(table, ranges[0], tokens)
     return before if length - first > 1 else -1
@@ -229,7 +227,7 @@ def draft_tree(sources, weights, limits, tree, scratch):
             parent = root_parent
             if current > 0:
                 parent = tree.parents[current]
-                advance(table, scratch.ranges, scratch.many, scratch.samples, parent, current, tree.tokens[current])
+                advance(table, scratch.ranges, scratch.many, parent, current, tree.tokens[current])
             m, kind = expand(sources, weights, tree, scratch, current, parent, limit, samples)
             first = 0
             if chain and m > 0:
