@@ -23,7 +23,7 @@ from sssd_plugin.method import LEADING, to_learn
 from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
 from sssd_plugin.scoring.candidates import SHORTLIST, scratch
-from sssd_plugin.scoring.learned import FEW_CANDIDATES, Sources, draft_tree, effort, expand
+from sssd_plugin.scoring.learned import FEW_CANDIDATES, Sources, draft_tree, effort_of, expand
 from sssd_plugin.scoring.views import Limits, Tree, store_of, write_context
 from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, ROWS, WIDTH, Weights
 
@@ -67,11 +67,11 @@ def _replay(
         scratch.matches[:, 0, 0] = UNSEEN
         n = draft_tree(sources, weights, limits, tree, scratch)
         current, parent, accepted = 0, len(scratch.ranges) - 1 if position > 1 else -1, 0
-        limit, samples = effort(limits.max_nodes)
+        effort = effort_of(limits.max_nodes)
         while position + accepted < len(truth):
             token = truth[position + accepted]
             if scratch.matches[current, 0, 0] != UNSEEN:
-                size, _ = expand(sources, weights, tree, scratch, current, parent, limit, samples)
+                size, _ = expand(sources, weights, tree, scratch, current, parent, effort)
                 examples.node_inputs[filled] = scratch.node_inputs[0]
                 examples.inputs[filled, :size] = scratch.inputs[:size]
                 examples.sizes[filled], examples.labels[filled] = size, -1

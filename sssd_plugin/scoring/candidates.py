@@ -127,12 +127,13 @@ def _count(counts, columns, row, first, orders):
 
 
 @compiled(nogil=True, inline="always")
-def _count_store(scratch, table, ranges, many, skip, max_samples, first_column, orders, min_adding):
-    """Sample a node's ranges of up to `orders` tokens at the token after the next `skip`, and count the samples of each
-    order in its column, longest first. The order above STORE_ORDERS has `many` tokens; orders from `min_adding` on add
-    candidates."""
+def _count_store(scratch, table, ranges, many, skip, max_samples):
+    """Sample a node's ranges at the token after the next `skip` (0 or 1), and count the samples of each order in its
+    column, longest first. The order above STORE_ORDERS has `many` tokens. After a skipped token contexts of one token
+    add no candidates."""
     state, entries, candidates, counts, columns = scratch.found
     samples = scratch.samples
+    first_column, orders = (SKIP_STORE, SKIP_ORDERS) if skip else (STORE, STORE_ORDERS + 1)
     for k in range(orders - 1, -1, -1):
         column = first_column + k
         columns[column].total = sample(table, ranges, k, (many if k == MANY else k + 1) + skip, max_samples, samples)
@@ -142,7 +143,7 @@ def _count_store(scratch, table, ranges, many, skip, max_samples, first_column, 
             if token < 0:
                 continue
             if token != last:
-                last, row = token, _row(state, entries, candidates, counts, token, k >= min_adding)
+                last, row = token, _row(state, entries, candidates, counts, token, k >= skip)
             if row >= 0:
                 if counts[row, column] == 0:
                     kinds += 1
@@ -238,11 +239,11 @@ def gather(sources, scratch, node, parent, max_samples, context_length):
     state[NUMBER] = 0
     for column in range(COLUMNS):
         columns[column].total = columns[column].kinds = 0
-    _count_store(scratch, store.table, ranges[node], many, 0, max_samples, STORE, STORE_ORDERS + 1, 0)
+    _count_store(scratch, store.table, ranges[node], many, 0, max_samples)
     about.follower, about.learnt = newest_follower(store, ranges[node], many, max_samples)
     _count_input(request, scratch, node, parent, context_length)
     if parent >= 0:
-        _count_store(scratch, store.table, ranges[parent], 0, 1, max_samples, SKIP_STORE, SKIP_ORDERS, 1)
+        _count_store(scratch, store.table, ranges[parent], 0, 1, max_samples)
     if context_length >= 3:
         _count_skips(request, scratch)
     order, at = recycled_logits.find(recycled, scratch.context, context_length, scratch.keys)

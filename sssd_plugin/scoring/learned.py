@@ -184,14 +184,15 @@ def _insert(frontier, pending, capacity, score, parent, token, kind):
 
 
 @compiled(nogil=True)
-def effort(max_nodes):
+def effort_of(max_nodes):
     """Return the most candidates of a node, and the samples per range below the root, in trees of this size."""
     return (SHORTLIST, 2 * DEEP_SAMPLES) if max_nodes > FEW_NODES else (FEW_CANDIDATES, DEEP_SAMPLES)
 
 
 @compiled(nogil=True, inline="always")
-def expand(sources, weights, tree, scratch, node, parent, limit, samples):
-    """Score the tokens after a node of the tree: see `gather` and `score`."""
+def expand(sources, weights, tree, scratch, node, parent, effort):
+    """Score the tokens after a node of the tree: see `gather`, `score` and `effort_of`."""
+    limit, samples = effort
     filled = write_context(sources.request.tokens, tree.tokens, tree.parents, node, scratch.context)
     order = gather(sources, scratch, node, parent, samples if node else MAX_SAMPLES, filled)
     return score(sources, scratch, node, order, limit, weights)
@@ -217,7 +218,7 @@ def draft_tree(sources, weights, limits, tree, scratch):
     if max_nodes <= 1:
         return 1
     n, pending, current = 1, 0, 0
-    limit, samples = effort(max_nodes)
+    effort = effort_of(max_nodes)
     while True:
         capacity = max_nodes - n
         hope = path_scores[current] * EXPAND_MARGIN
@@ -228,7 +229,7 @@ def draft_tree(sources, weights, limits, tree, scratch):
             if current > 0:
                 parent = tree.parents[current]
                 advance(table, scratch.ranges, scratch.many, parent, current, tree.tokens[current])
-            m, kind = expand(sources, weights, tree, scratch, current, parent, limit, samples)
+            m, kind = expand(sources, weights, tree, scratch, current, parent, effort)
             first = 0
             if chain and m > 0:
                 first = int(np.argmax(probabilities[:m]))

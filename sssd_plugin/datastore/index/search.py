@@ -14,8 +14,10 @@ def suffixes_of(table, j):
 
 
 @compiled(nogil=True)
-def _narrow(tokens, suffixes, a, b, c, d, offset, token):
-    """Like `narrow`, where the start of the part lies within a..b and its end within c..d."""
+def _narrow(tokens, suffixes, start, end, offset, token):
+    """Like `narrow`, if the start of the part lies within the bounds `start` and its end within the bounds `end`, both
+    inclusive."""
+    (a, b), (c, d) = start, end
     while a < b:
         m = (a + b) >> 1
         if tokens[suffixes[m] + offset] < token:
@@ -56,7 +58,7 @@ def narrow(table, j, lo, hi, offset, token):
     `token`. Within a bucket, which may be large, the sparse index is read first."""
     tokens, suffixes = suffixes_of(table, j)
     if offset != 1:
-        return _narrow(tokens, suffixes, lo, hi, lo, hi, offset, token)
+        return _narrow(tokens, suffixes, (lo, hi), (lo, hi), offset, token)
     sparse = int32_at(table[j, 6], (table[j, 4] + SPARSE_STEP - 1) // SPARSE_STEP)
     # The entries of suffixes within [lo, hi).
     start, end = np.int64((lo + SPARSE_STEP - 1) // SPARSE_STEP), np.int64((hi - 1) // SPARSE_STEP + 1)
@@ -66,7 +68,7 @@ def narrow(table, j, lo, hi, offset, token):
     b = below * SPARSE_STEP if below < end else hi
     c = (upto - 1) * SPARSE_STEP + 1 if upto > start else lo
     d = upto * SPARSE_STEP if upto < end else hi
-    return _narrow(tokens, suffixes, a, b, c, d, 1, token)
+    return _narrow(tokens, suffixes, (a, b), (c, d), 1, token)
 
 
 @compiled(nogil=True)
