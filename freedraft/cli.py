@@ -27,7 +27,21 @@ def installed_commands() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
-class PluginGroup(TyperGroup):
+class OneLineGroup(TyperGroup):
+    """A group in which an error that a user can fix ends in one line and exit code 2; with FREEDRAFT_DEBUG=1 in its
+    traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ValueError, OSError) as error:
+            if isinstance(error, BrokenPipeError) or os.environ.get(DEBUG, "0") not in ("", "0"):
+                raise
+            typer.echo(f"error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
+            raise typer.Exit(USAGE_ERROR) from None
+
+
+class PluginGroup(OneLineGroup):
     """A group of its own commands, listed first, and of the commands that plugins registered under `prefix`."""
 
     prefix = ""
@@ -52,17 +66,6 @@ class PluginGroup(TyperGroup):
                 raise ValueError(f"{args[0]}: '{word}' is no longer supported: {sentence}")
         return super().resolve_command(ctx, args)
 
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command; an error that a user can fix ends in one line and exit code 2, with FREEDRAFT_DEBUG=1 in its
-        traceback."""
-        try:
-            return super().invoke(ctx)
-        except (ValueError, OSError) as error:
-            if isinstance(error, BrokenPipeError) or os.environ.get(DEBUG, "0") not in ("", "0"):
-                raise
-            typer.echo(f"error: {' '.join(str(error).split()) or type(error).__name__}", err=True)
-            raise typer.Exit(USAGE_ERROR) from None
-
     def _registered(self) -> dict[str, EntryPoint]:
         return {name: point for name, point in installed_commands().items() if name.startswith(self.prefix)}
 
@@ -83,11 +86,9 @@ GROUPS = {"calibrate": "Search skip sets; train DISCO's classifier."}
 
 
 def _group(name: str, prefix: str) -> Any:
-    cls = type("PluginGroup", (PluginGroup,), {"prefix": prefix})
-    about = GROUPS.get(name, f"Commands of {name}.")
-    inner = typer.Typer(name=name, cls=cls, help=about, no_args_is_help=True, add_completion=False)
-    inner.callback()(lambda: None)
-    return typer.main.get_command(inner)
+    group = PluginGroup(name=name, help=GROUPS.get(name, f"Commands of {name}."), no_args_is_help=True)
+    group.prefix = prefix
+    return group
 
 
 def _load(point: EntryPoint, name: str) -> Any:

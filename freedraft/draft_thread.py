@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 
 class DraftThread:
-    """Runs a method's work in a daemon thread, one call at a time.
+    """Runs a method's work in a thread, one call at a time.
 
     Args:
         timeout: seconds that a step waits for its drafts.
@@ -22,15 +20,17 @@ class DraftThread:
 
     def __init__(self, timeout: float, note_late: Callable[[], Any]) -> None:
         self._timeout, self._note_late = timeout, note_late
-        self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._thread = ThreadPoolExecutor(1, "freedraft-drafter")
         self._newest: Future[Any] = Future()
         self._newest.set_result(None)
         self._told = False
-        threading.Thread(target=self._run, name="freedraft-drafter", daemon=True).start()
 
     def start(self, work: Callable[[], Any]) -> Future[Any] | None:
         """Start drafting and return the future; None while late drafts of an earlier step are still running."""
-        return self._put(work) if self._newest.done() else None
+        if not self._newest.done():
+            return None
+        self._newest = self._thread.submit(work)
+        return self._newest
 
     def result(self, drafts: Future[Any] | None) -> Any:
         """Return the drafts of a future from `start`; None if they are late."""
@@ -52,18 +52,4 @@ class DraftThread:
         if self._newest.done():
             work()
         else:
-            self._put(work)
-
-    def _put(self, work: Callable[[], Any]) -> Future[Any]:
-        self._newest = Future()
-        self._work.put((work, self._newest))
-        return self._newest
-
-    def _run(self) -> None:
-        while True:
-            work, done = self._work.get()
-            try:
-                done.set_result(work())
-            except BaseException as error:  # raised in the waiting thread
-                done.set_exception(error)
-            del work, done
+            self._newest = self._thread.submit(work)

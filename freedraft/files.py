@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +63,6 @@ def write_json_atomically(
     """Create or replace the JSON file `path`, as `write_atomically` does; indented JSON ends in a newline."""
     text = json.dumps(values, indent=indent) + ("" if indent is None else "\n")
     write_atomically(path, text.encode(), mode=mode, durable=durable)
-
-
-@contextlib.contextmanager
-def one_line_error(action: str, path: Path) -> Iterator[None]:
-    """Turn an `OSError` into a `ValueError` of one line, such as "cannot write PATH: No space left on device"."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"cannot {action} {path}: {error.strerror or error}") from None
 
 
 class FileLock:

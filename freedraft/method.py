@@ -54,7 +54,7 @@ class Method:
 
     def __init__(self, options: Any, context: EngineContext, controller: Controller, name: str) -> None:
         self.options, self.context, self.controller = options, context, controller
-        self.metrics = Metrics.of(name)
+        self.metrics = Metrics(name)
         self.unmatched: NDArray[np.bool_] | bool = False  # [B], requests for which the last `propose` found nothing
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:

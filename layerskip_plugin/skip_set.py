@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from freedraft.draft_pass import Window
-from freedraft.files import one_line_error, write_json_atomically
+from freedraft.files import write_json_atomically
 
 FORMAT = "freedraft skip set 1"
 SHAPE_FIELDS = (
@@ -133,8 +133,10 @@ class SkipSet:
 
 def write_json(path: Path, form: str, values: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
     """Write a JSON file of format `form` atomically. Raises ValueError, one line, on a disk error."""
-    with one_line_error("write", path):
+    try:
         write_json_atomically(path, {"format": form, **values, "about": dict(about or {})}, indent=1)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.options import Scoring
 from sssd_plugin.recycled_logits import TOP
 from sssd_plugin.request_index import OUTSIDE, RequestIndex
-from sssd_plugin.scoring import attribution, learned, paper
+from sssd_plugin.scoring import attribution
+from sssd_plugin.scoring.batch import draft_batch
 from sssd_plugin.scoring.weights import Weights
 
 Shape = Literal["tree", "chain"]
@@ -63,10 +64,6 @@ class Drafter:
     ) -> None:
         if not 1 <= max_nodes <= MAX_NODES:
             raise ValueError(f"max_nodes must be 1..{MAX_NODES}, not {max_nodes}")
-        if not 1 <= vocab_size <= 2**31:
-            raise ValueError(f"vocab_size must be 1..2^31, not {vocab_size}")
-        if scoring not in ("learned", "paper"):
-            raise ValueError(f"scoring must be 'learned' or 'paper', not {scoring!r}")
         self.vocab_size, self.max_nodes = vocab_size, max_nodes
         self._weights = None
         if scoring == "learned":
@@ -176,15 +173,14 @@ class Drafter:
             )  # fmt: skip
             view, limits = (*_arrays_of(self._view), self._view.widest), (max_nodes, shape == "chain", min_score)
             same: tuple[Any, ...] = self._index.slots, view, self._entries, limits, self._weights
-            draft = (paper if self._weights is None else learned).draft_batch
             parts = min(self._threads, n // MIN_ROWS)
             if parts <= 1:
-                draft(arrays, *same)
+                draft_batch(arrays, *same)
             else:
                 rows = [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
                 first, *others = (tuple(array[r] for array in arrays) for r in rows)
-                waiting = [self._pool.submit(draft, other, *same) for other in others]
-                draft(first, *same)
+                waiting = [self._pool.submit(draft_batch, other, *same) for other in others]
+                draft_batch(first, *same)
                 for future in waiting:
                     future.result()
         return out
@@ -255,7 +251,7 @@ class Drafter:
 
 def _arrays_of(view: View) -> tuple[NDArray[np.int64], ...]:
     """Return the arguments of `views.store_of`."""
-    return view.table, view.bounds, view.sizes, view.static_rows
+    return view.table, view.bounds, view.static_rows
 
 
 def _values(numbers: dict[str, int], request_ids: Sequence[str]) -> NDArray[np.int64]:

@@ -167,7 +167,7 @@ def exported() -> set[str]:
     """Names as Prometheus scrapes them, of everything that sssd shows."""
     import sssd_plugin.metrics  # noqa: F401
 
-    Metrics.of("named")
+    Metrics("named")
     families = [family for family in REGISTRY.collect() if family.name.startswith("freedraft_")]
     return {family.name + suffix for family in families for suffix in SUFFIX[family.type]}
 

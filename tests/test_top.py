@@ -16,7 +16,7 @@ from freedraft.metrics import Metrics
 
 @pytest.fixture(scope="module")
 def drafter() -> Metrics:
-    return Metrics.of("topped")
+    return Metrics("topped")
 
 
 def port() -> int:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lib.trace import Row, Sessions, store_of
+from bench.lib import trace
+from bench.lib.trace import Row, Sessions
 from bench.scorer.long_contexts import EDITS, edit, long_rows
 from bench.scorer.record import Recording
 from bench.scorer.weights import initial_weights
@@ -22,12 +23,13 @@ from sssd_plugin.method import LEADING, to_learn
 from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
 from sssd_plugin.scoring.candidates import SHORTLIST, scratch
-from sssd_plugin.scoring.learned import FEW_CANDIDATES, Recorded, Sources, draft_tree
-from sssd_plugin.scoring.views import Limits, Store, Tree, write_context
+from sssd_plugin.scoring.learned import FEW_CANDIDATES, Sources, draft_tree, effort_of, expand
+from sssd_plugin.scoring.views import Limits, Tree, store_of, write_context
 from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, ROWS, WIDTH, Weights
 
 NO_LOGITS = np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
 NO_LIMIT = 1 << 31
+UNSEEN = -1  # number of matches of a node that a draft does not expand
 WITHOUT_LOGITS = Recycled(entries(0), np.int64(0))
 SHAPES = ((16, False), (32, False), (16, True))  # (nodes, chain) of drafts, in turns
 FOLDS, STORE_EVERY, RECYCLED_MEGABYTES = 4, 16, 64
@@ -55,26 +57,28 @@ class Lesson(NamedTuple):
 
 @compiled(nogil=True)
 def _replay(
-    slots, s, truth, position, store, limits, weights, tree, scratch, seen, recycled, start, top_tokens, top_log_probs,
+    slots, s, truth, position, store, limits, weights, tree, scratch, recycled, start, top_tokens, top_log_probs,
     examples, filled,
 ):  # fmt: skip
     """Replay one request, adding examples from index `filled` on; return where its slot has to grow, and their number.
     If `recycled` has entries, the logits before `truth[start + i]` are `top_tokens[i]` and `top_log_probs[i]`."""
     while position < len(truth) and ingest(slots, s, truth, 0, position):
         sources = Sources(request_at(slots, s), store, recycled)
-        seen.sizes[:] = -1
-        n = draft_tree(sources, weights, limits, tree, scratch, seen)
-        current, accepted = 0, 0
+        scratch.matches[:, 0, 0] = UNSEEN
+        n = draft_tree(sources, weights, limits, tree, scratch)
+        current, parent, accepted = 0, len(scratch.ranges) - 1 if position > 1 else -1, 0
+        effort = effort_of(limits.max_nodes)
         while position + accepted < len(truth):
             token = truth[position + accepted]
-            if seen.sizes[current] > 0:
-                examples.node_inputs[filled] = seen.node_inputs[current]
-                examples.inputs[filled] = seen.inputs[current]
-                examples.sizes[filled], examples.labels[filled] = seen.sizes[current], -1
-                for i in range(seen.sizes[current]):
-                    if seen.tokens[current, i] == token:
+            if scratch.matches[current, 0, 0] != UNSEEN:
+                size, _ = expand(sources, weights, tree, scratch, current, parent, effort)
+                examples.node_inputs[filled] = scratch.node_inputs[0]
+                examples.inputs[filled, :size] = scratch.inputs[:size]
+                examples.sizes[filled], examples.labels[filled] = size, -1
+                for i in range(size):
+                    if scratch.found.candidates[scratch.shortlist[i]].token == token:
                         examples.labels[filled] = i
-                filled += 1
+                filled += size > 0
             following = -1
             for i in range(1, n):
                 if tree.parents[i] == current and tree.tokens[i] == token:
@@ -82,7 +86,7 @@ def _replay(
                     break
             if following < 0:
                 break
-            current = following
+            current, parent = following, current
             accepted += 1
         if len(recycled.entries) > 0:
             for at in range(position, min(position + accepted + 1, len(truth))):
@@ -102,17 +106,16 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
     def inputs(count: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         return np.zeros((count, NODE_INPUTS), np.float32), np.zeros((count, SHORTLIST, INPUTS), np.float32)
 
-    seen = Recorded(np.full(n, -1, np.int32), np.zeros((n, SHORTLIST), np.int32), *inputs(n))
     most = 2 * len(answer.output) + 1  # nodes on the true path: one per token, and one per step
     examples = Examples(*inputs(most), np.zeros(most, np.int32), np.zeros(most, np.int32))
-    store, space = Store(view.table, view.sizes[0], view.static_rows[0]), scratch(n, len(view.table))
+    store, space = store_of((view.table, view.bounds, view.static_rows), 0), scratch(n, len(view.table))
     truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
     index, position, filled = RequestIndex(1), len(answer.prompt), 0
     while position < len(truth):
         index.replace("r", truth[:position])
         position, filled = _replay(
             index.slots, index.slot_ids(["r"])[0], truth, position, store, Limits(max_nodes, is_chain, 0.0),
-            (weights.layer, weights.out), tree, space, seen, lesson.recycled, len(answer.prompt), answer.top_tokens,
+            (weights.layer, weights.out), tree, space, lesson.recycled, len(answer.prompt), answer.top_tokens,
             answer.top_log_probs, examples, filled,
         )  # fmt: skip
     node_inputs, of_candidates = (part[:filled].astype(np.float16) for part in examples[:2])
@@ -121,8 +124,8 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
 
 def view_of(outputs: Sequence[NDArray[np.int32]], vocab_size: int, learnt: bool) -> View:
     """Build a store of outputs, marked as built or as learnt."""
-    view = View.of(store_of(outputs, vocab_size))
-    return view if not learnt else View(view.table, view.bounds, view.sizes, 0 * view.static_rows, view.keeps, 1)
+    view = View.of(trace.store_of(outputs, vocab_size))
+    return view if not learnt else View(view.table, view.bounds, 0 * view.static_rows, view.keeps, 1)
 
 
 def lessons_of_rows(rows: Sequence[Row], vocab_size: int) -> Iterator[Lesson]:

@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from freedraft.cli import OneLineGroup
 from freedraft.tenants import parse_tenant
 from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build import command
 from sssd_plugin.datastore.build.builder import merge_stores
-from sssd_plugin.datastore.build.command import one_line
 from sssd_plugin.datastore.build.sorting import format_size, parse_size
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, digest, read_manifest
 from sssd_plugin.datastore.disk.remote import local_copy
@@ -24,8 +24,9 @@ from sssd_plugin.datastore.live import maintenance
 CHECK_FAILED = 1  # exit code of `verify`
 ABOUT = "Build, inspect and verify suffix-array datastores for SSSD."
 app = typer.Typer(
-    name="datastore", help=ABOUT, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+    name="datastore", cls=OneLineGroup, help=ABOUT, no_args_is_help=True, add_completion=False,
+    pretty_exceptions_enable=False,
+)  # fmt: skip
 
 
 def _place(text: str) -> Path:
@@ -48,8 +49,7 @@ app.command()(command.build)
 @app.command()
 def info(store: StorePath, as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """Print the contents of a datastore."""
-    with one_line():
-        manifest = read_manifest(store)
+    manifest = read_manifest(store)
     if as_json:
         typer.echo(json.dumps(_summary(manifest), indent=2))
         return
@@ -77,12 +77,11 @@ def verify(
 ) -> None:  # fmt: skip
     """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model; with --erased, that no
     byte of learnt files names these tenants. Exit code 1 if a check fails."""
-    with one_line():
-        if not store.exists():
-            raise DatastoreError(f"no datastore at {store}: correct the path")
-        fingerprint = None if tokenizer is None else tokenizers.fingerprint(tokenizers.load(tokenizer))
-        tenants = _tenants(erased)
-    with one_line(CHECK_FAILED):
+    if not store.exists():
+        raise DatastoreError(f"no datastore at {store}: correct the path")
+    fingerprint = None if tokenizer is None else tokenizers.fingerprint(tokenizers.load(tokenizer))
+    tenants = _tenants(erased)
+    try:
         learnt = maintenance.verify_live(store, tenants)
         if learnt is not None:
             typer.echo(f"{store}: {learnt}")
@@ -95,6 +94,9 @@ def verify(
         manifest = opened.manifest
         if fingerprint is not None and manifest.tokenizer is None:
             typer.echo("warning: the store does not record its tokenizer", err=True)
+    except DatastoreError as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(CHECK_FAILED) from None
     order = "every suffix in order" if full else "suffix order sampled"
     typer.echo(f"{store}: good. {command.contents(manifest)}; checksums match, {order}")
 
@@ -108,7 +110,7 @@ def merge(
     force: command.ForceOption = False,
 ) -> None:  # fmt: skip
     """Merge datastores, in as few sub-indices as the memory allows. Learnt text is not included."""
-    with one_line(), command.ended_by_sigterm():
+    with command.building():
         manifest = merge_stores(out, stores, memory=parse_size(memory), replace=force)
     typer.echo(f"{out}: {command.contents(manifest)}")
 
@@ -128,15 +130,14 @@ def forget(
 ) -> None:  # fmt: skip
     """Erase learnt text, on disk and in servers of this host that learn there, or at a URL and in all servers that
     learn there. With --tenants and --before, only text that both select."""
-    with one_line():
-        if tenants is None and before is None:
-            raise DatastoreError("say what to forget: --tenants FILE, --before TIME, or both")
-        names = _tenants(tenants)
-        if "://" in store:
-            maintenance.forget_at(store, names, maintenance.end_of(before))
-            typer.echo(f"{store}: forgotten; servers that learn there follow when they look next")
-            return
-        gone = maintenance.forget(Path(store), names, maintenance.end_of(before))
+    if tenants is None and before is None:
+        raise DatastoreError("say what to forget: --tenants FILE, --before TIME, or both")
+    names = _tenants(tenants)
+    if "://" in store:
+        maintenance.forget_at(store, names, maintenance.end_of(before))
+        typer.echo(f"{store}: forgotten; servers that learn there follow when they look next")
+        return
+    gone = maintenance.forget(Path(store), names, maintenance.end_of(before))
     servers = "" if gone.alone else "; servers that learn there follow within a second"
     typer.echo(f"{store}: {gone.documents:,} documents, {gone.tokens:,} tokens forgotten{servers}")
 
@@ -149,8 +150,7 @@ def export(
     accept: Annotated[bool, typer.Option("--accept", help="Put tenants that were kept apart into one file.")] = False,
 ) -> None:  # fmt: skip
     """Write learnt text as token ids, -1 after each document. A store built of it drafts for all tenants."""
-    with one_line():
-        documents, n_tokens = maintenance.export(store, out, _tenants(tenants), accept=accept)
+    documents, n_tokens = maintenance.export(store, out, _tenants(tenants), accept=accept)
     typer.echo(f"{out}: {n_tokens:,} tokens in {documents:,} documents")
 
 
@@ -161,10 +161,9 @@ def isolation(
     accept: Annotated[bool, typer.Option("--accept", help="Let all be drafted from one tenant's text.")] = False,
 ) -> None:
     """Let servers with this isolation use text learnt under another one."""
-    with one_line():
-        if not accept:
-            raise DatastoreError(f"requests of everybody may then be drafted from all of {store}: say so with --accept")
-        before = maintenance.accept_isolation(store, kind)
+    if not accept:
+        raise DatastoreError(f"requests of everybody may then be drafted from all of {store}: say so with --accept")
+    before = maintenance.accept_isolation(store, kind)
     typer.echo(f"{store}: isolation '{kind}', before '{before}'")
 
 

@@ -11,7 +11,7 @@ from sssd_plugin import recycled_logits
 from sssd_plugin.request_index import GRAM, find
 from sssd_plugin.scoring import matches
 from sssd_plugin.scoring.matches import KIND, LENGTH, POSITION, SINCE
-from sssd_plugin.scoring.ranges import STORE_ORDERS, newest_follower, sample_orders
+from sssd_plugin.scoring.ranges import MANY, STORE_ORDERS, newest_follower, sample
 from sssd_plugin.scoring.views import record
 from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, WIDTH
 
@@ -51,7 +51,7 @@ _HASH = np.dtype([("stamp", "i8"), ("token", "i4"), ("row", "i4")], align=True)
 Found = namedtuple("Found", "state hash candidates counts columns")
 Scratch = namedtuple(
     "Scratch",
-    "found context ranges many samples skip_samples matches alignments about shortlist keys seen node_inputs inputs "
+    "found context ranges many samples matches alignments about shortlist keys seen node_inputs inputs "
     "largest common hidden probabilities frontier path_scores",
 )
 
@@ -73,8 +73,7 @@ def scratch(max_nodes, max_sub_indices):
         # [i, j, k - 1]: range in sub-index j of the last k tokens of node i's context; the last one: of many tokens.
         np.empty((n, max_sub_indices, STORE_ORDERS + 1, 2), np.int32),
         np.empty(n, np.int32),  # how many these are; 0 for none
-        np.empty((n, STORE_ORDERS + 1, 1 + MAX_SAMPLES), np.int32),  # see `ranges.sample_orders`
-        np.empty((SKIP_ORDERS, 1 + MAX_SAMPLES), np.int32),  # the same for contexts that skip their last token
+        np.empty(MAX_SAMPLES, np.int32),  # tokens sampled from the ranges of one order
         np.empty((n, 1 + matches.MAX_MATCHES, 2), np.int32),  # see `matches.match_root`
         np.empty((n, 1 + matches.MAX_ALIGNMENTS, 3), np.int32),  # see `matches.align_root`
         np.empty(1, _ABOUT),
@@ -128,26 +127,23 @@ def _count(counts, columns, row, first, orders):
 
 
 @compiled(nogil=True, inline="always")
-def _count_samples(found, samples, first_column, min_adding):
-    """Count the samples of each order in its column, longest first; orders from `min_adding` on add candidates."""
-    state, entries, candidates, counts, columns = found
-    for k in range(len(samples) - 1, -1, -1):
+def _count_store(scratch, table, ranges, many, skip, max_samples):
+    """Sample a node's ranges at the token after the next `skip` (0 or 1), and count the samples of each order in its
+    column, longest first. The order above STORE_ORDERS has `many` tokens. After a skipped token contexts of one token
+    add no candidates."""
+    state, entries, candidates, counts, columns = scratch.found
+    samples = scratch.samples
+    first_column, orders = (SKIP_STORE, SKIP_ORDERS) if skip else (STORE, STORE_ORDERS + 1)
+    for k in range(orders - 1, -1, -1):
         column = first_column + k
-        if samples[k, 0] < 0:  # the same as those of the longer order
-            columns[column] = columns[column + 1]
-            for c in range(state[NUMBER]):
-                counts[c, column] = counts[c, column + 1]
-            for q in range(1 + samples[k + 1, 0]):
-                samples[k, q] = samples[k + 1, q]
-            continue
-        columns[column].total = samples[k, 0]
+        columns[column].total = sample(table, ranges, k, (many if k == MANY else k + 1) + skip, max_samples, samples)
         kinds, last, row = 0, np.int32(-1), np.int64(-1)
-        for q in range(1, 1 + samples[k, 0]):
-            token = samples[k, q]
+        for q in range(columns[column].total):
+            token = samples[q]
             if token < 0:
                 continue
             if token != last:
-                last, row = token, _row(state, entries, candidates, counts, token, k >= min_adding)
+                last, row = token, _row(state, entries, candidates, counts, token, k >= skip)
             if row >= 0:
                 if counts[row, column] == 0:
                     kinds += 1
@@ -156,18 +152,16 @@ def _count_samples(found, samples, first_column, min_adding):
 
 
 @compiled(nogil=True, inline="always")
-def _count_matches(request, scratch, node, parent, context_length, any_new):
-    """Count the tokens after the matches at a node, by length, and look for alignments. any_new: whether there may be
-    matches that the parent does not have."""
+def _count_matches(request, scratch, node, parent, context_length):
+    """Count the tokens after the matches at a node, by length, and look for alignments."""
     tokens, about, own = request.tokens, scratch.about[0], scratch.matches[node]
     state, entries, candidates, counts, columns = scratch.found
     about.longest = about.newest = -1
     if node == 0:
-        own[0, 0] = 0
-        longest = matches.match_root(request, own) if any_new else 0
+        longest = matches.match_root(request, own)
         about.run, about.evidence = matches.align_root(request, longest, scratch.alignments[0])
     elif context_length >= GRAM:
-        matches.match_child(request, scratch.matches[parent], own, scratch.context, any_new)
+        matches.match_child(request, scratch.matches[parent], own, scratch.context)
         matches.align_child(request, scratch.alignments[parent], scratch.alignments[node], scratch.context[0])
     else:
         own[0, 0] = scratch.alignments[node, 0, 0] = 0
@@ -192,19 +186,17 @@ def _count_input(request, scratch, node, parent, context_length):
     """Count the tokens after the request's own occurrences of a node's context."""
     tokens, previous, context, alignments = request.tokens, request.previous, scratch.context, scratch.alignments[node]
     state, entries, candidates, counts, columns = scratch.found
-    i, seen, longest = request.heads[find(request, context[0])], 0, 0
+    i, seen = request.heads[find(request, context[0])], 0
     while i >= 0 and seen < OCCURRENCES:
         if i < len(tokens) - 1:
             seen += 1
             match = 1
             while match < min(SHORT_ORDERS, context_length) and i >= match and tokens[i - match] == context[match]:
                 match += 1
-            longest = max(longest, match)
             row = _row(state, entries, candidates, counts, tokens[i + 1], True)
             _count(counts, columns, row, INPUT, match)
         i = previous[i]
-    # Longer matches are among these, unless some were not visited.
-    _count_matches(request, scratch, node, parent, context_length, longest == SHORT_ORDERS or i >= 0)
+    _count_matches(request, scratch, node, parent, context_length)
     for m in range(1, 1 + alignments[0, 0]):
         row = _row(state, entries, candidates, counts, tokens[alignments[m, POSITION] + 1], True)
         if row >= 0 and alignments[m, SINCE] > candidates[row].since:
@@ -232,7 +224,7 @@ def gather(sources, scratch, node, parent, max_samples, context_length):
 
     Args:
         sources: a `learned.Sources`.
-        scratch: in: the node's ranges and the first `context_length` tokens of the context; out: samples and `found`,
+        scratch: in: the node's ranges and the first `context_length` tokens of the context; out: `found`,
             except the fields of `learned.score`.
         node, parent: nodes with the ranges of this context, and of the context without its last token (-1: none).
         max_samples: suffixes sampled per range.
@@ -240,21 +232,18 @@ def gather(sources, scratch, node, parent, max_samples, context_length):
     Returns:
         The context length at which recycled logits were found, 0 for none.
     """
-    request, store, recycled, samples = sources.request, sources.store, sources.recycled, scratch.samples[node]
+    request, store, recycled = sources.request, sources.store, sources.recycled
     about, many, ranges = scratch.about[0], scratch.many[node], scratch.ranges
     state, entries, candidates, counts, columns = scratch.found
     state[STAMP] += 1
     state[NUMBER] = 0
     for column in range(COLUMNS):
         columns[column].total = columns[column].kinds = 0
-    sample_orders(store.table, ranges[node], many, 0, max_samples, samples)
-    if parent >= 0:
-        sample_orders(store.table, ranges[parent], 0, 1, max_samples, scratch.skip_samples)
-    _count_samples(scratch.found, samples, STORE, 0)
+    _count_store(scratch, store.table, ranges[node], many, 0, max_samples)
     about.follower, about.learnt = newest_follower(store, ranges[node], many, max_samples)
     _count_input(request, scratch, node, parent, context_length)
     if parent >= 0:
-        _count_samples(scratch.found, scratch.skip_samples, SKIP_STORE, 1)
+        _count_store(scratch, store.table, ranges[parent], 0, 1, max_samples)
     if context_length >= 3:
         _count_skips(request, scratch)
     order, at = recycled_logits.find(recycled, scratch.context, context_length, scratch.keys)

@@ -12,12 +12,11 @@ import math
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at
 from sssd_plugin.recycled_logits import SCALE, Recycled
-from sssd_plugin.request_index import Request, request_at
+from sssd_plugin.request_index import Request
 from sssd_plugin.scoring.candidates import (
     INPUT,
     MAX_SAMPLES,
@@ -28,11 +27,10 @@ from sssd_plugin.scoring.candidates import (
     SKIP_STORE,
     STORE,
     gather,
-    scratch,
 )
 from sssd_plugin.scoring.network import evaluate, write_inputs, write_node_inputs
 from sssd_plugin.scoring.ranges import STORE_ORDERS, advance, find_many
-from sssd_plugin.scoring.views import Limits, Store, Tree, add_node, store_of, write_context
+from sssd_plugin.scoring.views import Store, add_node, write_context
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root (at the root MAX_SAMPLES)
 FEW_NODES = 16  # larger trees use more candidates and samples
@@ -51,15 +49,6 @@ class Sources(NamedTuple):
     request: Request
     store: Store
     recycled: Recycled
-
-
-class Recorded(NamedTuple):
-    """Inputs at each expanded node of a tree, for training."""
-
-    sizes: NDArray[np.int32]  # [N], number of candidates; -1 where a node is not expanded
-    tokens: NDArray[np.int32]  # [N, SHORTLIST]
-    node_inputs: NDArray[np.float32]  # [N, NODE_INPUTS]
-    inputs: NDArray[np.float32]  # [N, SHORTLIST, INPUTS]
 
 
 @compiled(nogil=True)
@@ -167,12 +156,10 @@ def _start(sources, scratch):
     """Write the ranges of node 0, the root; return the node of its context without its last token, -1 for none."""
     tokens, table, ranges = sources.request.tokens, sources.store.table, scratch.ranges
     length, before, here = len(tokens), len(ranges) - 1, -1
-    scratch.samples[0, :, 0] = 0
-    scratch.samples[before, :, 0] = 0
     first = max(0, length - STORE_ORDERS)
     for i in range(first, length):  # one token at a time: returns the last node but one
         target = 0 if (length - 1 - i) % 2 == 0 else before
-        advance(table, ranges, scratch.many, scratch.samples, here, target, tokens[i])
+        advance(table, ranges, scratch.many, here, target, tokens[i])
         here = target
     scratch.many[0] = find_many(table, ranges[0], tokens)
     return before if length - first > 1 else -1
@@ -196,22 +183,27 @@ def _insert(frontier, pending, capacity, score, parent, token, kind):
     return pending
 
 
+@compiled(nogil=True)
+def effort_of(max_nodes):
+    """Return the most candidates of a node, and the samples per range below the root, in trees of this size."""
+    return (SHORTLIST, 2 * DEEP_SAMPLES) if max_nodes > FEW_NODES else (FEW_CANDIDATES, DEEP_SAMPLES)
+
+
 @compiled(nogil=True, inline="always")
-def _record(recorded, scratch, node, m):
-    recorded.sizes[node] = m
-    for i in range(m):
-        recorded.tokens[node, i] = scratch.found.candidates[scratch.shortlist[i]].token
-        recorded.inputs[node, i] = scratch.inputs[i]
-    if m > 0:
-        recorded.node_inputs[node] = scratch.node_inputs[0]
+def expand(sources, weights, tree, scratch, node, parent, effort):
+    """Score the tokens after a node of the tree: see `gather`, `score` and `effort_of`."""
+    limit, samples = effort
+    filled = write_context(sources.request.tokens, tree.tokens, tree.parents, node, scratch.context)
+    order = gather(sources, scratch, node, parent, samples if node else MAX_SAMPLES, filled)
+    return score(sources, scratch, node, order, limit, weights)
 
 
 @compiled(nogil=True)
-def draft_tree(sources, weights, limits, tree, scratch, recorded):
+def draft_tree(sources, weights, limits, tree, scratch):
     """Draft a tree best-first, by the product of scores along paths; return the number of nodes.
 
     Args:
-        sources, limits, scratch: `Sources`, `Limits`, `Scratch`; recorded: a `Recorded`, or None.
+        sources, limits, scratch: `Sources`, `Limits`, `Scratch`.
         weights: layer and out, as in `Weights`.
         tree: output; a node's kind encodes its longest contexts in store and request, plus KINDS with recycled logits.
     """
@@ -223,12 +215,10 @@ def draft_tree(sources, weights, limits, tree, scratch, recorded):
     root_parent = _start(sources, scratch)
     add_node(tree, 0, tokens[-1], -1, 1.0, 0)
     path_scores[0] = 1.0
-    if max_nodes <= 1 and recorded is None:
+    if max_nodes <= 1:
         return 1
     n, pending, current = 1, 0, 0
-    limit, deep_samples = FEW_CANDIDATES, DEEP_SAMPLES
-    if max_nodes > FEW_NODES:
-        limit, deep_samples = SHORTLIST, 2 * DEEP_SAMPLES
+    effort = effort_of(max_nodes)
     while True:
         capacity = max_nodes - n
         hope = path_scores[current] * EXPAND_MARGIN
@@ -238,12 +228,8 @@ def draft_tree(sources, weights, limits, tree, scratch, recorded):
             parent = root_parent
             if current > 0:
                 parent = tree.parents[current]
-                advance(table, scratch.ranges, scratch.many, scratch.samples, parent, current, tree.tokens[current])
-            filled = write_context(tokens, tree.tokens, tree.parents, current, scratch.context)
-            order = gather(sources, scratch, current, parent, deep_samples if current else MAX_SAMPLES, filled)
-            m, kind = score(sources, scratch, current, order, limit, weights)
-            if recorded is not None:
-                _record(recorded, scratch, current, m)
+                advance(table, scratch.ranges, scratch.many, parent, current, tree.tokens[current])
+            m, kind = expand(sources, weights, tree, scratch, current, parent, effort)
             first = 0
             if chain and m > 0:
                 first = int(np.argmax(probabilities[:m]))
@@ -263,28 +249,3 @@ def draft_tree(sources, weights, limits, tree, scratch, recorded):
             frontier[i] = frontier[i + 1]
         if n >= max_nodes:
             return n
-
-
-@compiled(nogil=True)
-def draft_batch(arrays, slots, view, entries, limits, weights):
-    """Fill a `DraftBatch` for the requests of a batch; a slot of -1 gets a tree of 0 nodes.
-
-    Bundles are passed from Python as plain tuples, which numba unpacks faster than named ones.
-
-    Args:
-        arrays: int64 [B] each, slots, groups in the view, owners of recycled logits; those of the `DraftBatch`.
-        slots: `RequestIndex.slots`.
-        view: see `views.store_of`, then `View.widest`; entries: of recycled logits, none to draft without.
-        limits: as of `Limits`; weights: layer and out, as in `Weights`.
-    """
-    slot_ids, groups, owners, tokens, parents, depths, scores, counts, kinds = arrays
-    bounds = Limits(*limits)
-    arrays_of_nodes = scratch(bounds.max_nodes, view[4])
-    for b in range(len(slot_ids)):
-        counts[b] = 0
-        if slot_ids[b] >= 0:
-            sources = Sources(
-                request_at(slots, slot_ids[b]), store_of(view[:4], groups[b]), Recycled(entries, owners[b])
-            )
-            tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
-            counts[b] = draft_tree(sources, weights, bounds, tree, arrays_of_nodes, None)

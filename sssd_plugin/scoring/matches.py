@@ -97,9 +97,9 @@ def match_root(request, matches):
 
 
 @compiled(nogil=True)
-def match_child(request, above, matches, context, any_new):
-    """Write the matches of a node below the root: its parent's (`above`) that continue with its token, else new ones,
-    if `any_new`; context: int32 [>= GRAM], the last tokens at the node, newest first."""
+def match_child(request, above, matches, context):
+    """Write the matches of a node below the root: its parent's (`above`) that continue with its token, else new ones;
+    context: int32 [>= GRAM], the last tokens at the node, newest first."""
     tokens = request.tokens
     end, n = len(tokens) - 1, 0
     for m in range(1, 1 + above[0, 0]):
@@ -107,7 +107,7 @@ def match_child(request, above, matches, context, any_new):
         if i < end and tokens[i] == context[0]:
             n += 1
             matches[n, POSITION], matches[n, LENGTH] = i, min(above[m, LENGTH] + 1, MAX_MATCH)
-    if n == 0 and any_new:
+    if n == 0:
         i = newest_gram(request, end, context[3], context[2], context[1], context[0])
         while i >= 0 and n < MAX_MATCHES:
             n += 1

@@ -12,8 +12,8 @@ from sssd_plugin.request_index import find
 from sssd_plugin.scoring.candidates import INPUT, SHORT_ORDERS, SKIP_STORE, STORE
 from sssd_plugin.scoring.matches import DELETED, EVIDENCE, INSERTED, MAX_MATCH, MIN_RUN
 from sssd_plugin.scoring.ranges import MANY, STORE_ORDERS
-from sssd_plugin.scoring.vectors import add_rows, keep_largest, sum_of_units
-from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS
+from sssd_plugin.scoring.vectors import add_rows
+from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, WIDTH
 
 LIKELY = 4.0  # -ln p of a token without evidence by recycled logits
 
@@ -117,9 +117,19 @@ def evaluate(scratch, m, weights):
     then the units in halves."""
     layer, out = weights
     inputs, largest, common, hidden = scratch.inputs, scratch.largest, scratch.common, scratch.hidden
-    keep_largest(inputs, m, largest)
+    largest[0] = inputs[0]
+    for i in range(1, m):
+        for k in range(INPUTS):
+            largest[0, k] = max(largest[0, k], inputs[i, k])
     add_rows(layer[0], layer, 1, scratch.node_inputs, 0, common)
     add_rows(common, layer, 1 + NODE_INPUTS, largest, 0, common)
     for i in range(m):
         add_rows(common, layer, 1 + NODE_INPUTS + INPUTS, inputs, i, hidden)
-        scratch.probabilities[i] = sum_of_units(hidden, out)
+        for k in range(WIDTH):  # the last unit is linear
+            hidden[k] = (hidden[k] if k == WIDTH - 1 else max(hidden[k], np.float32(0.0))) * out[k]
+        half = WIDTH // 2
+        while half > 0:
+            for k in range(half):
+                hidden[k] += hidden[k + half]
+            half //= 2
+        scratch.probabilities[i] = hidden[0]

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.search import find_ngram, suffixes_of
-from sssd_plugin.request_index import request_at
-from sssd_plugin.scoring.views import Limits, Tree, add_node, record, store_of
+from sssd_plugin.scoring.views import add_node, record
 
 PREFIX = 4  # P: maximum context that is looked up
 OCCURRENCES = 128  # newest occurrences in the request
@@ -108,15 +107,13 @@ def _add_request(nodes, used, request):
 
 
 @compiled(nogil=True)
-def _add_store(nodes, used, table, tokens):
+def _add_store(nodes, used, store, tokens):
     """Insert sampled continuations from the datastore (Algorithm 2)."""
-    length, total, before = len(tokens), 0, used[0] - 1
-    for j in range(len(table)):
-        total += table[j, 3]
+    table, length, before = store.table, len(tokens), used[0] - 1
     for k in range(min(PREFIX, length), 0, -1):
         for j in range(len(table)):
             lo, hi = find_ngram(table, j, tokens, length - k, k)
-            take = min(hi - lo, max(MIN_SAMPLES, SAMPLES * table[j, 3] // max(total, 1)))
+            take = min(hi - lo, max(MIN_SAMPLES, SAMPLES * table[j, 3] // max(store.size, 1)))
             text, suffixes = suffixes_of(table, j)
             for q in range(take):
                 at = suffixes[lo + (q * (hi - lo)) // take] + k
@@ -136,11 +133,11 @@ def _push_children(nodes, node, source, scale, parent, heap):
 
 
 @compiled(nogil=True)
-def draft_tree(request, table, limits, tree, tries):
+def draft_tree(request, store, limits, tree, tries):
     """Merge all sources, best first, into a tree (Algorithm 3); return its number of nodes.
 
-    A node's kind is its match length in the request, 0 for the datastore. Arguments as in `learned.draft_tree`; table:
-    of a `Store`; tries: from `scratch`.
+    A node's kind is its match length in the request, 0 for the datastore. Arguments as in `learned.draft_tree`; tries:
+    from `scratch`.
     """
     nodes, used = tries  # unpacked once: each access to a tuple's field counts references
     tokens, n = request.tokens, 1
@@ -149,7 +146,7 @@ def draft_tree(request, table, limits, tree, tries):
     add_node(tree, 0, tokens[-1], -1, 1.0, 0)
     _clear(nodes, used)
     _add_request(nodes, used, request)
-    _add_store(nodes, used, table, tokens)
+    _add_store(nodes, used, store, tokens)
     # (negative score, parent in the tree, node, source); equal scores are ordered by parent, oldest first.
     heap = [(0.0, 0, 0, 0)]
     heap.pop()
@@ -169,16 +166,3 @@ def draft_tree(request, table, limits, tree, tries):
             n += 1
         _push_children(nodes, node, source, -negative * DISCOUNTS[source], here, heap)
     return n
-
-
-@compiled(nogil=True)
-def draft_batch(arrays, slots, view, entries, limits, weights):
-    """Like `learned.draft_batch`, without `entries` and `weights`. Each is compiled only where it is used."""
-    slot_ids, groups, _, tokens, parents, depths, scores, counts, kinds = arrays
-    bounds, tries = Limits(*limits), scratch()
-    for b in range(len(slot_ids)):
-        counts[b] = 0
-        if slot_ids[b] >= 0:
-            request, store = request_at(slots, slot_ids[b]), store_of(view[:4], groups[b])
-            tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
-            counts[b] = draft_tree(request, store.table, bounds, tree, tries)

@@ -24,10 +24,6 @@ def _row(context, builder, array, row):
     return builder.bitcast(place, _VECTOR.as_pointer())
 
 
-def _constant(numbers):
-    return ir.Constant(_VECTOR, [ir.Constant(ir.FloatType(), x) for x in numbers])
-
-
 @intrinsic
 def add_rows(typingctx, start, layer, first, values, row, target):
     """Write target = start + values[row, 0] * layer[first] + values[row, 1] * layer[first + 1] + ..., in this order.
@@ -54,45 +50,3 @@ def add_rows(typingctx, start, layer, first, values, row, target):
         return context.get_dummy_value()
 
     return types.void(start, layer, types.intp, values, types.intp, target), codegen
-
-
-@intrinsic
-def keep_largest(typingctx, values, rows, largest):
-    """Write the largest of each column of the first `rows` (1 at least) of values: float32 [N, WIDTH], [1, WIDTH]."""
-
-    def codegen(context, builder, signature, args):
-        numbers, end = (_array(context, builder, signature.args[i], args[i]) for i in (0, 2))
-        zero, most = context.get_constant(types.intp, 0), cgutils.alloca_once(builder, _VECTOR)
-        builder.store(builder.load(_row(context, builder, numbers, zero), align=4), most)
-        with cgutils.for_range(builder, args[1]) as loop:
-            row = builder.load(_row(context, builder, numbers, loop.index), align=4)
-            held = builder.load(most)
-            builder.store(builder.select(builder.fcmp_ordered(">", row, held), row, held), most)
-        builder.store(builder.load(most), _row(context, builder, end, zero), align=4)
-        return context.get_dummy_value()
-
-    return types.void(values, types.intp, largest), codegen
-
-
-@intrinsic
-def sum_of_units(typingctx, hidden, out):
-    """Return the sum, in halves, of hidden (rectified except the last) times out: float32 [WIDTH] each."""
-
-    def codegen(context, builder, signature, args):
-        zero = context.get_constant(types.intp, 0)
-        units, weights = (
-            builder.load(_row(context, builder, _array(context, builder, form, value), zero), align=4)
-            for form, value in zip(signature.args, args, strict=True)
-        )
-        least = _constant([0.0] * (WIDTH - 1) + [-float("inf")])
-        units = builder.select(builder.fcmp_ordered(">", units, least), units, least)
-        total, half = builder.fmul(units, weights), WIDTH // 2
-        while half > 0:
-            low, high = (
-                builder.shuffle_vector(total, total, ir.Constant(ir.VectorType(ir.IntType(32), half), list(part)))
-                for part in (range(half), range(half, 2 * half))
-            )
-            total, half = builder.fadd(low, high), half // 2
-        return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
-
-    return types.float32(hidden, out), codegen

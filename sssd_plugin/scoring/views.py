@@ -43,9 +43,12 @@ def record(floats: str, ints: str) -> np.dtype:
 
 @compiled(nogil=True)
 def store_of(view, group):
-    """Return the `Store` of a group of requests; view: table, bounds, sizes and static_rows of a `View`."""
-    table, bounds, sizes, static_rows = view
-    return Store(table[bounds[group] : bounds[group + 1]], sizes[group], static_rows[group])
+    """Return the `Store` of a group of requests; view: table, bounds and static_rows of a `View`."""
+    table, bounds, static_rows = view
+    rows, size = table[bounds[group] : bounds[group + 1]], 0
+    for j in range(len(rows)):
+        size += rows[j, 3]
+    return Store(rows, size, static_rows[group])
 
 
 @compiled(nogil=True)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from sssd_plugin.datastore.build.sorting import sort
 from sssd_plugin.datastore.index.runs import merged, sorted_run, with_document, without
-from sssd_plugin.datastore.index.sub_index import PADDING, SEPARATOR, SPARSE_STEP, SubIndex
-from sssd_plugin.datastore.index.suffix_sort import DEPTH, can_sort_bytes
+from sssd_plugin.datastore.index.sub_index import PADDING, SEPARATOR, SubIndex
+from sssd_plugin.datastore.index.suffix_sort import DEPTH, SPARSE_STEP, can_sort_bytes
 from tests.support.stores import brute_force, documents_of, int32, joined, keys_of, look_up
 
 HUGE = 2**31 - 1

@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from freedraft.cli import USAGE_ERROR
 from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.build.sorting import RaySorter, Sorter, format_size, parse_size, peak_resident_bytes
@@ -31,25 +30,16 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace the datastor
 
 
 @contextmanager
-def one_line(code: int = USAGE_ERROR) -> Iterator[None]:
-    """Context: errors end the command with one line and this exit code instead of a traceback."""
-    try:
-        yield
-    except (DatastoreError, MemoryError) as error:
-        out_of_memory = isinstance(error, MemoryError)
-        message = "out of memory: give a smaller --memory" if out_of_memory else " ".join(str(error).split())
-        typer.echo(f"error: {message}", err=True)
-        raise typer.Exit(code) from None
-
-
-@contextmanager
-def ended_by_sigterm() -> Iterator[None]:
+def building() -> Iterator[None]:
+    """Context of a command that builds: SIGTERM, Ctrl-C and a lack of memory end it without a traceback."""
     previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         yield
     except KeyboardInterrupt:
         typer.echo("interrupted: nothing was written", err=True)
         raise typer.Exit(130) from None
+    except MemoryError:
+        raise DatastoreError("out of memory: give a smaller --memory") from None
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -94,7 +84,7 @@ def build(
     thread for each sub-index: with --workers or --ray, several are sorted while more is read.
     """
     start = time.monotonic()
-    with one_line(), ended_by_sigterm():
+    with building():
         files, fields = find_inputs(inputs, glob), field or ["text"]
         loaded, entry, size = _vocabulary(tokenizer, vocab_size, all(file.kind == "npy" for file in files))
         # fmt: off

@@ -6,12 +6,12 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +26,12 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class FileEntry(BaseModel, frozen=True):
-    """A file in a manifest: its size in bytes, and digests of each block of `BLOCK_BYTES`, in hex. Readers compare
-    SHA-256 if present; older files and readers have CRC-32 only."""
+    """A file in a manifest: its size in bytes, and digests of each block of `BLOCK_BYTES`, in hex. SHA-256 is compared;
+    readers of version 0.1.0 expect CRC-32, too."""
 
     size: Annotated[int, Field(ge=0)]
     crc32: tuple[Annotated[str, Field(pattern="^[0-9a-f]{8}$")], ...]
-    sha256: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = ()
+    sha256: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...]
 
 
 class Bounds(NamedTuple):
@@ -43,18 +43,6 @@ class Bounds(NamedTuple):
 
 
 Checked = tuple[Path, FileEntry, Bounds]
-
-
-class _Crc32:
-    """CRC-32 with the interface of `hashlib`."""
-
-    _value = 0
-
-    def update(self, data: memoryview) -> None:
-        self._value = zlib.crc32(data, self._value)
-
-    def hexdigest(self) -> str:
-        return f"{self._value:08x}"
 
 
 class NewFile(FileIO):
@@ -82,13 +70,9 @@ def record(path: Path) -> FileEntry:
     with reporting("write", path), path.open("rb") as file:
         os.fsync(file.fileno())
     size = path.stat().st_size
-    blocks = range(0, size, BLOCK_BYTES)
     with ThreadPoolExecutor(_THREADS) as pool:
-        crc32, sha256 = (
-            tuple(found for found, _ in pool.map(partial(_scan, path, kind, Bounds()), blocks))
-            for kind in (_Crc32, hashlib.sha256)
-        )
-    return FileEntry(size=size, crc32=crc32, sha256=sha256)
+        blocks = list(pool.map(partial(_scan, path, Bounds(), with_crc32=True), range(0, size, BLOCK_BYTES)))
+    return FileEntry(size=size, crc32=tuple(block[1] for block in blocks), sha256=tuple(block[0] for block in blocks))
 
 
 def check(files: Iterable[Checked], *, contents: bool = True) -> None:
@@ -103,11 +87,11 @@ def check(files: Iterable[Checked], *, contents: bool = True) -> None:
         if size != entry.size:
             state = "truncated" if size < entry.size else "corrupted (too long)"
             raise DatastoreError(f"{path} is {state}: {size} bytes instead of {entry.size}; restore it, or {REBUILD}")
-        blocks += [(path, entry, bounds, index) for index in range(len(entry.crc32))]
+        blocks += [(path, entry, bounds, index) for index in range(len(entry.sha256))]
 
     def check_block(path: Path, entry: FileEntry, bounds: Bounds, index: int) -> None:
-        expected, start = (entry.sha256 or entry.crc32)[index], index * BLOCK_BYTES
-        found, in_bounds = _scan(path, hashlib.sha256 if entry.sha256 else _Crc32, bounds, start)
+        expected, start = entry.sha256[index], index * BLOCK_BYTES
+        found, _, in_bounds = _scan(path, bounds, start)
         if found != expected:
             differs = f"checksum of the block at byte {start} is {found}, not {expected}"
             raise DatastoreError(f"{path} is corrupted: {differs}; restore it, or {REBUILD}")
@@ -120,9 +104,10 @@ def check(files: Iterable[Checked], *, contents: bool = True) -> None:
         list(pool.map(lambda block: check_block(*block), blocks if contents else ()))
 
 
-def _scan(path: Path, hashing: Callable[[], Any], bounds: Bounds, start: int) -> tuple[str, bool]:
-    """Return the digest of the block at `start`, and whether its numbers are in bounds."""
-    digest, in_bounds, before = hashing(), True, bounds.low
+def _scan(path: Path, bounds: Bounds, start: int, *, with_crc32: bool = False) -> tuple[str, str, bool]:
+    """Return SHA-256 and CRC-32 (0 without `with_crc32`) of the block at `start`, and whether its numbers are in
+    bounds."""
+    sha256, crc32, in_bounds, before = hashlib.sha256(), 0, True, bounds.low
     with reporting("read", path), path.open("rb") as file:
         if start:
             file.seek(start - 4)
@@ -131,9 +116,10 @@ def _scan(path: Path, hashing: Callable[[], Any], bounds: Bounds, start: int) ->
             numbers = np.fromfile(file, "<i4", min(_STEP_BYTES, BLOCK_BYTES - at) // 4)
             if not len(numbers):
                 break
-            digest.update(numbers.data)  # releases the GIL
+            sha256.update(numbers.data)  # releases the GIL
+            crc32 = zlib.crc32(numbers.data, crc32) if with_crc32 else 0
             in_bounds &= bounds.low <= int(numbers.min()) and int(numbers.max()) <= bounds.high
             if bounds.rising:
                 in_bounds &= before <= int(numbers[0]) and bool((numbers[1:] >= numbers[:-1]).all())
                 before = int(numbers[-1])
-    return digest.hexdigest(), in_bounds
+    return sha256.hexdigest(), f"{crc32:08x}", in_bounds

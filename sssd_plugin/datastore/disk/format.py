@@ -31,7 +31,8 @@ import freedraft
 from freedraft.files import write_atomically
 from sssd_plugin.datastore.disk.checksum import BLOCK_BYTES, Bounds, Checked, FileEntry
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
-from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, direct_buckets
+from sssd_plugin.datastore.index.sub_index import direct_buckets
+from sssd_plugin.datastore.index.suffix_sort import PAD, SEPARATOR, SPARSE_STEP
 
 MANIFEST = "manifest.json"
 LIVE = "live"  # folder of learnt text; see `sssd_plugin.datastore.live.folder`
@@ -61,15 +62,14 @@ class SubIndexEntry(BaseModel, frozen=True):
     files: dict[Role, FileEntry]
 
     def layout(self, vocab_size: int) -> dict[Role, tuple[int, Bounds]]:
-        """Return the length and bounds of each file. Older stores have no sparse index; it is then built when they are
-        opened."""
+        """Return the length and bounds of each file."""
         n, m, ids = self.n_tokens + self.n_documents, self.n_tokens, Bounds(SEPARATOR, self.max_token)
-        layout: dict[Role, tuple[int, Bounds]] = {
+        return {
             "tokens": (n + PAD, ids),
             "suffix_array": (m, Bounds(0, n - 1)),
             "bucket_starts": (direct_buckets(vocab_size) + 1, Bounds(0, m, rising=True)),
+            "sparse_index": (-(-m // SPARSE_STEP), ids),
         }
-        return layout | ({"sparse_index": (-(-m // SPARSE_STEP), ids)} if "sparse_index" in self.files else {})
 
     @property
     def size(self) -> int:  # bytes on disk
@@ -172,7 +172,7 @@ class Manifest(ChecksummedManifest, frozen=True):
                     raise ValueError(f"sub-index {sub.name} lacks its {role}")
                 entry = sub.files[role]
                 blocks = -(-entry.size // BLOCK_BYTES)
-                if entry.size != 4 * items or len(entry.crc32) != blocks or len(entry.sha256) not in (0, blocks):
+                if entry.size != 4 * items or not len(entry.crc32) == len(entry.sha256) == blocks:
                     raise ValueError(f"the {role} of sub-index {sub.name} do not agree with its counts")
             if sub.max_token >= self.vocab_size:
                 raise ValueError(f"sub-index {sub.name} holds ids beyond the vocabulary")

@@ -43,16 +43,11 @@ class Datastore(NamedTuple):
         path = Path(path)
         manifest = read_manifest(path)
         _check_fits(path, manifest, vocab_size, fingerprint)
-        files = manifest.files(path)
-        if sha256 is not None:
-            if (found := digest(path)) != sha256:
-                raise DatastoreError(
-                    f"{path / MANIFEST} has the digest {found}, not {sha256}: restore the store, or correct the digest"
-                )
-            for file, entry, _ in files:
-                if entry.size and not entry.sha256:
-                    raise DatastoreError(f"{file} has no SHA-256 in the manifest, so a digest cannot pin it: {REBUILD}")
-        check(files, contents=verify)
+        if sha256 is not None and (found := digest(path)) != sha256:
+            raise DatastoreError(
+                f"{path / MANIFEST} has the digest {found}, not {sha256}: restore the store, or correct the digest"
+            )
+        check(manifest.files(path), contents=verify)
         try:
             snapshot = tuple(_map(path / sub.name, sub) for sub in manifest.sub_indices)
         except ValueError as error:  # only without `verify`

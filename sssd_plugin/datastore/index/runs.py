@@ -140,7 +140,6 @@ class View:
     Attributes:
         table: int64 [R, TABLE_COLUMNS], `SubIndex.row` of each, group after group.
         bounds: int64 [G + 1], where each group's rows start.
-        sizes: int64 [G], tokens that each group sees.
         static_rows: int64 [G], number of each group's first rows that belong to the built store.
         keeps: references that keep the addresses valid.
         widest: the largest number of sub-indices of a group.
@@ -148,7 +147,6 @@ class View:
 
     table: NDArray[np.int64]
     bounds: NDArray[np.int64]
-    sizes: NDArray[np.int64]
     static_rows: NDArray[np.int64]
     keeps: tuple[object, ...]
     widest: int
@@ -158,16 +156,13 @@ class View:
         """Return the view of one group, which sees `static` and then `runs`."""
         subs = [*static, *(run.sub for run in runs)]
         table = np.array([sub.row for sub in subs], np.int64).reshape(-1, TABLE_COLUMNS)
-        size = sum(sub.n for sub in subs)
-        bounds, sizes, n_static = (np.array(v, np.int64) for v in ([0, len(subs)], [size], [len(static)]))
-        return cls(table, bounds, sizes, n_static, (static, *runs), len(subs))
+        bounds, n_static = np.array([0, len(subs)], np.int64), np.array([len(static)], np.int64)
+        return cls(table, bounds, n_static, (static, *runs), len(subs))
 
     @classmethod
     def join(cls, views: Sequence[View]) -> View:
         """Return a view with a group for each of these views of one group."""
         bounds = np.zeros(len(views) + 1, np.int64)
         np.cumsum([len(view.table) for view in views], out=bounds[1:])
-        table, sizes, static = (
-            np.concatenate([getattr(view, name) for view in views]) for name in ("table", "sizes", "static_rows")
-        )
-        return cls(table, bounds, sizes, static, tuple(views), max(view.widest for view in views))
+        table, static = (np.concatenate([getattr(view, name) for view in views]) for name in ("table", "static_rows"))
+        return cls(table, bounds, static, tuple(views), max(view.widest for view in views))

@@ -3,18 +3,18 @@
 import numpy as np
 
 from freedraft.compiled import compiled
-from sssd_plugin.datastore.index.sub_index import PAD, SPARSE_STEP
+from sssd_plugin.datastore.index.suffix_sort import PAD, SPARSE_STEP
 from sssd_plugin.pointers import int32_at
 
 
 @compiled(nogil=True)
-def narrow(tokens, suffixes, lo, hi, offset, token):
-    """Return the part (lo, hi) of suffixes[lo:hi], which share `offset` tokens, that continues with `token`."""
-    return narrow_within(tokens, suffixes, (lo, hi), (lo, hi), offset, token)
+def suffixes_of(table, j):
+    """Return the tokens (int32 [n + PAD]) and the suffix array (int32 [m]) of sub-index j."""
+    return int32_at(table[j, 0], table[j, 3] + PAD), int32_at(table[j, 1], table[j, 4])
 
 
 @compiled(nogil=True)
-def narrow_within(tokens, suffixes, start, end, offset, token):
+def _narrow(tokens, suffixes, start, end, offset, token):
     """Like `narrow`, if the start of the part lies within the bounds `start` and its end within the bounds `end`, both
     inclusive."""
     (a, b), (c, d) = start, end
@@ -41,24 +41,6 @@ def narrow_within(tokens, suffixes, start, end, offset, token):
 
 
 @compiled(nogil=True)
-def suffixes_of(table, j):
-    """Return the tokens (int32 [n + PAD]) and the suffix array (int32 [m]) of sub-index j."""
-    return int32_at(table[j, 0], table[j, 3] + PAD), int32_at(table[j, 1], table[j, 4])
-
-
-@compiled(nogil=True)
-def bucket(table, j, token):
-    """Return the suffixes of sub-index j that start with `token`: (lo, hi)."""
-    if 0 <= token < table[j, 5]:
-        starts = int32_at(table[j, 2], table[j, 5] + 1)
-        return starts[token], starts[token + 1]
-    if token < 0:
-        return 0, 0
-    tokens, suffixes = suffixes_of(table, j)
-    return narrow(tokens, suffixes, 0, table[j, 4], 0, token)
-
-
-@compiled(nogil=True)
 def _first_not_below(sparse, a, b, token):
     """Return the first index in [a, b) of the sparse index with an entry not below `token`, or b."""
     while a < b:
@@ -71,9 +53,12 @@ def _first_not_below(sparse, a, b, token):
 
 
 @compiled(nogil=True)
-def narrow_bucket(table, j, lo, hi, token):
-    """Like `narrow` with offset 1, for part of a bucket of sub-index j, by the sparse index."""
+def narrow(table, j, lo, hi, offset, token):
+    """Return the part (lo, hi) of the suffixes lo..hi of sub-index j, which share `offset` tokens, that continues with
+    `token`. Within a bucket, which may be large, the sparse index is read first."""
     tokens, suffixes = suffixes_of(table, j)
+    if offset != 1:
+        return _narrow(tokens, suffixes, (lo, hi), (lo, hi), offset, token)
     sparse = int32_at(table[j, 6], (table[j, 4] + SPARSE_STEP - 1) // SPARSE_STEP)
     # The entries of suffixes within [lo, hi).
     start, end = np.int64((lo + SPARSE_STEP - 1) // SPARSE_STEP), np.int64((hi - 1) // SPARSE_STEP + 1)
@@ -83,16 +68,26 @@ def narrow_bucket(table, j, lo, hi, token):
     b = below * SPARSE_STEP if below < end else hi
     c = (upto - 1) * SPARSE_STEP + 1 if upto > start else lo
     d = upto * SPARSE_STEP if upto < end else hi
-    return narrow_within(tokens, suffixes, (a, b), (c, d), 1, token)
+    return _narrow(tokens, suffixes, (a, b), (c, d), 1, token)
+
+
+@compiled(nogil=True)
+def bucket(table, j, token):
+    """Return the suffixes of sub-index j that start with `token`: (lo, hi)."""
+    if 0 <= token < table[j, 5]:
+        starts = int32_at(table[j, 2], table[j, 5] + 1)
+        return starts[token], starts[token + 1]
+    if token < 0:
+        return 0, 0
+    return narrow(table, j, 0, table[j, 4], 0, token)
 
 
 @compiled(nogil=True)
 def find_ngram(table, j, tokens, start, length):
     """Return the range (lo, hi) of the suffixes of sub-index j that start with tokens[start:start + length]."""
-    text, suffixes = suffixes_of(table, j)
     lo, hi = bucket(table, j, tokens[start])
     for offset in range(1, length):
         if lo >= hi:
             break
-        lo, hi = narrow(text, suffixes, lo, hi, offset, tokens[start + offset])
+        lo, hi = narrow(table, j, lo, hi, offset, tokens[start + offset])
     return lo, hi

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.index.suffix_sort import PAD, PADDING, SEPARATOR, SPARSE_STEP, sorted_arrays
+from sssd_plugin.datastore.index.suffix_sort import PAD, PADDING, SEPARATOR, sorted_arrays
 
 MAX_DIRECT_BUCKETS = 1 << 20
 MAX_TOKENS = (1 << 31) - 1 - PAD
@@ -26,22 +26,20 @@ class SubIndex:
         suffix_array: int32 [m], start of every suffix that does not begin with a separator, in lexicographic order.
         bucket_starts: int32 [D + 1]; `suffix_array[bucket_starts[t]:bucket_starts[t + 1]]` are the suffixes that begin
             with token t < D. Larger ids (D is at most 2^20) are found by binary search.
-        sparse_index: int32 [ceil(m / SPARSE_STEP)], second token of every `SPARSE_STEP`-th suffix; built if not given.
-            Narrowing the bucket of a common token reads mostly this array, which saves cache misses.
+        sparse_index: int32 [ceil(m / SPARSE_STEP)], second token of every `SPARSE_STEP`-th suffix. Narrowing the
+            bucket of a common token reads mostly this array, which saves cache misses.
         row: int64 [TABLE_COLUMNS], of a `View.table`; valid while the sub-index lives.
     """
 
     tokens: NDArray[np.int32]
     suffix_array: NDArray[np.int32]
     bucket_starts: NDArray[np.int32]
-    sparse_index: NDArray[np.int32] = None  # type: ignore[assignment]
+    sparse_index: NDArray[np.int32]
     row: NDArray[np.int64] = field(init=False)
 
     def __post_init__(self) -> None:
         if len(self.tokens) < PAD or (self.tokens[-PAD:] != SEPARATOR).any():
             raise ValueError(f"SubIndex.tokens must end in {PAD} separators")
-        if self.sparse_index is None:
-            object.__setattr__(self, "sparse_index", self.tokens[self.suffix_array[::SPARSE_STEP] + 1])
         addresses = [a.ctypes.data for a in (self.tokens, self.suffix_array, self.bucket_starts, self.sparse_index)]
         sizes = (self.n, len(self.suffix_array), len(self.bucket_starts) - 1)
         object.__setattr__(self, "row", np.array([*addresses[:3], *sizes, addresses[3]], np.int64))
