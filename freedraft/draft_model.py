@@ -54,6 +54,7 @@ class DraftModel(ABC):
 
     n_layers: int  # of the target
     waits: bool  # whether reading a pass stalls the device, so that several are read at once
+    trees: bool = False  # whether drafts may be trees also without `Step.widths`
 
     @abstractmethod
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> Any:

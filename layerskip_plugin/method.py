@@ -83,7 +83,6 @@ class LayerSkipMethod(ModelMethod):
         self.lookahead = options.make_lookahead(context, self.recipes.all, self.auto)
         self.recorder = options.make_recorder(context, self._prices)
         self.trees = options.tree and context.widths is not None and not context.chains
-        self.top_k = max(self.lookahead.needs_top, MAX_CANDIDATES if self.trees else 1, TOP if self.recorder else 1)
         self.draft_passes: dict[SkipSet, Any] = {}
         self._model: DraftModel | None = None
         self._scorer: MatchnessScorer | None = None
@@ -99,6 +98,8 @@ class LayerSkipMethod(ModelMethod):
     def prepare(self, model: DraftModel) -> None:
         """Build the draft passes of every skip set, before the first request."""
         self._model = model
+        self.trees = self.trees or model.trees
+        self.top_k = max(self.lookahead.needs_top, MAX_CANDIDATES if self.trees else 1, TOP if self.recorder else 1)
         if self._cost is not None:
             self._cost.reads_ahead = model.waits
         shape = "trees" if self.trees else "chains"

@@ -84,9 +84,10 @@ class LayerSkipOptions(PluginOptions):
         disco: file of the classifier of policy "disco", written by `freedraft calibrate disco`.
         record: file for recorded verifications of the first skip set's drafts, the input of `freedraft calibrate
             disco`.
-        tree: on engines that verify trees (SGLang), also verify the draft's other candidates (SWIFT's dynamic
-            verification).
-        length: draft length of lookahead "fixed". None: 5 on engines that verify trees, else num_speculative_tokens.
+        tree: also verify the draft's other candidates (SWIFT's dynamic verification), if the engine's attention
+            verifies trees (vLLM: in model runner V2, where drafts end early; with FlashAttention only if set, since
+            freedraft's kernel then verifies them).
+        length: draft length of lookahead "fixed". None: num_speculative_tokens on vLLM, 5 on SGLang.
         metrics_port: serve Prometheus metrics of the engine process at this port (0 picks a free one).
         metrics_host: address to serve them on; anyone who reaches it can read the amount of traffic.
     """
@@ -191,6 +192,15 @@ class LayerSkipOptions(PluginOptions):
                 "calibrate knapsack' makes"
             )
         return ""
+
+    @property
+    def shape_at_one_length(self) -> str:
+        """Shape of drafts, as in option `shape` of sssd, where all requests of a step verify the same number of draft
+        tokens: trees if chains may be shorter than that."""
+        fills = self.lookahead == "cost" or (self.lookahead == "fixed" and self.length is None)
+        if fills or not self.tree:
+            return "chain"
+        return "tree" if "tree" in self.model_fields_set else "auto"
 
     @property
     def searches(self) -> bool:

@@ -42,8 +42,8 @@ class Model(DraftModel, DraftRound):
 
     n_layers = LAYERS
 
-    def __init__(self, waits=False):
-        self.passes, self.waits, self.reads = [], waits, []
+    def __init__(self, waits=False, trees=False):
+        self.passes, self.waits, self.reads, self.trees = [], waits, [], trees
 
     def build(self, recipe, *, top_k, entropy, optimize):
         return len(recipe), top_k, entropy
@@ -86,9 +86,14 @@ class Model(DraftModel, DraftRound):
 class Engine:
     """Verifies what the method drafts, greedily. Steps take no time: what they cost is said, not measured."""
 
-    def __init__(self, lookahead=None, *, tree=True, chains=False, sets=SETS, costs=None, waits=False, record=None):
-        self.model, self.widths = Model(waits), None if chains else tuple(range(1, NODES + 1))
-        context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, max_draft_tokens=NODES - 1, widths=self.widths)
+    def __init__(
+        self, lookahead=None, *, tree=True, chains=False, one_length=False, sets=SETS, costs=None, waits=False,
+        record=None,
+    ):  # fmt: skip
+        self.model = Model(waits, trees=one_length)
+        self.widths = None if chains or one_length else tuple(range(1, NODES + 1))
+        known = {"max_draft_tokens": NODES - 1, "widths": self.widths, "lengths": (NODES - 1,) if one_length else None}
+        context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, **known)
         options = LayerSkipOptions(tree=tree, lookahead="fixed" if costs is None else "cost", record=record)
         self.method = method = LayerSkipMethod(options, context)
         method.selection = Static(sets)
@@ -133,7 +138,7 @@ class Engine:
 
 
 @pytest.mark.parametrize("chosen", SETS)
-@pytest.mark.parametrize("shape", ["tree", "chain", "chain engine"])
+@pytest.mark.parametrize("shape", ["tree", "tree of one length", "chain", "chain engine"])
 def test_what_is_learnt_is_what_was_accepted(shape, chosen):
     """The policy hears of the accepted part of each chain, also when a sibling was accepted in its place, when rows
     change places and when a request is gone."""
@@ -142,7 +147,8 @@ def test_what_is_learnt_is_what_was_accepted(shape, chosen):
     policy.record_acceptance = lambda o: seen.append(
         {name: tuple(map(int, n)) for name, *n in zip(o.request_ids, o.verified, o.accepted, o.path, strict=True)}
     )
-    engine = Engine(policy, tree=shape == "tree", chains=shape == "chain engine")
+    one_length = shape == "tree of one length"
+    engine = Engine(policy, tree="tree" in shape, chains=shape == "chain engine", one_length=one_length)
     for name, first in (("a", 1), ("b", 2), ("c", 3), ("d", 4)):
         engine.add(name, first, chosen if name != "d" else "no such set")
     expected = None
@@ -150,6 +156,7 @@ def test_what_is_learnt_is_what_was_accepted(shape, chosen):
     for order in orders:
         before = {name: len(engine.text[name]) for name in order}
         tree = engine.step(order)
+        assert not one_length or set(tree.counts.tolist()) == {NODES}, "siblings fill what is verified"
         if expected is not None:
             assert seen == [{name: expected[name] for name in expected if name in order}]
             if chosen != "half":
@@ -162,7 +169,7 @@ def test_what_is_learnt_is_what_was_accepted(shape, chosen):
             expected[name] = (3, int(np.cumprod(same).sum()), len(new) - 1)
     for text in engine.text.values():
         assert text[1:] == [true_next(token) for token in text[:-1]]
-    if shape == "tree":
+    if "tree" in shape:
         assert len(engine.text["c"]) > len(orders) + 1, "a sibling beside a wrong token was never accepted"
 
 

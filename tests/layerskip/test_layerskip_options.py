@@ -54,6 +54,20 @@ def selection(hardware: str = "here", sizes: Any = (), **options: Any) -> Select
     return LayerSkipOptions.parse(options).make_selection(config, lambda skips: np.zeros(len(skips)), hardware)
 
 
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        ({"lookahead": "confidence"}, "auto"),
+        ({"lookahead": "fixed", "length": 3, "tree": "true"}, "tree"),
+        ({"lookahead": "adaptive", "tree": False}, "chain"),
+        ({"lookahead": "fixed", "tree": True}, "chain"),
+        ({"tree": True}, "chain"),
+    ],
+)
+def test_trees_at_one_length_are_of_chains_that_end_early(options: dict[str, Any], shape: str) -> None:
+    assert LayerSkipOptions.parse(options).shape_at_one_length == shape
+
+
 def test_several_files_one_and_none(files: list[Path]) -> None:
     for form in (files, ",".join(map(str, files)), [*map(str, files)]):
         options = LayerSkipOptions.parse({"skip_set": form})

@@ -278,24 +278,44 @@ def test_draft_lengths_are_learnt_while_serving(tiny_model, tiny_answers, live_p
 
 @pytest.fixture(scope="module")
 def skipped(tiny_model, live_prompts, tmp_path_factory):
-    """An engine with too little room for all requests, whose model drafts for itself, with two skip sets."""
-    options = two_skip_sets(tiny_model, tmp_path_factory.mktemp("skip_sets"))
+    """An engine with too little room for all requests, whose model drafts trees for itself, with two skip sets."""
+    sets = tmp_path_factory.mktemp("skip_sets")
+    early = {"lookahead": "confidence", "threshold": 0.3, "num_speculative_tokens": 6, "tree": True}
     cases = {name: greedy_case(live_prompts, skip_set=name) for name in ("empty", "some")}
-    cases |= {"aborted": cases["some"] | {"abort": 6}, "seeded": seeded_case()}
-    return serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=16, **SMALL | CRAMPED)
+    cases |= {"chains": cases["some"] | {"chains": [*range(len(live_prompts))]}}
+    cases |= {"mixed": cases["some"] | {"chains": [1, 3, 4], "abort": 6}, "seeded": seeded_case()}
+    given = {"speculative_config": two_skip_sets(tiny_model, sets, **early), "max_num_seqs": 16, "attention": "flash"}
+    return serve(tiny_model, cases=cases, drafts=True, kv=True, **given, **SMALL | CRAMPED)
 
 
 def test_layer_skipping_leaves_greedy_answers_alone(skipped, tiny_answers):
-    for case in ("empty", "some", "aborted"):
+    for case in ("empty", "some", "chains", "mixed"):
         assert skipped[case] == tiny_answers, case
     engine = skipped["engine"]
     assert engine["v2"] and engine["async"] and not engine["failures"] and engine["preempted"] > 0
     assert engine["held"][1:] == [0, 0]
-    # Draft passes read the target's own KV and write theirs where it is not read by others.
-    drafted, accepted = engine["counts"]["empty"]
-    assert drafted > 100 and accepted >= 0.9 * drafted, "all but those beyond the ends of answers"
-    drafted, accepted = engine["counts"]["some"]
-    assert 0 < accepted < drafted
+
+
+def test_layer_skipping_verifies_siblings(skipped, tiny_answers, live_prompts):
+    """And accepts some. The KV cache then holds what plain decoding leaves, so that the same is drafted for a text
+    whether its request has trees or chains, and with all layers the model's own next token."""
+    engine = skipped["engine"]
+    worst, pairs = engine["kv"]
+    assert engine["trees"] and pairs > 100 and worst < 1e-4
+    branches = {name: case["branches"] for name, case in engine["by case"].items()}
+    assert branches["some"] > 10 and branches["mixed"] > 5 and branches["seeded"] > 5
+    assert branches["empty"] == branches["chains"] == 0
+
+    def drafts(case):
+        return {tuple(text): drafted for text, drafted in engine["by case"][case]["drafts"] if drafted}
+
+    trees, chains = drafts("some"), drafts("chains")
+    shared = [(trees[text], chains[text]) for text in trees.keys() & chains.keys()]
+    assert len(shared) > 50 and all(one[: len(other)] == other[: len(one)] for one, other in shared)
+    texts = [(*p["prompt_token_ids"], *answer) for p, answer in zip(live_prompts, tiny_answers, strict=True)]
+    following = {text[:i]: text[i] for text in texts for i in range(12, len(text))}
+    whole = {text: drafted for text, drafted in drafts("empty").items() if text in following}
+    assert len(whole) > 20 and all(drafted[0] == following[text] for text, drafted in whole.items())
 
 
 def test_layer_skipping_leaves_the_tokens_of_a_seed_alone(skipped, plain_seeded):

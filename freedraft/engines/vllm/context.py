@@ -110,7 +110,7 @@ def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
         lengths = f"draft tokens by batch size{learnt} {by_size}"
     if v2 and getattr(vllm_config.speculative_config, ADAPTIVE, False):
         lengths += ", as many of them verified as vLLM's adaptive verification says"
-    asked = configured(vllm_config).options.get("shape") == "tree"
+    asked = configured(vllm_config).shape == "tree"
     ranks = {
         "tensor": parallel.tensor_parallel_size,
         "pipeline": parallel.pipeline_parallel_size,

@@ -40,6 +40,7 @@ class PagedDraftModel(Forward, DraftModel):
         self.n_layers = len(backbone.layers)
         self.compiled: dict[tuple[object, ...], KeptLayers] = {}
         self.waits = self.device.type != "cpu"
+        self.trees = getattr(getattr(runner, "speculator", None), "trees", None) is not None
         self.graphs: DraftGraphs | None = None
 
     def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:

@@ -451,11 +451,12 @@ def main():
     if drafter != ():
         recorded(guarded, said)
     drafted, accepted = guarded.metrics.drafted._value, guarded.metrics.accepted._value
-    counts = {}
+    counts, by_case = {}, {}
     for name, case in cases.items():
-        before = drafted.get(), accepted.get()
+        before, first, off = (drafted.get(), accepted.get()), len(drafts), branches[1]
         result[name] = answers(llm, **case)
         counts[name] = drafted.get() - before[0], accepted.get() - before[1]
+        by_case[name] = {"branches": branches[1] - off, "drafts": drafts[first:]}
     core = llm.llm_engine.engine_core.engine_core
     for _ in range(3):  # so that the runner hears of the last requests' ends, as in a process of its own
         core.step()
@@ -470,7 +471,7 @@ def main():
     engine["failures"] = guarded.metrics.failures._value.get()
     engine |= {"counts": counts, "branches": branches, "reads": reads, "waits": waits, "gone": gone, "left": left[0]}
     engine |= {"confidences": confidences, "schedule": schedule, "lookup": core.scheduler.dynamic_sd_lookup}
-    engine["drafts"] = drafts
+    engine |= {"drafts": drafts, "by case": by_case}
     engine |= {"trees": trees is not None and trees.enabled, "trees of graphs": of_graphs, "learnt": tokens}
     engine["reasons for chains"] = reasons_for_chains(runner) if trees is not None else []
     engine["built otherwise"] = prepared_without("fast_prefill", runner, trees) if trees is not None else []

@@ -53,7 +53,7 @@ class V2StepState(NamedTuple):
 def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees | None:
     """The trees of a runner; None if its method drafts chains."""
     ours = configured(vllm_config)
-    if ours.options.get("shape", "chain") == "chain":
+    if ours.shape == "chain":
         return None
     if missing := check(V2_TREE_HOOKS):
         logger.warning("freedraft: method '%s': drafts are chains: vLLM lacks %s", ours.name, "; ".join(missing))

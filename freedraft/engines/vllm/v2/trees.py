@@ -43,7 +43,7 @@ class Trees:
 
     def __init__(self, vllm_config: Any, device: torch.device, states: RequestState) -> None:
         self._vllm_config, self._states = vllm_config, states
-        self._asked = configured(vllm_config).options.get("shape") == "tree"
+        self._asked = configured(vllm_config).shape == "tree"
         slots, width = states.max_num_reqs, vllm_config.speculative_config.num_speculative_tokens
         self.enabled = False
         self.allowed: NDArray[np.bool_] = np.zeros(slots, np.bool_)
@@ -187,7 +187,7 @@ def why_chains(runner: Any, vllm_config: Any) -> str | None:
         if not issubclass(backend.get_impl_cls(), TreeAttention):
             name, instead = backend.get_name(), "add --attention-backend TRITON_ATTN"
             if name == "FLASH_ATTN":
-                instead = 'set the option "shape" to "tree", or ' + instead
+                instead = 'set the option "shape" to "tree" (layerskip: "tree" to true), or ' + instead
             return f"attention {name} cannot mask them: for trees, {instead}"
     layers = vllm_config.compilation_config.static_forward_context
     for name in groups[0].layer_names:
