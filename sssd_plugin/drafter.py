@@ -21,8 +21,7 @@ from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.options import Scoring
 from sssd_plugin.recycled_logits import TOP
 from sssd_plugin.request_index import OUTSIDE, RequestIndex
-from sssd_plugin.scoring import attribution
-from sssd_plugin.scoring.batch import draft_batch
+from sssd_plugin.scoring import attribution, learned, paper
 from sssd_plugin.scoring.weights import Weights
 
 Shape = Literal["tree", "chain"]
@@ -173,6 +172,7 @@ class Drafter:
             )  # fmt: skip
             view, limits = (*_arrays_of(self._view), self._view.widest), (max_nodes, shape == "chain", min_score)
             same: tuple[Any, ...] = self._index.slots, view, self._entries, limits, self._weights
+            draft_batch = (paper if self._weights is None else learned).draft_batch
             parts = min(self._threads, n // MIN_ROWS)
             if parts <= 1:
                 draft_batch(arrays, *same)

@@ -16,7 +16,7 @@ import numpy as np
 from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at
 from sssd_plugin.recycled_logits import SCALE, Recycled
-from sssd_plugin.request_index import Request
+from sssd_plugin.request_index import Request, request_at
 from sssd_plugin.scoring.candidates import (
     INPUT,
     MAX_SAMPLES,
@@ -27,10 +27,11 @@ from sssd_plugin.scoring.candidates import (
     SKIP_STORE,
     STORE,
     gather,
+    scratch,
 )
 from sssd_plugin.scoring.network import evaluate, write_inputs, write_node_inputs
 from sssd_plugin.scoring.ranges import STORE_ORDERS, advance, find_many
-from sssd_plugin.scoring.views import Store, add_node, write_context
+from sssd_plugin.scoring.views import Limits, Store, Tree, add_node, store_of, write_context
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root (at the root MAX_SAMPLES)
 FEW_NODES = 16  # larger trees use more candidates and samples
@@ -249,3 +250,28 @@ def draft_tree(sources, weights, limits, tree, scratch):
             frontier[i] = frontier[i + 1]
         if n >= max_nodes:
             return n
+
+
+@compiled(nogil=True)
+def draft_batch(arrays, slots, view, entries, limits, weights):
+    """Fill a `DraftBatch` for the requests of a batch; a slot of -1 gets a tree of 0 nodes.
+
+    Bundles are passed from Python as plain tuples, which numba unpacks faster than named ones.
+
+    Args:
+        arrays: int64 [B] each, slots, groups in the view, owners of recycled logits; those of the `DraftBatch`.
+        slots: `RequestIndex.slots`.
+        view: see `views.store_of`, then `View.widest`; entries: of recycled logits, none to draft without.
+        limits: as of `Limits`; weights: layer and out, as in `Weights`.
+    """
+    slot_ids, groups, owners, tokens, parents, depths, scores, counts, kinds = arrays
+    bounds = Limits(*limits)
+    arrays_of_nodes = scratch(bounds.max_nodes, view[3])
+    for b in range(len(slot_ids)):
+        counts[b] = 0
+        if slot_ids[b] >= 0:
+            sources = Sources(
+                request_at(slots, slot_ids[b]), store_of(view[:3], groups[b]), Recycled(entries, owners[b])
+            )
+            tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
+            counts[b] = draft_tree(sources, weights, bounds, tree, arrays_of_nodes)

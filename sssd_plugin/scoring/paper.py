@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.search import find_ngram, suffixes_of
-from sssd_plugin.scoring.views import add_node, record
+from sssd_plugin.request_index import request_at
+from sssd_plugin.scoring.views import Limits, Tree, add_node, record, store_of
 
 PREFIX = 4  # P: maximum context that is looked up
 OCCURRENCES = 128  # newest occurrences in the request
@@ -166,3 +167,16 @@ def draft_tree(request, store, limits, tree, tries):
             n += 1
         _push_children(nodes, node, source, -negative * DISCOUNTS[source], here, heap)
     return n
+
+
+@compiled(nogil=True)
+def draft_batch(arrays, slots, view, entries, limits, weights):
+    """Like `learned.draft_batch`, without `entries` and `weights`. Each is compiled only where it is used."""
+    slot_ids, groups, _, tokens, parents, depths, scores, counts, kinds = arrays
+    bounds, tries = Limits(*limits), scratch()
+    for b in range(len(slot_ids)):
+        counts[b] = 0
+        if slot_ids[b] >= 0:
+            request, store = request_at(slots, slot_ids[b]), store_of(view[:3], groups[b])
+            tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
+            counts[b] = draft_tree(request, store, bounds, tree, tries)
