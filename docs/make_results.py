@@ -374,38 +374,36 @@ def knapspec(result: Any) -> str:
     return f"{lemma}\n\n{weights}"
 
 
-@section("Which layers, by context length", "knapspec-contexts.json knapspec-times.json", CHAPTERS[4])
-def contexts(*results: Any) -> str:
+@section("Which layers, by context length", "knapspec-contexts.json", CHAPTERS[4])
+def contexts(result: Any) -> str:
     """KnapSpec's claim: attention takes longer in long contexts, and the right set depends on it. Tokens per time over
     plain decoding ± standard error (tokens per step, accepted share of first draft tokens), measured on 96 tokens late
     in two texts of Python's documentation and code; sets and draft lengths are chosen on 32 earlier tokens
     (bench/lib/contexts.py says how). Times are those of Llama-3.1-8B on an H100, batch 32, by the roofline. A synthetic
     deep model of graded redundancy (bench/lib/deep_model.py), fp32, without an engine."""
-    rows, cells, related = [], [], []
-    for found in (result["graded"] for result in results):
-        for r in found["rows"]:
-            at = f"{r['context']:,}" if r["context"] == r["text"] else f"{r['text']:,}, times of {r['context']:,}"
-            rows.append(r | {"at": f"{at} tokens"})
-        cells += found["cells"]
-    rows = [r for r in rows if not r["arm"].startswith("more")]
-    cell = "{over_plain[0]:.2f} ± {over_plain[1]:.2f} ({per_step:.1f}, {acceptance:.2f})"
-    said = []
-    for c in cells:
-        here = {r["arm"]: r for r in rows if r["context"] == c["context"]}
+    found, rows, said = result["graded"], [], []
+    for r in found["rows"]:
+        at = f"{r['context']:,}" if r["context"] == r["text"] else f"{r['text']:,}, times of {r['context']:,}"
+        rows.append(r | {"at": f"{at} tokens"})
+    arms = [r for r in rows if not r["arm"].startswith("more")]
+    for c in found["cells"]:
+        here = {r["arm"]: r for r in arms if r["context"] == c["context"]}
         sets = ", ".join(f"{arm} {here[arm]['attention']}+{here[arm]['mlp']}" for arm in ("apart", "bound", "Bayesian"))
+        less = {arm: "{:+.2f} ± {:.2f}".format(*here[arm]["less"]) for arm in ("bound", "static")}
         budget = f"{c['seconds']:.0f} s, {c['SWIFT']} sets of SWIFT, {c['Bayesian']} Bayesian ones"
         said.append(f"{c['context']:,} tokens (an attention takes {c['ratio']:.2f} of an MLP): {sets} ({budget})")
-        said[-1] += f"; apart over bound {here['bound']['less'][0]:+.2f} ± {here['bound']['less'][1]:.2f}"
+        said[-1] += f"; apart over bound {less['bound']}, over static {less['static']}"
     names = {"per_time": "tokens per time", "per_layer": "tokens per layer", "acceptance": "acceptance"}
+    related = []
     for lengths, title in (("all", "at draft lengths 1 to 6"), ("best", "each at its best length")):
-        found = results[0]["graded"]["pooled"][lengths]
-        related.append(f"{title} {', '.join(f'{name} {found[key]:.2f}' for key, name in names.items())}")
+        pooled = found["pooled"][lengths]
+        related.append(f"{title} {', '.join(f'{name} {pooled[key]:.2f}' for key, name in names.items())}")
     text = (
         f"Skipped attention+MLP sublayers of 120, and processor seconds of each search: {'. '.join(said)}. Correlation "
-        f"of what the searched tokens predict with the measured speed, {len(results[0]['graded']['rows'])} sets: "
-        f"{'; '.join(related)}."
+        f"of what the searched tokens predict with the measured speed, {len(rows)} sets: {'; '.join(related)}."
     )
-    return f"{pivot(rows, 'search={arm}', 'at', cell)}\n\n{text}"
+    cell = "{over_plain[0]:.2f} ± {over_plain[1]:.2f} ({per_step:.1f}, {acceptance:.2f})"
+    return f"{pivot(arms, 'search={arm}', 'at', cell)}\n\n{text}"
 
 
 @section("SWIFT without its parts", "swift-vllm-cpu.json", CHAPTERS[4])

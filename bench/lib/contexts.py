@@ -60,7 +60,8 @@ def samples(host: HostModel, tokenizer: Any, size: int) -> tuple[Sample, Sample]
 
 def times_at(n_layers: int, context: int) -> PassTimes:
     """Return the times of the 8B's parts, for as large shares of `n_layers` layers."""
-    roofline, kinds = Roofline(LARGE, HardwareProfile.load("h100")), ([], range(0, 64, 2), range(1, 64, 2))
+    roofline = Roofline(LARGE, HardwareProfile.load("h100"))
+    kinds: tuple[Sequence[int], ...] = ((), range(0, 64, 2), range(1, 64, 2))
     passes = [float(roofline.pass_seconds(SkipSet.of_sublayers(kind, 32), BATCH, context)) for kind in kinds]
     attention, mlp = passes[0] - passes[1], passes[0] - passes[2]
     verify = lambda n: float(roofline.seconds(BATCH, BATCH * n, context))  # noqa: E731
