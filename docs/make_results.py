@@ -468,7 +468,7 @@ def selection(*results: Any) -> str:
     probability that the next prompt is of another domain (KNN-SSD, equation 8). Drafts of 5 tokens (`knapsack`: of its
     own length), without early stop and further candidates; `swift` scores one batch of candidates after each request,
     in an earlier form on the first two models. The third model is that of the table above: two domains, 54 of 120
-    sublayers skipped, r = .1 / .3 / .5 / .7 / 1."""
+    sublayers skipped, 12 prompts in a stream, r = .1 / .3 / .5 / .7 / 1."""
     cells: dict[tuple[str, str], list[str]] = {}
     for folder, found in (pair for result in results for pair in result.items()):
         model = "deep, by domain" if folder == "domain" else folder
