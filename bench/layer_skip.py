@@ -16,10 +16,9 @@ Parts, each in its own engine, bf16, compiled on vLLM; prefill is not timed:
 - composed (vLLM, on request): method "freedraft" on both models, by kind of prompt: no drafts, n-grams only, layer
   skipping only and both, alternating prompt by prompt.
 - swift (vLLM, on request; uncompiled, as in the paper): SWIFT as published on the graded deep model, but for siblings,
-  which chains do not have, its parts removed one by one (the paper's table 8), and other windows (table 9). Searches
-  read half of the prompts and take half of the time; then all arms answer the other prompts in turns, with the sets
-  that were found. "least scales" skips the copied sublayers of the smallest scales, which only the maker of the model
-  knows.
+  which chains do not have, and its parts removed one by one (the paper's table 8). Searches read half of the prompts
+  and take half of the time; then all arms answer the other prompts in turns, with the sets that were found. "least
+  scales" skips the copied sublayers of the smallest scales, which only the maker of the model knows.
 - methods (vLLM, on request; uncompiled): all ways to choose the sublayers on the model of --data, each file a domain.
 """
 

@@ -409,11 +409,11 @@ def contexts(result: Any) -> str:
 @section("SWIFT without its parts", "swift-vllm-cpu.json", CHAPTERS[4])
 def swift(result: Any) -> str:
     """SWIFT as published, but for siblings, which chains do not have (threshold .8, at most 25 draft tokens), on 6
-    prompts of 64 tokens: tokens per step, accepted share of draft tokens, and speed over plain decoding by the paper's
-    formula, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Searches read other
-    prompts, on windows of 32 tokens where nothing else is said. vLLM V1, bf16, greedy, one request at a time, a
-    synthetic deep model of graded redundancy (bench/lib/deep_model.py). "Least scales" skips what only the maker of the
-    model knows. The machine had other load, so that its times, which are in the file, say nothing."""
+    prompts of 64 tokens: tokens per step, accepted share of draft tokens, and speed over plain decoding by the
+    paper's formula, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Searches
+    read other prompts. vLLM V1, bf16, greedy, one request at a time, a synthetic deep model of graded redundancy
+    (bench/lib/deep_model.py). "Least scales" skips what only the maker of the model knows. The machine had other
+    load, so that its times, which are in the file, say nothing."""
     rows, said = [], []
     for found in result["by_ratio"]:
         c = 1 - found["skip_ratio"]

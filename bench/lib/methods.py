@@ -31,7 +31,6 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "SWIFT": {},
     "random search only": {"search_bayesian": 0},
     "no stop score": {"search_stop_score": 1.0},
-    **{f"windows of {tokens}": {"search_window": tokens} for tokens in (16, 64, 128)},  # table 9
 }
 TEMPERATURES = (0.0, 0.7)
 LEARNT, HELD = 24, 2  # prompts of each domain that searches may read, and that the arms answer
@@ -93,7 +92,6 @@ def search(
 
     found.step = timed
     draft_with(method, found, Confidence(SWIFT_THRESHOLD))
-    method._scorer = method._model.scorer(found.window)
     began, curve = time.perf_counter(), []
     for prompt in cycle(prompts):
         engine.generate([prompt], max(args.tokens, 2 * found.window), drafting=True)  # shorter answers are not read
