@@ -72,16 +72,19 @@ def started(args: argparse.Namespace) -> VllmEngine:
     return engine
 
 
+def fresh(method: Any, changes: dict[str, Any]) -> Any:
+    """A search with these options, at its uniform set."""
+    options, config = method.options.model_copy(update=changes), method.context.hf_config
+    return options.make_selection(config, method._matchness, None, method._propose, method._pass_times)
+
+
 def search(
     engine: VllmEngine, prompts: list[list[int]], args: argparse.Namespace, changes: dict[str, Any]
 ) -> tuple[SkipSet, dict[str, Any]]:
     """Serve `prompts` in turns until a search with these options ends, or until it has taken `args.seconds` of the
     processor. Return the set that it found, and its figures."""
     method, spent = engine.method, [0.0]
-    options = method.options.model_copy(update=changes)
-    found = options.make_selection(
-        method.context.hf_config, method._matchness, None, method._propose, method._pass_times
-    )
+    found = fresh(method, changes)
     step = found.step
 
     def timed() -> bool:
@@ -131,7 +134,7 @@ def in_turns(
 def swift(args: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of each search and of each arm."""
     engine, prompts = started(args), chats(args.model, BY_KIND)
-    uniform = engine.method.selection.incumbent
+    uniform = fresh(engine.method, {}).incumbent  # the engine's own search has begun
     searches: dict[str, tuple[SkipSet, dict[str, Any]]] = {}
     for name, changes in SEARCHES.items():
         if name != "no stop score" or searches["SWIFT"][1]["matchness"] > Swift.stop_score:  # else it is the same
