@@ -610,8 +610,8 @@ measured one.
   1.223; on a token at every position of the target's text 2.542, 1.466 and 1.232, labelled by total variation distance
   2.402, 1.479 and 1.216; a threshold of confidence 2.528, 1.521 and 1.208, a fixed length 2.492, 1.442 and 1.195.
 - **SWIFT's windows** of 16, 32, 64 and 128 tokens, as in "SWIFT without its parts", 20 % skipped: 23, 11, 7 and 68
-  sets, the last search stopped after its time, matchness .96, .95, .96 and .90, tokens per step 1.95, 1.95, 1.95 and 1.98,
-  acceptance .64, .64, .64 and .68 (b3e4239).
+  sets, the last search stopped after its time, matchness .96, .95, .96 and .90, tokens per step 1.95, 1.95, 1.95 and
+  1.98, acceptance .64, .64, .64 and .68 (b3e4239).
 - **Windows on SGLang, some cells again** (e54116808c98), 48 tokens, two rounds, over plain with quarters: 2 requests of
   7,500 tokens 1.06 (0.90-1.21), 8 of 4,000 1.26 (1.21-1.40), 8 of 7,500 1.41 (1.38-1.44), all answers those of plain
   decoding; 2 of 4,000, in turns with commit 4323d4f, 1.01, 1.11 and 1.07, there 0.88 and 1.07. In the cell of 8 of
