@@ -28,6 +28,7 @@ from bench.lib.results import ROOT, write_json
 from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build.sorting import peak_resident_bytes, resident_bytes
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
+from sssd_plugin.datastore.index.suffix_sort import SPARSE_STEP
 from sssd_plugin.drafter import Drafter, Scoring
 from sssd_plugin.request_index import RequestIndex
 
@@ -68,7 +69,8 @@ def repeated(sub: SubIndex, times: int) -> SubIndex:
     """Build a store of copies of a store. Equal suffixes stand next to each other, so that nothing is sorted."""
     tokens = np.concatenate([np.tile(sub.tokens[: sub.n], times), sub.tokens[sub.n :]])
     starts = np.arange(times, dtype=np.int32) * np.int32(sub.n)
-    return SubIndex(tokens, (sub.suffix_array[:, None] + starts).reshape(-1), sub.bucket_starts * np.int32(times))
+    order = (sub.suffix_array[:, None] + starts).reshape(-1)
+    return SubIndex(tokens, order, sub.bucket_starts * np.int32(times), tokens[order[::SPARSE_STEP] + 1])
 
 
 class Arm:
