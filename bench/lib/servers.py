@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -27,9 +28,12 @@ class ServerError(RuntimeError):
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A free port below those of outgoing connections, which might take another before a server has started."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((HOST, port))
+            return port
 
 
 def environment(engine: str, python: str = sys.executable) -> dict[str, str]:
