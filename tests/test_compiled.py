@@ -111,12 +111,12 @@ subprocess.Popen = lambda *args, **options: processes.append(start(*args, **opti
 compiled.compile_ahead(hang)
 began = time.monotonic()
 compiled.await_compilation(1.0)
-print(round(time.monotonic() - began), processes[0].poll())
+print(1 <= time.monotonic() - began < 60, processes[0].poll())
 processes[0].kill()
 processes[0].wait()
 compiled.await_compilation(600.0)
 """
-    assert "1 None\n" in python(code, folder=package)
+    assert "True None\n" in python(code, folder=package)
 
 
 def test_half_a_file_is_compiled_again(package: Path) -> None:
