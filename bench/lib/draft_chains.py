@@ -1,14 +1,11 @@
-"""Drafts of a skip set from every position of a text, their cost, and samples for searches, without an engine."""
-
-from collections.abc import Sequence
+"""Drafts of a skip set from every position of a text, and their cost, without an engine."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from layerskip_plugin.calibrate.host_model import HEAD_ROWS, HostModel, Sample, Text
-from layerskip_plugin.calibrate.prompts import Answered
+from layerskip_plugin.calibrate.host_model import HEAD_ROWS, HostModel, Text
 from layerskip_plugin.skip_set import SkipSet
 
 
@@ -59,12 +56,6 @@ def _top(host: HostModel, final: Tensor) -> list[Tensor]:
         values, indices = log_p.topk(10)
         parts.append((indices[:, 0], values.exp(), -(log_p.exp() * log_p).sum(-1)))
     return [torch.cat(part) for part in zip(*parts, strict=True)]
-
-
-def sample_of(host: HostModel, answers: Sequence[Answered], tokens: int, seed: int) -> Sample:
-    """Draw at most `tokens` tokens from all answers."""
-    tokens = min(tokens, sum(len(a.tokens) - a.prompt for a in answers))
-    return host.sample([a.tokens for a in answers], tokens, [a.prompt for a in answers], seed)
 
 
 def weight_share(host: HostModel, skip: SkipSet) -> float:

@@ -91,15 +91,12 @@ class Run:
 
 
 class VllmEngine:
-    """vLLM in this process, compiled unless `eager`."""
+    """vLLM in this process, compiled."""
 
-    def __init__(
-        self, model: Path, speculative: dict[str, Any], *, requests: int = 1, length: int = 1024, eager: bool = False
-    ) -> None:
+    def __init__(self, model: Path, speculative: dict[str, Any], *, requests: int = 1, length: int = 1024) -> None:
         from vllm import LLM
 
         options: dict[str, Any] = {"dtype": "bfloat16", "seed": 0, "gpu_memory_utilization": 0.5}
-        options["enforce_eager"] = eager
         options |= {"max_num_seqs": requests, "max_model_len": length}
         self.llm = LLM(str(model), speculative_config=speculative, **options)
         runner: Any = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
@@ -107,18 +104,16 @@ class VllmEngine:
         self.drafting = True
         self.switch = Switch(self.method, lambda step: self.drafting)
 
-    def generate(
-        self, prompts: Sequence[list[int]], tokens: int, *, drafting: bool, temperature: float = 0.0, seed: int = 0
-    ) -> Run:
-        """Answers of exactly `tokens` tokens."""
+    def generate(self, prompts: Sequence[list[int]], tokens: int, *, drafting: bool) -> Run:
+        """Greedy answers of exactly `tokens` tokens."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
         self.drafting = drafting
         self.switch.calls.clear()
-        how: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         requests = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        outputs = self.llm.generate(requests, SamplingParams(temperature=temperature, seed=seed, **how), use_tqdm=False)
+        outputs = self.llm.generate(requests, sampling, use_tqdm=False)
         ended = time.perf_counter()
         if self.switch.error is not None:
             raise RuntimeError("drafting failed") from self.switch.error

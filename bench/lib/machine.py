@@ -1,12 +1,10 @@
 """Machine and package versions of a measurement; timing and rounding of figures."""
 
-import multiprocessing
 import os
 import platform
 import subprocess
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -77,9 +75,3 @@ def timed(work: Callable[[], Any]) -> list[Any]:
     start = time.perf_counter()
     result = work()
     return [result, time.perf_counter() - start]
-
-
-def in_fresh_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Run a module's function in a new process, with its own peak of memory, and return the result."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(work, *arguments).result()

@@ -18,7 +18,6 @@ Rows = Sequence[dict[str, Any]]
 COLOURS = {"sssd": "#0072B2", "plain": "#555555", "ngram": "#E69F00", "suffix": "#D55E00", "layerskip": "#009E73"}
 COLOURS |= {"sglang": "#999999", "sglang-sssd": "#56B4E9", "sglang-ngram": "#CC79A7"}
 SPARE = ("#CC79A7", "#F0E442", "#56B4E9", "#000000")
-MARKS = {"plain": "s", "sssd": "o", "ngram": "^", "suffix": "D", "layerskip": "v"}
 GROUPS = {"mt_bench": "MT-Bench", "qa": "QA", "rag": "RAG", "math_reasoning": "math", "summarization": "summaries"}
 STYLE: dict[Any, Any] = {
     "figure.dpi": 100,
@@ -50,27 +49,6 @@ def nice(group: str) -> str:
 
 def names(rows: Rows, field: str) -> list[Any]:
     return list(dict.fromkeys(row[field] for row in rows))
-
-
-def latency_throughput(name: str, rows: Rows) -> Plot:
-    figure, axis = plt.subplots(figsize=(7.2, 4.6))
-    arms = names(rows, "arm")
-    for arm in arms:
-        mine = [r for r in rows if (r["arm"], r["group"]) == (arm, ALL)]  # by rising concurrency
-        x, y, shade = [r["tokens_per_second"] for r in mine], [r["ms_per_token"] for r in mine], colour(arm, arms)
-        axis.plot(x, y, marker=MARKS.get(arm, "o"), color=shade, label=arm, linewidth=1.8, markersize=6)
-        for row, at in zip(mine, zip(x, y, strict=True), strict=True):
-            where: dict[str, Any] = {"xytext": (6, 5), "textcoords": "offset points"}
-            axis.annotate(str(row["concurrency"]), at, fontsize=9, color=shade, **where)
-    axis.set(xlabel="throughput, tokens per second", ylabel="latency, ms per token of a request")
-    axis.margins(0.08)  # room for the numbers at the outermost points
-    axis.set(xlim=(0, None), ylim=(0, None))
-    axis.legend(title="right and down is better", loc="best")
-    caption = (
-        "Latency against throughput, prefill included. The numbers at the points are the requests at a time; latency "
-        "is the median over requests of the time to the whole answer, divided by its tokens."
-    )
-    return Plot(f"{name}-latency-throughput", figure, caption)
 
 
 def bars_of_ratios(axis: Any, rows: Rows, arms: Sequence[str]) -> None:

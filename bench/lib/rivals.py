@@ -1,6 +1,5 @@
 """Rivals in `bench/replay.py`, and the form of a draft function."""
 
-import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,8 +10,7 @@ from freedraft.draft import DraftBatch
 
 LIMITS = {"suffix": (64, 4.0, 0.0), "suffix-vllm": (24, 1.0, 0.1)}
 """Of ArcticInference: maximum match, draft tokens per matched token, minimum probability of a draft token."""
-ONLY = {"suffix-vllm": "chain", "lookup": "chain", "reference": "tree"}
-WIDE = (1 << 16) + 1  # vocabulary from which the authors' files hold 32 bits; of 16 bits they read ids as signed
+ONLY = {"suffix-vllm": "chain", "lookup": "chain"}
 Tokens = NDArray[np.int32]
 DraftFunction = Callable[[str, Tokens, int], DraftBatch]
 """Drafts for the first n tokens of a row. Within a request, n rises from the length of its prompt; each request has a
@@ -56,42 +54,6 @@ def suffix(documents: Sequence[Tokens], cell: Cell, learns: bool) -> DraftFuncti
         count = 1 + len(found.token_ids)
         out.tokens[0, :count] = [tokens[n - 1], *found.token_ids]
         out.parents[0, :count] = [-1, *(parent + 1 for parent in found.parents)]
-        out.counts[0] = count
-        return out
-
-    return draft
-
-
-def reference(documents: Sequence[Tokens], budget: int, vocab_size: int) -> DraftFunction:
-    """The authors' drafter with the settings of its evaluation. Raises ImportError: it is not installed."""
-    from sssd_speculator import Reader, Writer
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/store.idx" if documents else ""
-        if path:
-            writer = Writer(path, max(vocab_size + 1, WIDE))
-            for document in documents:
-                writer.add_entry([*document.tolist(), vocab_size])
-            writer.finalize()
-        reader = Reader(path, stop_token=vocab_size, prompt_branch_length=9, prompt_prefix_length=4)
-    longest = min(budget - 1, 5 if budget <= 8 else 6)
-    out = DraftBatch.empty(1, budget)
-    current, known = "", 0
-
-    def draft(request: str, tokens: Tokens, n: int) -> DraftBatch:
-        nonlocal current, known
-        if request != current:
-            reader.sync_finish_sequence(0)
-            reader.sync_put(tokens[:n].tolist(), 0)
-        else:
-            reader.stream_put(tokens[known:n].tolist(), 0)
-        current, known = request, n
-        found, depths, _ = reader.get_candidates([tokens[n - 4 : n].tolist()], [budget], [longest], [0])
-        count, path = len(found[0]), list[int]()
-        for node, depth in enumerate(depths[0]):  # in the order of a walk through the tree
-            out.parents[0, node] = path[depth - 1] if depth else -1
-            path[depth:] = [node]
-        out.tokens[0, :count] = found[0]
         out.counts[0] = count
         return out
 

@@ -1,4 +1,4 @@
-"""KnapSpec: the dynamic programme against exhaustive search and a plain restatement; lemma 4.1; TPT."""
+"""KnapSpec: the dynamic programme against exhaustive search and a plain restatement; TPT."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from bench.knapspec import certifying_cosine
 from layerskip_plugin.calibrate import knapsack
 from layerskip_plugin.calibrate.host_model import HostModel, Sample
 from layerskip_plugin.calibrate.knapsack import Candidate
@@ -82,31 +81,6 @@ def test_protected_sublayers_are_those_that_ruin_the_draft(host: HostModel, samp
 )
 def test_integer_weights(times: tuple[float, float], weights: tuple[int, int]) -> None:
     assert integer_weights(*times) == weights
-
-
-@pytest.mark.parametrize(("tokens", "hidden"), [(2, 2), (5, 3), (40, 8)])
-def test_no_state_within_the_lemmas_cosine_has_another_top_token(tokens: int, hidden: int) -> None:
-    """Random directions, and those to the planes where another token takes over; states of any norm."""
-    torch.manual_seed(tokens)
-    head, states = torch.randn(tokens, hidden).double(), torch.randn(50, hidden).double()
-    within, beyond = 0, 0
-    for x, needed in zip(states, certifying_cosine(states, head).tolist(), strict=True):
-        logits = head @ x
-        best = int(logits.argmax())
-        lead = min(logits[best] - logits[j] for j in range(tokens) if j != best)
-        farthest = max((head[best] - head[j]).norm() for j in range(tokens))
-        assert needed == pytest.approx(float(1 - lead**2 / (2 * x.norm() ** 2 * farthest**2)), abs=1e-5)
-        unit = x / x.norm()
-        away = torch.cat([head - head[best], torch.randn(200, hidden).double()])
-        away -= torch.outer(away @ unit, unit)
-        away = away[away.norm(dim=1) > 1e-9]
-        away /= away.norm(dim=1, keepdim=True)
-        for share in (0.2, 0.9, 1.0, 5.0):  # of the lemma's angle
-            angle = share * np.arccos(min(needed, 1.0))
-            others = torch.rand(len(away), 1) * 9 * (np.cos(angle) * unit + np.sin(angle) * away)
-            same = (others @ head.T).argmax(1) == best
-            within, beyond = within + int((~same).sum()) * (share < 1), beyond + int((~same).sum()) * (share > 1)
-    assert within == 0 and beyond > 0
 
 
 def test_the_choice_is_that_of_most_tokens_per_time() -> None:
