@@ -14,11 +14,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from importlib.util import resolve_name
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import griffe
 
 from bench.lib.tables import markdown
 from freedraft.engines.hooks import Hook, is_tested
@@ -41,122 +43,60 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }  # fmt: skip
 """Tables of hooks by the feature that needs them."""
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-class Found(NamedTuple):
-    """A definition, and the module that contains it."""
+class Assigned(griffe.Extension):
+    """Adds to a class what its methods assign to attributes; griffe itself reads only `__init__`."""
 
-    module: str
-    node: Any
+    def on_class_members(self, *, node: Any, cls: griffe.Class, **_: Any) -> None:
+        for each in ast.walk(node):
+            if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store):
+                cls.members.setdefault(each.attr, griffe.Attribute(each.attr, parent=cls))
 
 
-class Source:
-    """Python files of a package, parsed without import. read: returns the text of a file by its path
-    ("sglang/srt/server_args.py"), None if there is none; files: all paths."""
+class Source(griffe.ModulesCollection):
+    """Python files of a package, parsed without import when they are needed. texts: by path ("sglang/version.py")."""
 
-    def __init__(self, read: Callable[[str], str | None], files: Sequence[str]) -> None:
-        self._read, self._files, self._module = read, files, cache(self._parse)
+    def __init__(self, texts: Mapping[str, str]) -> None:
+        super().__init__()
+        self._texts = {f"{folder}/__init__.py": "" for path in texts for folder in Path(path).parents} | dict(texts)
+        self._unread = {p.removesuffix(".py").removesuffix("/__init__").replace("/", "."): p for p in self._texts}
 
     def problem(self, hook: Hook) -> str | None:
         """See `Hook.problem`."""
-        owner = self.resolve(hook.path)
-        if owner is None:
-            return f"{hook.path} is missing"
-        found = self._member(owner, hook.attribute) if hook.attribute else owner
-        if found is None:
-            return f"{hook.name} is missing"
-        if absent := sorted(set(hook.parameters) - self._parameters(found)) if hook.parameters else []:
-            return f"{hook.name} takes no parameter {', '.join(absent)}"
-        absent = sorted(set(hook.members) - self._names(found))
-        return f"{hook.name} has no {', '.join(absent)}" if absent else None
+        name = hook.path
+        try:
+            found = self.get_member(name)
+            if hook.attribute:
+                owned, name = found.all_members, hook.name
+                found = owned[hook.attribute]
+                if found.is_attribute and found.labels <= {"instance-attribute"}:
+                    raise KeyError("not an attribute of the class itself")
+            members = set(found.all_members)
+        except (KeyError, griffe.GriffeError):
+            return f"{name} is missing"
+        if absent := sorted(set(hook.parameters) - ({p.name for p in getattr(found, "parameters", ())} or members)):
+            return f"{name} takes no parameter {', '.join(absent)}"
+        folder = ASSEMBLED.get(found.canonical_path)
+        trees = [ast.parse(text) for path, text in self._texts.items() if folder and path.startswith(f"{folder}/")]
+        nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.AnnAssign)]
+        absent = sorted(set(hook.members).difference(members, (ast.unparse(node.target) for node in nodes)))
+        return f"{name} has no {', '.join(absent)}" if absent else None
 
-    def resolve(self, path: str) -> Found | None:
-        """Return the module, or the definition in a module, that a dotted path names."""
-        parts = path.split(".")
-        for depth in range(len(parts), 0, -1):
-            name = ".".join(parts[:depth])
-            tree = self._module(name)
-            if tree is not None:
-                found: Found | None = Found(name, tree)
-                for part in parts[depth:]:
-                    found = found and self._member(found, part)
-                return found
-        return None
-
-    def _parse(self, name: str) -> ast.Module | None:
-        path = name.replace(".", "/")
-        text = self._read(f"{path}.py") or self._read(f"{path}/__init__.py")
-        return None if text is None else ast.parse(text)
-
-    def _member(self, owner: Found, name: str) -> Found | None:
-        nodes = list(_definitions(owner.node))
-        for node in nodes:
-            overload = isinstance(node, Function) and any("overload" in ast.unparse(d) for d in node.decorator_list)
-            if name in _defined(node) and not overload:
-                return Found(owner.module, node)
-        imports = ((node, alias) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names)
-        for node, alias in imports:
-            if (alias.asname or alias.name) in (name, "*"):
-                path = f"{self._imported(owner.module, node)}.{name if alias.name == '*' else alias.name}"
-                if path != f"{owner.module}.{name}" and (found := self.resolve(path)) is not None:
-                    return found
-        return next((found for base in self._bases(owner) if (found := self._member(base, name))), None)
-
-    def _imported(self, importer: str, node: ast.ImportFrom) -> str:
-        if not node.level:
-            return node.module or ""
-        is_package = self._read(f"{importer.replace('.', '/')}/__init__.py") is not None
-        package = importer if is_package else importer.rpartition(".")[0]
-        return resolve_name("." * node.level + (node.module or ""), package)
-
-    def _bases(self, owner: Found) -> Iterator[Found]:
-        for base in getattr(owner.node, "bases", ()):
-            name = ast.unparse(base).split(".")[0].split("[")[0]
-            found = self._member(Found(owner.module, self._module(owner.module)), name)
-            if found is not None and isinstance(found.node, ast.ClassDef):
-                yield found
-
-    def _parameters(self, found: Found) -> set[str]:
-        if isinstance(found.node, ast.ClassDef):
-            made_by = self._member(found, "__init__")
-            return self._names(found) if made_by is None else self._parameters(made_by)
-        if not isinstance(found.node, Function):
-            return set()
-        arguments = found.node.args
-        return {a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
-
-    def _names(self, found: Found) -> set[str]:
-        """Return the members of a class, and attributes that its methods assign to their first argument."""
-        if not isinstance(found.node, ast.ClassDef):
-            return set()
-        names = {name for node in _definitions(found.node) for name in _defined(node)}
-        names |= {n.attr for n in ast.walk(found.node) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
-        names |= {name for base in self._bases(found) for name in self._names(base)}
-        folder = ASSEMBLED.get(f"{found.module}.{found.node.name}")
-        for file in self._files if folder else ():
-            if file.startswith(f"{folder}/") and file.endswith(".py"):
-                nodes = ast.walk(ast.parse(self._read(file) or ""))
-                names |= {name for node in nodes if isinstance(node, ast.AnnAssign) for name in _defined(node)}
-        return names
-
-
-def _definitions(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield statements of a module or class, including those under a condition."""
-    for child in getattr(node, "body", []):
-        yield child
-        if isinstance(child, ast.If | ast.Try | ast.With):
-            yield from _definitions(child)
-            for other in (*getattr(child, "handlers", []), *getattr(child, "orelse", [])):
-                yield other
-                yield from _definitions(other)
-
-
-def _defined(node: ast.AST) -> set[str]:
-    if isinstance(node, ast.ClassDef | Function):
-        return {node.name}
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    return {name.id for target in targets if target for name in ast.walk(target) if isinstance(name, ast.Name)}
+    def get_member(self, key: Any) -> Any:
+        """Parse the modules on a dotted path first; griffe calls this for all paths of imports and base classes."""
+        for module in accumulate(key.split("."), "{}.{}".format):
+            if path := self._unread.pop(module, None):
+                package, _, name = module.rpartition(".")
+                parent, extensions = super().get_member(package) if package else None, griffe.Extensions(Assigned())
+                options: dict[str, Any] = {"parent": parent, "modules_collection": self, "extensions": extensions}
+                new = griffe.visit(name, Path(path), self._texts[path], **options)
+                self.set_member(module, new)
+                for star in filter(None, [getattr(each, "wildcard", None) for each in new.members.values()]):
+                    with suppress(KeyError, griffe.GriffeError):
+                        for each in self.get_member(star).members:
+                            new.members.setdefault(each, griffe.Alias(each, f"{star}.{each}", parent=new))
+        return super().get_member(key)
 
 
 def parts(engine: str) -> dict[str, tuple[Hook, ...]]:
@@ -173,7 +113,7 @@ def source_of(engine: str, version: str, folder: Path) -> Source:
         subprocess.run([*command, package, "-d", str(folder)], check=True)
     with zipfile.ZipFile(next(folder.glob(pattern))) as wheel:
         texts = {name: wheel.read(name).decode() for name in wheel.namelist() if name.endswith(".py")}
-    return Source(texts.get, list(texts))
+    return Source(texts)
 
 
 def main() -> int:

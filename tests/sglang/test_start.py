@@ -199,23 +199,21 @@ def test_the_source_tells_what_the_installed_engine_tells():
 
     from bench.versions import Source, parts
 
-    root = Path(find_spec("sglang").origin).parents[1]
-    files = [str(path.relative_to(root)) for path in (root / "sglang/srt/arg_groups/fields").glob("*.py")]
-    changed = {}
-
-    def read(name):
-        text = (root / name).read_text() if (root / name).is_file() else None
-        return text if name not in changed else text.replace(*changed[name])
+    root = Path(find_spec("sglang").origin).parent
+    texts = {str(path.relative_to(root.parent)): path.read_text() for path in root.rglob("*.py")}
 
     def problems():
-        source, hooks = Source(read, files), [hook for table in parts("sglang").values() for hook in table]
+        source, hooks = Source(texts), [hook for table in parts("sglang").values() for hook in table]
         return [found for hook in hooks if (found := source.problem(hook)) is not None]
 
+    def rename(path, old, new):
+        texts[path] = texts[path].replace(old, new)
+
     assert problems() == []
-    changed["sglang/srt/speculative/spec_utils.py"] = "def build_grammar_vocab_mask", "def renamed"
-    changed["sglang/srt/layers/sampler.py"] = "num_tokens_in_batch", "count"
-    changed["sglang/srt/mem_cache/memory_pool.py"] = "kv_cache_layout", "layout"
-    changed["sglang/srt/arg_groups/fields/spec.py"] = "speculative_attention_mode", "mode"
+    rename("sglang/srt/speculative/spec_utils.py", "def build_grammar_vocab_mask", "def renamed")
+    rename("sglang/srt/layers/sampler.py", "num_tokens_in_batch", "count")
+    rename("sglang/srt/mem_cache/memory_pool.py", "kv_cache_layout", "layout")
+    rename("sglang/srt/arg_groups/fields/spec.py", "speculative_attention_mode", "mode")
     lines = "\n".join(problems())
     assert lines.count("\n") == 3
     assert "spec_utils.build_grammar_vocab_mask is missing" in lines

@@ -56,21 +56,20 @@ def test_all_hooks_are_there():
     assert check(HOOKS + MODEL_HOOKS + OPTIONAL_HOOKS) == []
 
 
-def installed_source(change):
-    """vLLM's own files, each with a change."""
+@pytest.fixture(scope="module")
+def texts():
+    """vLLM's own files."""
     from importlib.util import find_spec
 
-    from bench.versions import Source
-
-    root = Path(str(find_spec("vllm").origin)).parents[1]
-    return Source(lambda path: change(path, (root / path).read_text()) if (root / path).is_file() else None, ())
+    root = Path(str(find_spec("vllm").origin)).parent
+    return {str(path.relative_to(root.parent)): path.read_text() for path in root.rglob("*.py")}
 
 
-def test_the_source_tells_what_the_installed_engine_tells():
+def test_the_source_tells_what_the_installed_engine_tells(texts):
     """As `bench.versions` reads wheels that are not installed."""
-    from bench.versions import parts
+    from bench.versions import Source, parts
 
-    source = installed_source(lambda path, text: text)
+    source = Source(texts)
     hooks = [hook for table in parts("vllm").values() for hook in table]
     assert set(hooks) == set(HOOKS + MODEL_HOOKS + OPTIONAL_HOOKS)
     assert [problem for hook in hooks if (problem := source.problem(hook)) is not None] == []
@@ -90,15 +89,12 @@ def test_the_source_tells_what_the_installed_engine_tells():
         ("model_runner", "GPUModelRunner has no fast_prefill"),
     ],
 )
-def test_doctor_knows_what_is_read_of_model_runner_v2(module, said):
+def test_doctor_knows_what_is_read_of_model_runner_v2(texts, module, said):
     """In vLLM's own files, in which this attribute has another name."""
-    name = said.split()[-1]
+    from bench.versions import Source
 
-    def renamed(path, text):
-        changed = path == f"vllm/v1/worker/gpu/{module}.py"
-        return re.sub(rf"\bself\.{name}\b", "self.renamed", text) if changed else text
-
-    source = installed_source(renamed)
+    name, path = said.split()[-1], f"vllm/v1/worker/gpu/{module}.py"
+    source = Source(texts | {path: re.sub(rf"\bself\.{name}\b", "self.renamed", texts[path])})
     assert any(said in (source.problem(hook) or "") for hook in OPTIONAL_HOOKS)
 
 
