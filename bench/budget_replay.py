@@ -40,15 +40,6 @@ SMALL = ModelShape(
 LARGE = ModelShape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocab=128256)
 
 
-class Clock:
-    """Simulated time of a replay, in seconds."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def cpu(batch: int, query_tokens: int) -> float:
     """Seconds of a step as measured with one request; 0.9 ms per query token beyond nine, 0.3 ms per request."""
     at = np.interp(query_tokens, [1, 2, 3, 5, 6, 7, 9], [20.4, 21.7, 22.3, 22.6, 23.3, 24.5, 25.1])
@@ -66,7 +57,7 @@ MACHINES: dict[str, tuple[Callable[[int, int], float], ModelShape]] = {"cpu": (c
 """Seconds of a step by batch size and query tokens; the model. Policies get the hardware profile of that name."""
 
 
-MakePolicy = Callable[[Roofline, Clock], Controller]
+MakePolicy = Callable[[Roofline, Callable[[], float]], Controller]
 ARMS: dict[str, MakePolicy] = {
     "plain": lambda roofline, clock: Fixed(roofline.profile, 0),
     "fixed 2": lambda roofline, clock: Fixed(roofline.profile, 2),
@@ -92,8 +83,8 @@ class Answer:
 
 def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make: MakePolicy) -> float:
     """Decode recorded answers in a batch that is kept full while answers are left; return the tokens per second."""
-    (seconds_of, shape), clock = MACHINES[machine], Clock()
-    policy = make(Roofline(shape, HardwareProfile.load(machine)), clock)
+    (seconds_of, shape), now = MACHINES[machine], 0.0
+    policy = make(Roofline(shape, HardwareProfile.load(machine)), lambda: now)
     min_score = policy.profile.token_cost if isinstance(policy, Knee) else 0.0
     rng = np.random.default_rng(batch)
     waiting, free = list(range(len(rows)))[::-1], list(range(batch))[::-1]
@@ -108,7 +99,7 @@ def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make
             table[place, : len(prompt)], table[place, len(prompt)] = prompt, output[0]
             answers.append(Answer(f"{i}", place, len(prompt), output))
         if not answers:
-            return produced / clock.now
+            return produced / now
         n, names, places = len(answers), [a.name for a in answers], [a.place for a in answers]
         lengths = np.array([a.prompt + a.done for a in answers], np.int32)
         ends = np.array(places) * np.int64(longest) + lengths
@@ -124,13 +115,13 @@ def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make
         if length := policy.max_draft_len(step):
             for b in drafter.update(names, step.tokens, step.starts, step.ends, lengths):
                 drafter.replace(names[b], step.history(b)[: lengths[b]])
-            clock.now += DRAFTING * n
+            now += DRAFTING * n
             drafts = drafter.draft(names, max_nodes=length + 1, shape="chain", min_score=min_score)
             policy.truncate(drafts)
             counts, tokens = np.maximum(drafts.counts, 1), drafts.tokens
         policy.end(step)
         query_tokens = int(counts.sum())
-        clock.now += seconds_of(n, query_tokens) * rng.lognormal(0.0, NOISE)
+        now += seconds_of(n, query_tokens) * rng.lognormal(0.0, NOISE)
         for a, count, row in zip(answers, counts.tolist(), tokens, strict=True):
             left = a.truth[a.done :]
             known = left[: count - 1]
