@@ -33,11 +33,11 @@ HEAD = """\
 
 """
 CONDITIONS = """\
-Everything here ran on CPUs: 2 cores of an AMD EPYC, without a GPU, often under other load. A ratio compares arms that
-took turns in one run; tokens per second and milliseconds are those of this machine. The engines' CPU builds have other
-kernels than those for GPUs, and CPUs have little idle arithmetic: gains on a GPU will differ. Draft quality by replay
-is the same on every machine. The JSON files hold more columns than the tables; their manifests hold command and
-versions. To measure it yourself, see [benchmarks.md](benchmarks.md).
+Everything here ran on CPUs: 2 cores of an AMD EPYC or an Intel Xeon, without a GPU, often under other load. A ratio
+compares arms that took turns in one run; tokens per second and milliseconds are those of one machine. The engines'
+CPU builds have other kernels than those for GPUs, and CPUs have little idle arithmetic: gains on a GPU will differ.
+Draft quality by replay is the same on every machine. The JSON files hold more columns than the tables; their
+manifests hold command and versions. To measure it yourself, see [benchmarks.md](benchmarks.md).
 """
 ON_A_GPU = "On a GPU: "  # prefix of the titles of sections measured on GPUs
 CHAPTERS = ["Does it pay?", "Against other drafters", "By batch size", "By context length", "Which layers, and how far"]
@@ -529,6 +529,13 @@ figure is the measured one.
   1.81.
 - **Layer skipping on SGLang, in turns with commit 4323d4f**, deep model at batch 1, 2 and 4: 1.48, 1.59 and 1.61
   there, 1.70, 1.84 and 1.54, then 1.48, 1.69 and 1.55 at ff756db1493c.
+- **Method `freedraft` in turns with commit 4323d4f**, deep model, as in "Both together", one round on an Intel Xeon
+  (4f3c0ced): copying 3.08, code 1.68, chat 1.37, story 1.44 times plain, there 2.50, 1.67, 1.36 and 1.40.
+- **The demo's prompts in one process, in turns with commit 843d594**, `sssd`, vLLM V1, fp32, eager, on an Intel Xeon,
+  tokens per second of two runs each (4f3c0ced): copying 81.2 and 81.0, there 74.6 and 79.4; code 57.1 and 54.1, there
+  54.3 and 52.9; chat 34.3 and 34.7, there 34.5 and 34.1; story, one run, 29.7, there 29.4. As two servers, over HTTP,
+  in turns: 2.74 and 2.64, 2.14 and 1.94, 1.18 and 1.07, 1.08 and 1.00 times plain, agent session 2.52 and 2.60; there
+  2.93 and 2.71, 2.28 and 2.07, 1.21 and 1.15, 1.09 and 1.03, 2.55 and 2.54.
 - **Time of the learned scorer as a network**, over the 104 weight sets before it (ee41fc4 and the parent of 159c170 in
   turns, one request unless said): stores of 1 M and 8 M tokens, 8 nodes 1.19 and 1.12, 16 nodes 1.28 and 1.19; 32
   requests 1.14 to 1.18 and 1.08 to 1.16; 256 requests, 16 nodes 1.20 and 1.18.

@@ -146,7 +146,7 @@ def test_no_circle_of_imports() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names one
 
 
-PRODUCT_LINES = 22_803
+PRODUCT_LINES, BENCH_LINES = 22_803, 4_500
 FILE_LINES, FUNCTION_LINES, ARGUMENTS = 300, 60, 7
 # What is larger than these, and how large it may be at most. An entry goes with its cause; none is added.
 KNOWN = {
@@ -193,9 +193,11 @@ def test_nothing_is_too_large_to_be_read(kind: str, limit: int) -> None:
     assert done == [], f"within {limit} now: take them out of KNOWN"
 
 
-def test_the_product_does_not_grow() -> None:
+def test_product_and_benches_do_not_grow() -> None:
     """What is new takes the place of something, or is worth this number's change."""
     assert sum(sizes()["files"].values()) <= PRODUCT_LINES
+    benches = (ROOT / "bench").rglob("*.py")
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in benches) <= BENCH_LINES
 
 
 def test_no_folder_shadows_a_package_of_an_engine() -> None:
