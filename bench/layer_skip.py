@@ -3,6 +3,7 @@
     python bench/layer_skip.py --model build/model --json build/layer-skip.json
     python bench/layer_skip.py --engine sglang --json build/layer-skip-sglang.json      # in SGLang's environment
     python bench/layer_skip.py --only composed --json build/composed.json
+    python bench/layer_skip.py --only windows --contexts 4000 --json build/windows.json
 
 Parts, each in its own engine, bf16, compiled on vLLM; prefill is not timed:
 - deep: the synthetic model of bench/lib/deep_model.py with a skip set of half of the sublayers. Plain and speculative

@@ -11,9 +11,8 @@ have no datastore; `paper-store` sees only the last four tokens of a request.
 Greedy verification accepts exactly the draft tokens that equal the target's own continuation, so a recorded answer of
 any model determines what is accepted. A step yields the longest drafted path that equals the continuation, plus one
 token; the budget includes the root. The outputs of the first 605 rows are the datastore; the other rows are replayed,
-up to 512 tokens. --long replays answers that copy, or edit, 600 tokens of a prompt from
-Python's library. --sessions replays every assistant turn after all text before it; drafters start empty and learn each
-turn.
+up to 512 tokens. --long replays answers that copy, or edit, 600 tokens of a prompt from Python's library. --sessions
+replays every assistant turn after all text before it; drafters start empty and learn each turn.
 """
 
 import argparse

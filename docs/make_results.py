@@ -40,7 +40,7 @@ Draft quality by replay is the same on every machine. The JSON files hold more c
 manifests hold command and versions. To measure it yourself, see [benchmarks.md](benchmarks.md).
 """
 ON_A_GPU = "On a GPU: "  # prefix of the titles of sections measured on GPUs
-CHAPTERS = ["Does it pay?", "Against other drafters", "By batch size", "By context length", "Which layers, and how far"]
+CHAPTERS = ["Does it pay?", "Against other drafters", "By batch size", "By context length", "Lookahead"]
 CHAPTERS += ["What it costs", "On a GPU"]
 
 
@@ -490,33 +490,39 @@ figure is the measured one.
   largest weight 1, 2 and 5: 1.002, 1.026 and 1.040 times plain by measured acceptance, 5, 8 and 15 s of search; 12
   times, largest weight 1, 2, 5 and 12: 1.007, 1.034, 1.052 and 1.060, 5, 8, 15 and 36 s.
 - **Which layers, by context length**: a synthetic deep model of graded redundancy, 60 of 120 sublayers spare, fp32,
-  without an engine; times of Llama-3.1-8B on an H100, batch 32, by the roofline; sets and lengths chosen on 32 tokens,
-  tokens per time over plain on 96 later ones at .25, 1 and 4 k tokens, standard errors .02 to .05 (bench/knapspec.py,
-  529cb5a81f7d): weights of attention and MLP apart 1.39, 1.27 and 1.39, whole layers 1.41, 1.20 and 1.36, the set of
-  .25 k for all 1.39, 1.24 and 1.42; in the same processor time SWIFT .93, .98 and .99, Self-SD's Bayesian search 1.01,
-  1.01 and 1.03; evenly spread .98, .94 and .95. Apart over whole layers -.02, +.07 and +.03 (.03, .05 and .02). With
-  the times of 32 k on the texts of 4 k, attention taking 12.4 times as long as an MLP (4f3c0ced): apart 1.44, whole
-  layers 1.42, the set of .25 k 1.43, SWIFT .99, Bayesian 1.00, evenly spread .96; apart over whole layers +.02 (.03).
-  Predicted and measured speed of 30 sets, each at its best length, correlate at .91 by tokens per time, .90 by tokens
-  per layer, .52 by acceptance.
+  without an engine; times of Llama-3.1-8B on an H100, batch 32, by the roofline, where attention takes .34, .62 and
+  1.76 times as long as an MLP at .25, 1 and 4 k tokens; sets and lengths chosen on 32 tokens, tokens per time over
+  plain on 96 later ones, standard errors .02 to .05 (bench/knapspec.py, 529cb5a81f7d): weights of attention and MLP
+  apart 1.39, 1.27 and 1.39, whole layers 1.41, 1.20 and 1.36, the set of .25 k for all 1.39, 1.24 and 1.42; in the same
+  processor time SWIFT, 101 to 126 sets of 24 sublayers, .93, .98 and .99, Self-SD's Bayesian search 1.01, 1.01 and
+  1.03; evenly spread .98, .94 and .95. Apart over whole layers -.02, +.07 and +.03 (.03, .05 and .02). Predicted and
+  measured speed of 30 sets, each at its best length, correlate at .91 by tokens per time, .90 by tokens per layer, .52
+  by acceptance. At 8 k (3.3 times), and with the times of 32 k (12.4 times) on the texts of 4 k (4f3c0ced, Intel Xeon):
+  apart 1.31 and 1.44, whole layers 1.26 and 1.42, the set of .25 k 1.40 and 1.43, SWIFT 1.05 and .99, Bayesian 1.01 and
+  1.00, evenly spread .96 and .96; apart over whole layers +.04 and +.02 (.03 both). Thirty
+  sets of these two and of .25 k correlate at .86, .85 and .48.
 - **SWIFT without its parts**, the same model, 20 % skipped, vLLM V1, 6 prompts of 64 tokens, threshold .8, at most 25
-  draft tokens; tokens per step, acceptance and speed by the paper's formula (bench/layer_skip.py, 1defe5838dd6): SWIFT
-  1.95, .64 and .89 after 12 sets; random search alone 1.95, .64 and .89 after 26; no stop score 2.07, .67 and .91,
-  stopped after 178; no early stop 2.61, .08 and .15; no search 1.24, .22 and .66; the sublayers of the least scales,
-  which only the model's maker knows, 3.23, .98 and 1.15.
+  draft tokens; tokens per step, acceptance and speed by the paper's formula (bench/layer_skip.py --only swift,
+  1defe5838dd6): SWIFT 1.95, .64 and .89 after 12 sets; random search alone 1.95, .64 and .89 after 26; no stop score
+  2.07, .67 and .91, stopped after 178; no early stop 2.61, .08 and .15; no search 1.24, .22 and .66; the sublayers of
+  the least scales, which only the model's maker knows, 3.23, .98 and 1.15.
 - **All methods, on a model with domains**, a synthetic deep one: 48 of 60 copied sublayers are spare everywhere, 6 in
   the one domain only, 6 in the other. vLLM V1, confidence .8, at most 25 draft tokens, speed by the papers' formula,
-  greedy and at temperature .7. 20 % skipped (5d3ad0be5269): SWIFT .73 and .66, Self-SD .83 and .77, one knapsack set
-  1.15 and 1.06, KNN-SSD 1.17 and 1.03, with its sets exchanged 1.14 and 1.03; KnapSpec, 30 sublayers, 1.16 and 1.08.
-  45 % skipped (3cdba2b3ac17): SWIFT .72 and .74, Self-SD 1.06 and 1.00, one set 1.31 and 1.17, KNN-SSD 1.38 and 1.25,
-  exchanged .53 and .54 (acceptance .94 and .02); KnapSpec, 25 sublayers, .89 and .85. Processor seconds of a search:
-  SWIFT and KnapSpec, while serving, 21 to 25, Self-SD 279 and 261, KNN-SSD 211 and 267.
-- **Which layers, on streams of prompts** of five domains, expected speed by the same formula, drafts of 5 tokens, mix
-  ratio 0, .3, .7 and 1 (bench/selection.py, b1f58a296ea9), demo model: the first domain's set .58, .53, .58 and .53,
-  one for all .62, .56, .62 and .62, SWIFT .44, .43, .47 and .47, KNN-SSD .62, .60, .62 and .61, KnapSpec's knapsack
-  .98, .99, .98 and .98; deep model, which has one right set: 1.49 to 1.54, SWIFT .31 to .36. On the model with domains,
-  45 % skipped, mix ratio .1, .3, .5, .7 and 1 (b3e4239768f2): .48, .60, .74, .83 and .79; one for all 1.06, 1.00, 1.01,
-  .98 and 1.08; SWIFT .28 or .29; KNN-SSD 1.18, 1.17, 1.15, 1.16 and 1.19; knapsack .89, .81, .85, .82 and .90.
+  greedy and at temperature .7 (bench/layer_skip.py --only methods). 20 % skipped (5d3ad0be5269): SWIFT .73 and .66,
+  Self-SD .83 and .77, one knapsack set 1.15 and 1.06, KNN-SSD 1.17 and 1.03, with its sets exchanged 1.14 and 1.03;
+  KnapSpec, 30 sublayers, 1.16 and 1.08. 45 % skipped (3cdba2b3ac17): SWIFT .72 and .74, Self-SD 1.06 and 1.00, one set
+  1.31 and 1.17, KNN-SSD 1.38 and 1.25, exchanged .53 and .54; KnapSpec, 25 sublayers, .89 and .85. Acceptance of
+  KNN-SSD 1.00 and .94, exchanged .97 and .02. Processor seconds of a search: SWIFT, while serving, 21 and 25, after 52
+  and 338 sets, without an end by its rules; KnapSpec, while serving, 24 and 21; Self-SD 279 and 261, KNN-SSD 211 and
+  267.
+- **Which layers, on streams of prompts** of five domains, expected speed by the same formula, fp32, without an engine,
+  drafts of 5 tokens (the knapsack's of its own length) without early stop and candidates, mix ratio 0, .3, .7 and 1
+  (bench/selection.py, b1f58a296ea9), demo model: the first domain's set .58, .53, .58 and .53, one for all .62, .56,
+  .62 and .62, SWIFT in an earlier form .44, .43, .47 and .47, KNN-SSD .62, .60, .62 and .61, KnapSpec's knapsack, which
+  skips one sublayer, .98, .99, .98 and .98; deep model, which has one right set: 1.49 to 1.51, the knapsack 1.51 to
+  1.54, SWIFT .31 to .36. On the model with two domains, 45 % skipped, 12 prompts, mix ratio .1, .3, .5, .7 and 1
+  (b3e4239768f2): the first domain's set .48, .60, .74, .83 and .79; one for all 1.06, 1.00, 1.01, .98 and 1.08; SWIFT
+  .28 or .29; KNN-SSD 1.18, 1.17, 1.15, 1.16 and 1.19; the knapsack .89, .81, .85, .82 and .90.
 - **Ways to train DISCO**, tokens per time over plain if a pass costs .05, .3 and .5 of a step (bench/disco.py,
   f7e034611bcf): on what verification judges 2.527, 1.492 and 1.230, with the place in the answer 2.514, 1.482 and
   1.223; on a token at every position of the target's text 2.542, 1.466 and 1.232, labelled by total variation distance
@@ -532,12 +538,13 @@ figure is the measured one.
 - **Layer skipping on SGLang, in turns with commit 4323d4f**, deep model at batch 1, 2 and 4: 1.48, 1.59 and 1.61
   there, 1.70, 1.84 and 1.54, then 1.48, 1.69 and 1.55 at ff756db1493c.
 - **Method `freedraft` in turns with commit 4323d4f**, deep model, as in "Both together", one round on an Intel Xeon
-  (4f3c0ced): copying 3.08, code 1.68, chat 1.37, story 1.44 times plain, there 2.50, 1.67, 1.36 and 1.40.
-- **The demo's prompts in one process, in turns with commit 843d594**, `sssd`, vLLM V1, fp32, eager, on an Intel Xeon,
-  tokens per second of two runs each (4f3c0ced): copying 81.2 and 81.0, there 74.6 and 79.4; code 57.1 and 54.1, there
-  54.3 and 52.9; chat 34.3 and 34.7, there 34.5 and 34.1; story, one run, 29.7, there 29.4. As two servers, over HTTP,
-  in turns: 2.74 and 2.64, 2.14 and 1.94, 1.18 and 1.07, 1.08 and 1.00 times plain, agent session 2.52 and 2.60; there
-  2.93 and 2.71, 2.28 and 2.07, 1.21 and 1.15, 1.09 and 1.03, 2.55 and 2.54.
+  (4f3c0ced), quarters in brackets: copying 3.08 (2.74-3.26), code 1.68 (1.57-2.84), chat 1.37 (1.36-1.47), story 1.44
+  (1.41-1.46) times plain, there 2.50 (2.49-2.93), 1.67 (1.52-2.52), 1.36 (1.33-1.40) and 1.40 (1.39-1.43).
+- **The demo in turns with commit 843d594**, on an Intel Xeon, two runs each (4f3c0ced), times plain: copying 2.74 and
+  2.64, code 2.14 and 1.94, chat 1.18 and 1.07, story 1.08 and 1.00, agent session 2.52 and 2.60; there 2.93 and 2.71,
+  2.28 and 2.07, 1.21 and 1.15, 1.09 and 1.03, 2.55 and 2.54. The same prompts in one process, without a server (a
+  script that is not kept), tokens per second of `sssd`: copying 81.2 and 81.0, there 74.6 and 79.4; code 57.1 and 54.1,
+  there 54.3 and 52.9; chat 34.3 and 34.7, there 34.5 and 34.1; story 29.7, there 29.4 and 29.1.
 - **Time of the learned scorer as a network**, over the 104 weight sets before it (ee41fc4 and the parent of 159c170 in
   turns, one request unless said): stores of 1 M and 8 M tokens, 8 nodes 1.19 and 1.12, 16 nodes 1.28 and 1.19; 32
   requests 1.14 to 1.18 and 1.08 to 1.16; 256 requests, 16 nodes 1.20 and 1.18.
