@@ -447,6 +447,11 @@ figure is the measured one.
   1.2, 2.6 and 5.3 ms at 1, 8, 64 and 256 requests, of which drafting 0.2, 0.3, 1.0 and 2.9 (3086aa212817).
 - **Host time of `sssd` in a step of vLLM's V1**, 8 draft tokens for each request, in turns with commit 4323d4f, medians
   of 2 runs: .37 and .38 ms with one request, there .41 and .39; .86 and .89 with 32, there 1.07 and .95 (5d3ad0be5269).
+- **Host time of `sssd` in a step of SGLang's CPU platform**, trees of 16 nodes, in turns with commit 4323d4f, medians
+  of three runs, without the forward pass and what runs on a GPU (4f3c0ced, Intel Xeon): .84, .88 and .81 ms with one
+  request, there .76, .75 and .68; 3.8, 3.8 and 3.9 ms with 32, there 3.3, 3.2 and 3.1. Of it .11 and .31 ms follow the
+  launch of the verification, while a device works; looking up takes 1.3 to 1.4 ms with 32 requests, there 1.1 to 1.2:
+  the learned scorer is a network since.
 - **A drafter thread behind a simulated device** with passes of 5 ms (bench/draft_thread.py): by how much less the
   device idles with the thread, as a share of the wait for drafts without it. SGLang with 1, 8 and 32 requests -13, 9
   and 0 %, with 150 us of the scheduler's work before it takes drafts -21, -4 and -1 % (2649cc48edf9). vLLM's V2, in the
