@@ -58,14 +58,15 @@ MACHINES: dict[str, tuple[Callable[[int, int], float], ModelShape]] = {"cpu": (c
 
 
 MakePolicy = Callable[[Roofline, Callable[[], float]], Controller]
-ARMS: dict[str, MakePolicy] = {
-    "plain": lambda roofline, clock: Fixed(roofline.profile, 0),
-    "fixed 2": lambda roofline, clock: Fixed(roofline.profile, 2),
-    "fixed 4": lambda roofline, clock: Fixed(roofline.profile, 4),
-    "fixed 8": lambda roofline, clock: Fixed(roofline.profile, 8),
-    "knee": lambda roofline, clock: Knee(roofline.profile, 8),
-    "auto": lambda roofline, clock: Auto(roofline, 8, clock=clock),
-}
+
+
+def fixed(length: int) -> MakePolicy:
+    return lambda roofline, clock: Fixed(roofline.profile, length)
+
+
+ARMS: dict[str, MakePolicy] = {"plain": fixed(0)} | {f"fixed {n}": fixed(n) for n in (2, 4, 8)}
+ARMS["knee"] = lambda roofline, clock: Knee(roofline.profile, 8)
+ARMS["auto"] = lambda roofline, clock: Auto(roofline, 8, clock=clock)
 
 
 @dataclass(eq=False)

@@ -163,8 +163,8 @@ def main() -> None:
         elif part == "windows":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB
             by_context = {context: measured(part, *demo, "--contexts", context) for context in args.contexts}
-            of_context = [row | {"context": context} for context, each in by_context.items() for row in each]
-            rows = [row | {"allowed": max(1.0, row.get("formula", 1.0))} for row in of_context]
+            cells = [(context, row) for context, each in by_context.items() for row in each]
+            rows = [row | {"context": at, "allowed": max(1.0, row.get("formula", 1.0))} for at, row in cells]
             figures |= versions(args.engine) | {"dtype": "bfloat16", "rows": rows}
         else:
             rows = measured(part, *(deep if part == "deep" else demo))

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from bench.lib.results import write_json
-from bench.lib.rivals import LIMITS, ONLY, Cell, DraftFunction, Tokens, lookup, suffix
+from bench.lib.rivals import CHAINS_ONLY, LIMITS, Cell, DraftFunction, Tokens, lookup, suffix
 from bench.lib.tables import pivot
 from bench.lib.trace import STORE_ROWS, Row, Sessions, Trace, store_of
 from bench.scorer.long_contexts import KINDS as COPY_KINDS
@@ -108,10 +108,10 @@ def replay(
 def cells(arguments: argparse.Namespace) -> Iterator[Cell]:
     """Yield all valid combinations of drafter, shape and budget."""
     for cell in map(Cell._make, product(arguments.drafter, arguments.shape, arguments.budget)):
-        if cell.drafter not in ONLY:
+        if cell.drafter not in CHAINS_ONLY:
             yield cell
         elif cell.shape == arguments.shape[0]:
-            yield cell._replace(shape=ONLY[cell.drafter])
+            yield cell._replace(shape="chain")
 
 
 def of_trace(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

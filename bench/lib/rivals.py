@@ -10,7 +10,7 @@ from freedraft.draft import DraftBatch
 
 LIMITS = {"suffix": (64, 4.0, 0.0), "suffix-vllm": (24, 1.0, 0.1)}
 """Of ArcticInference: maximum match, draft tokens per matched token, minimum probability of a draft token."""
-ONLY = {"suffix-vllm": "chain", "lookup": "chain"}
+CHAINS_ONLY = ("suffix-vllm", "lookup")
 Tokens = NDArray[np.int32]
 DraftFunction = Callable[[str, Tokens, int], DraftBatch]
 """Drafts for the first n tokens of a row. Within a request, n rises from the length of its prompt; each request has a
