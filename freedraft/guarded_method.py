@@ -6,6 +6,7 @@ import atexit
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -135,8 +136,8 @@ class GuardedMethod:
             self.call(self._count_undrafted, step, draft)
 
     def observe(self, step: Step) -> None:
-        """See `Method.observe`."""
-        self._take(step, self.method.observe, "cost")
+        """Learn from a step without drafting for the next one."""
+        self._take(step, partial(self.method.draft, verify=False), "cost")
         self.metrics.budget.set(0)
 
     def take(self, step: Step) -> None:

@@ -6,7 +6,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,13 @@ class Method:
     (after a preemption, with its output so far among its tokens), or never take part in a step. Exceptions cost drafts,
     never tokens: see `GuardedMethod`.
 
-    A simple drafter implements `propose` only; `draft` lets the controller decide how much is verified. `options` has
+    A drafter implements `propose`; `draft` lets the controller decide how much is drafted and verified. `options` has
     the type named by the `MethodSpec`; `name` is the label of the metrics.
     """
+
+    on_host: bool = True
+    """Whether drafts are made without running the model. They are then also made in steps that verify nothing, to learn
+    from, and a request without one counts as unmatched."""
 
     needs_prompt_states: bool = False
     """Whether the engine must call `set_prompt_state`."""
@@ -55,7 +59,7 @@ class Method:
     def __init__(self, options: Any, context: EngineContext, controller: Controller, name: str) -> None:
         self.options, self.context, self.controller = options, context, controller
         self.metrics = Metrics(name)
-        self.unmatched: NDArray[np.bool_] | bool = False  # [B], requests for which the last `propose` found nothing
+        self.unmatched = np.zeros(0, np.bool_)  # [B], requests for which the last `draft` found nothing
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         """Add a request. Called during its prefill, so it must return at once.
@@ -83,31 +87,23 @@ class Method:
         reserve memory for their CUDA graphs."""
         return 0
 
-    def draft(self, step: Step) -> DraftBatch:
+    @final
+    def draft(self, step: Step, *, verify: bool = True) -> DraftBatch:
         """The drafts to verify, rows in the order of the step: at most `capacities[b]` draft tokens each, and with
         `widths` at most the widest. Without widths they must be chains, unless `step.trees` is set. Valid until the
-        next call."""
+        next call. verify: whether the step verifies drafts; if not, they are only learnt from."""
         controller = self.controller
-        controller.update(step)
+        controller.learn(step)
         self.update(step)
-        max_draft_len = controller.max_draft_len(step)
-        if max_draft_len > 0:
-            draft = self.propose(step, max_draft_len)
-            np.minimum(draft.counts, step.capacities + 1, out=draft.counts)
-            self.unmatched = draft.counts <= 1
-            controller.truncate(draft)
-        else:
-            self.unmatched = False
-            draft = DraftBatch.roots(step.roots)
-        controller.end(step)
+        max_draft_len = controller.plan(step, verify=verify) if verify or self.on_host else 0
+        self.unmatched = np.zeros(step.batch_size, np.bool_)
+        draft, *unverified = self.proposals(step, max_draft_len)
+        if verify:
+            draft.limit(step.capacities)
+        if max_draft_len or draft.max_nodes > 1:
+            controller.cut(draft, *unverified, verify=verify)
+        controller.done(step)
         return draft
-
-    def observe(self, step: Step) -> None:
-        """Learn from a step without drafting for the next one."""
-        max_draft_len = self.controller.observe(step)
-        self.update(step)
-        if max_draft_len > 0:
-            self.controller.look(self.propose(step, max_draft_len))
 
     def update(self, step: Step) -> None:
         """Append newly accepted tokens. Called at every step, with or without drafts."""
@@ -117,11 +113,21 @@ class Method:
         next call; callers change only its `counts`."""
         raise NotImplementedError
 
+    def proposals(self, step: Step, max_draft_len: int) -> Sequence[DraftBatch]:
+        """The result of `propose`, or roots for a `max_draft_len` of 0. Methods of several drafters override it, and
+        may add drafts of the same requests that are only learnt from."""
+        if not max_draft_len:
+            return (DraftBatch.roots(step.roots),)
+        draft = self.propose(step, max_draft_len)
+        if self.on_host:
+            self.unmatched = draft.counts <= 1
+        return (draft,)
+
     def record_acceptance(
         self, step: Step, rows: NDArray[np.bool_] | None = None, draft: DraftBatch | None = None
     ) -> None:
-        """Count tokens and accepted drafts of the last step, for the metrics; called after `draft`, `observe` or
-        `update`. rows: bool [B], requests to count; None: all. draft: the result of `draft`; None after the others."""
+        """Count tokens and accepted drafts of the last step, for the metrics; called after `draft` or `update`.
+        rows: bool [B], requests to count; None: all. draft: the drafts that the step verifies; None for none."""
         self.metrics.add(step, slice(None) if rows is None else rows)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
@@ -154,6 +160,8 @@ class Method:
 
 class ModelMethod(Method, ABC):
     """A method that runs the target model to draft, for some of the requests or for all."""
+
+    on_host = False
 
     @abstractmethod
     def capacities(self, step: Step) -> NDArray[np.int32]:

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import LOCAL, PluginOptions, UserPath
-from freedraft.cost.controller import Auto
+from freedraft.cost.costs import Costs
 from freedraft.draft_pass import Window
 from freedraft.extras import require
 from freedraft.metrics import check_address
@@ -253,7 +253,7 @@ class LayerSkipOptions(PluginOptions):
         search.share, search.window = self.search_share, self.search_window
         return search
 
-    def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Auto | None) -> Lookahead:
+    def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None) -> Lookahead:
         """The lookahead policy of these options; costs: None if the engine decides draft lengths. Raises ValueError,
         one line, if the classifier is missing, damaged or of another model."""
         if self.lookahead == "cost":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -59,33 +59,27 @@ class HybridMethod(Method):
         self._by_model = self._verified_by_model = set[str]()
         self._previous: tuple[frozenset[str], float] = frozenset(), 0.0
 
-    def draft(self, step: Step) -> DraftBatch:
-        auto, batch = self.auto, step.batch_size
-        auto.update(step)
-        self.update(step)
-        max_draft_len = auto.max_draft_len(step)
+    def proposals(self, step: Step, max_draft_len: int) -> Sequence[DraftBatch]:
         draft = self.host.propose(step, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
-        np.minimum(draft.counts, step.capacities + 1, out=draft.counts)
+        draft.limit(step.capacities)
+        self.unmatched = (draft.counts <= 1) & (max_draft_len > 0)
         rows, rest = self._rows_of_passes(step, draft)
-        unverified, started = [], time.perf_counter()
+        drafts, started = [draft], time.perf_counter()
         if len(rows):
             passed = self.model.propose_for(step, rows, self.model.capacities(step)[rows], rest)
-            auto.exclude(time.perf_counter() - started)
+            self.auto.exclude(time.perf_counter() - started)
             counts = np.zeros_like(draft.counts)
             counts[rows] = draft.counts[rows]
-            unverified = [replace(draft, counts=counts)]
-            draft = replaced(draft, passed, rows)
-        seconds = time.perf_counter() - started
+            drafts = [replaced(draft, passed, rows), replace(draft, counts=counts)]
         self._by_model = {step.request_ids[i] for i in rows.tolist()}
-        verified = auto.truncate(draft, *unverified) if max_draft_len or len(rows) else 0
-        tokens = batch + verified if auto.widths is None else batch * max(verified, 1)
-        self._previous = frozenset(step.request_ids), seconds + float(auto.step_seconds(batch, tokens)) * (batch > 0)
-        auto.end(step)
-        return draft
+        self._previous = frozenset(step.request_ids), time.perf_counter() - started
+        return drafts
 
     def update(self, step: Step) -> None:
         self._verified_by_model = self._by_model
         before, seconds = self._previous
+        if before:
+            seconds += float(self.auto.step_seconds(len(before), len(before) + self.auto.budget))
         for request_id, gained in zip(step.request_ids, step.gained.tolist(), strict=True):
             if request_id in before:
                 tokens, passed = self._speeds.get(request_id, (0.0, 0.0))
@@ -96,6 +90,8 @@ class HybridMethod(Method):
     def _rows_of_passes(self, step: Step, draft: DraftBatch) -> tuple[NDArray[np.intp], RestOfBatch]:
         """intp [R], the requests that draft by passes in this step (occasionally as a trial), and the others."""
         auto, batch, capacities = self.auto, step.batch_size, self.model.capacities(step)
+        if not batch:
+            return np.zeros(0, np.intp), RestOfBatch(0, 0, None)
         p, kept = auto.estimate(draft)
         yields = np.where(np.arange(draft.max_nodes) < kept[:, None], p, 0.0).sum(1)
         rows = np.flatnonzero((yields < LEAST_YIELD) & (capacities > 0))

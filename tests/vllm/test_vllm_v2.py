@@ -20,7 +20,7 @@ from vllm_cases import TINY, alone, greedy_case, recycled, save_sets, seeded_cas
 from freedraft.step import EngineContext
 from tests.support import prompts as texts
 from tests.support import repeat_drafter
-from tests.support.models import continuations, save
+from tests.support.models import continuations, save, weaken
 from tests.support.models import tiny_model as make_tiny
 from tests.support.v2_drafting import Decoding
 
@@ -320,6 +320,27 @@ def test_layer_skipping_verifies_siblings(skipped, tiny_answers, live_prompts):
 
 def test_layer_skipping_leaves_the_tokens_of_a_seed_alone(skipped, plain_seeded):
     assert skipped["seeded"] == plain_seeded
+
+
+def test_layer_skipping_by_default_drafts_as_at_a_fixed_length(tmp_path):
+    """Twelve requests one after the other, between which nothing is drafted for."""
+    model = make_tiny(seed=7, **TINY | {"num_hidden_layers": 8})
+    skipped = range(1, 7)
+    weaken(model, skipped, 0.05)
+    (file,) = save_sets(save(model, tmp_path), tmp_path, skip=(skipped, skipped))
+    prompts = token_prompts(texts.random_ids([12] * 12, 24, first=2, seed=3))
+    cases = {f"{i}": greedy_case([prompt], 40) for i, prompt in enumerate(prompts)}
+    default = {"method": "layerskip", "num_speculative_tokens": 4, "skip_set": file}
+
+    def accepted(**options):
+        found = serve(tmp_path, cases=cases, speculative_config=default | options, max_num_seqs=4, **SMALL)
+        assert not found["engine"]["failures"]
+        answers = continuations(tmp_path, [prompt["prompt_token_ids"] for prompt in prompts], 40)
+        assert [found[name] for name in cases] == [[answer] for answer in answers]
+        return np.array([found["engine"]["counts"][name][1] for name in cases])
+
+    by_default, fixed = accepted(), accepted(lookahead="fixed")
+    assert fixed.min() > 10 and by_default.sum() >= 0.9 * fixed.sum(), (by_default, fixed)
 
 
 @pytest.mark.extended

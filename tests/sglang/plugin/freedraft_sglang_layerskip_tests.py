@@ -65,7 +65,7 @@ def make_any(options, context, controller):
             return tree
 
     method = Any(options, context, controller)
-    fix(method.auto.times, 0.001, 0.01)
+    fix(method.costs.times, 0.001, 0.01)
     return method
 
 
@@ -118,7 +118,7 @@ def make_checked(options, context, controller):
 
             self.lookahead.record_acceptance = recording
             if os.environ.get(TIMES):
-                fix(self.auto.times, *map(float, os.environ[TIMES].split()))
+                fix(self.costs.times, *map(float, os.environ[TIMES].split()))
 
         def draft(self, step):
             totals["steps"] += 1
