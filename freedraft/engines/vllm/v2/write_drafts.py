@@ -86,9 +86,7 @@ class Confidences:
         """Learn the outcome of the last draft, whose arrays must not have changed."""
         self._acceptance.update(step)
 
-    def estimate(
-        self, draft: DraftBatch | None, rows: NDArray[np.intp], counts: NDArray[np.int32], batch: int
-    ) -> None:
+    def estimate(self, draft: DraftBatch | None, rows: NDArray[np.intp], counts: NDArray[np.int32], batch: int) -> None:
         """Write the probabilities of a draft. draft: of R requests; None if drafting failed; rows: intp [R], the
         requests' rows of the batch; counts: int32 [R], draft tokens of each; batch: B."""
         host = self.host[:batch].numpy()
