@@ -59,27 +59,9 @@ class PluginGroup(OneLineGroup):
             return _load(registered[name], cmd_name)
         return _group(cmd_name, f"{name}.") if any(other.startswith(f"{name}.") for other in registered) else None
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command at the start of `args`; refuses removed commands by name."""
-        for word in (arg.partition("=")[0] for i, arg in enumerate(args[1:]) if i == 0 or arg.startswith("--")):
-            if sentence := RETIRED.get(f"{args[0]} {word}"):
-                raise ValueError(f"{args[0]}: '{word}' is no longer supported: {sentence}")
-        return super().resolve_command(ctx, args)
-
     def _registered(self) -> dict[str, EntryPoint]:
         return {name: point for name, point in installed_commands().items() if name.startswith(self.prefix)}
 
-
-# Replacements for removed commands and options.
-RETIRED = {
-    "explain --windows": "windowed drafts are judged by measured times while serving: option 'window' of layerskip",
-    "explain --memory": "it was for --windows",
-    "datastore compact": "servers at one URL read what the others publish, and `live_max_age` removes what is old",
-    "calibrate scorer": "weights ship with freedraft; python -m bench.scorer, in a clone of it, trains others",
-    "calibrate --engine": "transformers runs the model, in the checkpoint's dtype; see --device",
-    "calibrate --engine-args": "transformers runs the model, in the checkpoint's dtype; see --device",
-    "calibrate --plot": "freedraft calibrate inspect FILE prints the layers of each set",
-}
 
 # Help of the groups of plugins' two-word commands.
 GROUPS = {"calibrate": "Search skip sets; train DISCO's classifier."}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -93,9 +93,6 @@ class LayerSkipOptions(PluginOptions):
     """
 
     source_name: ClassVar[str] = "layerskip"
-    retired: ClassVar[Mapping[str, str]] = {
-        "lookahead=roc": "set lookahead to cost or confidence, which draft better lengths",
-    }
 
     selection: SelectionName = "static"
     selection_file: UserPath = None

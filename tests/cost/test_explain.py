@@ -92,8 +92,6 @@ def test_the_command_prints_and_draws(model: Path) -> None:
         (["--hardware", "h1000"], "did you mean"),
         (["--hardware", "h100", "--dtype", "int7"], "int7"),
         (["--hardware", "h100", "--tokens-per-step", "x"], "--tokens-per-step"),
-        (["--windows", "512:0.9"], "'--windows' is no longer supported: windowed drafts are judged by measured times"),
-        (["--windows=512:0.9", "--memory", "80"], "'--windows' is no longer supported"),
     ],
 )
 def test_wrong_arguments_are_named(model: Path, arguments: list[str], word: str) -> None:

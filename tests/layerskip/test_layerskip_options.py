@@ -156,7 +156,6 @@ def test_policies_and_records_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="freedraft calibrate disco"):
         lookahead(lookahead="disco")
     for options, says in (
-        ({"lookahead": "roc"}, "'lookahead=roc' is no longer supported: set lookahead to cost or confidence"),
         ({"disco": "/no/such/file"}, "'disco' /no/such/file is not a file"),
         ({"record": "/no/such/folder/seen.npz"}, "'record'.*folder"),
         ({"threshold": 1.5}, "threshold"),
