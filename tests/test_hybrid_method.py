@@ -161,6 +161,20 @@ def test_what_a_request_may_have_is_kept(registered: None, widths: tuple[int, ..
         assert (hybrid.draft(step).counts - 1 <= capacities).all()
 
 
+def test_requests_without_an_n_gram_draft_are_unmatched(registered: None) -> None:
+    hybrid = method()
+    drive(hybrid, ["copy", "new"], 1)
+    assert hybrid.unmatched.tolist() == [False, True]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_step_without_requests_is_not_priced(registered: None) -> None:
+    """vLLM's V1 has one where all rows are in prefill."""
+    hybrid = method()
+    assert hybrid.draft(make_step([], [])).batch_size == 0
+    assert not any(key[0] == 0 for key in hybrid.controller.times._predicted)
+
+
 def test_both_hear_of_the_end_and_options_go_to_their_owners(registered: None) -> None:
     hybrid = method()
     hybrid.begin("a", np.zeros(2, np.int32), None, {})

@@ -145,6 +145,16 @@ def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made() -> None:
         assert tokens[8] == pytest.approx(1 + 8 * accepted, abs=1.5)
 
 
+def test_a_drafter_that_stops_early_is_expected_to_stop_there() -> None:
+    lengths = BatchLengths(ROOFLINE, LENGTHS)
+    for _ in range(300):
+        step = make_step(["a"], [[1, 99]], capacities=8)
+        lengths.learn(step)
+        assert lengths.plan(step) == 8
+        lengths.cut(chains([[0.5]]))
+    assert lengths.tokens() == pytest.approx([1.0, *[2.0] * (len(LENGTHS) - 1)], abs=0.3)
+
+
 def test_one_tree_says_what_all_shorter_lengths_bring() -> None:
     """The drafter's tree of fewer nodes is the first part of the larger one, and is expected to bring as much alone."""
     drafter, names = Drafter(vocab_size=8, max_nodes=9), ["a", "b"]
