@@ -66,11 +66,6 @@ class LayerSkipOptions(PluginOptions):
         search_share: largest share of serving time that a search may take.
         search_window: newest tokens that a search scores sets on (SWIFT's gamma).
         skip_ratio: share of all sublayers that "swift" skips (its r; the paper's models of 7 to 70 B skip .4 to .5).
-        search_bayesian: one in this many sets that "swift" tries comes from a Gaussian process, the others from random
-            draws (its beta); 0: none.
-        search_candidates: sets after which "swift" ends its search (its S); 0: evenly spread sublayers, no search.
-        search_patience: sets without a better one after which "swift" ends its search.
-        search_stop_score: matchness above which "swift" ends its search.
         skip_set: files with skip sets, at most 4 (comma-separated in a variable); requests use the first unless they
             name another. None skips nothing: drafts with the whole model, for tests only.
         window: tokens of a request's KV cache that draft passes read, the first `sinks` and the newest, in whole pages.
@@ -99,10 +94,6 @@ class LayerSkipOptions(PluginOptions):
     search_share: float = Field(default=0.01, gt=0.0, le=0.5)
     search_window: int = Field(default=OnlineSearch.window, ge=1, le=1024)
     skip_ratio: float = Field(default=Swift.ratio, gt=0.0, lt=1.0)
-    search_bayesian: int = Field(default=Swift.bayesian, ge=0)
-    search_candidates: int = Field(default=Swift.most, ge=0)
-    search_patience: int = Field(default=Swift.patience, ge=1)
-    search_stop_score: float = Field(default=Swift.stop_score, ge=0.0, le=1.0)
     skip_set: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = ()
     window: Annotated[int | Literal["auto"] | None, BeforeValidator(_tokens_or_auto)] = None
     sinks: int = Field(default=16, ge=0)
@@ -242,9 +233,7 @@ class LayerSkipOptions(PluginOptions):
                     f"option 'skip_ratio' {self.skip_ratio} is too much of {2 * layers} sublayers, as the first and "
                     f"last layer are kept: set {most / (2 * layers):.2g} or less"
                 )
-            search = swift = Swift(layers, evaluate, model, self.skip_ratio, ends)
-            swift.bayesian, swift.most = self.search_bayesian, self.search_candidates
-            swift.patience, swift.stop_score = self.search_patience, self.search_stop_score
+            search = Swift(layers, evaluate, model, self.skip_ratio, ends)
         else:
             search = KnapSpec(layers, evaluate, propose, pass_times, model)
         search.share, search.window = self.search_share, self.search_window

@@ -170,9 +170,7 @@ class SssdMethod(Method):
         if self.live is not None and prompt_length is not None:
             tokens = self.drafter.tokens(request_id)
             prompt, answer = tokens[:prompt_length], tokens[prompt_length:] if output is None else output
-            prompts = self.options.live_prompts
-            learnt = to_learn(prompt, answer, len(prompt) if prompts else LEADING)
-            self.live.insert(learnt, self.drafter.tenant_of(request_id), conversation=prompts)
+            self.live.insert(to_learn(prompt, answer, LEADING), self.drafter.tenant_of(request_id))
             self.live_metrics.show(self.live)
         self.drafter.finish([request_id])
 
