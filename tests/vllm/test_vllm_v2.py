@@ -323,7 +323,7 @@ def test_layer_skipping_leaves_the_tokens_of_a_seed_alone(skipped, plain_seeded)
 
 
 def test_layer_skipping_by_default_drafts_as_at_a_fixed_length(tmp_path):
-    """Twelve requests one after the other, between which nothing is drafted for."""
+    """Twelve requests one after the other, between which nothing is drafted for, where drafts pay."""
     model = make_tiny(seed=7, **TINY | {"num_hidden_layers": 8})
     skipped = range(1, 7)
     weaken(model, skipped, 0.05)
@@ -333,7 +333,9 @@ def test_layer_skipping_by_default_drafts_as_at_a_fixed_length(tmp_path):
     default = {"method": "layerskip", "num_speculative_tokens": 4, "skip_set": file}
 
     def accepted(**options):
-        found = serve(tmp_path, cases=cases, speculative_config=default | options, max_num_seqs=4, **SMALL)
+        given = {"speculative_config": default | options, "seconds": [0.02, 1e-4], "max_num_seqs": 4}
+        given["gpu_memory_utilization"] = 0.2
+        found = serve(tmp_path, cases=cases, **given, **SMALL)
         assert not found["engine"]["failures"]
         answers = continuations(tmp_path, [prompt["prompt_token_ids"] for prompt in prompts], 40)
         assert [found[name] for name in cases] == [[answer] for answer in answers]
