@@ -32,6 +32,7 @@ SHAPE |= {"vocab_size": 49152, "tie_word_embeddings": True, "bos_token_id": 1, "
 METHODS, SHAPES, LENGTHS = ("sssd", "layerskip", "freedraft"), ("chain", "tree"), (8, None)
 RUNNERS = {"vllm": ("V2", "V1"), "sglang": ("-",)}
 ATTENTION = {"vllm": ("FLASH_ATTN", "TRITON_ATTN"), "sglang": ("fa3", "triton")}
+TREES = ("TRITON_ATTN", "triton")  # attention that verifies trees by default
 SAID = re.compile(r"freedraft: method '\w+': drafts are (trees|chains)")
 ERROR = re.compile(r"^.*?(\w*(?:Error|Exception): .+)$", re.MULTILINE)
 VALUE = re.compile(r".*?Value error, (.*?) \[type=.*", re.DOTALL)  # as pydantic says what a validator raised
@@ -39,13 +40,15 @@ Arm = dict[str, Any]
 
 
 def arms(engine: str) -> dict[str, Arm]:
-    """Return the arms by name. length, requests: None for the default, of draft tokens and of requests at a time."""
+    """Return the arms by name. length, requests: None for the default, of draft tokens and of requests at a time;
+    compiled: whether vLLM compiles the model, as by default, which takes most of a start."""
     found = {}
     for *values, lora in product(METHODS, RUNNERS[engine], ATTENTION[engine], SHAPES, LENGTHS, (False, True)):
         arm = dict(zip(("method", "runner", "attention", "shape", "length"), values, strict=True))
         requests = None if lora and arm["length"] is None else 8  # with LoRA, defaults must go together
         name = " ".join(map(str, [engine, *values])) + " lora" * lora
-        found[name] = {"engine": engine} | arm | {"lora": lora, "requests": requests}
+        usual = arm["length"] is None and not lora and (arm["attention"] in TREES) == (arm["shape"] == "tree")
+        found[name] = {"engine": engine} | arm | {"lora": lora, "requests": requests, "compiled": usual}
     return found
 
 
@@ -66,6 +69,8 @@ def start_vllm(arm: Arm, folder: Path) -> None:
         given["num_speculative_tokens"] = arm["length"]
     engine = {"load_format": "dummy", "max_model_len": 1024, "gpu_memory_utilization": 0.3, "skip_tokenizer_init": True}
     engine |= {"attention_config": {"backend": arm["attention"]}, "enable_lora": arm["lora"]}
+    if not arm["compiled"]:
+        engine["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if arm["requests"] is not None:
         engine["max_num_seqs"] = arm["requests"]
     LLM(str(folder), speculative_config=given, **engine)
