@@ -47,7 +47,8 @@ def arms(engine: str) -> dict[str, Arm]:
         arm = dict(zip(("method", "runner", "attention", "shape", "length"), values, strict=True))
         requests = None if lora and arm["length"] is None else 8  # with LoRA, defaults must go together
         name = " ".join(map(str, [engine, *values])) + " lora" * lora
-        usual = arm["length"] is None and not lora and (arm["attention"] in TREES) == (arm["shape"] == "tree")
+        usual = (arm["length"] is None) == (arm["method"] == "sssd") and not lora  # the others have no default
+        usual &= (arm["attention"] in TREES) == (arm["shape"] == "tree")
         found[name] = {"engine": engine} | arm | {"lora": lora, "requests": requests, "compiled": usual}
     return found
 
