@@ -33,7 +33,7 @@ METHODS, SHAPES, LENGTHS = ("sssd", "layerskip", "freedraft"), ("chain", "tree")
 RUNNERS = {"vllm": ("V2", "V1"), "sglang": ("-",)}
 ATTENTION = {"vllm": ("FLASH_ATTN", "TRITON_ATTN"), "sglang": ("fa3", "triton")}
 TREES = ("TRITON_ATTN", "triton")  # attention that verifies trees by default
-SAID = re.compile(r"freedraft: method '\w+': drafts are (trees|chains)")
+SAID = re.compile(r"freedraft: method '\w+': .*?drafts are (trees|chains)")
 ERROR = re.compile(r"^.*?(\w*(?:Error|Exception): .+)$", re.MULTILINE)
 VALUE = re.compile(r".*?Value error, (.*?) \[type=.*", re.DOTALL)  # as pydantic says what a validator raised
 Arm = dict[str, Any]
@@ -58,6 +58,8 @@ def options(arm: Arm, folder: Path) -> dict[str, Any]:
     given: dict[str, Any] = {} if arm["method"] == "layerskip" else {"shape": arm["shape"]}
     if arm["method"] != "sssd":
         given |= {"skip_set": str(folder / "skip_set.json"), "tree": arm["shape"] == "tree"}
+    if arm["method"] == "layerskip" and arm["shape"] == "tree":
+        given["lookahead"] = "confidence"  # drafts that end early: V2's condition for trees
     return given
 
 
