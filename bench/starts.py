@@ -88,6 +88,7 @@ def start_sglang(arm: Arm, folder: Path) -> None:
     engine |= {"attention_backend": arm["attention"], "sampling_backend": "pytorch"}
     if arm["requests"] is not None:
         engine |= {"max_running_requests": arm["requests"], "cuda_graph_max_bs_decode": arm["requests"]}
+        engine |= {"cuda_graph_max_bs_prefill": 256}
     if arm["length"] is not None:
         engine["speculative_num_draft_tokens"] = arm["length"]
     if arm["lora"]:
