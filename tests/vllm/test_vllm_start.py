@@ -408,3 +408,23 @@ def test_without_the_fix_vllm_cannot_replace_kernels_once_numba_is_loaded(monkey
         dispatcher._rebind_kernels([])
     patching.start_with_numba_loaded()
     dispatcher._rebind_kernels([])
+
+
+def test_vllm_finds_the_attention_of_trees_by_the_name_that_it_has():
+    """On CUDA, vLLM asks the registered class for its module and name, and imports that."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from freedraft.engines.vllm.v2.tree_attention import register
+
+    places = AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLASH_ATTN
+    stock = [place.get_class() for place in places]
+    try:
+        register(flash=True)
+        for place, before in zip(places, stock, strict=True):
+            ours = place.get_class()
+            assert ours is not before and issubclass(ours, before)
+            assert resolve_obj_by_qualname(".".join(ours.full_cls_name())) is ours
+    finally:
+        for place in places:
+            place.clear_override()
