@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from freedraft.draft import DraftBatch
 from freedraft.draft_thread import DraftThread
 from freedraft.engines.logits_copy import LogitsCopy
-from freedraft.engines.sglang.accepted import AcceptedTokens, Gained
+from freedraft.engines.sglang.accepted import AcceptedTokens, Gained, Newest
 from freedraft.engines.sglang.requests import UNTRACKED, Tracked, extra_of, output_of, tenant_of, tokens_of, was_aborted
 from freedraft.guarded_method import GuardedMethod
 from freedraft.step import Step, room
@@ -129,12 +129,13 @@ class Drafting:
     def prepare(self, batch: Any) -> torch.Tensor:
         """Prepare drafts for the next decoding step of SGLang's ScheduleBatch, and wait for the previous step, which
         may still be running. Returns the number of tokens in the KV cache of each request, int64 [B]."""
-        self._prepared = drafts_of = self.guarded.call(self._prepare, batch)
+        newest = Newest(self.accepted, batch.req_pool_indices_cpu.numpy())
+        self._prepared = drafts_of = self.guarded.call(self._prepare, batch, newest)
         if self._thread is not None and drafts_of is not None:
             self._drafts = self._thread.start(drafts_of)
             if self._drafts is None:  # earlier drafts are late: pass on this step's requests, logits and states
                 self._thread.call(partial(drafts_of, late=True))
-        return torch.from_numpy(self.accepted.newest.read(batch.req_pool_indices_cpu.numpy()).seq_lens)
+        return torch.from_numpy(newest.read().seq_lens)
 
     def draft(self, batch: Any) -> DraftBatch:
         """Return trees [B, n] for SGLang's ScheduleBatch, n the smallest prepared width that holds all of them; roots
@@ -147,7 +148,7 @@ class Drafting:
         if drafts_of is not None:
             draft = drafts_of() if self._thread is None else self._thread.result(drafts)
         if draft is None:
-            gained = self.accepted.newest.read(batch.req_pool_indices_cpu.numpy())
+            gained = Newest(self.accepted, batch.req_pool_indices_cpu.numpy()).read()
             roots = gained.tokens[gained.ends - 1]
             draft = self._cut(DraftBatch.roots(roots), np.zeros(len(roots), np.int32), roots)
         return draft
@@ -161,10 +162,10 @@ class Drafting:
         self._drafted = dict(zip((r.rid for r in batch.reqs), (draft.counts - 1).tolist(), strict=True))
         self._previous = draft.tokens.shape[0], draft.tokens.size
 
-    def _prepare(self, batch: Any) -> Callable[..., DraftBatch | None]:
+    def _prepare(self, batch: Any, newest: Newest) -> Callable[..., DraftBatch | None]:
         """Return a function that drafts for the step, in any thread: it waits for the tokens of the previous step and
         reads nothing else from the scheduler. With `late` it only passes on new requests, logits and prompt states."""
-        requests, rows, accepted = list(batch.reqs), batch.req_pool_indices_cpu.numpy(), self.accepted.newest
+        requests = list(batch.reqs)
         ids = [request.rid for request in requests]
         new = [row for row, r in enumerate(requests) if r.rid not in self._requests and not r.finished()]
         for row in new:
@@ -177,7 +178,7 @@ class Drafting:
         previous = self._previous
 
         def draft(late: bool) -> DraftBatch | None:
-            gained = accepted.read(rows)
+            gained = newest.read()
             step = self._step(batch, requests, gained, tracked, drafted, previous)
             for row in new:
                 self._begin(requests[row], step.history(row)[: -int(step.gained[row])])()

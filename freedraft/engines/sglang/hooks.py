@@ -97,7 +97,14 @@ CORPUS_HOOKS = table("""
     sglang.srt.managers.tokenizer_control_mixin:get_spec
 """)
 
-OPTIONAL_HOOKS = CORPUS_HOOKS
+DEVICE_HOOKS = table("""
+    # device of the CPU platform without --device cpu
+    sglang.srt.arg_groups.serving_hook:handle_missing_default_values(server_args)
+    sglang.srt.arg_groups.overrides:declare_resolution(server_args)
+    sglang.srt.utils.common:get_device
+""")
+
+OPTIONAL_HOOKS = CORPUS_HOOKS + DEVICE_HOOKS
 
 # Additional names for methods that run the target model.
 MODEL_HOOKS = table("""

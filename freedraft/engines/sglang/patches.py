@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 
+from freedraft.config import ConfigError
+from freedraft.engines.hooks import stop_start
+from freedraft.engines.sglang.cpu import NAME, selected
+
 ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+CHOOSE_DEVICE = "sglang.srt.arg_groups.serving_hook.handle_missing_default_values"
 
 
 def assign_slots(
@@ -38,6 +43,22 @@ def room_for_drafts(original: Callable[[], int], names: Callable[[], set[str]]) 
     if (get_spec().speculative_algorithm or "").upper() in names():
         columns = max(columns, get_alloc_reserve_per_decode() + 4)
     return columns
+
+
+def choose_cpu(args: Any, names: Callable[[], set[str]]) -> None:
+    """Set the device of the CPU platform before SGLang chooses one, which it does by GPUs. Stops the start of one of our
+    algorithms with a ConfigError where neither is there."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.utils.common import get_device
+
+    if args.device is None and selected():
+        declare_resolution(args, NAME, device="cpu")
+    elif args.device is None and (args.speculative_algorithm or "").upper() in names():
+        try:
+            get_device()
+        except RuntimeError as error:
+            flag = f"--speculative-algorithm {args.speculative_algorithm.lower()}"
+            stop_start(ConfigError(f"{flag} cannot start: {error} To serve on the CPU, set SGLANG_PLATFORM={NAME}"))
 
 
 class _AsNgram:

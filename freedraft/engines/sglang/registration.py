@@ -8,8 +8,16 @@ from typing import Any
 
 from freedraft.engines.hooks import check, installed_version
 from freedraft.engines.sglang.cpu import selected
-from freedraft.engines.sglang.hooks import CORPUS_HOOKS, CPU_HOOKS, DISTRIBUTIONS, HOOKS, MODEL_HOOKS
-from freedraft.engines.sglang.patches import ASSIGN_SLOTS, ROW_ROOM, assign_slots, let_corpora_through, room_for_drafts
+from freedraft.engines.sglang.hooks import CORPUS_HOOKS, CPU_HOOKS, DEVICE_HOOKS, DISTRIBUTIONS, HOOKS, MODEL_HOOKS
+from freedraft.engines.sglang.patches import (
+    ASSIGN_SLOTS,
+    CHOOSE_DEVICE,
+    ROW_ROOM,
+    assign_slots,
+    choose_cpu,
+    let_corpora_through,
+    room_for_drafts,
+)
 from freedraft.method import METHODS, MethodSpec
 
 logger = logging.getLogger(__name__)
@@ -65,6 +73,8 @@ def _patch_once() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(ROW_ROOM, partial(room_for_drafts, names=_algorithms), HookType.AROUND)
+    if not check(DEVICE_HOOKS):
+        HookRegistry.register(CHOOSE_DEVICE, partial(choose_cpu, names=_algorithms), HookType.BEFORE)
     if not check(CORPUS_HOOKS):
         let_corpora_through(lambda: {name.upper() for name, spec in METHODS.items() if spec.takes_corpora})
     if not selected():
