@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from typing import Any
 
 from rich.console import Console
 
 from freedraft import __version__
-from freedraft.config import ConfigError
 from freedraft.cost.hardware import HardwareProfile, device_name
-from freedraft.engines.hooks import Hook, check, installed_version, is_tested
+from freedraft.engines.hooks import Hook, check, installed_version, is_tested, one_line
 
 ENGINES = ("vllm", "sglang")
 
@@ -35,9 +35,15 @@ class Report:
 
 def examine(engine: str) -> Report:
     """Look for an engine and everything in `freedraft.engines.<engine>.hooks`."""
-    table = importlib.import_module(f"freedraft.engines.{engine}.hooks")
-    if find_spec(table.PACKAGE) is None:
+    if find_spec(engine) is None:
         return Report(engine)
+    try:
+        return _compare(engine, importlib.import_module(f"freedraft.engines.{engine}.hooks"))
+    except Exception as error:  # an incomplete installation may raise anything
+        return Report(engine, "?", problems=(f"it cannot be imported ({one_line(error)}): reinstall it",))
+
+
+def _compare(engine: str, table: Any) -> Report:
     for_model: Sequence[Hook] = getattr(table, "MODEL_HOOKS", ())
     problems, of_model, notes = check(table.HOOKS), check(for_model), []
     if not any(point.value.startswith("sssd_plugin.") for point in entry_points(group=table.ENTRY_POINT_GROUP)):
@@ -48,9 +54,9 @@ def examine(engine: str) -> Report:
     notes += [f"{problem}: no {hook.purpose}" for hook in optional if (problem := hook.problem())]
     found, tested = installed_version(table.DISTRIBUTIONS), getattr(table, "TESTED_VERSIONS", ())
     if tested and not is_tested(found, tested):
-        notes.append(f"not a version that we test: {', '.join(tested)}")
-    if not problems and hasattr(table, "setting"):
-        notes.append(table.setting())
+        notes.append(f"untested version; tested: {', '.join(tested)}")
+    if not problems and hasattr(table, "settings"):
+        notes += table.settings()
     there = len(table.HOOKS) + (0 if of_model else len(for_model))
     return Report(engine, found, there, tuple(problems), tuple(notes))
 
@@ -80,8 +86,8 @@ def run(console: Console | None = None) -> int:
             f"  hardware: {device_name() or 'CPU'}, profile '{profile.name}' ({profile.source}): "
             f"{profile.ridge} query tokens per step are about free"
         )
-    except ConfigError as error:
-        console.print(f"  hardware: {error}", style="red", markup=False)
+    except Exception as error:
+        console.print(f"  hardware: {one_line(error)}", style="red", markup=False)
         complete = False
     if all(report.version is None for report in reports):
         remedy = "in the clone of freedraft, pip install '.[vllm]' or pip install '.[sglang]'"

@@ -72,7 +72,7 @@ class LayerSkipOptions(PluginOptions):
         search_patience: sets without a better one after which "swift" ends its search.
         search_stop_score: matchness above which "swift" ends its search.
         skip_set: files with skip sets, at most 4 (comma-separated in a variable); requests use the first unless they
-            name another. None skips nothing: drafts with the whole model, for tests only.
+            name another.
         window: tokens of a request's KV cache that draft passes read, the first `sinks` and the newest, in whole pages.
             "auto" chooses among 512, 2,048, 8,192 and all, by measured times and acceptance (on vLLM by model runner
             V1, without async scheduling); None: all.
@@ -277,6 +277,11 @@ class LayerSkipOptions(PluginOptions):
 
 def check(options: LayerSkipOptions, context: EngineContext) -> None:
     """Raise ValueError, before the engine starts: one line that names the option or file and the remedy."""
+    if options.selection == "static" and not options.skip_set and options.window is None:
+        raise ValueError(
+            "layer skipping would draft with the whole model: set 'skip_set' to a file of 'freedraft calibrate "
+            "skip-set', 'window' to a number of tokens, or 'selection' to swift"
+        )
     if context.tensor_parallel > 1 and options.searches:
         raise ValueError(
             f"selection '{options.selection}' searches on one tensor-parallel rank only, not "

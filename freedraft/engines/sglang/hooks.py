@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from freedraft.engines.hooks import table
-from freedraft.engines.sglang.cpu import torchvision_stand_in
+from freedraft.engines.sglang.cpu import NAME, selected, torchvision_stand_in
 
-PACKAGE = "sglang"
 DISTRIBUTIONS = ("sglang",)
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
 TESTED_VERSIONS = ("0.5.23",)
@@ -135,3 +134,14 @@ CPU_HOOKS = table("""
     # the KV of drafts
     sglang.srt.platforms.interface.SRTPlatform:get_speculative_cache_locs_fn
 """)
+
+
+def settings() -> list[str]:
+    """How this SGLang starts."""
+    from sglang.srt.utils.common import get_device
+
+    try:
+        starts = selected() or str(get_device()) != "cpu"
+    except RuntimeError:
+        starts = False
+    return [] if starts else [f"no GPU: SGLang starts with SGLANG_PLATFORM={NAME} only"]

