@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
-from typing import Any
 
 from rich.console import Console
 
 from freedraft import __version__
+from freedraft.config import ConfigError
 from freedraft.cost.hardware import HardwareProfile, device_name
-from freedraft.engines.hooks import Hook, check, installed_version, is_tested, one_line
+from freedraft.engines.hooks import Hook, check, installed_version, is_tested
 
 ENGINES = ("vllm", "sglang")
 
@@ -38,12 +38,9 @@ def examine(engine: str) -> Report:
     if find_spec(engine) is None:
         return Report(engine)
     try:
-        return _compare(engine, importlib.import_module(f"freedraft.engines.{engine}.hooks"))
+        table = importlib.import_module(f"freedraft.engines.{engine}.hooks")
     except Exception as error:  # an incomplete installation may raise anything
-        return Report(engine, "?", problems=(f"it cannot be imported ({one_line(error)}): reinstall it",))
-
-
-def _compare(engine: str, table: Any) -> Report:
+        return Report(engine, "?", problems=(f"{error!r}: reinstall {engine}",))
     for_model: Sequence[Hook] = getattr(table, "MODEL_HOOKS", ())
     problems, of_model, notes = check(table.HOOKS), check(for_model), []
     if not any(point.value.startswith("sssd_plugin.") for point in entry_points(group=table.ENTRY_POINT_GROUP)):
@@ -86,8 +83,8 @@ def run(console: Console | None = None) -> int:
             f"  hardware: {device_name() or 'CPU'}, profile '{profile.name}' ({profile.source}): "
             f"{profile.ridge} query tokens per step are about free"
         )
-    except Exception as error:
-        console.print(f"  hardware: {one_line(error)}", style="red", markup=False)
+    except ConfigError as error:
+        console.print(f"  hardware: {error}", style="red", markup=False)
         complete = False
     if all(report.version is None for report in reports):
         remedy = "in the clone of freedraft, pip install '.[vllm]' or pip install '.[sglang]'"

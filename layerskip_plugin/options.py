@@ -278,10 +278,7 @@ class LayerSkipOptions(PluginOptions):
 def check(options: LayerSkipOptions, context: EngineContext) -> None:
     """Raise ValueError, before the engine starts: one line that names the option or file and the remedy."""
     if options.selection == "static" and not options.skip_set and options.window is None:
-        raise ValueError(
-            "layer skipping would draft with the whole model: set 'skip_set' to a file of 'freedraft calibrate "
-            "skip-set', 'window' to a number of tokens, or 'selection' to swift"
-        )
+        raise ValueError("drafts would be of the whole model: set option 'skip_set', 'window' or 'selection'")
     if context.tensor_parallel > 1 and options.searches:
         raise ValueError(
             f"selection '{options.selection}' searches on one tensor-parallel rank only, not "

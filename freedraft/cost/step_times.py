@@ -33,7 +33,6 @@ _LEVEL_RATE = 0.08  # faster: a slower machine slows down all kinds of step
 _SAVE_SECONDS = 60.0
 _CLIP = 0.25  # ln: larger errors are clipped to this
 _ABSURD = math.log(30.0)  # ln: times with larger errors are dropped
-_MOST_PREDICTED = 4096  # curves that are kept
 _PATIENCE = 20  # consecutive dropped times after which they are accepted
 
 
@@ -210,7 +209,7 @@ class StepTimes:
         the nearest of eight contexts per octave."""
         key = kind, round(8.0 * math.log2(max(context, 64.0)))
         if key not in self._predicted:
-            if len(self._predicted) >= _MOST_PREDICTED:
+            if len(self._predicted) == 4096:  # rather than a curve of every batch size and context
                 self._predicted.clear()
             near = 2.0 ** (key[1] / 8)
             if isinstance(kind, int | np.integer):

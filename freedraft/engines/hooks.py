@@ -38,7 +38,7 @@ class Hook:
         except AttributeError:
             return f"{self.path} is missing"
         except Exception as error:  # an engine's module may raise anything on an unsupported machine
-            return f"{self.path} cannot be imported ({one_line(error)})"
+            return f"{self.path} cannot be imported ({(str(error) or repr(error)).splitlines()[0]})"
         if self.attribute:
             found = _static(found, self.attribute)
             if found is None:
@@ -87,10 +87,6 @@ def resolve(path: str) -> Any:
                 raise
             raise AttributeError(name) from None
     return found
-
-
-def one_line(error: Exception) -> str:
-    return (str(error) or repr(error)).splitlines()[0]
 
 
 def check(hooks: Iterable[Hook]) -> list[str]:

@@ -16,7 +16,7 @@ from freedraft.config import PluginOptions
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
-from freedraft.engines.sglang.accepted import AcceptedTokens, Newest
+from freedraft.engines.sglang.accepted import AcceptedTokens
 from freedraft.engines.sglang.drafting import Drafting
 from freedraft.engines.sglang.requests import tenant_of
 from freedraft.guarded_method import GuardedMethod
@@ -80,7 +80,7 @@ class Threaded(Recorder):
 def drafting(widths=(1, 2, 4, NODES), max_batch=4, method="Recorder", **given):
     spec = MethodSpec("recorder", f"{__name__}:{method}", PluginOptions)
     guarded = GuardedMethod(spec, None, EngineContext(widths=widths))
-    seam = Drafting(guarded, widths, max_batch, AcceptedTokens(256, NODES, "cpu"), **given)
+    seam = Drafting(guarded, widths, max_batch, AcceptedTokens(256, NODES), **given)
     return seam, seam.guarded.method
 
 
@@ -314,7 +314,7 @@ def test_drafts_are_the_same_in_a_thread():
     def run(timeout):
         options = SssdOptions(draft_timeout_ms=timeout, live=True, isolation="shared", policy="fixed", recycle="off")
         context = EngineContext(vocab_size=VOCAB_SIZE, max_draft_tokens=NODES - 1, widths=(1, 2, 4, NODES))
-        seam = Drafting(GuardedMethod(SPEC, options, context), context.widths, 4, AcceptedTokens(256, NODES, "cpu"))
+        seam = Drafting(GuardedMethod(SPEC, options, context), context.widths, 4, AcceptedTokens(256, NODES))
         assert (seam._thread is not None) == (timeout > 0)
         rng, running, trees = np.random.default_rng(5), {}, []
         text = np.tile(rng.integers(1, VOCAB_SIZE, 40), 20)  # so that there is something to draft
@@ -409,15 +409,14 @@ def put(accepted, rows, first):
 
 
 def test_a_step_reads_the_newest_tokens_of_each_request_and_keeps_them():
-    """Also those of a prefill some steps ago, and in a late thread after the next step."""
-    accepted = AcceptedTokens(256, NODES, "cpu")
+    """Also those of a prefill some steps ago; a late thread keeps them after the next step."""
+    accepted = AcceptedTokens(256, NODES)
     for rows, first in (([3, 250], 10), ([7], 20), ([3], 30)):
         put(accepted, rows, first)
-    newest = Newest(accepted, np.array([250, 3, 7]))
-    assert newest.read().tokens.reshape(3, -1)[:, 2:4].tolist() == [[10, 11], [30, 31], [20, 21]]
+    gained = accepted.read(np.array([250, 3, 7]))
+    assert gained.tokens.reshape(3, -1)[:, 2:4].tolist() == [[10, 11], [30, 31], [20, 21]]
     put(accepted, [3, 250], 40)
-    assert Newest(accepted, np.array([3])).read().tokens[2:4].tolist() == [40, 41]
-    gained = newest.read()
+    assert accepted.read(np.array([3])).tokens[2:4].tolist() == [40, 41]
     assert gained.tokens[gained.ends - 1].tolist() == [11, 31, 21] and gained.seq_lens.tolist() == [1, 1, 1]
 
 
@@ -432,7 +431,7 @@ def test_a_step_copies_its_own_rows_only():
             self.elements += made.numel() if isinstance(made, torch.Tensor) else 0
             return made
 
-    accepted = AcceptedTokens(4096, NODES, "cpu")
+    accepted = AcceptedTokens(4096, NODES)
     with Counting() as counting:
         for first in range(50):  # of prefills, which nobody reads
             put(accepted, [5, 9], first)

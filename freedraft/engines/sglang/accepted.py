@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,53 +25,33 @@ class AcceptedTokens:
     asynchronous copy, queued right after verification. max_nodes: N, maximum number of tokens accepted per request and
     step."""
 
-    def __init__(self, rows: int, max_nodes: int, device: Any) -> None:
-        self._device = torch.device(device)
-        self.arrived = np.zeros((rows, 2 + max_nodes), np.int32)  # lengths, seq_lens and tokens, on the host
-        self.lock = Lock()
+    def __init__(self, rows: int, max_nodes: int) -> None:
+        self._arrived = np.zeros((rows, 2 + max_nodes), np.int32)
         self._copies = deque[tuple[NDArray[np.int64], torch.Tensor, Any]]()  # rows, host copy, event; oldest first
-        self._unused: list[torch.Tensor] = []  # pinned buffers
 
     def put(self, rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Store the tokens accepted for B requests and start the copy. rows: int64 [B], on the host; tokens: int32
         [B, N]; lengths: int32 [B], number of valid tokens; seq_lens: int [B]."""
-        with self.lock:
-            self.take(wait=False)
-        host, done = torch.cat((lengths[:, None], seq_lens[:, None].to(torch.int32), tokens), 1), None
-        if self._device.type != "cpu":
-            step, host = host, self._unused.pop() if self._unused else torch.from_numpy(self.arrived).pin_memory()
-            host[: len(step)].copy_(step, non_blocking=True)
-            done = torch.Event(self._device)
+        self._take(wait=False)
+        step = host = torch.cat((lengths[:, None], seq_lens[:, None].to(torch.int32), tokens), 1)
+        done = None
+        if step.device.type != "cpu":  # torch keeps pinned memory, and gives the same again for the same size
+            host = torch.empty(self._arrived.shape, dtype=torch.int32, pin_memory=True)[: len(step)]
+            host.copy_(step, non_blocking=True)
+            done = torch.Event(step.device)
             done.record()
         self._copies.append((rows.numpy().copy(), host, done))
 
-    def take(self, *, wait: bool) -> None:
-        """Move finished copies to `arrived`, all of them with `wait`. Called with `lock`."""
-        while self._copies:
-            rows, host, done = self._copies[0]
-            if done is not None:
-                if not (wait or done.query()):
-                    break
-                done.synchronize()
-            self.arrived[rows] = host.numpy()[: len(rows)]
-            self._copies.popleft()
-            if done is not None:
-                self._unused.append(host)
-
-
-class Newest:
-    """Accepted tokens of the requests in pool rows `rows` [B] up to the present step, readable from any thread. The
-    first `read` waits for them; it must come before the next `put`."""
-
-    def __init__(self, accepted: AcceptedTokens, rows: NDArray[np.int64]) -> None:
-        self._accepted, self._rows = accepted, rows
-        self._found: NDArray[np.int32] | None = None
-
-    def read(self) -> Gained:
-        with self._accepted.lock:
-            if self._found is None:
-                self._accepted.take(wait=True)
-                self._found = self._accepted.arrived[self._rows]
-        found = self._found
-        starts = np.arange(len(found)) * found.shape[1] + 2
+    def read(self, rows: NDArray[np.int64]) -> Gained:
+        """Wait for the copies and return the tokens of the requests in pool rows `rows` [B]."""
+        self._take(wait=True)
+        found = self._arrived[rows]
+        starts = np.arange(len(rows)) * found.shape[1] + 2
         return Gained(found.ravel(), starts, starts + found[:, 0], found[:, 1].astype(np.int64))
+
+    def _take(self, *, wait: bool) -> None:
+        while self._copies and (wait or (done := self._copies[0][2]) is None or done.query()):
+            rows, host, done = self._copies.popleft()
+            if done is not None:
+                done.synchronize()
+            self._arrived[rows] = host.numpy()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from freedraft.draft import DraftBatch
 from freedraft.draft_thread import DraftThread
 from freedraft.engines.logits_copy import LogitsCopy
-from freedraft.engines.sglang.accepted import AcceptedTokens, Gained, Newest
+from freedraft.engines.sglang.accepted import AcceptedTokens, Gained
 from freedraft.engines.sglang.requests import UNTRACKED, Tracked, extra_of, output_of, tenant_of, tokens_of, was_aborted
 from freedraft.guarded_method import GuardedMethod
 from freedraft.step import Step, room
@@ -49,7 +49,8 @@ class Drafting:
         # Prompt states are computed on the stream of the engine's thread.
         threaded = timeout > 0.0 and not self.guarded.needs_prompt_states
         self._thread = DraftThread(timeout, self.guarded.metrics.late.inc) if threaded else None
-        self._prepared: Callable[..., DraftBatch | None] | None = None  # proposes drafts for the next step
+        # Tokens of the last step, and what proposes drafts for the next one.
+        self._prepared: tuple[Gained, Callable[..., DraftBatch | None] | None] | None = None
         self._drafts: Any = None  # the thread's future of these drafts
 
     def keep_widths(self, widths: Sequence[int]) -> None:
@@ -129,26 +130,27 @@ class Drafting:
     def prepare(self, batch: Any) -> torch.Tensor:
         """Prepare drafts for the next decoding step of SGLang's ScheduleBatch, and wait for the previous step, which
         may still be running. Returns the number of tokens in the KV cache of each request, int64 [B]."""
-        newest = Newest(self.accepted, batch.req_pool_indices_cpu.numpy())
-        self._prepared = drafts_of = self.guarded.call(self._prepare, batch, newest)
+        drafts_of = self.guarded.call(self._prepare, batch)
+        gained = self.accepted.read(batch.req_pool_indices_cpu.numpy())
+        self._prepared = gained, drafts_of
         if self._thread is not None and drafts_of is not None:
-            self._drafts = self._thread.start(drafts_of)
+            self._drafts = self._thread.start(partial(drafts_of, gained))
             if self._drafts is None:  # earlier drafts are late: pass on this step's requests, logits and states
-                self._thread.call(partial(drafts_of, late=True))
-        return torch.from_numpy(newest.read().seq_lens)
+                self._thread.call(partial(drafts_of, gained, late=True))
+        return torch.tensor(gained.seq_lens)
 
     def draft(self, batch: Any) -> DraftBatch:
         """Return trees [B, n] for SGLang's ScheduleBatch, n the smallest prepared width that holds all of them; roots
         only if drafting fails or is late."""
         if self._prepared is None:
             self.prepare(batch)
-        drafts_of, drafts = self._prepared, self._drafts
+        assert self._prepared is not None
+        (gained, drafts_of), drafts = self._prepared, self._drafts
         self._prepared = self._drafts = None
         draft = None
         if drafts_of is not None:
-            draft = drafts_of() if self._thread is None else self._thread.result(drafts)
+            draft = drafts_of(gained) if self._thread is None else self._thread.result(drafts)
         if draft is None:
-            gained = Newest(self.accepted, batch.req_pool_indices_cpu.numpy()).read()
             roots = gained.tokens[gained.ends - 1]
             draft = self._cut(DraftBatch.roots(roots), np.zeros(len(roots), np.int32), roots)
         return draft
@@ -162,9 +164,9 @@ class Drafting:
         self._drafted = dict(zip((r.rid for r in batch.reqs), (draft.counts - 1).tolist(), strict=True))
         self._previous = draft.tokens.shape[0], draft.tokens.size
 
-    def _prepare(self, batch: Any, newest: Newest) -> Callable[..., DraftBatch | None]:
-        """Return a function that drafts for the step, in any thread: it waits for the tokens of the previous step and
-        reads nothing else from the scheduler. With `late` it only passes on new requests, logits and prompt states."""
+    def _prepare(self, batch: Any) -> Callable[..., DraftBatch | None]:
+        """Return a function that drafts for the step, in any thread: it takes the tokens of the previous step and reads
+        nothing else from the scheduler. With `late` it only passes on new requests, logits and prompt states."""
         requests = list(batch.reqs)
         ids = [request.rid for request in requests]
         new = [row for row, r in enumerate(requests) if r.rid not in self._requests and not r.finished()]
@@ -177,8 +179,7 @@ class Drafting:
         drafted = np.fromiter((self._drafted.get(i, 0) for i in ids), np.int32, len(ids))
         previous = self._previous
 
-        def draft(late: bool) -> DraftBatch | None:
-            gained = newest.read()
+        def draft(gained: Gained, late: bool) -> DraftBatch | None:
             step = self._step(batch, requests, gained, tracked, drafted, previous)
             for row in new:
                 self._begin(requests[row], step.history(row)[: -int(step.gained[row])])()
@@ -189,7 +190,7 @@ class Drafting:
             proposed = None if late else self.guarded.draft(step, count=False)
             return None if proposed is None else self._cut(proposed, step.capacities, step.roots)
 
-        return lambda late=False: self.guarded.call(draft, late)
+        return lambda gained, late=False: self.guarded.call(draft, gained, late)
 
     def _step(
         self, batch: Any, requests: Sequence[Any], gained: Gained, tracked: NDArray[np.int64],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from freedraft.engines.hooks import table
-from freedraft.engines.sglang.cpu import NAME, selected, torchvision_stand_in
+from freedraft.engines.sglang.cpu import NAME, torchvision_stand_in
 
 DISTRIBUTIONS = ("sglang",)
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
@@ -137,11 +137,11 @@ CPU_HOOKS = table("""
 
 
 def settings() -> list[str]:
-    """How this SGLang starts."""
+    """What a start of this SGLang needs."""
     from sglang.srt.utils.common import get_device
 
     try:
-        starts = selected() or str(get_device()) != "cpu"
-    except RuntimeError:
-        starts = False
-    return [] if starts else [f"no GPU: SGLang starts with SGLANG_PLATFORM={NAME} only"]
+        get_device()
+    except RuntimeError as error:
+        return [f"{error} To serve on the CPU, set SGLANG_PLATFORM={NAME}"]
+    return []

@@ -11,6 +11,7 @@ import torch
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import stop_start
 from freedraft.engines.sglang.cpu import NAME, selected
+from freedraft.engines.sglang.hooks import settings
 
 ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
@@ -46,19 +47,13 @@ def room_for_drafts(original: Callable[[], int], names: Callable[[], set[str]]) 
 
 
 def choose_cpu(args: Any, names: Callable[[], set[str]]) -> None:
-    """Set the device of the CPU platform before SGLang chooses one, which it does by GPUs. Stops the start of one of our
-    algorithms with a ConfigError where neither is there."""
+    """Set the CPU platform's device before SGLang looks for one. Stops the start of our algorithms without either."""
     from sglang.srt.arg_groups.overrides import declare_resolution
-    from sglang.srt.utils.common import get_device
 
     if args.device is None and selected():
         declare_resolution(args, NAME, device="cpu")
-    elif args.device is None and (args.speculative_algorithm or "").upper() in names():
-        try:
-            get_device()
-        except RuntimeError as error:
-            flag = f"--speculative-algorithm {args.speculative_algorithm.lower()}"
-            stop_start(ConfigError(f"{flag} cannot start: {error} To serve on the CPU, set SGLANG_PLATFORM={NAME}"))
+    elif not args.device and (name := args.speculative_algorithm or "").upper() in names() and (needs := settings()):
+        stop_start(ConfigError(f"--speculative-algorithm {name.lower()} cannot start: {needs[0]}"))
 
 
 class _AsNgram:

