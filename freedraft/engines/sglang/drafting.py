@@ -49,8 +49,7 @@ class Drafting:
         # Prompt states are computed on the stream of the engine's thread.
         threaded = timeout > 0.0 and not self.guarded.needs_prompt_states
         self._thread = DraftThread(timeout, self.guarded.metrics.late.inc) if threaded else None
-        # Tokens of the last step, and what proposes drafts for the next one.
-        self._prepared: tuple[Gained, Callable[..., DraftBatch | None] | None] | None = None
+        self._prepared: Any = None  # tokens of the last step, and what proposes drafts for the next one
         self._drafts: Any = None  # the thread's future of these drafts
 
     def keep_widths(self, widths: Sequence[int]) -> None:
@@ -144,7 +143,6 @@ class Drafting:
         only if drafting fails or is late."""
         if self._prepared is None:
             self.prepare(batch)
-        assert self._prepared is not None
         (gained, drafts_of), drafts = self._prepared, self._drafts
         self._prepared = self._drafts = None
         draft = None
