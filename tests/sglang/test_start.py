@@ -134,6 +134,7 @@ def test_cpu_platform_takes_its_own_backend_only(resolved):
 def test_the_variable_alone_chooses_the_cpu_and_a_start_without_gpu_names_it(resolved, monkeypatch):
     from sglang.srt.platforms import current_platform
     from sglang.srt.platforms.interface import SRTPlatform
+    from sglang.srt.utils.common import get_device
 
     from freedraft.engines.sglang.hooks import settings
 
@@ -141,6 +142,7 @@ def test_the_variable_alone_chooses_the_cpu_and_a_start_without_gpu_names_it(res
     assert args.device == "cpu" and args.attention_backend == "torch_native" and settings() == []
     monkeypatch.delenv("SGLANG_PLATFORM")
     monkeypatch.setattr(type(current_platform), "get_device", SRTPlatform.get_device)  # as where none is found
+    get_device.cache_clear()
     with pytest.raises(ConfigError, match=r"sssd cannot start: No accelerator.* SGLANG_PLATFORM=freedraft_cpu"):
         resolved(device=None)
     with pytest.raises(RuntimeError, match="No accelerator"):
