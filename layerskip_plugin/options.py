@@ -67,7 +67,7 @@ class LayerSkipOptions(PluginOptions):
         search_window: newest tokens that a search scores sets on (SWIFT's gamma).
         skip_ratio: share of all sublayers that "swift" skips (its r; the paper's models of 7 to 70 B skip .4 to .5).
         skip_set: files with skip sets, at most 4 (comma-separated in a variable); requests use the first unless they
-            name another. None skips nothing: drafts with the whole model, for tests only.
+            name another.
         window: tokens of a request's KV cache that draft passes read, the first `sinks` and the newest, in whole pages.
             "auto" chooses among 512, 2,048, 8,192 and all, by measured times and acceptance (on vLLM by model runner
             V1, without async scheduling); None: all.
@@ -263,6 +263,8 @@ class LayerSkipOptions(PluginOptions):
 
 def check(options: LayerSkipOptions, context: EngineContext) -> None:
     """Raise ValueError, before the engine starts: one line that names the option or file and the remedy."""
+    if options.selection == "static" and not options.skip_set and options.window is None:
+        raise ValueError("drafts would be of the whole model: set option 'skip_set', 'window' or 'selection'")
     if context.tensor_parallel > 1 and options.searches:
         raise ValueError(
             f"selection '{options.selection}' searches on one tensor-parallel rank only, not "

@@ -13,9 +13,9 @@ from freedraft.cost.roofline import Roofline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Tokens per step by nodes: SSSD's trees on recorded answers of Llama-3.1-8B (bench/results/replay.json)
-TOKENS_PER_STEP = {1: 1.0, 4: 1.542, 8: 1.699, 16: 1.814, 32: 1.918, 64: 1.988}
+TOKENS_PER_STEP = {1: 1.0, 4: 1.546, 8: 1.708, 16: 1.823, 32: 1.926}
 
-# The same for SSSD's chains
+# Of SSSD's chains, at first; learnt while serving
 CHAIN_TOKENS_PER_STEP = {1: 1.0, 2: 1.307, 3: 1.425, 5: 1.491, 9: 1.52, 17: 1.527, 33: 1.529}
 
 

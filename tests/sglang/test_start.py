@@ -15,6 +15,7 @@ from tests.support.models import save, tiny_model
 
 ON_GPU = {"device": "cuda", "attention_backend": "triton"}
 ON_CPU = {"device": "cpu", "attention_backend": "torch_native"}
+WINDOW = {"WINDOW": "512"}
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +94,10 @@ def test_refused(resolved, monkeypatch, changed, reason, remedy):
     ("name", "options", "topk"),
     [
         ("sssd", {"SHAPE": "chain"}, 1),
-        ("layerskip", {}, 2),
-        ("layerskip", {"TREE": "false"}, 1),
-        ("freedraft", {"SHAPE": "chain"}, 2),
-        ("freedraft", {"SHAPE": "chain", "TREE": "false"}, 1),
+        ("layerskip", WINDOW, 2),
+        ("layerskip", WINDOW | {"TREE": "false"}, 1),
+        ("freedraft", WINDOW | {"SHAPE": "chain"}, 2),
+        ("freedraft", WINDOW | {"SHAPE": "chain", "TREE": "false"}, 1),
     ],
 )
 def test_chains_do_without_the_second_call_of_fa3(resolved, monkeypatch, name, options, topk):
@@ -114,6 +115,8 @@ def test_the_backend_that_does_not_verify_may_be_any(resolved):
 
 def test_ranks(resolved, monkeypatch):
     for name, nodes in {"sssd": 32, "layerskip": 16, "freedraft": 16}.items():
+        if name != "sssd":
+            monkeypatch.setenv("FREEDRAFT_WINDOW", "512")
         args = resolved(**ON_GPU, tp_size=2, speculative_algorithm=name)
         assert args.tp_size == 2 and args.speculative_num_draft_tokens == nodes
     monkeypatch.setenv("FREEDRAFT_SELECTION", "swift")
@@ -126,6 +129,32 @@ def test_cpu_platform_takes_its_own_backend_only(resolved):
     assert resolved(**ON_CPU | {"page_size": 16}).page_size == 16
     with pytest.raises(ConfigError, match="torch_native"):
         resolved(**ON_CPU | {"attention_backend": "triton"})
+
+
+def test_the_variable_alone_chooses_the_cpu_and_a_start_without_gpu_names_it(resolved, monkeypatch):
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.platforms.interface import SRTPlatform
+    from sglang.srt.utils.common import get_device
+
+    from freedraft.engines.sglang.hooks import settings
+
+    args = resolved(device=None)
+    assert args.device == "cpu" and args.attention_backend == "torch_native" and settings() == []
+    monkeypatch.delenv("SGLANG_PLATFORM")
+    monkeypatch.setattr(type(current_platform), "get_device", SRTPlatform.get_device)  # as where none is found
+    get_device.cache_clear()
+    with pytest.raises(ConfigError, match=r"sssd cannot start: No accelerator.* SGLANG_PLATFORM=freedraft_cpu"):
+        resolved(device=None)
+    with pytest.raises(RuntimeError, match="No accelerator"):
+        resolved(device=None, speculative_algorithm=None)
+    (line,) = settings()
+    assert "SGLANG_PLATFORM=freedraft_cpu" in line
+
+
+@pytest.mark.parametrize("name", ["layerskip", "freedraft"])
+def test_drafting_with_the_whole_model_is_refused(resolved, name):
+    with pytest.raises(ConfigError, match=r"the whole model: set option 'skip_set', 'window' or"):
+        resolved(**ON_CPU, speculative_algorithm=name)
 
 
 SIZES = dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16)

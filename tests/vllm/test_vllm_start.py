@@ -15,10 +15,10 @@ from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm import methods, patching
 from freedraft.engines.vllm.context import start_line
-from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
+from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS, settings
 
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
-SKIPPING = {"method": "layerskip", "num_speculative_tokens": 3}
+SKIPPING = {"method": "layerskip", "num_speculative_tokens": 3, "window": 512}
 BOTH = SKIPPING | {"method": "freedraft"}
 KV_TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
@@ -54,6 +54,14 @@ def line(monkeypatch, caplog):
 
 def test_all_hooks_are_there():
     assert check(HOOKS + MODEL_HOOKS + OPTIONAL_HOOKS) == []
+
+
+def test_the_doctor_names_the_command_that_starts_the_cpu_package():
+    from importlib.metadata import distributions
+
+    stock = any(each.name == "vllm" for each in distributions())
+    lines = [line for line in settings() if "python -m vllm.entrypoints.openai.api_server" in line]
+    assert len(lines) == (not stock)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +253,7 @@ def test_engines_that_are_refused(tiny_model, method, arguments, words):
         from vllm.config import KVTransferConfig
 
         arguments = {"kv_transfer_config": KVTransferConfig(**KV_TRANSFER)}
-    message = refusal(tiny_model, SKIPPING | {"method": method}, **arguments)
+    message = refusal(tiny_model, SKIPPING if method == "layerskip" else GOOD, **arguments)
     assert words in message and f"'{method}'" in message
 
 
@@ -320,6 +328,8 @@ def test_other_methods_are_left_alone(tiny_model):
     ("change", "words"),
     [
         (SKIPPING | {"skip_set": "/no/such/set.json"}, ["'skip_set'", "/no/such/set.json", "freedraft calibrate"]),
+        (SKIPPING | {"window": None}, ["the whole model", "'skip_set'", "'window'", "'selection'"]),
+        (BOTH | {"window": None}, ["the whole model", "'skip_set'", "'window'", "'selection'"]),
         (SKIPPING | {"skip_sets": "x"}, ["'skip_sets'", "did you mean 'skip_set'"]),
         (BOTH | {"draft": ["layerskip", "sssd"]}, ["unknown option 'draft'"]),
         (BOTH | {"lookahead": "fixed"}, ["'lookahead'", "cost"]),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from freedraft.engines.hooks import table
-from freedraft.engines.sglang.cpu import torchvision_stand_in
+from freedraft.engines.sglang.cpu import NAME, torchvision_stand_in
 
-PACKAGE = "sglang"
 DISTRIBUTIONS = ("sglang",)
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
 TESTED_VERSIONS = ("0.5.23",)
@@ -97,7 +96,14 @@ CORPUS_HOOKS = table("""
     sglang.srt.managers.tokenizer_control_mixin:get_spec
 """)
 
-OPTIONAL_HOOKS = CORPUS_HOOKS
+DEVICE_HOOKS = table("""
+    # device of the CPU platform without --device cpu
+    sglang.srt.arg_groups.serving_hook:handle_missing_default_values(server_args)
+    sglang.srt.arg_groups.overrides:declare_resolution(server_args)
+    sglang.srt.utils.common:get_device
+""")
+
+OPTIONAL_HOOKS = CORPUS_HOOKS + DEVICE_HOOKS
 
 # Additional names for methods that run the target model.
 MODEL_HOOKS = table("""
@@ -128,3 +134,14 @@ CPU_HOOKS = table("""
     # the KV of drafts
     sglang.srt.platforms.interface.SRTPlatform:get_speculative_cache_locs_fn
 """)
+
+
+def settings() -> list[str]:
+    """What a start of this SGLang needs."""
+    from sglang.srt.utils.common import get_device
+
+    try:
+        get_device()
+    except RuntimeError as error:
+        return [f"{error} To serve on the CPU, set SGLANG_PLATFORM={NAME}"]
+    return []

@@ -8,8 +8,14 @@ from typing import Any
 
 import torch
 
+from freedraft.config import ConfigError
+from freedraft.engines.hooks import stop_start
+from freedraft.engines.sglang.cpu import NAME, selected
+from freedraft.engines.sglang.hooks import settings
+
 ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+CHOOSE_DEVICE = "sglang.srt.arg_groups.serving_hook.handle_missing_default_values"
 
 
 def assign_slots(
@@ -38,6 +44,16 @@ def room_for_drafts(original: Callable[[], int], names: Callable[[], set[str]]) 
     if (get_spec().speculative_algorithm or "").upper() in names():
         columns = max(columns, get_alloc_reserve_per_decode() + 4)
     return columns
+
+
+def choose_cpu(args: Any, names: Callable[[], set[str]]) -> None:
+    """Set the CPU platform's device before SGLang looks for one. Stops the start of our algorithms without either."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    if args.device is None and selected():
+        declare_resolution(args, NAME, device="cpu")
+    elif not args.device and (name := args.speculative_algorithm or "").upper() in names() and (needs := settings()):
+        stop_start(ConfigError(f"--speculative-algorithm {name.lower()} cannot start: {needs[0]}"))
 
 
 class _AsNgram:

