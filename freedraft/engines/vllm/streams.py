@@ -38,7 +38,9 @@ class TextOfTokens(str):
 def parse_by_token() -> None:
     """Hook the detokenizer and all parsers that this process makes from now on. Safe to call more than once."""
     if missing := check(STREAM_HOOKS):
-        line = "freedraft: vLLM %s lacks %s: in streams its parsers of reasoning and tool calls read runs of tokens at once"
+        line = (
+            "freedraft: vLLM %s lacks %s: its parsers of streamed reasoning and tool calls may misplace runs of tokens"
+        )
         logger.warning(line, vllm_version(), "; ".join(missing))
         return
     from vllm.parser.parser_manager import ParserManager
