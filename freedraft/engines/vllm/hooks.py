@@ -159,7 +159,6 @@ V2_TREE_HOOKS = table("""
     vllm.v1.kv_cache_interface:FullAttentionSpec
 """)
 
-# Needed to stream what a parser finds in runs of tokens as if they came one by one.
 STREAM_HOOKS = table("""
     # streams through parsers of reasoning and tool calls
     vllm.parser.parser_manager.ParserManager:get_parser
@@ -167,7 +166,6 @@ STREAM_HOOKS = table("""
     vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer:update(new_token_ids, stop_terminated)
     vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer:get_next_output_text(finished, delta)
     vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer has output_text, stop_buffer_length, _last_output_text_offset
-    vllm.entrypoints.generate.base.protocol:DeltaMessage has tool_calls
 """)
 
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
