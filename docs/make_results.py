@@ -262,6 +262,27 @@ def exchange(result: Any) -> str:
     )
 
 
+@section("Streams through parsers", "parsers-vllm.json parsers-sglang.json", CHAPTERS[-2])
+def parsers(*results: Any) -> str:
+    """Texts with two calls or two thoughts in the format of each parser, in runs of 1 to 64 tokens through the engine's
+    own front end, without a model. Parsers whose stream differs from that of single tokens, and at how many of the 64
+    run lengths, in the engine itself; with freedraft, those that still do. "Special marks": texts leave them out."""
+    found = []
+    for result in results:
+        kinds: dict[str, list[Any]] = {}
+        for row in result["rows"]:
+            kind = "calls" if row["tool"] else "thoughts"
+            kind = "thoughts, then calls" if row["tool"] and row["reasoning"] else kind
+            kinds.setdefault(kind + ", special marks" * bool(row.get("special")), []).append(row)
+        for kind, rows in sorted(kinds.items()):
+            line = {"engine": result["engine"], "kind": kind, "parsers": len(rows)}
+            for when in ("before", "after"):
+                wrong = [f"{row['tool'] or row['reasoning']} {len(row[when])}" for row in rows if row[when]]
+                line[when] = f"{len(wrong)}: {', '.join(wrong)}" if wrong else "none"
+            found.append(line)
+    return table(found, "engine={engine} | text={kind} | parsers={parsers} | differ={before} | with freedraft={after}")
+
+
 @section("Layer skipping", "layer-skip-vllm-cpu.json layer-skip-sglang-cpu.json", CHAPTERS[2])
 def layer_skip(vllm: Any, sglang: Any) -> str:
     """Speed over plain decoding (quartiles; on SGLang the range over groups of requests): tokens per step, accepted

@@ -158,10 +158,19 @@ V2_TREE_HOOKS = table("""
     vllm.v1.kv_cache_interface:FullAttentionSpec
 """)
 
+STREAM_HOOKS = table("""
+    # streams through parsers of reasoning and tool calls
+    vllm.parser.parser_manager.ParserManager:get_parser
+    vllm.parser.abstract_parser.Parser:parse_delta(delta_text, delta_token_ids, finished)
+    vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer:update(new_token_ids, stop_terminated)
+    vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer:get_next_output_text(finished, delta)
+    vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer has output_text, stop_buffer_length, _last_output_text_offset
+""")
+
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # Hooks of optional features.
-OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS
+OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS + STREAM_HOOKS
 
 
 def settings() -> list[str]:

@@ -32,6 +32,7 @@ from freedraft.engines.vllm.hooks import (
 )
 from freedraft.engines.vllm.patching import after, before, share_logging, start_with_numba_loaded, unless, wrap_once
 from freedraft.engines.vllm.scheduler import add_salt, reserve_slots
+from freedraft.engines.vllm.streams import parse_by_token
 from freedraft.engines.vllm.v2.lengths import receive_lengths
 from freedraft.method import METHODS, MethodSpec
 from freedraft.step import EngineContext
@@ -148,6 +149,7 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
             stop_start(error)
         if spec.runs_model and AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
             os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+        parse_by_token()
         with _rewritten(self, config):
             made = original(self, *args, **kwargs)
         given = options.model_dump(mode="json", exclude_none=True)
