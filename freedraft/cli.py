@@ -227,6 +227,25 @@ def top(
     raise typer.Exit(run(f"http://{host}:{port}/metrics", interval, once))
 
 
+@app.command()
+def compare(
+    plain: Annotated[str, typer.Argument(metavar="PLAIN_URL", help="Server without drafts, http://HOST:PORT.")],
+    drafting: Annotated[str, typer.Argument(metavar="DRAFTING_URL", help="The same with drafts.")],
+    only: Annotated[list[str] | None, typer.Option(
+        metavar="PATTERN", help="Kinds to send, for example '*stop*'; may be repeated.")] = None,
+    tolerance: Annotated[float, typer.Option(min=0, help="By how much logprobs may differ.")] = 1e-3,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds for one request.")] = 600.0,
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent to both servers.")] = None,
+    file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all outcomes to it.")] = None,
+) -> None:  # fmt: skip
+    """Check that a server with drafts answers a hundred kinds of request as one without."""
+    from freedraft.compare.run import report
+    from freedraft.compare.servers import Server
+
+    servers = (Server(url, timeout, api_key) for url in (plain, drafting))
+    raise typer.Exit(report(*servers, only or (), tolerance, file))
+
+
 main = app
 
 if __name__ == "__main__":

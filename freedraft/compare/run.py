@@ -1,15 +1,17 @@
-"""Send all kinds of request to two servers, and say which kinds were answered differently."""
+"""Send kinds of request to two servers, and say which kinds they answer differently."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -18,13 +20,12 @@ from freedraft.compare.servers import Answer, Request, Server
 KINDS = Path(__file__).with_name("kinds.yaml")
 SAME, DIFFERS, ONE = "same", "differs", "refused by one"
 BOTH, ITSELF = "refused by both", "plain differs from itself"
-# Of one answer, not of its request: names, times, counts of caches and of drafts.
-OWN = re.compile(r"id|rid|created|model|system_fingerprint|metrics|sglext|.*(cached|spec_|time|latency|_ts\b).*")
+# Not of an answer but of its request: names, times, counts of caches and of drafts.
+OWN = re.compile(r"id|rid|created|model|system_fingerprint|metrics|sglext|.*(cached|spec_|time|latency).*")
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of request: requests in turn, or together. engine: the one that has it, None for both."""
+class Kind(NamedTuple):
+    """engine: the one that has it; None for both."""
 
     name: str
     requests: list[Request]
@@ -34,38 +35,13 @@ class Kind:
 
 @dataclass
 class Row:
-    """What a kind showed.
-
-    Attributes:
-        plain: the plain server's first answer in short.
-        accepted: draft tokens accepted while it was asked.
-        difference: the first one, None if there is none.
-    """
+    """What a kind showed. plain: the first answer in short. accepted: draft tokens, None where they are not counted."""
 
     kind: str
     outcome: str
+    difference: str | None
     plain: str
-    accepted: int
-    difference: str | None = None
-
-
-@dataclass
-class Comparison:
-    """Outcomes of kinds on two servers; `about` says what they have in common."""
-
-    about: dict[str, Any]
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def different(self) -> list[str]:
-        return [row.kind for row in self.rows if row.outcome in (DIFFERS, ONE)]
-
-    @property
-    def accepted(self) -> int:
-        return sum(row.accepted for row in self.rows)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"outcomes": Counter(row.outcome for row in self.rows), "accepted": self.accepted}
+    accepted: int | None
 
 
 def load(names: Mapping[str, Any]) -> list[Kind]:
@@ -76,80 +52,68 @@ def load(names: Mapping[str, Any]) -> list[Kind]:
             return {filled(key): filled(item) for key, item in value.items()}
         if isinstance(value, list):
             return [filled(item) for item in value]
-        return names[value[1:]] if isinstance(value, str) and value.startswith("$") else value
-
-    def request(send: dict[str, Any], at: str = "completions", **more: Any) -> Request:
-        whole = filled(told["defaults"][at] | send)
-        if at == "generate":
-            whole["sampling_params"] = told["defaults"][at]["sampling_params"] | whole["sampling_params"]
-        return Request(at, whole, **more)
+        return names.get(value[1:], value) if isinstance(value, str) and value.startswith("$") else value
 
     def kind(kind: str, engine: str | None = None, times: int = 1, **given: Any) -> Kind:
-        together = given.pop("together", [])
-        each = together or given.pop("in_turn", None) or [given]
-        return Kind(kind, [request(**{"send": {}} | one) for one in each] * times, bool(together), engine)
+        each = given.get("together") or given.get("in_turn") or [given]
+        whole = [one | {"send": defaults[one.get("at", "completions")] | one.get("send", {})} for one in each]
+        return Kind(kind, [Request(**filled(one)) for one in whole] * times, "together" in given, engine)
 
     told = yaml.safe_load(KINDS.read_text(encoding="utf-8"))
+    defaults = told["defaults"]
     return [kind(**given) for given in told["kinds"]]
 
 
 def names_of(server: Server) -> dict[str, Any]:
-    """What the words with $ stand for, by the server's answer to the default prompt."""
-    nothing = dict.fromkeys([*(f"id{i}" for i in range(16)), "ids", "page", *(f"room{n}" for n in (0, 1, 5, 24, 64))])
-    first = load(nothing)[0].requests[0]
+    """What the words with $ stand for, by the server's answer to the first kind."""
+    first = load({})[0].requests[0]
     answer = server.ask(first)
     asked = server.client.post("/tokenize", json={"model": server.model, "prompt": first.send["prompt"]})
-    if answer.refused or asked.status_code != 200:
+    if answer.status != 200 or asked.status_code != 200:
         raise ValueError(f"{server.url} refuses a plain completion, or /tokenize: {answer.body or asked.text}")
-    ids, prompt = answer.body["choices"][0]["token_ids"], asked.json()["tokens"]
+    ids, prompt = list(dict.fromkeys(answer.body["choices"][0]["token_ids"])), asked.json()["tokens"]
     text = (prompt * math.ceil(server.room / len(prompt)))[: server.room]
-    rooms = {name: text[int(name[4:]) :] for name in nothing if name.startswith("room")}
-    return {f"id{i}": ids[i % len(ids)] for i in range(16)} | {"ids": sorted({*ids}), "page": text[:129]} | rooms
+    names = {f"id{i}": ids[i % len(ids)] for i in range(16)} | {"ids": ids, "page": text[:129]}
+    return names | {f"room{n}": text[n:] for n in (0, 1, 5, 24, 64)}
 
 
-def compare(
-    plain: Server, drafting: Server, only: str = "", tolerance: float = 1e-3, show: Callable[[Row], None] = lambda _: None
-) -> Comparison:
-    """Ask both servers twice in turns. Requests to which plain's two answers differ are not compared.
+def compare(plain: Server, drafting: Server, only: Sequence[str] = (), tolerance: float = 1e-3) -> Iterator[Row]:
+    """Ask both servers twice, in turns. A request to which plain's two answers differ is not compared.
 
     Args:
-        only: a regular expression; kinds with it in their names.
+        only: patterns of names of kinds; none for all kinds.
         tolerance: by how much logprobs may differ.
-        show: called with each row.
 
     Raises:
-        ValueError: the servers do not serve the same; one line.
+        ValueError: the servers do not serve the same, or one is gone; one line.
     """
-    common = plain.about.keys() & drafting.about.keys()
-    if unlike := [f"{n} {plain.about[n]} and {drafting.about[n]}" for n in plain.about if n in common and plain.about[n] != drafting.about[n]]:
-        raise ValueError(f"the servers cannot be compared: {', '.join(unlike)}")
+    if unlike := [name for name, value in plain.about.items() if drafting.about.get(name, value) != value]:
+        said = ", ".join(f"{name} {plain.about[name]} and {drafting.about[name]}" for name in unlike)
+        raise ValueError(f"these servers cannot be compared: {said}")
     if plain.drafts or not drafting.drafts:
-        raise ValueError(f"{plain.url if plain.drafts else drafting.url} {'drafts' if plain.drafts else 'does not draft'}: name the plain server first, the drafting one second")
-    kinds = [kind for kind in load(names_of(plain)) if kind.engine in (None, plain.engine) and re.search(only, kind.name)]
+        raise ValueError("name a server without speculative decoding first, and one with it second")
+    kinds = [kind for kind in load(names_of(plain)) if kind.engine in (None, plain.engine)]
+    kinds = [kind for kind in kinds if not only or any(fnmatch(kind.name, pattern) for pattern in only)]
     if not kinds:
-        raise ValueError(f"no kind of request has '{only}' in its name")
-    done = Comparison({"plain": plain.about, "drafting": drafting.about, "tolerance": tolerance})
-    for kind in kinds:
-        done.rows.append(_row(kind, plain, drafting, tolerance))
-        show(done.rows[-1])
-    return done
+        raise ValueError(f"no kind of request is called {' or '.join(only)}")
+    return (_row(kind, plain, drafting, tolerance) for kind in kinds)
 
 
 def _row(kind: Kind, plain: Server, drafting: Server, tolerance: float) -> Row:
-    before = drafting.accepted([])
-    first, drafted, again, drafted_again = (_ask(server, kind) for server in (plain, drafting) * 2)
-    accepted = drafting.accepted(drafted + drafted_again) - before
-    steady = [next(differences(a, b, tolerance), None) is None for a, b in zip(first, again, strict=True)]
-    found, refused = None, False
-    for i, answers in enumerate(zip(first, drafted, drafted_again, strict=True)):
-        for answer in answers[1:] if steady[i] else ():
-            difference = next(differences(answers[0], answer, tolerance), None)
-            if difference and not found:
-                found, refused = f"request {i + 1}{difference}", answers[0].refused != answer.refused
-    outcome = (ONE if refused else DIFFERS) if found else ITSELF if not all(steady) else SAME
-    if outcome == SAME and all(answer.refused for answer in first):
-        outcome = BOTH
-    return Row(kind.name, outcome, _short(first[0]), accepted, found)
+    before = drafting.accepted()
+    rounds = [_ask(server, kind) for server in (plain, drafting) * 2]
+    accepted = None if before is None else (drafting.accepted() or 0) - before
+    outcome, found = SAME if any(answer.status == 200 for answer in rounds[0]) else BOTH, None
+    for i, (first, drafted, again, drafted_again) in enumerate(zip(*rounds, strict=True), 1):
+        if unsteady := next(differences(first, again, tolerance), None):
+            outcome, found = (ITSELF, f"request {i}{unsteady}") if outcome in (SAME, BOTH) else (outcome, found)
+            continue
+        for answer in (drafted, drafted_again):
+            difference = next(differences(first, answer, tolerance), None)
+            if difference and outcome not in (DIFFERS, ONE):
+                outcome = ONE if (first.status == 200) != (answer.status == 200) else DIFFERS
+                found = f"request {i}{difference}"
+    return Row(kind.name, outcome, found, _short(rounds[0][0]), accepted)
 
 
 def _ask(server: Server, kind: Kind) -> list[Answer]:
@@ -158,11 +122,11 @@ def _ask(server: Server, kind: Kind) -> list[Answer]:
 
 
 def differences(a: Any, b: Any, tolerance: float, at: str = "") -> Iterator[str]:
-    """Where two answers differ, and how; refusals differ by their status only, and never are alike without one."""
+    """Where two answers differ, and how; refusals by their status only. No answer is like another missing one."""
     if isinstance(a, Answer):
-        if a.status != b.status or not isinstance(a.status, int):
+        if a.status != b.status or isinstance(a.status, str):
             yield f": {_short(a)} and {_short(b)}"
-        elif not a.refused:
+        elif a.status == 200:
             yield from differences(a.body, b.body, tolerance)
     elif isinstance(a, dict) and isinstance(b, dict):
         for key in sorted(a.keys() | b.keys(), key=str):
@@ -173,20 +137,39 @@ def differences(a: Any, b: Any, tolerance: float, at: str = "") -> Iterator[str]
             yield from differences(one, other, tolerance, f"{at} {i}")
         if len(a) != len(b):
             yield f"{at}: {len(a)} and {len(b)} items"
-    elif isinstance(a, float) and isinstance(b, float):
-        if not math.isclose(a, b, rel_tol=0, abs_tol=tolerance):
-            yield f"{at}: {a:.5g} and {b:.5g}"
-    elif a != b:
+    elif a != b and not (isinstance(a, float) and isinstance(b, float) and abs(a - b) <= tolerance):
         yield f"{at}: {a!r:.200} and {b!r:.200}"
 
 
 def _short(answer: Answer) -> str:
     """The first text in an answer; of a refusal its status."""
-    if answer.refused or not isinstance(answer.body, dict | list):
-        return str(answer.status if answer.refused else answer.body)
+    if answer.status != 200 or answer.body == "cut":
+        return str(answer.body if answer.status == 200 else answer.status)
     body = answer.body[0] if isinstance(answer.body, list) else answer.body
-    choices = body.get("choices", body)
-    choice = choices[0] if 0 in choices or isinstance(choices, list) else choices
+    choice = body["choices"][0] if "choices" in body else body
     message = choice.get("message") or choice.get("delta") or choice
-    text = next((message[name] for name in ("tool_calls", "content", "text", "reasoning", "reasoning_content") if message.get(name)), "")
+    text = next(filter(None, map(message.get, ("tool_calls", "content", "text", "reasoning", "reasoning_content"))), "")
     return " ".join(str(text).split())[:60]
+
+
+def report(plain: Server, drafting: Server, only: Sequence[str], tolerance: float, file: Path | None) -> int:
+    """Print a row for each kind as it is answered; return 1 if a kind differs. Raises ValueError: as `compare`, and
+    where no draft token was accepted, which shows nothing."""
+    print(f"{'kind of request':42} {'drafting answers':25} accepted  plain answers")
+    rows = []
+    for row in compare(plain, drafting, only, tolerance):
+        rows.append(row)
+        count = "-" if row.accepted is None else row.accepted
+        print(f"{row.kind:42} {row.outcome:25} {count:8}  {row.plain}", flush=True)
+        if row.difference:
+            print(f"    {row.difference}", flush=True)
+    counts = Counter(row.outcome for row in rows)
+    print(f"{len(rows)} kinds: {', '.join(f'{n} {outcome}' for outcome, n in counts.most_common())}")
+    if file is not None:
+        done = {"about": plain.about, "tolerance": tolerance, "outcomes": counts, "rows": [asdict(row) for row in rows]}
+        file.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
+    if not any(row.accepted is None or row.accepted for row in rows):
+        raise ValueError(
+            f"{drafting.url} accepted no draft token, so that nothing is shown: see docs/troubleshooting.md"
+        )
+    return 1 if counts[DIFFERS] + counts[ONE] else 0
