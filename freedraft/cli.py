@@ -240,7 +240,7 @@ def compare(
 ) -> None:  # fmt: skip
     """Check that a server with drafts answers a hundred kinds of request as one without."""
     from freedraft.compare.run import report
-    from freedraft.compare.servers import Server
+    from freedraft.compare.server import Server
 
     servers = (Server(url, timeout, api_key) for url in (plain, drafting))
     raise typer.Exit(report(*servers, only or (), tolerance, file))

@@ -1,21 +1,19 @@
-"""Send kinds of request to two servers, and say which kinds they answer differently."""
+"""Send kinds of request to a plain and a drafting server, and say which kinds they answer differently."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from freedraft.compare.servers import Answer, Request, Server
+from freedraft.compare.server import Server
 
 KINDS = Path(__file__).with_name("kinds.yaml")
 SAME, DIFFERS, ONE = "same", "differs", "refused by one"
@@ -24,28 +22,8 @@ BOTH, ITSELF = "refused by both", "plain differs from itself"
 OWN = re.compile(r"id|rid|created|model|system_fingerprint|metrics|sglext|.*(cached|spec_|time|latency).*")
 
 
-class Kind(NamedTuple):
-    """engine: the one that has it; None for both."""
-
-    name: str
-    requests: list[Request]
-    together: bool
-    engine: str | None
-
-
-@dataclass
-class Row:
-    """What a kind showed. plain: the first answer in short. accepted: draft tokens, None where they are not counted."""
-
-    kind: str
-    outcome: str
-    difference: str | None
-    plain: str
-    accepted: int | None
-
-
-def load(names: Mapping[str, Any]) -> list[Kind]:
-    """The kinds of the package's file, with `names` in place of words with $."""
+def load(names: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The kinds of the package's file with their "requests", and `names` in place of words with $."""
 
     def filled(value: Any) -> Any:
         if isinstance(value, dict):
@@ -54,31 +32,37 @@ def load(names: Mapping[str, Any]) -> list[Kind]:
             return [filled(item) for item in value]
         return names.get(value[1:], value) if isinstance(value, str) and value.startswith("$") else value
 
-    def kind(kind: str, engine: str | None = None, times: int = 1, **given: Any) -> Kind:
-        each = given.get("together") or given.get("in_turn") or [given]
-        whole = [one | {"send": defaults[one.get("at", "completions")] | one.get("send", {})} for one in each]
-        return Kind(kind, [Request(**filled(one)) for one in whole] * times, "together" in given, engine)
+    def whole(request: dict[str, Any]) -> dict[str, Any]:
+        at = request.get("at", "completions")
+        return filled(request | {"at": at, "send": told["defaults"][at] | request.get("send", {})})
 
     told = yaml.safe_load(KINDS.read_text(encoding="utf-8"))
-    defaults = told["defaults"]
-    return [kind(**given) for given in told["kinds"]]
+    for kind in told["kinds"]:
+        each = kind.get("together") or kind.get("in_turn") or [kind]
+        kind["requests"] = [whole(request) for request in each] * kind.get("times", 1)
+    return list(told["kinds"])
 
 
 def names_of(server: Server) -> dict[str, Any]:
     """What the words with $ stand for, by the server's answer to the first kind."""
-    first = load({})[0].requests[0]
-    answer = server.ask(first)
-    asked = server.client.post("/tokenize", json={"model": server.model, "prompt": first.send["prompt"]})
-    if answer.status != 200 or asked.status_code != 200:
-        raise ValueError(f"{server.url} refuses a plain completion, or /tokenize: {answer.body or asked.text}")
-    ids, prompt = list(dict.fromkeys(answer.body["choices"][0]["token_ids"])), asked.json()["tokens"]
-    text = (prompt * math.ceil(server.room / len(prompt)))[: server.room]
+    request = load({})[0]["requests"][0]
+    status, answer = server.ask(request)
+    asked = server.client.post("/tokenize", json={"model": server.model, "prompt": request["send"]["prompt"]})
+    if status != 200 or asked.status_code != 200:
+        raise ValueError(
+            f"{server.url} refuses a plain completion, or /tokenize: {answer if status != 200 else asked.text}"
+        )
+    ids, prompt = list(dict.fromkeys(answer["choices"][0]["token_ids"])), asked.json()["tokens"]
+    text = (prompt * (server.room // len(prompt) + 1))[: server.room]
     names = {f"id{i}": ids[i % len(ids)] for i in range(16)} | {"ids": ids, "page": text[:129]}
     return names | {f"room{n}": text[n:] for n in (0, 1, 5, 24, 64)}
 
 
-def compare(plain: Server, drafting: Server, only: Sequence[str] = (), tolerance: float = 1e-3) -> Iterator[Row]:
-    """Ask both servers twice, in turns. A request to which plain's two answers differ is not compared.
+def compare(
+    plain: Server, drafting: Server, only: Sequence[str] = (), tolerance: float = 1e-3
+) -> Iterator[dict[str, Any]]:
+    """Ask both servers twice, in turns; yield a row for each kind. A request to which plain's two answers differ is not
+    compared.
 
     Args:
         only: patterns of names of kinds; none for all kinds.
@@ -87,66 +71,74 @@ def compare(plain: Server, drafting: Server, only: Sequence[str] = (), tolerance
     Raises:
         ValueError: the servers do not serve the same, or one is gone; one line.
     """
-    if unlike := [name for name, value in plain.about.items() if drafting.about.get(name, value) != value]:
+    unlike = [name for name, value in plain.about.items() if drafting.about.get(name, value) != value]
+    if unlike:
         said = ", ".join(f"{name} {plain.about[name]} and {drafting.about[name]}" for name in unlike)
         raise ValueError(f"these servers cannot be compared: {said}")
     if plain.drafts or not drafting.drafts:
         raise ValueError("name a server without speculative decoding first, and one with it second")
-    kinds = [kind for kind in load(names_of(plain)) if kind.engine in (None, plain.engine)]
-    kinds = [kind for kind in kinds if not only or any(fnmatch(kind.name, pattern) for pattern in only)]
+    kinds = [kind for kind in load(names_of(plain)) if kind.get("engine") in (None, plain.engine)]
+    kinds = [kind for kind in kinds if not only or any(fnmatch(kind["kind"], pattern) for pattern in only)]
     if not kinds:
         raise ValueError(f"no kind of request is called {' or '.join(only)}")
-    return (_row(kind, plain, drafting, tolerance) for kind in kinds)
+    for kind in kinds:
+        before = drafting.accepted()
+        rounds = [ask(server, kind) for server in (plain, drafting) * 2]
+        accepted = None if before is None else (drafting.accepted() or 0) - before
+        outcome, found = judged(rounds, tolerance)
+        yield {
+            "kind": kind["kind"],
+            "outcome": outcome,
+            "difference": found,
+            "plain": short(rounds[0][0]),
+            "accepted": accepted,
+        }
 
 
-def _row(kind: Kind, plain: Server, drafting: Server, tolerance: float) -> Row:
-    before = drafting.accepted()
-    rounds = [_ask(server, kind) for server in (plain, drafting) * 2]
-    accepted = None if before is None else (drafting.accepted() or 0) - before
-    outcome, found = SAME if any(answer.status == 200 for answer in rounds[0]) else BOTH, None
+def ask(server: Server, kind: dict[str, Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(kind["requests"]) if "together" in kind else 1) as pool:
+        return list(pool.map(server.ask, kind["requests"]))
+
+
+def judged(rounds: list[list[Any]], tolerance: float) -> tuple[str, str | None]:
+    """The outcome of a kind, and the first difference, from the answers of plain, drafting, plain and drafting."""
+    itself = None
     for i, (first, drafted, again, drafted_again) in enumerate(zip(*rounds, strict=True), 1):
-        if unsteady := next(differences(first, again, tolerance), None):
-            outcome, found = (ITSELF, f"request {i}{unsteady}") if outcome in (SAME, BOTH) else (outcome, found)
+        if difference := next(differences(first, again, tolerance), None):
+            itself = itself or f"request {i}{difference}"
             continue
         for answer in (drafted, drafted_again):
-            difference = next(differences(first, answer, tolerance), None)
-            if difference and outcome not in (DIFFERS, ONE):
-                outcome = ONE if (first.status == 200) != (answer.status == 200) else DIFFERS
-                found = f"request {i}{difference}"
-    return Row(kind.name, outcome, found, _short(rounds[0][0]), accepted)
-
-
-def _ask(server: Server, kind: Kind) -> list[Answer]:
-    with ThreadPoolExecutor(len(kind.requests) if kind.together else 1) as pool:
-        return list(pool.map(server.ask, kind.requests))
+            if difference := next(differences(first, answer, tolerance), None):
+                return ONE if (first[0] == 200) != (answer[0] == 200) else DIFFERS, f"request {i}{difference}"
+    refused = all(status != 200 for status, _ in rounds[0])
+    return ITSELF if itself else BOTH if refused else SAME, itself
 
 
 def differences(a: Any, b: Any, tolerance: float, at: str = "") -> Iterator[str]:
-    """Where two answers differ, and how; refusals by their status only. No answer is like another missing one."""
-    if isinstance(a, Answer):
-        if a.status != b.status or isinstance(a.status, str):
-            yield f": {_short(a)} and {_short(b)}"
-        elif a.status == 200:
-            yield from differences(a.body, b.body, tolerance)
+    """Where two answers, or parts of them, differ, and how. Refusals differ by their status only."""
+    if isinstance(a, tuple):
+        if a[0] != b[0] or isinstance(a[0], str):
+            yield f": {short(a)} and {short(b)}"
+        elif a[0] == 200:
+            yield from differences(a[1], b[1], tolerance)
     elif isinstance(a, dict) and isinstance(b, dict):
         for key in sorted(a.keys() | b.keys(), key=str):
             if not OWN.fullmatch(str(key)):
                 yield from differences(a.get(key), b.get(key), tolerance, f"{at} {key}")
-    elif isinstance(a, list) and isinstance(b, list):
-        for i, (one, other) in enumerate(zip(a, b, strict=False)):
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for i, (one, other) in enumerate(zip(a, b, strict=True)):
             yield from differences(one, other, tolerance, f"{at} {i}")
-        if len(a) != len(b):
-            yield f"{at}: {len(a)} and {len(b)} items"
     elif a != b and not (isinstance(a, float) and isinstance(b, float) and abs(a - b) <= tolerance):
         yield f"{at}: {a!r:.200} and {b!r:.200}"
 
 
-def _short(answer: Answer) -> str:
+def short(answer: Any) -> str:
     """The first text in an answer; of a refusal its status."""
-    if answer.status != 200 or answer.body == "cut":
-        return str(answer.body if answer.status == 200 else answer.status)
-    body = answer.body[0] if isinstance(answer.body, list) else answer.body
-    choice = body["choices"][0] if "choices" in body else body
+    status, body = answer
+    body = body[0] if isinstance(body, list) else body
+    if status != 200 or body == "cut":
+        return str(status if status != 200 else body)
+    choice = body["choices"][0] if body.get("choices") else body
     message = choice.get("message") or choice.get("delta") or choice
     text = next(filter(None, map(message.get, ("tool_calls", "content", "text", "reasoning", "reasoning_content"))), "")
     return " ".join(str(text).split())[:60]
@@ -159,17 +151,14 @@ def report(plain: Server, drafting: Server, only: Sequence[str], tolerance: floa
     rows = []
     for row in compare(plain, drafting, only, tolerance):
         rows.append(row)
-        count = "-" if row.accepted is None else row.accepted
-        print(f"{row.kind:42} {row.outcome:25} {count:8}  {row.plain}", flush=True)
-        if row.difference:
-            print(f"    {row.difference}", flush=True)
-    counts = Counter(row.outcome for row in rows)
+        print(f"{row['kind']:42} {row['outcome']:25} {row['accepted'] or '-':>8}  {row['plain']}", flush=True)
+        if row["difference"]:
+            print(f"    {row['difference']}", flush=True)
+    counts = Counter(row["outcome"] for row in rows)
     print(f"{len(rows)} kinds: {', '.join(f'{n} {outcome}' for outcome, n in counts.most_common())}")
     if file is not None:
-        done = {"about": plain.about, "tolerance": tolerance, "outcomes": counts, "rows": [asdict(row) for row in rows]}
-        file.write_text(json.dumps(done, indent=1) + "\n", encoding="utf-8")
-    if not any(row.accepted is None or row.accepted for row in rows):
-        raise ValueError(
-            f"{drafting.url} accepted no draft token, so that nothing is shown: see docs/troubleshooting.md"
-        )
+        about = {"about": plain.about, "tolerance": tolerance, "outcomes": counts}
+        file.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+    if not any(row["accepted"] is None or row["accepted"] for row in rows):
+        raise ValueError(f"{drafting.url} accepted no draft token, which shows nothing: see 'freedraft top'")
     return 1 if counts[DIFFERS] + counts[ONE] else 0

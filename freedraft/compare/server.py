@@ -1,11 +1,10 @@
-"""Servers that are compared, and their whole answers to requests of any kind."""
+"""A server of either engine, and its whole answers to requests of any kind."""
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,42 +13,26 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "gene
 ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total", "freedraft_accepted_tokens_total")
 TEXTS = {"text", "content", "reasoning", "reasoning_content", "arguments", "refusal"}  # streamed in pieces
 
-
-@dataclass
-class Request:
-    """at: a key of `PATHS`. cut_ms: when the client goes away; what it got is not compared."""
-
-    at: str = "completions"
-    send: dict[str, Any] = field(default_factory=dict)
-    headers: dict[str, str] = field(default_factory=dict)
-    cut_ms: int | None = None
-
-
-class Answer(NamedTuple):
-    """status: of HTTP, or the name of the error that left the client without an answer."""
-
-    status: int | str
-    body: Any = None
+Answer = tuple[int | str, Any]
+"""Status of HTTP, or the name of the error that left the client without an answer; and the body."""
 
 
 class Server:
     """A running server. Raises ValueError, one line: it does not answer, or is of no engine that can be compared."""
 
-    def __init__(self, url: str, timeout: float = 600, key: str | None = None):
+    def __init__(self, url: str, timeout: float = 600, key: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx.Limits(max_keepalive_connections=0)  # servers close idle ones as the next request comes
         self.url, self.client = url, httpx.Client(base_url=url, timeout=timeout, headers=headers, limits=limits)
         try:
             card = self.client.get("/v1/models").raise_for_status().json()["data"][0]
             self.model, self.engine, self.room = card["id"], card["owned_by"], int(card["max_model_len"])
-            # vLLM has it with VLLM_SERVER_DEV_MODE=1 only.
-            info = self._json("/server_info?config_format=json") or self._json("/version")
+            info = self._json("/server_info?config_format=json")  # vLLM: with VLLM_SERVER_DEV_MODE=1 only
+            told = info.get("vllm_config", {}).get("model_config", info) | self._json("/version")
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise ValueError(f"no vLLM or SGLang server at {url}: {error}") from None
-        config = info.get("vllm_config", {}).get("model_config", info)
-        self.about = {"engine": self.engine, "max_model_len": self.room}
-        self.about["model"] = config.get("model_path") or card["root"]
-        self.about |= {name: config[name] for name in ("version", "dtype", "quantization") if config.get(name)}
+        self.about = {"engine": self.engine, "max_model_len": self.room, "model": told.get("model_path", card["root"])}
+        self.about |= {name: told[name] for name in ("version", "dtype", "quantization") if told.get(name)}
         self.drafts = info.get("speculative_algorithm") is not None or self.accepted() is not None
 
     def _json(self, path: str) -> dict[str, Any]:
@@ -65,27 +48,27 @@ class Server:
             raise ValueError(f"{self.url} is gone: {error}") from None
         return int(sum(found)) if found else None
 
-    def ask(self, request: Request) -> Answer:
-        """The whole answer, pieces of a stream joined."""
-        body = request.send | ({} if request.at == "generate" else {"model": self.model})
-        how: dict[str, Any] = {"headers": request.headers}
-        if request.cut_ms is not None:
-            body["stream"], how["timeout"] = True, request.cut_ms / 1000
-        end, whole = time.monotonic() + (request.cut_ms or 1e9) / 1000, dict[str, Any]()
+    def ask(self, request: dict[str, Any]) -> Answer:
+        """The answer to a request of the file of kinds, pieces of a stream joined."""
+        body, cut = dict(request["send"]), request.get("cut_ms")
+        how: dict[str, Any] = {"headers": request.get("headers")} | ({"timeout": cut / 1000} if cut else {})
+        if request["at"] != "generate":
+            body["model"] = self.model
+        end, whole = time.monotonic() + (cut or 1e9) / 1000, dict[str, Any]()
         try:
-            with self.client.stream("POST", PATHS[request.at], json=body, **how) as answer:
+            with self.client.stream("POST", PATHS[request["at"]], json=body, **how) as answer:
                 if answer.status_code != 200 or not body.get("stream"):
-                    return Answer(answer.status_code, json.loads(answer.read() or "null"))
+                    return answer.status_code, json.loads(answer.read() or "null")
                 for line in answer.iter_lines():
-                    if line.startswith("data: {") and time.monotonic() < end:
-                        piece = json.loads(line.removeprefix("data: "))
-                        whole.update(piece) if request.at == "generate" else join(whole, piece)
-                    elif time.monotonic() > end:
+                    if time.monotonic() > end:
                         break
+                    if line.startswith("data: {"):
+                        piece = json.loads(line.removeprefix("data: "))
+                        whole.update(piece) if request["at"] == "generate" else join(whole, piece)
         except (httpx.HTTPError, ValueError) as error:
-            if request.cut_ms is None:
-                return Answer(type(error).__name__)
-        return Answer(200, whole if request.cut_ms is None else "cut")
+            if not cut:
+                return type(error).__name__, str(error)
+        return 200, "cut" if cut else whole
 
 
 def join(whole: dict[str, Any], piece: dict[str, Any]) -> None:
