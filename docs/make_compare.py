@@ -1,6 +1,6 @@
-"""Writes compare.md from bench/results/compare-*.json, which it measures first where it is told which.
+"""Writes the table of compare.md from bench/results/compare-*.json, or measures one of these.
 
-python docs/make_compare.py                       # write the page
+python docs/make_compare.py                       # write the table
 python docs/make_compare.py --check               # exit code 1 when it is out of date
 python docs/make_compare.py vllm build/model      # ask a plain and a drafting server; also: vllm-v2, sglang
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import freedraft.compare as run
 from bench.lib.results import checked, write_json
-from freedraft.compare import run
 
 PAGE = Path(__file__).with_name("compare.md")
 FOLDER = Path(__file__).resolve().parents[1] / "bench" / "results"
@@ -25,43 +25,7 @@ ARMS = {"vllm": "vLLM", "vllm-v2": "vLLM, model runner V2", "sglang": "SGLang"}
 OUTCOMES = {run.SAME: "same", run.BOTH: "refused", run.DIFFERS: "**differs**", run.ONE: "**refused by one**"}
 OUTCOMES[run.ITSELF] = "plain differs from itself"
 
-HEAD = """\
-# Is it lossless here?
-
-<!-- Written by docs/make_compare.py from bench/results/compare-*.json: `make compare` measures and writes it. -->
-
-`freedraft compare` sends some hundred kinds of request to a plain and to a drafting server of the same model, of vLLM or of
-SGLang, and compares texts, token ids, finish reasons, usage and logprobs. So you can see on your own model and GPU whether
-drafts change an answer.
-
-```
-vllm serve MODEL --port 8000 --dtype float32 --enforce-eager
-vllm serve MODEL --port 8001 --dtype float32 --enforce-eager --speculative-config '{"method": "sssd"}'
-
-freedraft compare http://127.0.0.1:8000 http://127.0.0.1:8001 --json compare.json
-```
-
-- Every kind is asked twice of each server, in turns. The second time, `sssd` drafts from what it has learnt of the first
-  answer, so that nearly all of an answer comes from accepted drafts. Plain's two answers are the control: a request to which
-  they differ is not compared, and its kind is shown as `plain differs from itself`. With sampling that is so unless seeds
-  are heeded: SGLang needs `--enable-deterministic-inference` for that.
-- Both servers need the same flags, except for those of speculation: `--enable-auto-tool-choice`, parsers, and room for
-  eight requests at a time. The control does not see what depends on the shape of a batch, which drafts change. So use
-  float32 and no CUDA graphs to be exact; in bf16, near ties and logprobs differ (`--tolerance`).
-- Prompts of some kinds fill the whole context: with a `--max-model-len` of 2048 or less it takes a few minutes.
-- `--only '*stop*'` sends the kinds with such names; it may be repeated. `--api-key`, or the variable `OPENAI_API_KEY`, is
-  sent to both servers.
-
-| exit code | meaning |
-|---|---|
-| 0 | no kind differs; refusals by both with the same status count as equal |
-| 1 | a kind differs, or one server alone refuses it; the line below it says where |
-| 2 | nothing was compared, one line says why: a server is down, models, dtypes, versions or context lengths differ, the first server drafts or the second does not, or no draft token was accepted |
-
-Seen by the command: model, context length and engine; of SGLang and, with `VLLM_SERVER_DEV_MODE=1`, of vLLM dtype and
-quantization, too. The number of accepted draft tokens is read from `/metrics` (SGLang: `--enable-metrics`).
-
-"""
+MARKS = "<!-- table: written by docs/make_compare.py -->\n", "<!-- end of table -->"
 
 
 def result(arm: str) -> dict[str, Any]:
@@ -71,25 +35,31 @@ def result(arm: str) -> dict[str, Any]:
     return found
 
 
-def page() -> str:
-    """Return compare.md. Raises ValueError: a result is missing, or is not as it was written."""
+def table() -> str:
     arms = {arm: result(arm) for arm in ARMS}
     rows = {arm: {row["kind"]: row for row in found["rows"]} for arm, found in arms.items()}
-    text = HEAD + "## The demo model on a CPU\n\n"
-    text += "fp32, eager, seeds heeded, `sssd` with up to 8 draft tokens. In brackets: draft tokens accepted.\n\n"
+    text = ""
     for arm, found in arms.items():
         counts = ", ".join(f"{n} {OUTCOMES[name].strip('*')}" for name, n in found["outcomes"].items())
-        text += (
-            f"- {ARMS[arm]} {found['about'].get('version', '')}: {sum(found['outcomes'].values())} kinds: {counts}\n"
-        )
+        text += f"- {ARMS[arm]}: {len(found['rows'])} kinds: {counts}\n"
     text += f"\n| kind of request | {' | '.join(ARMS.values())} |\n|---|{'---|' * len(ARMS)}\n"
 
     def cell(row: dict[str, Any] | None) -> str:
         return f"{OUTCOMES[row['outcome']]} ({row['accepted']})" if row else ""
 
-    for kind in dict.fromkeys(kind.name for kind in run.load({})):
-        text += f"| {kind} | {' | '.join(cell(of.get(kind)) for of in rows.values())} |\n"
+    for kind in dict.fromkeys(kind["kind"] for kind in run.load({})):
+        if any(kind in of for of in rows.values()):
+            text += f"| {kind} | {' | '.join(cell(of.get(kind)) for of in rows.values())} |\n"
     return text
+
+
+def page() -> str:
+    """Return compare.md. Raises ValueError: a result is not as it was written, or the marks are gone."""
+    before, found, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
+    _, closed, after = rest.partition(MARKS[1])
+    if not (found and closed):
+        raise ValueError("the marks around the table are gone")
+    return before + found + table() + closed + after
 
 
 def measure(arm: str, model: Path) -> None:
@@ -118,7 +88,7 @@ def main() -> int:
         return 2
     if "--check" not in sys.argv:
         PAGE.write_text(text, encoding="utf-8")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != text:
+    elif PAGE.read_text(encoding="utf-8") != text:
         print("compare.md is out of date: run python docs/make_compare.py", file=sys.stderr)
         return 1
     return 0

@@ -239,10 +239,9 @@ def compare(
     file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all outcomes to it.")] = None,
 ) -> None:  # fmt: skip
     """Check that a server with drafts answers a hundred kinds of request as one without."""
-    from freedraft.compare.run import report
-    from freedraft.compare.server import Server
+    from freedraft.compare import Server, report
 
-    servers = (Server(url, timeout, api_key) for url in (plain, drafting))
+    servers = Server(plain, timeout, api_key), Server(drafting, timeout, api_key)
     raise typer.Exit(report(*servers, only or (), tolerance, file))
 
 

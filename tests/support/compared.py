@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 
+import pytest
+
 from bench.lib import servers
-from freedraft.compare.server import Server
+from freedraft.compare import BOTH, SAME, Server, compare
 
 ROOM = {}  # tokens of a context
 ROOT = Path(__file__).parents[2]
@@ -42,3 +45,21 @@ def compared(arm, model, folder, room=512):
     made = list(pair(arm, model, folder, room))
     with servers.running(*made):
         yield [Server(server.url) for server in made]
+
+
+def check_all_kinds(arm, model, folder):
+    """That two servers answer every kind alike, most of them with drafts, and what is not compared."""
+    with compared(arm, model, folder) as (plain, drafting):
+        rows = {row["kind"]: row for row in compare(plain, drafting)}
+        with pytest.raises(ValueError, match="name a server without speculative decoding first"):
+            next(compare(drafting, plain))
+        with pytest.raises(ValueError, match="no kind of request is called elephants"):
+            next(compare(plain, drafting, ["elephants"]))
+        for name in plain.about:
+            other = copy(plain)
+            other.about = plain.about | {name: "another"}
+            with pytest.raises(ValueError, match=f"cannot be compared: {name} another and {drafting.about[name]}"):
+                next(compare(other, drafting))
+    assert {row["kind"]: row["difference"] for row in rows.values() if row["outcome"] not in (SAME, BOTH)} == {}
+    undrafted = {kind for kind, row in rows.items() if row["outcome"] == SAME and not row["accepted"]}
+    assert len(rows) >= 80 and undrafted <= {"one token", "one token left", "two tokens"}
