@@ -107,14 +107,16 @@ def load(names: Mapping[str, Any]) -> list[dict[str, Any]]:
             return [filled(item) for item in value]
         return names.get(value[1:], value) if isinstance(value, str) and value.startswith("$") else value
 
-    def whole(request: dict[str, Any]) -> dict[str, Any]:
+    def whole(request: dict[str, Any], salt: str) -> dict[str, Any]:
         at = request.get("at", "completions")
-        return filled(request | {"at": at, "send": told["defaults"][at] | request.get("send", {})})
+        return filled(
+            request | {"at": at, "send": {"cache_salt": salt} | told["defaults"][at] | request.get("send", {})}
+        )
 
     told = yaml.safe_load(KINDS.read_text(encoding="utf-8"))
     for kind in told["kinds"]:
         each = kind.get("together") or kind.get("in_turn") or [kind]
-        kind["requests"] = [whole(request) for request in each] * kind.get("times", 1)
+        kind["requests"] = [whole(request, kind["kind"]) for request in each] * kind.get("times", 1)
     return list(told["kinds"])
 
 
