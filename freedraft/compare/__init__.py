@@ -22,7 +22,10 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "gene
 ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total", "freedraft_accepted_tokens_total")
 TEXTS = {"text", "content", "reasoning", "reasoning_content", "arguments", "refusal"}  # streamed in pieces
 # Of a request, not of its answer: names, times, counts of caches and of drafts.
-OWN = re.compile(r"id|created|model|system_fingerprint|metrics|sglext|.*(cached|spec_|time|latency).*")
+OWN = re.compile(
+    r"id|created|model|system_fingerprint|metrics|sglext|spec_\w+|cached_\w+|prompt_tokens_details|num_retractions"
+    r"|\w+_(latency|throughput|time|ts|wait)"
+)
 
 Answer = tuple[int | str, Any]
 """Status of HTTP, or the name of the error that left the client without an answer; and the body."""
