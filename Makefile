@@ -50,7 +50,7 @@ endef
 pip_torch = { $(1)/bin/pip install -q --retries 1 --timeout 15 --index-url $(TORCH_CPU_INDEX) $(TORCH) \
 	|| $(1)/bin/pip install -q $(TORCH); }
 
-.PHONY: help versions versions-run demo demo-sglang serve stop report wheel check test test-all test-extended lint check-stores check-rest test-engineless test-vllm test-vllm-v2 test-next test-sglang setup-vllm setup-sglang model clean \
+.PHONY: help versions versions-run demo demo-sglang serve stop report compare wheel check test test-all test-extended lint check-stores check-rest test-engineless test-vllm test-vllm-v2 test-next test-sglang setup-vllm setup-sglang model clean \
 	distclean
 
 help:
@@ -61,6 +61,7 @@ help:
 	@echo 'make test-all     all tests: also several ranks, model families, fuzzing, a fresh install (35 minutes)'
 	@echo 'make serve        start an OpenAI-compatible server with SSSD on 127.0.0.1:$(PORT), ENGINE=vllm or sglang; make stop ends it'
 	@echo 'make report       the page and plots of the measured results, build/report.md'
+	@echo 'make compare      all kinds of request to plain and drafting servers of both engines: docs/compare.md (an hour)'
 	@echo 'make wheel        dist/freedraft-*.whl, which the images in docker/ install'
 	@echo 'make versions     which versions of the engines have what is hooked; make versions-run: tests on older vLLMs'
 	@echo 'make test-next    the tests of model runner V2 over the Python files of vLLM $(NEXT_VLLM)'
@@ -133,6 +134,12 @@ stop:
 
 report: $(VLLM)/project.done
 	@$(VLLM)/bin/python bench/report.py bench/results --out build/report.md
+
+COMPARE := docs/make_compare.py
+compare: $(VLLM)/project.done $(SGLANG)/project.done $(MODEL)/config.json
+	@for arm in vllm vllm-v2; do $(VLLM)/bin/python $(COMPARE) $$arm $(MODEL); done
+	@$(SGLANG)/bin/python $(COMPARE) sglang $(MODEL)
+	@$(VLLM)/bin/python $(COMPARE)
 
 wheel: $(VLLM)/python.done
 	@rm -f dist/freedraft-*.whl

@@ -7,6 +7,7 @@ Entry points are imported when called or listed; one that cannot be imported pri
 
 from __future__ import annotations
 
+import json
 import os
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
@@ -207,6 +208,36 @@ def top(
     from freedraft.top import run
 
     raise typer.Exit(run(f"http://{host}:{port}/metrics", interval, once))
+
+
+@app.command()
+def compare(
+    plain: Annotated[str, typer.Argument(metavar="PLAIN_URL", help="Server without drafts, http://HOST:PORT.")],
+    drafting: Annotated[str, typer.Argument(metavar="DRAFTING_URL", help="The same with drafts.")],
+    only: Annotated[list[str] | None, typer.Option(
+        metavar="PATTERN", help="Kinds to send, for example '*stop*'; may be repeated.")] = None,
+    tolerance: Annotated[float, typer.Option(min=0, help="By how much logprobs may differ.")] = 1e-3,
+    file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all outcomes to it.")] = None,
+) -> None:  # fmt: skip
+    """Check that a server with drafts answers a hundred kinds of request as one without. Exit code 1 if not."""
+    from collections import Counter
+
+    from freedraft.compare import DIFFERS, ONE, Server, compare
+
+    rows = []
+    for row in compare(Server(plain), Server(drafting), only or (), tolerance):
+        rows.append(row)
+        count = "-" if row["accepted"] is None else row["accepted"]
+        typer.echo(f"{row['kind']:42} {row['outcome']:25} {count:>6} accepted  {row['plain']}")
+        if row["difference"]:
+            typer.echo(f"    {row['difference']}")
+    counts = Counter(row["outcome"] for row in rows)
+    typer.echo(f"{len(rows)} kinds: {', '.join(f'{n} {outcome}' for outcome, n in counts.most_common())}")
+    if file is not None:
+        file.write_text(json.dumps({"outcomes": counts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    if all(row["accepted"] == 0 for row in rows):
+        raise ValueError(f"{drafting} accepted no draft token, which shows nothing: see docs/troubleshooting.md")
+    raise typer.Exit(bool(counts[DIFFERS] + counts[ONE]))
 
 
 main = app

@@ -40,7 +40,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("name", ["configuration", "results", "readme"])
+@pytest.mark.parametrize("name", ["configuration", "results", "readme", "compare"])
 def test_generated_pages_are_up_to_date(name: str) -> None:
     script = ROOT / "docs" / f"make_{name}.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)

@@ -1,0 +1,65 @@
+"""A plain and a drafting server on this CPU, for `freedraft compare`."""
+
+from __future__ import annotations
+
+import os
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+
+import pytest
+
+from bench.lib import servers
+from freedraft.compare import BOTH, SAME, Server, compare
+
+ROOM = {}  # tokens of a context
+ROOT = Path(__file__).parents[2]
+DRAFTING = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed"}
+FLAGS = {
+    "vllm": ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"],
+    "sglang": ["--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3", "--enable-deterministic-inference"],
+}
+FLAGS["vllm"] += ["--structured-outputs-config", '{"enable_in_reasoning": true}']
+# Plugins of the engine: SGLang's lets seeds be heeded on a CPU, vLLM's runs model runner V2.
+PLUGINS = {"sglang": "tests/sglang/plugin", "vllm-v2": "tests/vllm/v2_interpreted"}
+
+
+def pair(arm, model, folder, room=512):
+    """Two servers that are not started. arm: vllm, vllm-v2 (interpreted) or sglang; room: tokens of a context."""
+    engine = arm.removesuffix("-v2")
+    sizes = {"requests": 16, "max_model_len": room, "prefixes": True}
+    for name, speculative in (("plain", None), ("drafting", DRAFTING)):
+        made = servers.build(name, engine, model, folder / f"{name}.log", speculative=speculative, **sizes)
+        made.command += FLAGS[engine]
+        made.env["OMP_NUM_THREADS"] = "1"
+        made.env |= {"VLLM_SERVER_DEV_MODE": "1", "FREEDRAFT_DRAFT_TIMEOUT_MS": "60000", "TORCHDYNAMO_DISABLE": "1"}
+        if arm in PLUGINS:
+            path = [str(ROOT / PLUGINS[arm]), str(ROOT), os.environ.get("PYTHONPATH", "")]
+            made.env |= {"PYTHONPATH": os.pathsep.join(path), "VLLM_USE_V2_MODEL_RUNNER": "1", "SERVED_AS_ON_GPUS": "1"}
+        yield made
+
+
+@contextmanager
+def compared(arm, model, folder, room=512):
+    """The two, running, as `freedraft compare` sees them."""
+    made = list(pair(arm, model, folder, room))
+    with servers.running(*made):
+        yield [Server(server.url) for server in made]
+
+
+def check_all_kinds(arm, model, folder):
+    """That two servers answer every kind alike, most of them with drafts, and what is not compared."""
+    with compared(arm, model, folder) as (plain, drafting):
+        rows = {row["kind"]: row for row in compare(plain, drafting)}
+        with pytest.raises(ValueError, match="name a server without speculative decoding first"):
+            next(compare(drafting, plain))
+        with pytest.raises(ValueError, match="no kind of request is called elephants"):
+            next(compare(plain, drafting, ["elephants"]))
+        for name in plain.about:
+            other = copy(plain)
+            other.about = plain.about | {name: "another"}
+            with pytest.raises(ValueError, match=f"cannot be compared: {name} another and {drafting.about[name]}"):
+                next(compare(other, drafting))
+    assert {row["kind"]: row["difference"] for row in rows.values() if row["outcome"] not in (SAME, BOTH)} == {}
+    undrafted = {kind for kind, row in rows.items() if row["outcome"] == SAME and not row["accepted"]}
+    assert len(rows) >= 80 and undrafted <= {"one token", "one token left", "two tokens"}
