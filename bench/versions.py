@@ -38,7 +38,7 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
         "optional": ("OPTIONAL_HOOKS",),
     },
     "vllm": {
-        "V1": ("CONFIG_HOOKS", "RUNNER_HOOKS", "BATCH_HOOKS"), "layer skipping": ("MODEL_HOOKS",), "V2": ("V2_HOOKS",),
+        "V1": ("CONFIG_HOOKS", "RUNNER_HOOKS"), "layer skipping": ("MODEL_HOOKS",), "V2": ("V2_HOOKS",),
         "V2, trees": ("V2_TREE_HOOKS",),
     },
 }  # fmt: skip

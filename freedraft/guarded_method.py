@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 from freedraft.method import Method, MethodSpec
-from freedraft.opt_out import OFF, opted_out
 from freedraft.report import Report
 from freedraft.step import EngineContext, NodeLogits, Step
+from freedraft.tenants import OFF, opted_out
 
 if TYPE_CHECKING:
     from torch import Tensor

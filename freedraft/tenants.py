@@ -1,8 +1,11 @@
-"""Tenant keys: a request may be drafted from texts of requests with the same key only."""
+"""What requests tell drafters: their tenant, from whose texts alone they are drafted, or that they want no drafts."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
+
+OFF = "off"
 
 
 def tenant_key(cache_salt: str | None, extra_key: str | None = None, *adapter: str) -> str | None:
@@ -27,3 +30,9 @@ def parse_tenant(line: str) -> str | None:
     if isinstance(fields, list) and len(fields) >= 2 and all(isinstance(field, str) for field in fields):
         return tenant_key(*fields)
     return tenant_key(line)
+
+
+def opted_out(extra: Any) -> bool:
+    """Whether a client's fields for the drafter (vLLM's `extra_args`, SGLang's `custom_params`) say `"freedraft":
+    "off"`. Clients may send anything; all else is ignored."""
+    return isinstance(extra, dict) and extra.get("freedraft") == OFF

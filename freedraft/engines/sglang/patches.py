@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
+LORA_CHECK = "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility"
 ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 
 
@@ -38,6 +39,12 @@ def room_for_drafts(original: Callable[[], int], names: Callable[[], set[str]]) 
     if (get_spec().speculative_algorithm or "").upper() in names():
         columns = max(columns, get_alloc_reserve_per_decode() + 4)
     return columns
+
+
+def let_adapters_through(original: Callable[[Any], None], server_args: Any, names: Callable[[], set[str]]) -> None:
+    """Let ours go with LoRA adapters, which verification passes of any algorithm apply."""
+    if (server_args.speculative_algorithm or "").upper() not in names():
+        original(server_args)
 
 
 class _AsNgram:

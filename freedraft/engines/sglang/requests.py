@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.opt_out import opted_out
-from freedraft.tenants import tenant_key
+from freedraft.tenants import opted_out, tenant_key
 
 NEVER = 1 << 30
 

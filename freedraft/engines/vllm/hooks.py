@@ -15,22 +15,17 @@ CONFIG_HOOKS = table("""
     vllm.engine.arg_utils.EngineArgs:create_speculative_config
     vllm.engine.arg_utils.EngineArgs has speculative_config
     # what vLLM decides last
-    vllm.engine.arg_utils.EngineArgs:create_engine_config
+    vllm.engine.arg_utils.EngineArgs:create_engine_config(usage_context)
+    # how many draft tokens a batch holds
+    vllm.engine.arg_utils.EngineArgs:_set_default_max_num_seqs_and_batched_tokens_args(usage_context, model_config,
+        parallel_config)
+    vllm.engine.arg_utils:EngineArgs has max_num_seqs, max_num_batched_tokens, max_num_scheduled_tokens, enable_lora
     # tenants of live datastores
     vllm.v1.core.sched.output.NewRequestData:from_request
     vllm.v1.request.Request:__init__(cache_salt, lora_request)
     vllm.lora.request:LoRARequest has lora_name, lora_path
     # min_p and logit_bias in model runner V1
     vllm.sampling_params.SamplingParams:_validate_spec_decode(speculative_config)
-""")
-
-# Tells how many draft tokens the engine can schedule.
-BATCH_HOOKS = table("""
-    # draft tokens that fit the engine's batch
-    vllm.engine.arg_utils.EngineArgs:_set_default_max_num_seqs_and_batched_tokens_args(usage_context, model_config,
-        parallel_config)
-    vllm.engine.arg_utils.EngineArgs:create_engine_config(usage_context)
-    vllm.engine.arg_utils:EngineArgs has max_num_seqs, max_num_batched_tokens, max_num_scheduled_tokens, enable_lora
 """)
 
 # Needed to draft.
@@ -172,7 +167,7 @@ V2_TREE_HOOKS = table("""
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # Hooks of optional features.
-OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS + BATCH_HOOKS
+OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS
 
 
 def setting() -> str:

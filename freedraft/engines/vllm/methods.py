@@ -280,7 +280,6 @@ def _check(
     try:
         guards.check_ranks(engine_args)
         guards.check_states(model_config, v2=v2)
-        guards.check_processors(engine_args, v2=v2)
         if spec.runs_model:
             guards.check_engine(engine_args)
             guards.check_model(model_config)

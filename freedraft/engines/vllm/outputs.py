@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.opt_out import opted_out
+from freedraft.tenants import opted_out
 
 _BLOCK = 256  # tokens decoded at once
 _LOST = 4  # characters of them that their neighbours would have brought, at most: a space at the start, parts of one
