@@ -15,7 +15,7 @@ from freedraft.draft import DraftBatch
 from freedraft.method import Method, MethodSpec
 from freedraft.report import Report
 from freedraft.step import EngineContext, NodeLogits, Step
-from freedraft.tenants import OFF, opted_out
+from freedraft.tenants import opted_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -166,12 +166,11 @@ class GuardedMethod:
             self._count_undrafted(step, reason, undrafted & rows)
 
     def _count_undrafted(self, step: Step, reason: str, rows: NDArray[np.bool_] | bool = True) -> None:
-        """Count the requests at `rows` (bool [B], or all), which got no draft: for `reason`, or because their clients
-        want none."""
+        """Count requests without a draft (rows: bool [B], or all): for `reason`, unless their clients want none."""
         out: NDArray[np.bool_] = np.zeros(step.batch_size, np.bool_)
         if self._opted_out:
             out[:] = [request_id in self._opted_out for request_id in step.request_ids]
-        for why, those in ((OFF, out & rows), (reason, ~out & rows)):
+        for why, those in (("off", out & rows), (reason, ~out & rows)):
             self.metrics.undrafted(why).inc(np.count_nonzero(those))
 
     def _count(self, step: Step, draft: DraftBatch | None = None) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-OFF = "off"
-
 
 def tenant_key(cache_salt: str | None, extra_key: str | None = None, *adapter: str) -> str | None:
     """Return the tenant's key of requests with these fields of vLLM's and SGLang's APIs; None where all are empty.
@@ -35,4 +33,4 @@ def parse_tenant(line: str) -> str | None:
 def opted_out(extra: Any) -> bool:
     """Whether a client's fields for the drafter (vLLM's `extra_args`, SGLang's `custom_params`) say `"freedraft":
     "off"`. Clients may send anything; all else is ignored."""
-    return isinstance(extra, dict) and extra.get("freedraft") == OFF
+    return isinstance(extra, dict) and extra.get("freedraft") == "off"

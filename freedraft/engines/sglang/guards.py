@@ -42,9 +42,9 @@ BACKENDS = {
 def widths_for(backend: str, max_nodes: int, *, adapters: bool = False) -> tuple[int, ...]:
     """Return the numbers of nodes per request, root included, that steps may have on this attention backend; ascending.
 
-    A small set on GPUs (powers of four and the maximum): each needs CUDA graphs, and their memory, for all batch sizes.
-    With LoRA adapters only one: SGLang has one set of adapters' inputs for graphs, of one width. On a CPU there are no
-    graphs and every node costs time, so every width is allowed.
+    A small set on GPUs (powers of four and the maximum): each needs CUDA graphs, and their memory, for all batch sizes;
+    with LoRA adapters one, since SGLang keeps their inputs for graphs of one width. On a CPU there are no graphs and
+    every node costs time, so every width is allowed.
     """
     if backend == CPU_BACKEND:
         return tuple(range(1, max_nodes + 1))

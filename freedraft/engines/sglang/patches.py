@@ -42,7 +42,7 @@ def room_for_drafts(original: Callable[[], int], names: Callable[[], set[str]]) 
 
 
 def let_adapters_through(original: Callable[[Any], None], server_args: Any, names: Callable[[], set[str]]) -> None:
-    """Let ours go with LoRA adapters, which verification passes of any algorithm apply."""
+    """Let ours go with LoRA adapters, which verification passes apply whoever has drafted."""
     if (server_args.speculative_algorithm or "").upper() not in names():
         original(server_args)
 

@@ -8,19 +8,14 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_USAGE = "_freedraft_usage"  # attribute of EngineArgs: vLLM's UsageContext, which its defaults depend on
-
-
-def note_usage(engine_args: Any, usage_context: Any = None, *args: Any, **kwargs: Any) -> None:
-    """Before `EngineArgs.create_engine_config`: keep the usage context for `fitting_length`."""
-    setattr(engine_args, _USAGE, usage_context)
+USAGE = "_freedraft_usage"  # attribute of EngineArgs: vLLM's UsageContext, which its defaults depend on
 
 
 def fitting_length(engine_args: Any, model_config: Any, parallel_config: Any, length: int, *, given: bool) -> int:
     """The largest number of draft tokens per request, up to `length`, that the engine's batches hold; logged if it is
     less. given: whether the user has asked for `length`. Raises ValueError of one line: that, or any, does not fit."""
     args = copy.copy(engine_args)
-    args._set_default_max_num_seqs_and_batched_tokens_args(getattr(args, _USAGE, None), model_config, parallel_config)
+    args._set_default_max_num_seqs_and_batched_tokens_args(getattr(args, USAGE, None), model_config, parallel_config)
     # vLLM sizes adapters' buffers for drafts of all requests. Without adapters a batch must hold those of one: a prompt
     # with one token left, as cached ones have, gets room for all its drafts, or waits.
     requests, tokens = args.max_num_seqs if args.enable_lora else 1, args.max_num_batched_tokens

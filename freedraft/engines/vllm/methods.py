@@ -72,7 +72,8 @@ def register(spec: MethodSpec) -> bool:
     if spec.runs_model and not check(MODEL_HOOKS):
         reserve_slots(_runs_model)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
-    wrap_once(EngineArgs, "create_engine_config", lambda made: after(_check_windows)(before(guards.note_usage)(made)))
+    noted = before(lambda args, usage_context=None, *_, **__: setattr(args, guards.USAGE, usage_context))
+    wrap_once(EngineArgs, "create_engine_config", lambda original: after(_check_windows)(noted(original)))
     wrap_once(NewRequestData, "from_request", after(add_salt))
     # vLLM refuses `min_p` and `logit_bias` with drafts, which its rejection samplers ignore. Ours on V1 applies them.
     wrap_once(SamplingParams, "_validate_spec_decode", unless(_is_v1))
