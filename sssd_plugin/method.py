@@ -20,6 +20,7 @@ from freedraft.draft import DraftBatch
 from freedraft.method import Method, MethodSpec
 from freedraft.metrics import check_address, serve, where_to_look
 from freedraft.step import EngineContext, NodeLogits, Step
+from freedraft.tenants import names_client
 from sssd_plugin.datastore.disk.format import TENANTS_APART
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
@@ -155,6 +156,8 @@ class SssdMethod(Method):
             return open_at(None)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
+        if self.options.isolation == "strict" and not names_client(tenant):
+            tenant = None
         if self.live is not None:
             self.drafter.set_tenant(request_id, self.live.tenant(tenant))
             # A preempted request begins again, with its output after its prompt.

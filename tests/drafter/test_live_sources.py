@@ -83,6 +83,13 @@ def test_it_keeps_tenants_apart(isolation: str) -> None:
     assert serve(one, "e", [3, 4], [10, 15]) == ([15, 16] if isolation == "salt" else []), "of those without a salt"
     assert serve(one, "d", [3, 4], [10, 11], key="x")[:2] == [11, 12]
     assert one.live is not None and one.live.stats().documents == (5 if isolation == "salt" else 3)
+    # What an adapter wrote is for that adapter and salt; under "strict" an adapter alone is nobody.
+    for salt, adapter in ((None, "lora"), ("x", "lora")):
+        key = tenant_key(salt, None, adapter, "/path")
+        assert serve(one, "f", [3, 4], [10, 21, 22], key=key) == []
+        expected = [21, 22] if salt or isolation == "salt" else []
+        assert serve(one, "g", [3, 4], [10, 21, 22], key=key)[:2] == expected
+        assert serve(one, "h", [3, 4], [10], key=tenant_key(salt, None, adapter, "/other")) == []
     one.close()
 
 
@@ -104,8 +111,10 @@ def test_a_retracted_request_is_learnt_from_once(tmp_path: Path) -> None:
 
 def test_tenants_have_keys_of_their_own() -> None:
     keys = [tenant_key(*fields) for fields in (("a\nb", None), ("b", "a"), ("a", "b"), ("ab", ""), ("", "ab"), ("a",))]
-    assert len(set(keys)) == 6 and tenant_key(None, None) is tenant_key("", "") is None
+    keys += [tenant_key(*fields) for fields in (("", "", "a"), ("", "a", "b"), (None, None, "a", "b"))]
+    assert len(set(keys)) == 9 and tenant_key(None, None) is tenant_key("", "") is None
     assert parse_tenant("a b") == tenant_key("a b") and parse_tenant('["a", "b"]') == tenant_key("a", "b")
+    assert parse_tenant('["a", "", "lora", "/path"]') == tenant_key("a", None, "lora", "/path")
     assert parse_tenant("") is None and parse_tenant("[1]") == tenant_key("[1]")
 
 
@@ -163,7 +172,10 @@ def test_logits_are_shared_as_texts_are(isolation: str) -> None:
     one = SssdMethod(SssdOptions(policy="fixed", recycle="on", isolation=isolation), context)
     for name, key in (("a", None), ("b", None), ("c", "x"), ("d", "x")):
         one.begin(name, np.array([1, 2], np.int32), key, {})
-    a, b, c, d = (one.drafter._owners.get(name, 0) for name in "abcd")
+    for name in "ef":
+        one.begin(name, np.array([1, 2], np.int32), tenant_key(None, None, "lora"), {})
+    a, b, c, d, e, f = (one.drafter._owners.get(name, 0) for name in "abcdef")
+    assert len({0, a, c, e}) == len({0, a, c}) + 1 and (e == f) == (isolation == "salt")
     assert c == d != 0 and (a == b == 0 if isolation == "salt" else len({0, a, b, c}) == 4)
     one.close()
 

@@ -159,13 +159,17 @@ def read_result(gained):
             request.update_finish_state(len(new))
 
 
-def test_an_adapter_makes_no_other_tenant():
+def test_an_adapter_makes_another_tenant():
     """SGLang appends its id to the extra_key."""
-    assert request("a", [1], extra_key="x", lora_id="7f").extra_key == "x7f"
+    assert (
+        request("a", [1], extra_key="x", lora_id="7f").extra_key
+        == "x7f"
+        == request("a", [1], extra_key="x7f").extra_key
+    )
     for fields in ({}, {"cache_salt": "y"}, {"extra_key": "x"}, {"extra_key": "x", "cache_salt": "y"}):
-        with_adapter = request("a", [1], lora_id="7f", **fields)
-        assert tenant_of(with_adapter) == tenant_of(request("a", [1], **fields)) == tenant_key(
-            fields.get("cache_salt"), fields.get("extra_key"))  # fmt: skip
+        keys = fields.get("cache_salt"), fields.get("extra_key")
+        assert tenant_of(request("a", [1], **fields)) == tenant_key(*keys)
+        assert tenant_of(request("a", [1], lora_id="7f", **fields)) == tenant_key(*keys, "7f")
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
@@ -264,14 +268,18 @@ def test_aborted_requests_do_not_pile_up_and_a_swept_one_keeps_its_tenant():
         ({"presence_penalty": -0.5}, 0),
         ({"repetition_penalty": 1.5}, 0),
         ({"custom_params": {"token_ids": [1]}}, 0),
+        ({"custom_params": {"freedraft": "off"}}, 0),
+        ({"custom_params": {"freedraft": ["off"]}}, NODES - 1),
+        ({"custom_params": ["freedraft"]}, NODES - 1),
         ({"logit_bias": {"3": 1.0}, "top_p": 0.5, "min_p": 0.1}, NODES - 1),
     ],
 )
 def test_no_drafts_where_tokens_of_the_step_count(sampling, capacity):
-    """Penalties, for one: a tree has no one distribution. Other requests of the batch have their drafts."""
+    """Penalties, for one: a tree has no one distribution; nor where the client wants none. Other requests of the batch
+    have their drafts."""
     from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
-    if "custom_params" in sampling:
+    if "token_ids" in sampling.get("custom_params", {}):
         sampling = sampling | {"custom_logit_processor": DisallowedTokensLogitsProcessor.to_str()}
     seam, method = drafting()
     method.nodes = {"a": 4, "b": 3}

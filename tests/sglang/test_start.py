@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from freedraft.config import ConfigError
-from freedraft.engines.hooks import check
+from freedraft.engines.hooks import Hook, check
+from freedraft.engines.sglang import guards
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend, widths_for
 from tests.support.models import save, tiny_model
 
@@ -67,7 +68,6 @@ def test_backends_with_tree_masks_pass(resolved, backend):
             "--attention-backend",
         ),
         ({"pp_size": 2}, "pipeline parallelism", "--tp-size"),
-        ({"enable_lora": True, "lora_paths": ["a=b"]}, "LoRA", "merged model"),
         ({"disaggregation_mode": "decode"}, "disaggregation", "--disaggregation-mode"),
         ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, "DP attention", "--attn-dp-size"),
         ({"tp_size": 2, "attn_dp_size": 2}, "DP attention", "--attn-dp-size"),
@@ -88,6 +88,19 @@ def test_refused(resolved, monkeypatch, changed, reason, remedy):
     message = str(caught.value)
     assert message.startswith("--speculative-algorithm sssd ")
     assert reason in message and remedy in message and "\n" not in message
+
+
+def test_adapters_go_with_drafts_of_the_host(resolved, monkeypatch):
+    adapters = ON_GPU | {"enable_lora": True, "lora_paths": ["a=b"]}
+    args = resolved(**adapters)
+    assert args.enable_lora and args.speculative_algorithm == "SSSD"
+    for name in ("layerskip", "freedraft"):
+        with pytest.raises(ConfigError, match="--speculative-algorithm sssd") as caught:
+            resolved(**adapters, speculative_algorithm=name)
+        assert "LoRA" in str(caught.value) and "\n" not in str(caught.value)
+    monkeypatch.setattr(guards, "LORA_HOOKS", (Hook("sglang.srt.no_such_module", purpose="a test"),))
+    with pytest.raises(ConfigError, match=r"LoRA.*--speculative-algorithm ngram"):
+        resolved(**adapters)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +218,7 @@ def test_widths():
     assert widths_for("flashinfer", 12) == (1, 4, 12) and widths_for("fa3", 64) == (1, 4, 16, 64)
     assert widths_for("torch_native", 5) == (1, 2, 3, 4, 5)
     assert all(widths_for(backend, 16)[0] == 1 for backend in BACKENDS), "what fails leaves the roots"
+    assert widths_for("triton", 16, adapters=True) == (16,) and len(widths_for("torch_native", 5, adapters=True)) == 5
 
 
 def test_a_wrong_option_ends_the_start_in_one_line(resolved, monkeypatch, capsys):

@@ -160,6 +160,28 @@ def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch):
     assert states_by_id[c] == [7.0]
 
 
+@pytest.mark.parametrize("extra_args", [{"freedraft": "off"}, {"freedraft": ["off"]}, {"freedraft": 1}])
+def test_off_for_one_request(tiny_model, extra_args):
+    """The others have their drafts; a batch of such requests is not waited for. What is no "off" is ignored."""
+    pytest.importorskip("triton")
+    texts, off = np.tile(np.arange(2, 12, dtype=np.int32), (2, 20)), extra_args["freedraft"] == "off"
+    waited: list[int] = []
+    for rows in (2, 1):
+        decoding = Decoding(tiny_model, texts[:rows], 40, SSSD | {"live": False}, extra_args)
+        count = decoding.drafting.guarded.metrics.undrafted("off")._value
+        before = count.get()
+        waited.clear()
+        decoding.launch(2, SimpleNamespace(synchronize=lambda: waited.append(1), record=int))
+        drafted = decoding.draft()
+        assert drafted == bool(waited) == (rows == 2 or not off)
+        if drafted:
+            assert decoding.drafting.requests.drafted.tolist() == [3] * (rows - 1) + [0 if off else 3]
+        decoding.drafting.catch_up()
+        assert count.get() - before == off
+        assert decoding.drafting.guarded.metrics.failures._value.get() == 0
+        decoding.drafting.guarded.close()
+
+
 def test_an_error_of_the_driver_in_a_step_is_the_engines(tiny_model, caplog, monkeypatch):
     """Raised as it is, without a line of ours before it, by the wait for a step's tokens. One that leaves the device as
     it was costs drafts."""

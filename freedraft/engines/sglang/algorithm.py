@@ -67,7 +67,8 @@ class TreeAlgorithm(CustomSpecAlgo):
             stop_start(ConfigError(str(error)))
 
     def _complete(self, args: Any) -> None:
-        refuse_unsupported(args, self.name, cpu_platform=selected())
+        runs_model = self.spec is None or self.spec.runs_model
+        refuse_unsupported(args, self.name, cpu_platform=selected(), runs_model=runs_model)
         if args.speculative_num_draft_tokens is None:
             length = self.spec.default_length if self.spec is not None else None
             args.speculative_num_draft_tokens = DEFAULT_NODES if length is None else length

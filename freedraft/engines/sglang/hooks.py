@@ -103,7 +103,13 @@ DEVICE_HOOKS = table("""
     sglang.srt.utils.common:get_device
 """)
 
-OPTIONAL_HOOKS = CORPUS_HOOKS + DEVICE_HOOKS
+LORA_HOOKS = table("""
+    # LoRA adapters
+    sglang.srt.arg_groups.lora_hook:check_lora_speculative_compatibility(server_args)
+    sglang.srt.model_executor.model_runner:ModelRunner has lora_manager
+""")
+
+OPTIONAL_HOOKS = CORPUS_HOOKS + DEVICE_HOOKS + LORA_HOOKS
 
 # Additional names for methods that run the target model.
 MODEL_HOOKS = table("""

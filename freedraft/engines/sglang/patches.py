@@ -14,6 +14,7 @@ from freedraft.engines.sglang.cpu import NAME, selected
 from freedraft.engines.sglang.hooks import settings
 
 ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
+LORA_CHECK = "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility"
 ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 CHOOSE_DEVICE = "sglang.srt.arg_groups.serving_hook.handle_missing_default_values"
 
@@ -54,6 +55,12 @@ def choose_cpu(args: Any, names: Callable[[], set[str]]) -> None:
         declare_resolution(args, NAME, device="cpu")
     elif not args.device and (name := args.speculative_algorithm or "").upper() in names() and (needs := settings()):
         stop_start(ConfigError(f"--speculative-algorithm {name.lower()} cannot start: {needs[0]}"))
+
+
+def let_adapters_through(original: Callable[[Any], None], server_args: Any, names: Callable[[], set[str]]) -> None:
+    """Let ours go with LoRA adapters, which verification passes apply whoever has drafted."""
+    if (server_args.speculative_algorithm or "").upper() not in names():
+        original(server_args)
 
 
 class _AsNgram:

@@ -9,7 +9,15 @@ from typing import Any
 from freedraft.engines.hooks import check, installed_version
 from freedraft.engines.sglang import patches
 from freedraft.engines.sglang.cpu import selected
-from freedraft.engines.sglang.hooks import CORPUS_HOOKS, CPU_HOOKS, DEVICE_HOOKS, DISTRIBUTIONS, HOOKS, MODEL_HOOKS
+from freedraft.engines.sglang.hooks import (
+    CORPUS_HOOKS,
+    CPU_HOOKS,
+    DEVICE_HOOKS,
+    DISTRIBUTIONS,
+    HOOKS,
+    LORA_HOOKS,
+    MODEL_HOOKS,
+)
 from freedraft.method import METHODS, MethodSpec
 
 logger = logging.getLogger(__name__)
@@ -67,6 +75,9 @@ def _patch_once() -> None:
     HookRegistry.register(patches.ROW_ROOM, partial(patches.room_for_drafts, names=_algorithms), HookType.AROUND)
     if not check(DEVICE_HOOKS):
         HookRegistry.register(patches.CHOOSE_DEVICE, partial(patches.choose_cpu, names=_algorithms), HookType.BEFORE)
+    if not check(LORA_HOOKS):
+        let_through = partial(patches.let_adapters_through, names=_algorithms)
+        HookRegistry.register(patches.LORA_CHECK, let_through, HookType.AROUND)
     if not check(CORPUS_HOOKS):
         patches.let_corpora_through(lambda: {name.upper() for name, spec in METHODS.items() if spec.takes_corpora})
     if not selected():

@@ -96,8 +96,8 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
 
     def init_attention_backends(self) -> None:
         self._backend = verify_backend_of(self.model_runner)
-        self.widths = widths_for(self._backend, self.max_nodes)
         runner = self.model_runner
+        self.widths = widths_for(self._backend, self.max_nodes, adapters=runner.lora_manager is not None)
         page, window = runner.page_size or 1, runner.sliding_window_size
         shape = shape_for(self._spec.name, self._backend, runner.model_config, window, page)
         self._chains = chains = shape == "chain" or get_spec().speculative_eagle_topk == 1

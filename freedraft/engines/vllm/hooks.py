@@ -12,12 +12,16 @@ TESTED_VERSIONS = ("0.32",)
 CONFIG_HOOKS = table("""
     # method names
     vllm.engine.arg_utils.EngineArgs:create_speculative_config
-    vllm.engine.arg_utils.EngineArgs has speculative_config
+    vllm.engine.arg_utils.EngineArgs has speculative_config, enable_lora, max_num_seqs, max_num_batched_tokens,
+        max_num_scheduled_tokens
     # what vLLM decides last
-    vllm.engine.arg_utils.EngineArgs:create_engine_config
+    vllm.engine.arg_utils.EngineArgs:create_engine_config(usage_context)
+    vllm.engine.arg_utils.EngineArgs:_set_default_max_num_seqs_and_batched_tokens_args(usage_context, model_config,
+        parallel_config)
     # tenants of live datastores
     vllm.v1.core.sched.output.NewRequestData:from_request
-    vllm.v1.request.Request:__init__(cache_salt)
+    vllm.v1.request.Request:__init__(cache_salt, lora_request)
+    vllm.lora.request:LoRARequest has lora_name, lora_path
     # min_p and logit_bias in model runner V1
     vllm.sampling_params.SamplingParams:_validate_spec_decode(speculative_config)
 """)
