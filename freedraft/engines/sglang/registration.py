@@ -10,6 +10,7 @@ from freedraft.engines.hooks import check, installed_version
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.hooks import CORPUS_HOOKS, CPU_HOOKS, DISTRIBUTIONS, HOOKS, MODEL_HOOKS
 from freedraft.engines.sglang.patches import ASSIGN_SLOTS, ROW_ROOM, assign_slots, let_corpora_through, room_for_drafts
+from freedraft.engines.sglang.streams import register_stream_hooks
 from freedraft.method import METHODS, MethodSpec
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ def _patch_once() -> None:
     HookRegistry.register(ROW_ROOM, partial(room_for_drafts, names=_algorithms), HookType.AROUND)
     if not check(CORPUS_HOOKS):
         let_corpora_through(lambda: {name.upper() for name, spec in METHODS.items() if spec.takes_corpora})
+    register_stream_hooks(_algorithms)
     if not selected():
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
