@@ -19,6 +19,13 @@ ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_contex
 CHOOSE_DEVICE = "sglang.srt.arg_groups.serving_hook.handle_missing_default_values"
 
 
+def configured(names: Callable[[], set[str]]) -> bool:
+    """Return whether this server's speculative algorithm is one of `names`."""
+    from sglang.srt.runtime_context import get_spec
+
+    return (get_spec().speculative_algorithm or "").upper() in names()
+
+
 def assign_slots(
     req_pool_indices: torch.Tensor,
     req_to_token: torch.Tensor,
@@ -39,10 +46,9 @@ def room_for_drafts(original: Callable[[], int], names: Callable[[], set[str]]) 
     """Return the number of `req_to_token` columns beyond the longest context. With pages of one token SGLang adds room
     for one tree but reserves slots for two per step, so requests near that context overwrote the next row."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
-    from sglang.srt.runtime_context import get_spec
 
     columns = original()
-    if (get_spec().speculative_algorithm or "").upper() in names():
+    if configured(names):
         columns = max(columns, get_alloc_reserve_per_decode() + 4)
     return columns
 

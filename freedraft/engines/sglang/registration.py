@@ -18,6 +18,7 @@ from freedraft.engines.sglang.hooks import (
     LORA_HOOKS,
     MODEL_HOOKS,
 )
+from freedraft.engines.sglang.streams import register_stream_hooks
 from freedraft.method import METHODS, MethodSpec
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ def _patch_once() -> None:
         HookRegistry.register(patches.LORA_CHECK, let_through, HookType.AROUND)
     if not check(CORPUS_HOOKS):
         patches.let_corpora_through(lambda: {name.upper() for name, spec in METHODS.items() if spec.takes_corpora})
+    register_stream_hooks(_algorithms)
     if not selected():
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
