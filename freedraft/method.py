@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.config import ConfigError, PluginOptions
+from freedraft.config import PluginOptions
 from freedraft.draft import DraftBatch
 from freedraft.metrics import Metrics
 from freedraft.step import EngineContext, NodeLogits, Step
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from freedraft.cost.policies import Controller
     from freedraft.cost.schedule import Schedule
     from freedraft.draft_model import DraftModel
-    from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 
 
 class Method:
@@ -158,56 +156,20 @@ class Method:
         raise NotImplementedError
 
 
-class ModelMethod(Method, ABC):
-    """A method that runs the target model to draft, for some of the requests or for all."""
-
-    on_host = False
-
-    @abstractmethod
-    def capacities(self, step: Step) -> NDArray[np.int32]:
-        """int32 [B]: draft tokens allowed per request; at most `step.capacities`."""
-
-    @abstractmethod
-    def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
-        """Expected gain and time of draft passes for this number of requests in the present step, with drafts of at
-        most `max_draft_len` tokens."""
-
-    @abstractmethod
-    def begin_round(self, *, pays: bool) -> bool:
-        """Whether to run draft passes in this step, because they are expected to pay or as a trial. Called at most once
-        per step."""
-
-    @abstractmethod
-    def propose_for(
-        self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
-    ) -> DraftBatch:
-        """Draft for the requests at `rows` of the step; other requests get only their roots. Called after `update`.
-
-        Args:
-            rows: intp [R]; limits: int32 [R], most tokens of each, none above its capacity.
-            rest: the other requests of the step.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class MethodSpec:
     """A speculative method, for all engines. Its functions are called with (options, context)."""
 
     name: str  # method or algorithm name in the user's configuration
     factory: str  # "module:class" of its `Method`
-    options: type[PluginOptions] | Callable[[], type[PluginOptions]]  # type of its options, or a function that gets it
+    options: type[PluginOptions]  # type of its options
     # Called before the engine starts; raises ValueError, one clear line, for errors that would come later.
     check: Callable[[Any, EngineContext], None] | None = None
     runs_model: bool = False  # whether it drafts by a `DraftModel`: KV slots are then reserved for its drafts
     takes_corpora: bool = False  # whether it takes corpora over HTTP
     # Draft lengths by batch size, for engines that decide them beforehand.
     schedule: Callable[[Any, EngineContext], Schedule | None] | None = None
-    role: Literal["host", "model"] | None = None  # the part of the hybrid method that it can be
     default_length: int | None = None  # default maximum of draft tokens per request; None if the user must set one
-
-    @property
-    def option_type(self) -> type[PluginOptions]:
-        return self.options if isinstance(self.options, type) else self.options()
 
     def make(self, options: PluginOptions, context: EngineContext, controller: Controller | None = None) -> Any:
         """Build the `Method`. controller: the hybrid method's, which its parts share. Raises ValueError: the method
@@ -218,11 +180,3 @@ class MethodSpec:
 
 # Registered methods by name; each engine's adapter adds the ones that it serves.
 METHODS: dict[str, MethodSpec] = {}
-
-
-def spec_of_role(role: str) -> MethodSpec:
-    """The registered method that plays a role in the hybrid one. Raises ConfigError if there is none."""
-    for spec in METHODS.values():
-        if spec.role == role:
-            return spec
-    raise ConfigError(f"no method for the part '{role}' is registered: run 'freedraft doctor'")

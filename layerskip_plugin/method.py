@@ -21,7 +21,7 @@ from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel, MatchnessScorer
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
-from freedraft.method import MethodSpec, ModelMethod
+from freedraft.method import Method, MethodSpec
 from freedraft.metrics import serve, where_to_look
 from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
@@ -50,12 +50,11 @@ def schedule(options: LayerSkipOptions, context: EngineContext) -> Schedule | No
 
 
 SPEC = MethodSpec(
-    NAME, "layerskip_plugin.method:LayerSkipMethod", LayerSkipOptions, check,
-    runs_model=True, schedule=schedule, role="model",
-)  # fmt: skip
+    NAME, "layerskip_plugin.method:LayerSkipMethod", LayerSkipOptions, check, runs_model=True, schedule=schedule
+)
 
 
-class LayerSkipMethod(ModelMethod):
+class LayerSkipMethod(Method):
     """Draft chains, or trees, from passes of the target over its own KV cache, without the sublayers of a skip set.
 
     Each pass drafts one more token for the requests that the lookahead policy continues. All passes of a round have one
@@ -65,6 +64,8 @@ class LayerSkipMethod(ModelMethod):
     Raises:
         ConfigError: steps of this model cannot be priced.
     """
+
+    on_host = False
 
     def __init__(self, options: LayerSkipOptions, context: EngineContext, controller: Controller | None = None) -> None:
         alone = controller is None
@@ -192,6 +193,7 @@ class LayerSkipMethod(ModelMethod):
             self.build(found, optimize=False)
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
+        """int32 [B]: draft tokens allowed per request by the present recipe; at most `step.capacities`."""
         if self.recipe is None:
             return np.zeros(step.batch_size, np.int32)
         assert self._model is not None
@@ -201,6 +203,7 @@ class LayerSkipMethod(ModelMethod):
         return capacities if lengths is None else np.minimum(capacities, lengths)
 
     def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
+        """Expected gain and time of draft passes for this number of requests in the present step."""
         assert self._cost is not None and self.recipe is not None
         return self._cost.estimate(self.recipe, requests, max_draft_len)
 
@@ -218,12 +221,16 @@ class LayerSkipMethod(ModelMethod):
         return self._cost.recipe_of_round()
 
     def begin_round(self, *, pays: bool) -> bool:
+        """Whether to run draft passes in this step, because they are expected to pay or as a trial. Called at most once
+        per step."""
         self.recipe = None if self._cost is None else self._cost.recipe_of_round(pays=pays)
         return self.recipe is not None
 
     def propose_for(
         self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
     ) -> DraftBatch:
+        """Draft for the requests at `rows` of the step (intp [R]), at most `limits` tokens each (int32 [R]), none above
+        its capacity; other requests get only their roots. Called after `update`. rest: the other requests."""
         round_ = self._last = self._run(step, rows, limits, rest)
         max_nodes = int(limits.max(initial=0)) + 1
         tree = candidate_tree(round_, step.roots, max_nodes, siblings=self.trees)

@@ -81,9 +81,8 @@ def schedule(options: SssdOptions, context: EngineContext) -> Schedule | None:
 
 
 SPEC = MethodSpec(
-    NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, schedule=schedule, role="host",
-    default_length=32,
-)  # fmt: skip
+    NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, schedule=schedule, default_length=32
+)
 
 
 def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -> Datastore:

@@ -15,18 +15,18 @@ from freedraft.cost.controller import Auto
 from freedraft.cost.policies import Controller, holding
 from freedraft.draft import DraftBatch
 from freedraft.draft_pass import RestOfBatch
-from freedraft.hybrid.options import NAME, part_options
-from freedraft.method import Method, ModelMethod, spec_of_role
+from freedraft.hybrid.options import NAME, HybridOptions
+from freedraft.method import Method
 from freedraft.step import EngineContext, Step
+from layerskip_plugin.method import LayerSkipMethod
+from sssd_plugin.method import SssdMethod
 
 LEAST_YIELD = 1.0  # expected accepted n-gram tokens below which a request drafts by passes
 MARGIN = 1.1  # required ratio of gain to cost of passes; compensates for errors of estimates
+# Methods that only one of the drafters implements.
+OF_PASSES = "prepare", "set_prompt_state"
+OF_NGRAMS = "recycle", "add_corpus", "remove_corpus", "corpora"
 FADE = float(np.exp(-1 / 12))  # decay per step of a request's recent speed: 1/e after 12 steps
-# Methods that only one part implements.
-ONE_PART = {
-    "host": ("recycle", "add_corpus", "remove_corpus", "corpora"),
-    "model": ("prepare", "set_prompt_state"),
-}
 
 
 class HybridMethod(Method):
@@ -41,32 +41,33 @@ class HybridMethod(Method):
         ConfigError: steps of this model cannot be priced.
     """
 
-    def __init__(self, options: Any, context: EngineContext, controller: Controller | None = None) -> None:
-        self.host: Method = spec_of_role("host").make(part_options(options, "host"), context, controller)
-        auto = self.host.controller
+    def __init__(self, options: HybridOptions, context: EngineContext, controller: Controller | None = None) -> None:
+        of_ngrams, of_passes = options.parts()
+        self.ngrams = SssdMethod(of_ngrams, context, controller)
+        auto = self.ngrams.controller
         if not isinstance(auto, Auto):
             raise ConfigError(
                 f"'{NAME}' cannot price this model's steps (see the warning above): use one drafter alone"
             )
         super().__init__(options, context, auto, NAME)
         self.auto = auto
-        self.model: ModelMethod = spec_of_role("model").make(part_options(options, "model"), context, auto)
-        self.needs_prompt_states = self.model.needs_prompt_states
-        for role, names in ONE_PART.items():
+        self.passes = LayerSkipMethod(of_passes, context, auto)
+        self.needs_prompt_states = self.passes.needs_prompt_states
+        for drafter, names in ((self.passes, OF_PASSES), (self.ngrams, OF_NGRAMS)):
             for name in names:
-                setattr(self, name, getattr(getattr(self, role), name))
+                setattr(self, name, getattr(drafter, name))
         self._speeds: dict[str, tuple[float, float]] = {}  # fading sums of tokens and seconds
         self._by_model = self._verified_by_model = set[str]()
         self._previous: tuple[frozenset[str], float] = frozenset(), 0.0
 
     def proposals(self, step: Step, max_draft_len: int) -> Sequence[DraftBatch]:
-        draft = self.host.propose(step, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
+        draft = self.ngrams.propose(step, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
         draft.limit(step.capacities)
         self.unmatched = (draft.counts <= 1) & (max_draft_len > 0)
         rows, rest = self._rows_of_passes(step, draft)
         drafts, started = [draft], time.perf_counter()
         if len(rows):
-            passed = self.model.propose_for(step, rows, self.model.capacities(step)[rows], rest)
+            passed = self.passes.propose_for(step, rows, self.passes.capacities(step)[rows], rest)
             self.auto.exclude(time.perf_counter() - started)
             counts = np.zeros_like(draft.counts)
             counts[rows] = draft.counts[rows]
@@ -84,12 +85,12 @@ class HybridMethod(Method):
             if request_id in before:
                 tokens, passed = self._speeds.get(request_id, (0.0, 0.0))
                 self._speeds[request_id] = FADE * tokens + gained, FADE * passed + seconds
-        self.host.update(step)
-        self.model.update(step)
+        self.ngrams.update(step)
+        self.passes.update(step)
 
     def _rows_of_passes(self, step: Step, draft: DraftBatch) -> tuple[NDArray[np.intp], RestOfBatch]:
         """intp [R], the requests that draft by passes in this step (occasionally as a trial), and the others."""
-        auto, batch, capacities = self.auto, step.batch_size, self.model.capacities(step)
+        auto, batch, capacities = self.auto, step.batch_size, self.passes.capacities(step)
         if not batch:
             return np.zeros(0, np.intp), RestOfBatch(0, 0, None)
         p, kept = auto.estimate(draft)
@@ -98,7 +99,7 @@ class HybridMethod(Method):
         sums = (self._speeds[request_id] for request_id in step.request_ids if request_id in self._speeds)
         rate, rest = sum(tokens / seconds for tokens, seconds in sums), np.delete(kept, rows)
         if len(rows):
-            passes = self.model.estimate(len(rows), int(capacities[rows].max()))
+            passes = self.passes.estimate(len(rows), int(capacities[rows].max()))
             if auto.widths is None:
                 alone, together = kept.sum(), rest.sum() + len(rows) + passes.tokens
             else:  # all requests are as wide as the largest of them
@@ -112,7 +113,7 @@ class HybridMethod(Method):
             # Where passes shorten the step, saved time is discounted by the margin.
             pays = gain > rate * np.maximum(MARGIN * more, more / MARGIN)
             rate = max(rate, float(((tokens + gain) / seconds)[pays].max(initial=0.0)))
-            if not self.model.begin_round(pays=bool(pays.any())):
+            if not self.passes.begin_round(pays=bool(pays.any())):
                 rows, rest = rows[:0], kept
         return rows, RestOfBatch(len(rest), int(rest.sum()), rate, int(rest.max(initial=1)))
 
@@ -123,26 +124,26 @@ class HybridMethod(Method):
         if draft is not None:
             passed = [i in self._by_model for i in step.request_ids]
             draft = replace(draft, counts=np.where(passed, np.int32(0), draft.counts))
-        self.host.record_acceptance(step, ~by_model, draft)
-        self.model.record_acceptance(step, by_model)
+        self.ngrams.record_acceptance(step, ~by_model, draft)
+        self.passes.record_acceptance(step, by_model)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
-        self.host.begin(request_id, tokens, tenant, extra)
-        self.model.begin(request_id, tokens, tenant, extra)
+        self.ngrams.begin(request_id, tokens, tenant, extra)
+        self.passes.begin(request_id, tokens, tenant, extra)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         self._by_model.discard(request_id)
         self._speeds.pop(request_id, None)
-        self.host.finish(request_id, output, aborted)
-        self.model.finish(request_id, output, aborted)
+        self.ngrams.finish(request_id, output, aborted)
+        self.passes.finish(request_id, output, aborted)
 
     def close(self) -> None:
-        self.host.close()
-        self.model.close()
+        self.ngrams.close()
+        self.passes.close()
 
-    learns = property(lambda self: self.host.learns)
-    needs_logits = property(lambda self: self.host.needs_logits)
-    optimized_passes = property(lambda self: self.model.optimized_passes)
+    learns = property(lambda self: self.ngrams.learns)
+    needs_logits = property(lambda self: self.ngrams.needs_logits)
+    optimized_passes = property(lambda self: self.passes.optimized_passes)
 
 
 def replaced(draft: DraftBatch, other: DraftBatch, rows: NDArray[np.intp]) -> DraftBatch:

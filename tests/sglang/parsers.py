@@ -100,7 +100,7 @@ class LoneFrontEnd(FrontEnd):
         self.manager.generate_request = generate_request
         self.chat.tool_call_parser, self.chat.reasoning_parser = tool, thought
         self.chat._reasoning_detector = thought and ReasoningParser(thought, tokenizer=self.tokenizer).detector
-        thinks = {name: tool is not None for name in ("thinking", "enable_thinking")}
+        thinks = dict.fromkeys(("thinking", "enable_thinking"), tool is not None)
         return self.read(drafting, tools=TOOLS if tool else None, chat_template_kwargs=thinks, **keys)
 
 

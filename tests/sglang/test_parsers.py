@@ -10,7 +10,6 @@ from array import array
 import pytest
 
 from freedraft.engines.hooks import table
-
 from tests.sglang.conftest import HAVE_SGLANG
 from tests.sglang.parser_texts import CALLS, TOOLS
 from tests.sglang.parsers import LENGTHS, LoneFrontEnd, Streams, cases, differing

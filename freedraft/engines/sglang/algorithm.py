@@ -80,7 +80,7 @@ class TreeAlgorithm(CustomSpecAlgo):
         if args.max_running_requests is None:
             args.max_running_requests = 48
         if self.spec is not None:
-            options = self.spec.option_type.read()
+            options = self.spec.options.read()
             shapes = {getattr(options, name) for name in ("shape", "tree") if hasattr(options, name)}
             if shapes and shapes <= {"chain", False}:
                 args.speculative_eagle_topk = 1

@@ -84,7 +84,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
 
     def alloc_memory_pool(self, **kwargs: Any) -> None:
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
-        if self._spec.runs_model and getattr(self._spec.option_type.read(), "window", None):
+        if self._spec.runs_model and getattr(self._spec.options.read(), "window", None):
             from freedraft.engines.sglang.draft_model import WindowRows
 
             self._window_rows = WindowRows(self.req_to_token_pool, self.model_runner.page_size or 1)
@@ -114,7 +114,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
                 self._draft_model.follow()
             return
         context = context_of_worker(self._target_worker, self.widths, chains=chains)
-        guarded = GuardedMethod(self._spec, self._spec.option_type.read(), context)
+        guarded = GuardedMethod(self._spec, self._spec.options.read(), context)
         self._reads_states = self._ranks.agree(guarded.needs_prompt_states)
         if self._draft_model is not None:
             with self._ranks.leading():

@@ -169,7 +169,7 @@ def _check_windows(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         return
     ours = configured(vllm_config)
     spec = METHODS[ours.name]
-    windows = getattr(spec.option_type.parse(ours.options), "windows", None)
+    windows = getattr(spec.options.parse(ours.options), "windows", None)
     if windows is not None:
         try:
             windows(context_of_engine(vllm_config))
@@ -246,7 +246,7 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
 def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[dict[str, Any], PluginOptions]:
     from vllm.config import SpeculativeConfig
 
-    option_type = spec.option_type
+    option_type = spec.options
     config: dict[str, Any] = {}
     flags = {}
     engine_keys = {key.name for key in dataclasses.fields(SpeculativeConfig)} - {"method", "model"}

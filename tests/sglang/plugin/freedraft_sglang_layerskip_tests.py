@@ -27,7 +27,7 @@ def register():
     from freedraft.hybrid import SPEC as HYBRID
     from layerskip_plugin.method import SPEC as LAYERSKIP
 
-    register(dataclasses.replace(LAYERSKIP, name="layerskip_checked", factory=f"{__name__}:make_checked", role=None))
+    register(dataclasses.replace(LAYERSKIP, name="layerskip_checked", factory=f"{__name__}:make_checked"))
     register(dataclasses.replace(HYBRID, name="hybrid_any", factory=f"{__name__}:make_any"))
 
 

@@ -34,7 +34,7 @@ def register():
     take_seeds_on_cpu()
     if os.environ.get("TREE_TEST_ADAPTERS"):
         take_adapters_on_cpu()
-    register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle", role=None))
+    register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle"))
     register(MethodSpec("wild", f"{__name__}:make_wild", SssdOptions))
     if os.environ.get("TREE_TEST_COUNTS"):
         count_work(Path(os.environ["TREE_TEST_COUNTS"]))

@@ -70,7 +70,7 @@ class MethodProposer:
         self.limits: dict[str, int] = {}
         self.guarded: Any = None  # `GuardedMethod`, in the drafting rank
         if get_tp_group().rank_in_group == 0:
-            options = self.spec.option_type.parse(ours.options)
+            options = self.spec.options.parse(ours.options)
             self.guarded = GuardedMethod(self.spec, options, context_of_engine(vllm_config))
             self.tokenizer = tokenizer_of(vllm_config.model_config) if self.guarded.method.learns else None
 

@@ -80,7 +80,7 @@ class Drafting:
         if drafts:
             spec = METHODS[ours.name]
             context = context_of_engine(vllm_config, v2_lengths=ours.lengths or (self.length,))
-            self.guarded = GuardedMethod(spec, spec.option_type.parse(ours.options), context)
+            self.guarded = GuardedMethod(spec, spec.options.parse(ours.options), context)
             controller, learns = self.guarded.method.controller, self.guarded.method.learns
             self.lengths = controller if isinstance(controller, BatchLengths) else None
             tokenizer = tokenizer_of(vllm_config.model_config) if learns else None
