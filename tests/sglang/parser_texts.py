@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 
-CALLS = (("get_weather", {"city": 'Zürich "West"', "days": 3}), ("get_time", {"zone": "Europe/Paris", "tags": ["a", "b, c"]}))
+CALLS = (
+    ("get_weather", {"city": 'Zürich "West"', "days": 3}),
+    ("get_time", {"zone": "Europe/Paris", "tags": ["a", "b, c"]}),
+)
 TOOLS = [
     {
         "type": "function",
@@ -68,7 +71,9 @@ def _spark25(name, arguments):
 
 
 def _arg_pairs(name, arguments, tag="tool_call", after="\n", between="\n"):
-    pairs = _pairs(lambda key, value: f"<arg_key>{key}</arg_key>{between}<arg_value>{value}</arg_value>{between}", arguments)
+    pairs = _pairs(
+        lambda key, value: f"<arg_key>{key}</arg_key>{between}<arg_value>{value}</arg_value>{between}", arguments
+    )
     return f"<{tag}>{name}{after}{pairs}</{tag}>"
 
 
@@ -93,9 +98,7 @@ def _gcml(name, arguments):
 
 
 def _invoke(name, arguments, prefix=""):
-    parameters = _pairs(
-        lambda key, value: f'<{prefix}parameter name="{key}">{value}</{prefix}parameter>\n', arguments
-    )
+    parameters = _pairs(lambda key, value: f'<{prefix}parameter name="{key}">{value}</{prefix}parameter>\n', arguments)
     return f'<{prefix}invoke name="{name}">\n{parameters}</{prefix}invoke>\n'
 
 
@@ -135,7 +138,8 @@ def _beam(name, arguments):
 
 def _step3(name, arguments):
     parameters = _pairs(lambda k, v: f'<steptml:parameter name="{k}">{v}</steptml:parameter>\n', arguments)
-    return f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">\n{parameters}</steptml:invoke><｜tool_call_end｜>'
+    invoke = f'<steptml:invoke name="{name}">\n{parameters}</steptml:invoke>'
+    return f"<｜tool_call_begin｜>function<｜tool_sep｜>{invoke}<｜tool_call_end｜>"
 
 
 _XML_FUNCTIONS = f"Let me look.\n{_each(_xml_function, chr(10))}"
@@ -152,7 +156,8 @@ TOOL_TEXTS = {
     + "]<|END_ACTION|>",
     "deepseekv3": "Let me look.<｜tool▁calls▁begin｜>"
     + _each(
-        lambda n, a: f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{_json(a)}\n```<｜tool▁call▁end｜>", "\n"
+        lambda n, a: f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{_json(a)}\n```<｜tool▁call▁end｜>",
+        "\n",
     )
     + "<｜tool▁calls▁end｜>",
     "deepseekv31": "Let me look.<｜tool▁calls▁begin｜>"
@@ -236,9 +241,7 @@ TOOL_TEXTS = {
     "gigachat35": f"Let me look.<｜GCML｜tool_calls>\n{_each(_gcml)}</｜GCML｜tool_calls>",
     "gemma4": f"Let me look.{_each(_gemma4)}",
     "inkling": _each(
-        lambda n, a: (
-            f"<|message_model|>{n}<|content_invoke_tool_json|>{_object(n, a, 'args')}<|end_message|>"
-        )
+        lambda n, a: f"<|message_model|>{n}<|content_invoke_tool_json|>{_object(n, a, 'args')}<|end_message|>"
     ),
     "iquest_q1": "Let me look.\n"
     + _each(lambda n, a: _arg_pairs(n, a, tag="iquest_tool_call", after="", between=""), "\n"),
@@ -247,7 +250,8 @@ TOOL_TEXTS = {
 
 # The markers of formats without one opening and one closing token.
 THOUGHT_TEXTS = {
-    "beam": "<|channel|>analysis<|message|>Look\nit up.<|end|><|start|>assistant<|channel|>final<|message|>Done.<|return|>",
+    "beam": "<|channel|>analysis<|message|>Look\nit up.<|end|><|start|>assistant<|channel|>final<|message|>Done."
+    "<|return|>",
     "gpt-oss": "<|channel|>analysis<|message|>Look\nit up.<|end|><|start|>assistant<|channel|>analysis<|message|>Again."
     "<|end|><|start|>assistant<|channel|>final<|message|>Done.<|return|>",
     "kimi_k3": "<|open|>think<|sep|>Look\nit up.<|close|>think<|sep|><|open|>response<|sep|>Done. <|open|>think<|sep|>"

@@ -29,7 +29,12 @@ def cases():
     from sglang.srt.parser.reasoning_parser import ReasoningParser
 
     tools, thoughts = FunctionCallParser.ToolCallParserEnum, ReasoningParser.DetectorMap
-    pairs = [("qwen", "qwen3"), ("minimax-m2", "minimax"), ("deepseekv31", "deepseek-v3"), ("deepseekv4", "deepseek-v4")]
+    pairs = [
+        ("qwen", "qwen3"),
+        ("minimax-m2", "minimax"),
+        ("deepseekv31", "deepseek-v3"),
+        ("deepseekv4", "deepseek-v4"),
+    ]
     both = [*pairs, *((name, name) for name in tools if name in thoughts)]
     return [*((name, None) for name in tools), *((None, name) for name in thoughts), *both]
 
@@ -44,8 +49,8 @@ class FrontEnd:
         self.tokenizer = manager.tokenizer
 
     def read(self, drafting, adapted=None, tools=TOOLS, **keys):
-        """What the endpoint streams: content, thoughts, calls and finish reason. drafting: this process serves a method of
-        ours, or none; adapted: makes of the request what the engine gets."""
+        """Content, thoughts, calls and finish reason of a stream. drafting: as in a server with a method of ours;
+        adapted: makes of the request what the engine gets."""
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
         from sglang.srt.runtime_context import get_spec
 
@@ -95,7 +100,7 @@ class LoneFrontEnd(FrontEnd):
         self.manager.generate_request = generate_request
         self.chat.tool_call_parser, self.chat.reasoning_parser = tool, thought
         self.chat._reasoning_detector = thought and ReasoningParser(thought, tokenizer=self.tokenizer).detector
-        thinks = {name: tool is not None for name in ("thinking", "enable_thinking")}
+        thinks = dict.fromkeys(("thinking", "enable_thinking"), tool is not None)
         return self.read(drafting, tools=TOOLS if tool else None, chat_template_kwargs=thinks, **keys)
 
 

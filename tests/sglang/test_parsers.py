@@ -10,7 +10,6 @@ from array import array
 import pytest
 
 from freedraft.engines.hooks import table
-
 from tests.sglang.conftest import HAVE_SGLANG
 from tests.sglang.parser_texts import CALLS, TOOLS
 from tests.sglang.parsers import LENGTHS, LoneFrontEnd, Streams, cases, differing
@@ -79,7 +78,10 @@ def test_parsers_of_other_servers_are_left_alone(front, drafting):
 
     tools = [Tool(**tool) for tool in TOOLS]
     with get_spec().override(speculative_algorithm="SSSD" if drafting else "NGRAM"):
-        made = FunctionCallParser(tools, "qwen", tokenizer=front.tokenizer), ReasoningParser("qwen3", tokenizer=front.tokenizer)
+        made = (
+            FunctionCallParser(tools, "qwen", tokenizer=front.tokenizer),
+            ReasoningParser("qwen3", tokenizer=front.tokenizer),
+        )
         without = FunctionCallParser(tools, "qwen")
     assert ["parse_stream_chunk" in vars(each) for each in (*made, without)] == [drafting, drafting, False]
 
@@ -87,7 +89,7 @@ def test_parsers_of_other_servers_are_left_alone(front, drafting):
 def test_texts_of_tokens(front):
     from freedraft.engines.sglang.streams import token_texts
 
-    text = "One  two <tool_call>\n{\"a\": \"日本 🙂\"}\ufffd\n</tool_call> <|im_end|>"
+    text = 'One  two <tool_call>\n{"a": "日本 🙂"}\ufffd\n</tool_call> <|im_end|>'
     texts = token_texts(front.tokenizer, text)
     assert "".join(texts) == text and len(texts) > 12
     assert "<|im_end|>" in texts and any("🙂" in each for each in texts)
