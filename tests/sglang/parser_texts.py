@@ -138,7 +138,8 @@ def _beam(name, arguments):
 
 def _step3(name, arguments):
     parameters = _pairs(lambda k, v: f'<steptml:parameter name="{k}">{v}</steptml:parameter>\n', arguments)
-    return f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">\n{parameters}</steptml:invoke><｜tool_call_end｜>'
+    invoke = f'<steptml:invoke name="{name}">\n{parameters}</steptml:invoke>'
+    return f"<｜tool_call_begin｜>function<｜tool_sep｜>{invoke}<｜tool_call_end｜>"
 
 
 _XML_FUNCTIONS = f"Let me look.\n{_each(_xml_function, chr(10))}"
@@ -249,7 +250,8 @@ TOOL_TEXTS = {
 
 # The markers of formats without one opening and one closing token.
 THOUGHT_TEXTS = {
-    "beam": "<|channel|>analysis<|message|>Look\nit up.<|end|><|start|>assistant<|channel|>final<|message|>Done.<|return|>",
+    "beam": "<|channel|>analysis<|message|>Look\nit up.<|end|><|start|>assistant<|channel|>final<|message|>Done."
+    "<|return|>",
     "gpt-oss": "<|channel|>analysis<|message|>Look\nit up.<|end|><|start|>assistant<|channel|>analysis<|message|>Again."
     "<|end|><|start|>assistant<|channel|>final<|message|>Done.<|return|>",
     "kimi_k3": "<|open|>think<|sep|>Look\nit up.<|close|>think<|sep|><|open|>response<|sep|>Done. <|open|>think<|sep|>"

@@ -49,8 +49,8 @@ class FrontEnd:
         self.tokenizer = manager.tokenizer
 
     def read(self, drafting, adapted=None, tools=TOOLS, **keys):
-        """What the endpoint streams: content, thoughts, calls and finish reason. drafting: this process serves a method of
-        ours, or none; adapted: makes of the request what the engine gets."""
+        """Content, thoughts, calls and finish reason of a stream. drafting: as in a server with a method of ours;
+        adapted: makes of the request what the engine gets."""
         from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
         from sglang.srt.runtime_context import get_spec
 

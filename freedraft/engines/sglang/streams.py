@@ -40,8 +40,8 @@ def register_stream_hooks(names: Callable[[], set[str]]) -> None:
 def parse_by_token(
     _: None, parser: Any, *_args: Any, names: Callable[[], set[str]], tokenizer: Any = None, **_others: Any
 ) -> None:
-    """Let a new parser read a chunk token by token. SGLang's parsers return one thing per chunk and lose others, and look
-    for marks in a chunk that single tokens split or do not."""
+    """Let a new parser read a chunk token by token. Many of SGLang's return one thing per chunk and lose the others, or
+    look for a mark at its start."""
     if tokenizer is None or not configured(names):
         return
     parse = parser.parse_stream_chunk
@@ -54,8 +54,8 @@ def parse_by_token(
 
 
 def token_texts(tokenizer: Any, text: str) -> list[str]:
-    """Return the texts of the tokens of `text`, at least one. Characters of several tokens stay whole, and what decodes to
-    other text than it was stays with the next token."""
+    """Return the texts of the tokens of `text`, at least one. Characters of several tokens stay whole; what decodes to
+    another text stays with the next token."""
     ends = [0]
     tokens = tokenizer.encode(text, add_special_tokens=False)
     for piece in tokenizer.batch_decode([[token] for token in tokens], skip_special_tokens=False):
