@@ -132,7 +132,7 @@ class GuardedMethod:
         """Count the step that was drafted for, in the metrics."""
         if self._uncounted is not None:
             (step, draft), self._uncounted = self._uncounted, None
-            self.call(self._count, step, draft)
+            self.call(self._count, step)
             self.call(self._count_undrafted, step, draft)
 
     def observe(self, step: Step) -> None:
@@ -164,8 +164,8 @@ class GuardedMethod:
         for reason, rows in (("no room", full), ("no match", ~full & unmatched), ("cost", ~(full | unmatched))):
             self.metrics.undrafted(reason).inc(np.count_nonzero(undrafted & rows))
 
-    def _count(self, step: Step, draft: DraftBatch | None = None) -> None:
-        self.method.record_acceptance(step, draft=draft)
+    def _count(self, step: Step) -> None:
+        self.method.record_acceptance(step)
         self.metrics.speedup.set(self.method.controller.speedup)
         self._report.add(step, self.method.controller.speedup)
 
