@@ -134,7 +134,7 @@ class GuardedMethod:
         """Count the step that was drafted for, in the metrics."""
         if self._uncounted is not None:
             (step, draft), self._uncounted = self._uncounted, None
-            self.call(self._count, step, draft)
+            self.call(self._count, step)
             self.call(self._count_reasons, step, draft)
 
     def observe(self, step: Step) -> None:
@@ -174,8 +174,8 @@ class GuardedMethod:
         for why, those in (("off", out & rows), (reason, ~out & rows)):
             self.metrics.undrafted(why).inc(np.count_nonzero(those))
 
-    def _count(self, step: Step, draft: DraftBatch | None = None) -> None:
-        self.method.record_acceptance(step, draft=draft)
+    def _count(self, step: Step) -> None:
+        self.method.record_acceptance(step)
         self.metrics.speedup.set(self.method.controller.speedup)
         self._report.add(step, self.method.controller.speedup)
 

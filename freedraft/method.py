@@ -121,11 +121,9 @@ class Method:
             self.unmatched = draft.counts <= 1
         return (draft,)
 
-    def record_acceptance(
-        self, step: Step, rows: NDArray[np.bool_] | None = None, draft: DraftBatch | None = None
-    ) -> None:
+    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
         """Count tokens and accepted drafts of the last step, for the metrics; called after `draft` or `update`.
-        rows: bool [B], requests to count; None: all. draft: the drafts that the step verifies; None for none."""
+        rows: bool [B], requests to count; None: all."""
         self.metrics.add(step, slice(None) if rows is None else rows)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:

@@ -21,7 +21,7 @@ from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.options import Scoring
 from sssd_plugin.recycled_logits import TOP
 from sssd_plugin.request_index import OUTSIDE, RequestIndex
-from sssd_plugin.scoring import attribution, learned, paper
+from sssd_plugin.scoring import learned, paper
 from sssd_plugin.scoring.weights import Weights
 
 Shape = Literal["tree", "chain"]
@@ -170,8 +170,9 @@ class Drafter:
                 self._index.slot_ids(request_ids), groups, _values(self._owners, request_ids),
                 out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds,
             )  # fmt: skip
-            view, limits = (*_arrays_of(self._view), self._view.widest), (max_nodes, shape == "chain", min_score)
-            same: tuple[Any, ...] = self._index.slots, view, self._entries, limits, self._weights
+            view, limits = self._view, (max_nodes, shape == "chain", min_score)
+            arrays_of_view = view.table, view.bounds, view.static_rows, view.widest
+            same: tuple[Any, ...] = self._index.slots, arrays_of_view, self._entries, limits, self._weights
             draft_batch = (paper if self._weights is None else learned).draft_batch
             parts = min(self._threads, n // MIN_ROWS)
             if parts <= 1:
@@ -184,15 +185,6 @@ class Drafter:
                 for future in waiting:
                     future.result()
         return out
-
-    def attribute(
-        self, request_ids: Sequence[str], gained: NDArray[np.int64], draft: DraftBatch, tally: NDArray[np.int64]
-    ) -> None:
-        """Count tokens by source: see `scoring.attribution.attribute`."""
-        with self._lock:
-            groups, slot_ids = self._update_view(request_ids), self._index.slot_ids(request_ids)
-            nodes, view = (draft.tokens, draft.parents, draft.counts), _arrays_of(self._view)
-            attribution.attribute(self._index.slots, slot_ids, view, groups, gained, nodes, tally)
 
     def tokens(self, request_id: str) -> NDArray[np.int32]:
         """Return a copy of the tokens of a request: int32 [n], none if it is unknown."""
@@ -245,13 +237,7 @@ class Drafter:
         self.draft([name], max_nodes=min(2, self.max_nodes))
         none = np.zeros((0, 1, TOP), np.int32)
         self.recycle(NodeLogits([], self._out.head(0), none, none.astype(np.float32)))
-        self.attribute([name], one, DraftBatch.empty(1, 1), np.zeros((2, len(attribution.SOURCES)), np.int64))
         self.finish([name])
-
-
-def _arrays_of(view: View) -> tuple[NDArray[np.int64], ...]:
-    """Return the arguments of `views.store_of`."""
-    return view.table, view.bounds, view.static_rows
 
 
 def _values(numbers: dict[str, int], request_ids: Sequence[str]) -> NDArray[np.int64]:

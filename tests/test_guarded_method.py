@@ -44,8 +44,8 @@ class Fragile(Method):
         self._call("propose")
         return DraftBatch.roots(step.roots)
 
-    def record_acceptance(self, step: Step, rows: Any = None, draft: Any = None) -> None:
-        super().record_acceptance(step, rows, draft)
+    def record_acceptance(self, step: Step, rows: Any = None) -> None:
+        super().record_acceptance(step, rows)
         self._call("record_acceptance")
 
     def finish(self, request_id: str, output: Any, aborted: bool) -> None:

@@ -85,8 +85,13 @@ class HybridMethod(Method):
             if request_id in before:
                 tokens, passed = self._speeds.get(request_id, (0.0, 0.0))
                 self._speeds[request_id] = FADE * tokens + gained, FADE * passed + seconds
-        self.ngrams.update(step)
+        # The host's drafts of requests that drafted by passes were not verified.
+        self.ngrams.update(replace(step, drafted=np.where(self._by_model_of(step), np.int32(0), step.drafted)))
         self.passes.update(step)
+
+    def _by_model_of(self, step: Step) -> NDArray[np.bool_]:
+        """bool [B], requests whose last drafts were of the model."""
+        return np.array([i in self._verified_by_model for i in step.request_ids], np.bool_)
 
     def _rows_of_passes(self, step: Step, draft: DraftBatch) -> tuple[NDArray[np.intp], RestOfBatch]:
         """intp [R], the requests that draft by passes in this step (occasionally as a trial), and the others."""
@@ -117,14 +122,9 @@ class HybridMethod(Method):
                 rows, rest = rows[:0], kept
         return rows, RestOfBatch(len(rest), int(rest.sum()), rate, int(rest.max(initial=1)))
 
-    def record_acceptance(
-        self, step: Step, rows: NDArray[np.bool_] | None = None, draft: DraftBatch | None = None
-    ) -> None:
-        by_model = np.array([i in self._verified_by_model for i in step.request_ids], np.bool_)
-        if draft is not None:
-            passed = [i in self._by_model for i in step.request_ids]
-            draft = replace(draft, counts=np.where(passed, np.int32(0), draft.counts))
-        self.ngrams.record_acceptance(step, ~by_model, draft)
+    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
+        by_model = self._by_model_of(step)
+        self.ngrams.record_acceptance(step, ~by_model)
         self.passes.record_acceptance(step, by_model)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
