@@ -47,7 +47,7 @@ class SssdOptions(PluginOptions):
         live_max_age: hours after which learnt text is erased; None: never. At a URL the smallest age of all servers
             applies.
         isolation: which requests share learnt text. "salt": those with the same cache_salt (in SGLang also extra_key),
-            as with the engine's prefix cache; requests without one share one pool. "strict" (or "tenant"): the same,
+            as with the engine's prefix cache; requests without one share one pool. "strict": the same,
             but requests without one share nothing. "shared": all; "off": all, and the files do not distinguish tenants
             either.
         scoring: "learned" (calibrated probabilities) or "paper" (Algorithms 1-3 with their constants).

@@ -73,7 +73,7 @@ def test_metrics_are_those_of_what_was_learnt() -> None:
     one.close()
 
 
-@pytest.mark.parametrize("isolation", ["salt", "strict", "tenant"])
+@pytest.mark.parametrize("isolation", ["salt", "strict"])
 def test_it_keeps_tenants_apart(isolation: str) -> None:
     """Where some requests carry a salt and others none."""
     one = method(isolation=isolation)
@@ -123,7 +123,7 @@ def test_one_line_says_who_learns_from_whom(caplog: pytest.LogCaptureFixture, tm
     for options, words in (
         ({}, "in memory, up to 4194304 tokens; isolation 'salt': .*, and so do those without one"),
         ({"live": True, "datastore": tmp_path}, f"in {tmp_path}, "),
-        ({"isolation": "tenant"}, "isolation 'strict': .* neither teach nor are taught"),
+        ({"isolation": "strict"}, "isolation 'strict': .* neither teach nor are taught"),
         ({"isolation": "shared"}, "isolation 'shared': all requests share"),
     ):
         caplog.clear()
