@@ -458,6 +458,34 @@ def gpu_first_hour(result: Any) -> str:
     return "\n\n".join([*tables, f"{result['device']}. {' '.join(ROUNDING.split())}"])
 
 
+@section("Starts on CUDA, without a GPU", "starts-vllm.json starts-sglang.json", CHAPTERS[6])
+def starts(*results: Any) -> str:
+    """Which starts succeed or are refused in one line (`bench/starts.py`), by attention and shape of drafts. No kernel
+    ran: CUDA's runtime, driver, cuBLAS and NVML were replaced by libraries that run none, and `torch.unique`, whose
+    result has a size that a kernel computes, ran on the host. Everything else of a start did: Triton's compilations and
+    the capture of all graphs, at most 8 requests; vLLM's compilation of the model where a method is started as by
+    default. torch was 2.11, older than both engines require, SGLang's kernels 0.4.6. With LoRA and the default of draft
+    tokens, the number of requests is the default, too. Random weights, a Llama of four layers, bf16."""
+    rows, lines = [], dict[str, int]()
+    for arm in (arm for result in results for arm in result["starts"].values()):
+        said = arm["outcome"]
+        if "line" in arm:
+            said += f" ({lines.setdefault(arm['line'], 1 + len(lines))})"
+        length = f"{arm['length'] or 'default'}{', LoRA' * arm['lora']}"
+        rows.append(arm | {"draft tokens": length, "at": f"{arm['attention']} {arm['shape']}", "said": said})
+    rows.sort(key=lambda arm: [arm["engine"] != "vllm", arm["method"], arm["runner"], arm["draft tokens"]])
+    tables = [
+        pivot(
+            [arm for arm in rows if arm["engine"] == engine],
+            "engine={engine} | method={method} | runner={runner} | draft tokens={draft tokens}",
+            "at",
+            "{said}",
+        )
+        for engine in dict.fromkeys(arm["engine"] for arm in rows)
+    ]
+    return "\n\n".join([*tables, "\n".join(f"{number}. {line}" for line, number in lines.items())])
+
+
 ROUNDING = """\
 Where tokens differ, the logits of the two, in fp32 by transformers, lie within .0015 (`v1`) and .2 (bf16) of each
 other: rounding that depends on the batch's shape and on the kernel. Of the one seeded answer in fp32 (`auto`, trees)
