@@ -12,19 +12,17 @@ from freedraft.engines.hooks import check
 from freedraft.engines.sglang.hooks import STREAM_HOOKS
 from freedraft.engines.sglang.patches import configured
 
-logger = logging.getLogger(__name__)
 PARSERS = ["function_call.function_call_parser.FunctionCallParser", "parser.reasoning_parser.ReasoningParser"]
 FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 
 
 def register_stream_hooks(names: Callable[[], set[str]]) -> None:
-    """Register the patches in SGLang's hook registry, active for the algorithms `names`; one log line if this SGLang
-    lacks what they need."""
+    """Register the patches, active for the algorithms `names`; log one line if this SGLang lacks what they need."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if missing := "; ".join(check(STREAM_HOOKS)):
         line = "freedraft: streamed tool calls may depend on how many tokens come at once (%s); see 'freedraft doctor'"
-        logger.warning(line, missing)
+        logging.getLogger(__name__).warning(line, missing)
         return
     for parser in PARSERS:
         HookRegistry.register(f"sglang.srt.{parser}.__init__", partial(parse_by_token, names=names), HookType.AFTER)
@@ -32,14 +30,12 @@ def register_stream_hooks(names: Callable[[], set[str]]) -> None:
 
 
 def parse_by_token(_: None, parser: Any, *_args: Any, names: Any, tokenizer: Any = None, **_others: Any) -> None:
-    """Let a new parser read a chunk token by token. Many of SGLang's return one thing per chunk and lose the others, or
-    look for a mark at its start."""
-    if tokenizer is None or not configured(names):
-        return
-    parse = parser.parse_stream_chunk  # returns two texts, or a text and a list of calls
-    parser.parse_stream_chunk = lambda chunk_text: reduce(
-        lambda before, now: (before[0] + now[0], before[1] + now[1]), map(parse, token_texts(tokenizer, chunk_text))
-    )
+    """Let a new parser read chunks token by token: many of SGLang's return one thing of a chunk and lose the others."""
+    if tokenizer is not None and configured(names):
+        parse = parser.parse_stream_chunk  # returns two texts, or a text and a list of calls
+        parser.parse_stream_chunk = lambda chunk_text: reduce(
+            lambda before, now: (before[0] + now[0], before[1] + now[1]), map(parse, token_texts(tokenizer, chunk_text))
+        )
 
 
 def token_texts(tokenizer: Any, text: str) -> list[str]:
