@@ -381,15 +381,17 @@ def lookahead(result: Any) -> str:
 @section("Streams through the engines' parsers", "parsers-sglang.json", CHAPTERS[5])
 def parsers(*results: Any) -> str:
     """Texts with two tool calls or two thoughts, in the format of each parser that the engine ships, in runs of 1 to 64
-    tokens; in the parser's own tokenization of marks. Lengths of runs whose stream differs from that of single tokens, by
-    the engine itself and with freedraft; parsers that the engine itself streams alike are only counted."""
+    tokens; its marks are tokens. Lengths of runs whose stream differs from that of single tokens, by the engine itself
+    and with freedraft; parsers that the engine itself streams alike are only counted."""
     rows, alike = [], 0
     for result in results:
         for row in result["rows"]:
             names = " + ".join(filter(None, (row["tool"] and f"tools {row['tool']}", row["reasoning"])))
+            if not row["before"] + row["after"]:
+                alike += 1
+                continue
             ranges = {key: spans(row[key]) for key in ("before", "after")}
-            alike += not any(ranges.values())
-            rows += [{"engine": result["engine"], "parser": names} | ranges] if any(ranges.values()) else []
+            rows.append({"engine": result["engine"], "parser": names} | ranges)
     forms = ("engine={engine}", "parser={parser}", "engine alone={before}", "with freedraft={after}")
     return f"{table(rows, *forms)}\n\nAlike by the engine itself: {alike} of {alike + len(rows)}."
 

@@ -110,14 +110,12 @@ LORA_HOOKS = table("""
 """)
 
 STREAM_HOOKS = table("""
-    # streams that do not depend on how many tokens came at once
+    # streams that do not depend on how many tokens come at once
     sglang.srt.function_call.function_call_parser.FunctionCallParser:__init__(tokenizer)
-    sglang.srt.function_call.function_call_parser.FunctionCallParser:parse_stream_chunk(chunk_text)
+    sglang.srt.function_call.function_call_parser:FunctionCallParser has parse_stream_chunk
     sglang.srt.parser.reasoning_parser.ReasoningParser:__init__(tokenizer)
-    sglang.srt.parser.reasoning_parser.ReasoningParser:parse_stream_chunk(chunk_text)
-    # counts of reasoning tokens
-    sglang.srt.managers.schedule_batch.Req:update_finish_state(new_accepted_len)
-    sglang.srt.managers.schedule_batch:Req has reasoning_tokens, finished_len
+    sglang.srt.parser.reasoning_parser:ReasoningParser has parse_stream_chunk
+    sglang.srt.managers.schedule_batch:Req has update_finish_state, reasoning_tokens, finished_len
 """)
 
 OPTIONAL_HOOKS = CORPUS_HOOKS + DEVICE_HOOKS + LORA_HOOKS + STREAM_HOOKS

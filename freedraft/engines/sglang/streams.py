@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import operator
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
@@ -13,49 +12,34 @@ from freedraft.engines.hooks import check
 from freedraft.engines.sglang.hooks import STREAM_HOOKS
 from freedraft.engines.sglang.patches import configured
 
-logger = logging.getLogger(__name__)
-PARSERS = (
-    "sglang.srt.function_call.function_call_parser.FunctionCallParser.__init__",
-    "sglang.srt.parser.reasoning_parser.ReasoningParser.__init__",
-)
+PARSERS = ["function_call.function_call_parser.FunctionCallParser", "parser.reasoning_parser.ReasoningParser"]
 FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 
 
 def register_stream_hooks(names: Callable[[], set[str]]) -> None:
-    """Register the patches in SGLang's hook registry. names: algorithms that they are active for."""
+    """Register the patches, active for the algorithms `names`; log one line if this SGLang lacks what they need."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if missing := check(STREAM_HOOKS):
-        logger.warning(
-            "freedraft: streamed tool calls and reasoning may depend on how many tokens come at once (%s); "
-            "see 'freedraft doctor' for what this version of freedraft supports",
-            "; ".join(missing),
-        )
+    if missing := "; ".join(check(STREAM_HOOKS)):
+        line = "freedraft: streamed tool calls may depend on how many tokens come at once (%s); see 'freedraft doctor'"
+        logging.getLogger(__name__).warning(line, missing)
         return
     for parser in PARSERS:
-        HookRegistry.register(parser, partial(parse_by_token, names=names), HookType.AFTER)
+        HookRegistry.register(f"sglang.srt.{parser}.__init__", partial(parse_by_token, names=names), HookType.AFTER)
     HookRegistry.register(FINISH, partial(count_reasoning_to_the_end, names=names), HookType.AFTER)
 
 
-def parse_by_token(
-    _: None, parser: Any, *_args: Any, names: Callable[[], set[str]], tokenizer: Any = None, **_others: Any
-) -> None:
-    """Let a new parser read a chunk token by token. Many of SGLang's return one thing per chunk and lose the others, or
-    look for a mark at its start."""
-    if tokenizer is None or not configured(names):
-        return
-    parse = parser.parse_stream_chunk
-
-    def parse_stream_chunk(chunk_text: str) -> tuple[Any, Any]:
-        texts, others = zip(*map(parse, token_texts(tokenizer, chunk_text)), strict=True)
-        return reduce(operator.add, texts), reduce(operator.add, others)
-
-    parser.parse_stream_chunk = parse_stream_chunk
+def parse_by_token(_: None, parser: Any, *_args: Any, names: Any, tokenizer: Any = None, **_others: Any) -> None:
+    """Let a new parser read chunks token by token: many of SGLang's return one thing of a chunk and lose the others."""
+    if tokenizer is not None and configured(names):
+        parse = parser.parse_stream_chunk  # returns two texts, or a text and a list of calls
+        parser.parse_stream_chunk = lambda chunk_text: reduce(
+            lambda before, now: (before[0] + now[0], before[1] + now[1]), map(parse, token_texts(tokenizer, chunk_text))
+        )
 
 
 def token_texts(tokenizer: Any, text: str) -> list[str]:
-    """Return the texts of the tokens of `text`, at least one. Characters of several tokens stay whole; what decodes to
-    another text stays with the next token."""
+    """Return the texts of the tokens of `text`, at least one. Characters of several tokens stay whole."""
     ends = [0]
     tokens = tokenizer.encode(text, add_special_tokens=False)
     for piece in tokenizer.batch_decode([[token] for token in tokens], skip_special_tokens=False):
