@@ -65,7 +65,8 @@ class Server:
 
     def ask(self, request: dict[str, Any]) -> Answer:
         """The answer to a request as `load` gives it, pieces of a stream joined."""
-        cut, body, whole = request.get("cut_ms", 0) / 1000, {"model": self.model} | request["send"], dict[str, Any]()
+        cut, whole = request.get("cut_ms", 0) / 1000, dict[str, Any]()
+        body = {"model": self.model} | request["send"] | ({"stream": True} if cut else {})
         how = {"json": body, "headers": request.get("headers")} | ({"timeout": cut} if cut else {})
         end = time.monotonic() + cut
         try:
