@@ -21,7 +21,7 @@ def sources_of_kinds(scoring):
 @compiled(nogil=True)
 def count(totals, source_of, draft, rows, step):
     """Add to int64 [2, 3] what requests verified and accepted of their last drafts, by SOURCES. rows: int32 [B], of
-    each request in the draft; -1: it is not known any more, and its source is other. draft, step: arrays as unpacked below."""
+    each request in the draft; -1: not known any more, so of source other. draft, step: as unpacked below."""
     (tokens, parents, counts, kinds), (drafted, new, starts, ends) = draft, step
     for b in range(len(rows)):
         row, node = rows[b], 0
