@@ -11,7 +11,6 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
@@ -376,32 +375,6 @@ def lookahead(result: Any) -> str:
         f"F1 of decisions to go on, by c as in the table: fixed 8 {f1['fixed 8']}, DISCO {f1['DISCO']}.",
     ]
     return f"{pivot(rows, 'c={c:.2f}', 'policy', '{tokens_per_time:.2f}')}\n\n{' '.join(said)}"
-
-
-@section("Streams through the engines' parsers", "parsers-sglang.json", CHAPTERS[5])
-def parsers(*results: Any) -> str:
-    """Texts with two tool calls or two thoughts, in the format of each parser that the engine ships, in runs of 1 to 64
-    tokens; its marks are tokens. Lengths of runs whose stream differs from that of single tokens, by the engine itself
-    and with freedraft; parsers that the engine itself streams alike are only counted."""
-    rows, alike = [], 0
-    for result in results:
-        for row in result["rows"]:
-            names = " + ".join(filter(None, (row["tool"] and f"tools {row['tool']}", row["reasoning"])))
-            if not row["before"] + row["after"]:
-                alike += 1
-                continue
-            ranges = {key: spans(row[key]) for key in ("before", "after")}
-            rows.append({"engine": result["engine"], "parser": names} | ranges)
-    forms = ("engine={engine}", "parser={parser}", "engine alone={before}", "with freedraft={after}")
-    return f"{table(rows, *forms)}\n\nAlike by the engine itself: {alike} of {alike + len(rows)}."
-
-
-def spans(numbers: list[int]) -> str:
-    """Return "2, 4-6" for 2, 4, 5, 6, and "none" for no number."""
-    groups = [[n] for n in numbers[:1]]
-    for before, n in pairwise(numbers):
-        groups[-1].append(n) if n == before + 1 else groups.append([n])
-    return ", ".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups) or "none"
 
 
 @section(f"{ON_A_GPU}vLLM", "serve-vllm.json", CHAPTERS[6])

@@ -29,7 +29,6 @@ from sssd_plugin.datastore.live.store import LiveStore, check_live
 from sssd_plugin.drafter import Drafter, Shape
 from sssd_plugin.options import SssdOptions
 from sssd_plugin.recycled_logits import owner_of
-from sssd_plugin.scoring.origins import Origins
 from sssd_plugin.scoring.weights import Weights
 
 logger = logging.getLogger("freedraft.sssd")
@@ -73,7 +72,6 @@ def check(options: SssdOptions, context: EngineContext) -> None:
 def compile_all() -> None:
     """Compile, or load from the cache, what the learned scorer, a live store and policy `auto` call."""
     Drafter(vocab_size=8, max_nodes=2, live=LiveStore(8)).close()
-    Origins("learned")
     Acceptance.warm_up()
 
 
@@ -128,7 +126,7 @@ class SssdMethod(Method):
             weights=options.weights, snapshot=self._snapshot() if self.live is None else (), live=self.live,
             recycle_megabytes=options.recycle_megabytes if self._recycles else 0,
         )  # fmt: skip
-        self.origins, self.source_metrics = Origins(options.scoring), SourceMetrics(self._snapshot())
+        self.source_metrics = SourceMetrics(self._snapshot())
         port = serve(options.metrics_port, context.rank, options.metrics_host)
         most = context.max_draft_tokens
         logger.info("freedraft: sssd drafts up to %d tokens per request; %s", most, where_to_look(port))
@@ -179,14 +177,13 @@ class SssdMethod(Method):
         self.drafter.finish([request_id])
 
     def update(self, step: Step) -> None:
-        self.origins.count(step)
-        request_ids = step.request_ids
-        for row in self.drafter.update(request_ids, step.tokens, step.starts, step.ends, step.contexts):
+        request_ids, new = step.request_ids, (step.tokens, step.starts, step.ends)
+        for row in self.drafter.update(request_ids, *new, step.contexts, step.drafted):
             self.drafter.replace(request_ids[row], step.history(row))
 
     def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
         super().record_acceptance(step, rows)
-        self.source_metrics.add(self.origins.totals)
+        self.source_metrics.add(self.drafter.sourced)
 
     @property
     def learns(self) -> bool:
@@ -202,10 +199,7 @@ class SssdMethod(Method):
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         branches = step.trees or (step.widths is not None and not self.context.chains)
         shape: Shape = "tree" if branches and self.options.shape != "chain" else "chain"
-        most = max_draft_len + 1
-        draft = self.drafter.draft(step.request_ids, max_nodes=most, shape=shape, min_score=self.min_score)
-        self.origins.follow(step.request_ids, draft)
-        return draft
+        return self.drafter.draft(step.request_ids, max_nodes=max_draft_len + 1, shape=shape, min_score=self.min_score)
 
     def close(self) -> None:
         super().close()

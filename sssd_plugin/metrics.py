@@ -55,7 +55,7 @@ class SourceMetrics:
         _STATIC_SUB_INDICES.set(len(static))
 
     def add(self, totals: NDArray[np.int64]) -> None:
-        """Add the totals of `Origins` to the metrics, and set them to 0."""
+        """Add `Drafter.sourced` to the metrics, and set it to 0."""
         for counter, number in zip(self._counters, totals.reshape(-1).tolist(), strict=True):
             if number:
                 counter.inc(number)

@@ -41,6 +41,10 @@ class Host(Method):
     def __init__(self, options: Any, context: EngineContext, controller: Any = None) -> None:
         super().__init__(options, context, controller or make_controller(context), "host")
         self.ended: list[str] = []
+        self.verified: list[int] = []
+
+    def update(self, step: Step) -> None:
+        self.verified = step.drafted.tolist()
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         rows = np.array([i for i, name in enumerate(step.request_ids) if name.startswith("copy")], np.intp)
@@ -110,6 +114,7 @@ def test_draft_passes_go_to_whom_n_grams_say_nothing() -> None:
     drive(hybrid, ["copy-1", "new-1", "copy-2", "new-2"], 40, accept="both")
     assert sorted(hybrid.passes.asked[-1]) == ["new-1", "new-2"]
     assert hybrid.passes.rest.requests == 2 and hybrid.passes.rest.query_tokens >= 6
+    assert hybrid.ngrams.verified == [3, 0, 3, 0], "of its own drafts"
 
 
 @pytest.mark.parametrize("widths", [None, (1, 2, 4, 8)])

@@ -10,9 +10,10 @@ import pytest
 from prometheus_client import REGISTRY
 
 from freedraft.step import EngineContext
+from sssd_plugin.drafter import Drafter
 from sssd_plugin.method import SssdMethod
 from sssd_plugin.options import SssdOptions
-from sssd_plugin.scoring.origins import SOURCES, Origins
+from sssd_plugin.scoring.origins import SOURCES, sources_of_kinds
 from tests.support.steps import make_step
 from tests.support.stores import int32
 
@@ -30,7 +31,7 @@ def test_every_step_counts_what_it_verified_and_accepted(scoring: Any, drafts: s
     context = EngineContext(vocab_size=VOCAB, max_draft_tokens=8)
     method = SssdMethod(SssdOptions(scoring=scoring, policy="fixed", min_score=0.0), context)
     method.add_corpus("c", [int32(rng.permutation(np.arange(240) % 40))])
-    source_of = method.origins._source_of
+    source_of = method.drafter._source_of
     texts = {name: rng.integers(0, VOCAB, 9).tolist() for name in names}
     for name in names:
         method.begin(name, int32(texts[name][:-1]), None, {})
@@ -62,7 +63,7 @@ def test_every_step_counts_what_it_verified_and_accepted(scoring: Any, drafts: s
 
 
 def test_kinds_tell_the_source_with_the_longest_context() -> None:
-    learned, paper = Origins("learned")._source_of, Origins("paper")._source_of
+    learned, paper = sources_of_kinds("learned"), sources_of_kinds("paper")
     orders = {(0, 0): "other", (1, 0): "store", (0, 1): "input", (2, 2): "input", (3, 2): "store", (4, 9): "input"}
     for (store, request), source in orders.items():
         for recycled in (0, 50):
@@ -71,6 +72,7 @@ def test_kinds_tell_the_source_with_the_longest_context() -> None:
 
 
 def test_drafts_that_are_no_longer_known_are_of_no_source() -> None:
-    origins = Origins("learned")
-    origins.count(make_step(["a", "b"], [[1, 2, 3], [4]], drafted=[3, 1]))
-    assert origins.totals.tolist() == [[0, 0, 4], [0, 0, 2]]
+    drafter, step = Drafter(vocab_size=VOCAB, max_nodes=4), make_step(["a", "b"], [[1, 2, 3], [4]], drafted=[3, 1])
+    drafter.update(step.request_ids, step.tokens, step.starts, step.ends, step.contexts, step.drafted)
+    assert drafter.sourced.tolist() == [[0, 0, 4], [0, 0, 2]]
+    drafter.close()
