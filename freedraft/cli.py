@@ -163,7 +163,6 @@ def explain(
     dtype: Annotated[str | None, typer.Option(help="The engine's dtype (default: the model's).")] = None,
     tokens_per_step: Annotated[str | None, typer.Option(
         metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it too (.png, .svg, .pdf).")] = None,
 ) -> None:  # fmt: skip
     """Print step times and draft lengths of the cost model by batch size, from the roofline alone."""
     from rich.console import Console
@@ -191,9 +190,6 @@ def explain(
         + ", ".join(f"{n} nodes give {t:g}" for n, t in (curve or explanation.TOKENS_PER_STEP).items() if n > 1)
         + " tokens per step. While serving, policy 'auto' measures both."
     )
-    if plot is not None:
-        explanation.plot(roofline, context, rows, plot)
-        typer.echo(f"drawn: {plot}")
 
 
 @app.command()

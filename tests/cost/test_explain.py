@@ -84,13 +84,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_prints_and_draws(model: Path) -> None:
-    out = model / "figure.png"
-    result = CliRunner().invoke(app, ["explain", "--model", str(model), "--hardware", "h100", "--plot", str(out)])
+def test_the_command_prints(model: Path) -> None:
+    result = CliRunner().invoke(app, ["explain", "--model", str(model), "--hardware", "h100"])
     assert result.exit_code == 0, result.output
     assert "gain" in result.output and "256" in result.output
-    pytest.importorskip("matplotlib")
-    assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
