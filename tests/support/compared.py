@@ -62,4 +62,5 @@ def check_all_kinds(arm, model, folder):
                 next(compare(other, drafting))
     assert {row["kind"]: row["difference"] for row in rows.values() if row["outcome"] not in (SAME, BOTH)} == {}
     undrafted = {kind for kind, row in rows.items() if row["outcome"] == SAME and not row["accepted"]}
+    undrafted = {kind for kind in undrafted if not (arm == "sglang" and "penalt" in kind)}  # SGLang's have no drafts
     assert len(rows) >= 80 and undrafted <= {"one token", "one token left"}
