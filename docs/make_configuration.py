@@ -17,8 +17,6 @@ from pydantic.fields import FieldInfo
 
 from freedraft.config import CONFIG_VARIABLE, PREFIX, PluginOptions
 from freedraft.hybrid.options import NAME as HYBRID
-from freedraft.hybrid.options import option_type as hybrid_option_type
-from freedraft.method import METHODS
 from layerskip_plugin.method import SPEC as LAYERSKIP
 from sssd_plugin.method import SPEC as SSSD
 
@@ -42,7 +40,7 @@ SGLang has no flag for them: use the file or the variables.
 
 | engine | method | maximum of draft tokens |
 |---|---|---|
-| vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, 1 to 64, default 32 for sssd: \
+| vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, 1 to 64, default 32 for sssd, or what a batch holds: \
 draft tokens of a request, chain or tree, root not counted |
 | SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, 1 to 256, default 32 for sssd, else 16: \
 nodes of a tree, root included |
@@ -112,22 +110,17 @@ def page() -> str:
     """Return the whole page.
 
     Raises:
-        ValueError: an option is not described, or the hybrid method has other options than its parts.
+        ValueError: an option is not described.
     """
     parts = [HEAD]
-    options: set[str] = set()
     for spec in PARTS:
-        METHODS[spec.name] = spec
-        model = spec.option_type
-        options |= model.model_fields.keys()
+        model = spec.options
         meanings = descriptions(model)
         parts.append(f"\n## {spec.name}\n\n| option | value | default | meaning |\n|---|---|---|---|\n")
         for name, info in model.model_fields.items():
             meaning = meanings[name][0].upper() + meanings[name][1:]
             value = type_name(info.annotation) + limits(info)
             parts.append(f"| `{name}` | {value} | {default(info)} | {meaning.replace('|', chr(92) + '|')} |\n")
-    if hybrid_option_type().model_fields.keys() != options:
-        raise ValueError(f"the options of method '{HYBRID}' are not those of its parts")
     return "".join([*parts, HYBRID_SECTION])
 
 

@@ -262,6 +262,27 @@ def exchange(result: Any) -> str:
     )
 
 
+@section("Streams through parsers", "parsers-vllm.json parsers-sglang.json", CHAPTERS[-2])
+def parsers(*results: Any) -> str:
+    """Texts with two calls or two thoughts in the format of each parser, in runs of 1 to 64 tokens through the engine's
+    own front end, without a model. Parsers whose stream differs from that of single tokens, and at how many of the 64
+    run lengths, in the engine itself; with freedraft, those that still do. "Special marks": texts leave them out."""
+    found = []
+    for result in results:
+        kinds: dict[str, list[Any]] = {}
+        for row in result["rows"]:
+            kind = "calls" if row["tool"] else "thoughts"
+            kind = "thoughts, then calls" if row["tool"] and row["reasoning"] else kind
+            kinds.setdefault(kind + ", special marks" * bool(row.get("special")), []).append(row)
+        for kind, rows in sorted(kinds.items()):
+            line = {"engine": result["engine"], "kind": kind, "parsers": len(rows)}
+            for when in ("before", "after"):
+                wrong = [f"{row['tool'] or row['reasoning']} {len(row[when])}" for row in rows if row[when]]
+                line[when] = f"{len(wrong)}: {', '.join(wrong)}" if wrong else "none"
+            found.append(line)
+    return table(found, "engine={engine} | text={kind} | parsers={parsers} | differ={before} | with freedraft={after}")
+
+
 @section("Layer skipping", "layer-skip-vllm-cpu.json layer-skip-sglang-cpu.json", CHAPTERS[2])
 def layer_skip(vllm: Any, sglang: Any) -> str:
     """Speed over plain decoding (quartiles; on SGLang the range over groups of requests): tokens per step, accepted
@@ -410,6 +431,34 @@ def gpu_first_hour(result: Any) -> str:
     tables = [pivot(same, "answers={answers}", "arm", "{cell}")]
     tables.append(pivot(steps, "arm={arm}", "at", "{tokens_per_s:,.0f} ({step_ms:.2f})"))
     return "\n\n".join([*tables, f"{result['device']}. {' '.join(ROUNDING.split())}"])
+
+
+@section("Starts on CUDA, without a GPU", "starts-vllm.json starts-sglang.json", CHAPTERS[6])
+def starts(*results: Any) -> str:
+    """Which starts succeed or are refused in one line (`bench/starts.py`), by attention and shape of drafts. No kernel
+    ran: CUDA's runtime, driver, cuBLAS and NVML were replaced by libraries that run none, and `torch.unique`, whose
+    result has a size that a kernel computes, ran on the host. Everything else of a start did: Triton's compilations and
+    the capture of all graphs, at most 8 requests; vLLM's compilation of the model where a method is started as by
+    default. torch was 2.11, older than both engines require, SGLang's kernels 0.4.6. With LoRA and the default of draft
+    tokens, the number of requests is the default, too. Random weights, a Llama of four layers, bf16."""
+    rows, lines = [], dict[str, int]()
+    for arm in (arm for result in results for arm in result["starts"].values()):
+        said = arm["outcome"]
+        if "line" in arm:
+            said += f" ({lines.setdefault(arm['line'], 1 + len(lines))})"
+        length = f"{arm['length'] or 'default'}{', LoRA' * arm['lora']}"
+        rows.append(arm | {"draft tokens": length, "at": f"{arm['attention']} {arm['shape']}", "said": said})
+    rows.sort(key=lambda arm: [arm["engine"] != "vllm", arm["method"], arm["runner"], arm["draft tokens"]])
+    tables = [
+        pivot(
+            [arm for arm in rows if arm["engine"] == engine],
+            "engine={engine} | method={method} | runner={runner} | draft tokens={draft tokens}",
+            "at",
+            "{said}",
+        )
+        for engine in dict.fromkeys(arm["engine"] for arm in rows)
+    ]
+    return "\n\n".join([*tables, "\n".join(f"{number}. {line}" for line, number in lines.items())])
 
 
 ROUNDING = """\

@@ -60,27 +60,9 @@ class PluginGroup(OneLineGroup):
             return _load(registered[name], cmd_name)
         return _group(cmd_name, f"{name}.") if any(other.startswith(f"{name}.") for other in registered) else None
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command at the start of `args`; refuses removed commands by name."""
-        for word in (arg.partition("=")[0] for i, arg in enumerate(args[1:]) if i == 0 or arg.startswith("--")):
-            if sentence := RETIRED.get(f"{args[0]} {word}"):
-                raise ValueError(f"{args[0]}: '{word}' is no longer supported: {sentence}")
-        return super().resolve_command(ctx, args)
-
     def _registered(self) -> dict[str, EntryPoint]:
         return {name: point for name, point in installed_commands().items() if name.startswith(self.prefix)}
 
-
-# Replacements for removed commands and options.
-RETIRED = {
-    "explain --windows": "windowed drafts are judged by measured times while serving: option 'window' of layerskip",
-    "explain --memory": "it was for --windows",
-    "datastore compact": "servers at one URL read what the others publish, and `live_max_age` removes what is old",
-    "calibrate scorer": "weights ship with freedraft; python -m bench.scorer, in a clone of it, trains others",
-    "calibrate --engine": "transformers runs the model, in the checkpoint's dtype; see --device",
-    "calibrate --engine-args": "transformers runs the model, in the checkpoint's dtype; see --device",
-    "calibrate --plot": "freedraft calibrate inspect FILE prints the layers of each set",
-}
 
 # Help of the groups of plugins' two-word commands.
 GROUPS = {"calibrate": "Search skip sets; train DISCO's classifier."}
@@ -181,7 +163,6 @@ def explain(
     dtype: Annotated[str | None, typer.Option(help="The engine's dtype (default: the model's).")] = None,
     tokens_per_step: Annotated[str | None, typer.Option(
         metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it too (.png, .svg, .pdf).")] = None,
 ) -> None:  # fmt: skip
     """Print step times and draft lengths of the cost model by batch size, from the roofline alone."""
     from rich.console import Console
@@ -209,9 +190,6 @@ def explain(
         + ", ".join(f"{n} nodes give {t:g}" for n, t in (curve or explanation.TOKENS_PER_STEP).items() if n > 1)
         + " tokens per step. While serving, policy 'auto' measures both."
     )
-    if plot is not None:
-        explanation.plot(roofline, context, rows, plot)
-        typer.echo(f"drawn: {plot}")
 
 
 @app.command()

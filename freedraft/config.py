@@ -83,22 +83,15 @@ class PluginOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, str_strip_whitespace=True)
 
     source_name: ClassVar[str] = "freedraft options"
-    # Replacements for removed options, keyed by "option" or "option=value".
-    retired: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str | None = None) -> Self:
-        """Validate `values`; `source` names their origin in messages. Raises ConfigError: an option is unknown or
-        retired, or its value is wrong."""
-        source = source or cls.source_name
-        for option, value in values.items():
-            for name in (option, f"{option}={value}"):
-                if name in cls.retired:
-                    raise ConfigError(f"{source}: '{name}' is no longer supported: {cls.retired[name]}")
+        """Validate `values`; `source` names their origin in messages. Raises ConfigError: an option is unknown, or its
+        value is wrong."""
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            raise ConfigError(one_line(error, cls.model_fields, source)) from None
+            raise ConfigError(one_line(error, cls.model_fields, source or cls.source_name)) from None
 
     @classmethod
     def read(cls, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Self:
@@ -118,7 +111,7 @@ class PluginOptions(BaseModel):
     @classmethod
     def _from_environment(cls, environ: Mapping[str, str]) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        names = {PREFIX + option.upper(): option for option in (*cls.model_fields, *cls.retired)}
+        names = {PREFIX + option.upper(): option for option in cls.model_fields}
         for variable, value in environ.items():
             if option := names.get(variable):
                 if value != "":

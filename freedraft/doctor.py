@@ -35,9 +35,12 @@ class Report:
 
 def examine(engine: str) -> Report:
     """Look for an engine and everything in `freedraft.engines.<engine>.hooks`."""
-    table = importlib.import_module(f"freedraft.engines.{engine}.hooks")
-    if find_spec(table.PACKAGE) is None:
+    if find_spec(engine) is None:
         return Report(engine)
+    try:
+        table = importlib.import_module(f"freedraft.engines.{engine}.hooks")
+    except Exception as error:  # an incomplete installation may raise anything
+        return Report(engine, "?", problems=(f"{error!r}: reinstall {engine}",))
     for_model: Sequence[Hook] = getattr(table, "MODEL_HOOKS", ())
     problems, of_model, notes = check(table.HOOKS), check(for_model), []
     if not any(point.value.startswith("sssd_plugin.") for point in entry_points(group=table.ENTRY_POINT_GROUP)):
@@ -48,9 +51,9 @@ def examine(engine: str) -> Report:
     notes += [f"{problem}: no {hook.purpose}" for hook in optional if (problem := hook.problem())]
     found, tested = installed_version(table.DISTRIBUTIONS), getattr(table, "TESTED_VERSIONS", ())
     if tested and not is_tested(found, tested):
-        notes.append(f"not a version that we test: {', '.join(tested)}")
-    if not problems and hasattr(table, "setting"):
-        notes.append(table.setting())
+        notes.append(f"untested version; tested: {', '.join(tested)}")
+    if not problems and hasattr(table, "settings"):
+        notes += table.settings()
     there = len(table.HOOKS) + (0 if of_model else len(for_model))
     return Report(engine, found, there, tuple(problems), tuple(notes))
 

@@ -59,6 +59,15 @@ class DraftBatch:
     def max_nodes(self) -> int:
         return self.tokens.shape[1]
 
+    @property
+    def draft_tokens(self) -> int:
+        """Draft tokens over the batch."""
+        return int(np.maximum(self.counts - 1, 0).sum())
+
+    def limit(self, capacities: NDArray[np.int32]) -> None:
+        """Shorten each draft to int32 [B], its maximum of draft tokens."""
+        np.minimum(self.counts, capacities + 1, out=self.counts)
+
     def head(self, batch_size: int) -> DraftBatch:
         """The first `batch_size` requests, as views of the same memory."""
         b = batch_size

@@ -6,6 +6,7 @@ import atexit
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from freedraft.draft import DraftBatch
 from freedraft.method import Method, MethodSpec
 from freedraft.report import Report
 from freedraft.step import EngineContext, NodeLogits, Step
+from freedraft.tenants import opted_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +68,7 @@ class GuardedMethod:
     def __init__(self, spec: MethodSpec, options: Any, context: EngineContext) -> None:
         self.method: Method = spec.make(options, context)
         self.metrics, self._report = self.method.metrics, Report(spec.name)
-        self.running, self.in_prompt = set[str](), set[str]()
+        self.running, self.in_prompt, self._opted_out = set[str](), set[str](), set[str]()
         self._paused = 0
         self._next_pause = FIRST_PAUSE
         self._good_steps = 0
@@ -84,6 +86,7 @@ class GuardedMethod:
         """Add a request at its first step, or again after a preemption; see `Method.begin`."""
         self.running.add(request_id)
         self.metrics.requests.set(len(self.running))
+        (self._opted_out.add if opted_out(extra) else self._opted_out.discard)(request_id)
         self.call(self.method.begin, request_id, tokens, tenant, extra or {})
         if self.needs_prompt_states:
             self.in_prompt.add(request_id)
@@ -131,12 +134,12 @@ class GuardedMethod:
         """Count the step that was drafted for, in the metrics."""
         if self._uncounted is not None:
             (step, draft), self._uncounted = self._uncounted, None
-            self.call(self._count, step, draft)
-            self.call(self._count_undrafted, step, draft)
+            self.call(self._count, step)
+            self.call(self._count_reasons, step, draft)
 
     def observe(self, step: Step) -> None:
-        """See `Method.observe`."""
-        self._take(step, self.method.observe, "cost")
+        """Learn from a step without drafting for the next one."""
+        self._take(step, partial(self.method.draft, verify=False), "cost")
         self.metrics.budget.set(0)
 
     def take(self, step: Step) -> None:
@@ -148,29 +151,38 @@ class GuardedMethod:
             self._count_failed(step)
         else:
             self.call(self._count, step)
-            self.metrics.undrafted(reason).inc(step.batch_size)
+            self._count_undrafted(step, reason)
 
     def _count_failed(self, step: Step) -> None:
         """Count a step without calling the method, which has failed."""
         self.metrics.add(step)
-        self.metrics.undrafted("failure").inc(step.batch_size)
+        self._count_undrafted(step, "failure")
 
-    def _count_undrafted(self, step: Step, draft: DraftBatch) -> None:
+    def _count_reasons(self, step: Step, draft: DraftBatch) -> None:
         undrafted = draft.counts <= 1
         if not undrafted.any():
             return
         full, unmatched = step.capacities == 0, self.method.unmatched
         for reason, rows in (("no room", full), ("no match", ~full & unmatched), ("cost", ~(full | unmatched))):
-            self.metrics.undrafted(reason).inc(np.count_nonzero(undrafted & rows))
+            self._count_undrafted(step, reason, undrafted & rows)
 
-    def _count(self, step: Step, draft: DraftBatch | None = None) -> None:
-        self.method.record_acceptance(step, draft=draft)
+    def _count_undrafted(self, step: Step, reason: str, rows: NDArray[np.bool_] | bool = True) -> None:
+        """Count requests without a draft (rows: bool [B], or all): for `reason`, unless their clients want none."""
+        out: NDArray[np.bool_] = np.zeros(step.batch_size, np.bool_)
+        if self._opted_out:
+            out[:] = [request_id in self._opted_out for request_id in step.request_ids]
+        for why, those in (("off", out & rows), (reason, ~out & rows)):
+            self.metrics.undrafted(why).inc(np.count_nonzero(those))
+
+    def _count(self, step: Step) -> None:
+        self.method.record_acceptance(step)
         self.metrics.speedup.set(self.method.controller.speedup)
         self._report.add(step, self.method.controller.speedup)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None = None, aborted: bool = False) -> None:
         self.running.discard(request_id)
         self.in_prompt.discard(request_id)
+        self._opted_out.discard(request_id)
         self.metrics.requests.set(len(self.running))
         self.call(self.method.finish, request_id, output, aborted)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.config import ConfigError, PluginOptions
+from freedraft.config import PluginOptions
 from freedraft.draft import DraftBatch
 from freedraft.metrics import Metrics
 from freedraft.step import EngineContext, NodeLogits, Step
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from freedraft.cost.policies import Controller
     from freedraft.cost.schedule import Schedule
     from freedraft.draft_model import DraftModel
-    from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 
 
 class Method:
@@ -30,9 +28,13 @@ class Method:
     (after a preemption, with its output so far among its tokens), or never take part in a step. Exceptions cost drafts,
     never tokens: see `GuardedMethod`.
 
-    A simple drafter implements `propose` only; `draft` lets the controller decide how much is verified. `options` has
+    A drafter implements `propose`; `draft` lets the controller decide how much is drafted and verified. `options` has
     the type named by the `MethodSpec`; `name` is the label of the metrics.
     """
+
+    on_host: bool = True
+    """Whether drafts are made without running the model. They are then also made in steps that verify nothing, to learn
+    from, and a request without one counts as unmatched."""
 
     needs_prompt_states: bool = False
     """Whether the engine must call `set_prompt_state`."""
@@ -55,7 +57,7 @@ class Method:
     def __init__(self, options: Any, context: EngineContext, controller: Controller, name: str) -> None:
         self.options, self.context, self.controller = options, context, controller
         self.metrics = Metrics(name)
-        self.unmatched: NDArray[np.bool_] | bool = False  # [B], requests for which the last `propose` found nothing
+        self.unmatched = np.zeros(0, np.bool_)  # [B], requests for which the last `draft` found nothing
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         """Add a request. Called during its prefill, so it must return at once.
@@ -83,31 +85,23 @@ class Method:
         reserve memory for their CUDA graphs."""
         return 0
 
-    def draft(self, step: Step) -> DraftBatch:
+    @final
+    def draft(self, step: Step, *, verify: bool = True) -> DraftBatch:
         """The drafts to verify, rows in the order of the step: at most `capacities[b]` draft tokens each, and with
         `widths` at most the widest. Without widths they must be chains, unless `step.trees` is set. Valid until the
-        next call."""
+        next call. verify: whether the step verifies drafts; if not, they are only learnt from."""
         controller = self.controller
-        controller.update(step)
+        controller.learn(step)
         self.update(step)
-        max_draft_len = controller.max_draft_len(step)
-        if max_draft_len > 0:
-            draft = self.propose(step, max_draft_len)
-            np.minimum(draft.counts, step.capacities + 1, out=draft.counts)
-            self.unmatched = draft.counts <= 1
-            controller.truncate(draft)
-        else:
-            self.unmatched = False
-            draft = DraftBatch.roots(step.roots)
-        controller.end(step)
+        max_draft_len = controller.plan(step, verify=verify) if verify or self.on_host else 0
+        self.unmatched = np.zeros(step.batch_size, np.bool_)
+        draft, *unverified = self.proposals(step, max_draft_len)
+        if verify:
+            draft.limit(step.capacities)
+        if max_draft_len or draft.max_nodes > 1:
+            controller.cut(draft, *unverified, verify=verify)
+        controller.done(step)
         return draft
-
-    def observe(self, step: Step) -> None:
-        """Learn from a step without drafting for the next one."""
-        max_draft_len = self.controller.observe(step)
-        self.update(step)
-        if max_draft_len > 0:
-            self.controller.look(self.propose(step, max_draft_len))
 
     def update(self, step: Step) -> None:
         """Append newly accepted tokens. Called at every step, with or without drafts."""
@@ -117,11 +111,19 @@ class Method:
         next call; callers change only its `counts`."""
         raise NotImplementedError
 
-    def record_acceptance(
-        self, step: Step, rows: NDArray[np.bool_] | None = None, draft: DraftBatch | None = None
-    ) -> None:
-        """Count tokens and accepted drafts of the last step, for the metrics; called after `draft`, `observe` or
-        `update`. rows: bool [B], requests to count; None: all. draft: the result of `draft`; None after the others."""
+    def proposals(self, step: Step, max_draft_len: int) -> Sequence[DraftBatch]:
+        """The result of `propose`, or roots for a `max_draft_len` of 0. Methods of several drafters override it, and
+        may add drafts of the same requests that are only learnt from."""
+        if not max_draft_len:
+            return (DraftBatch.roots(step.roots),)
+        draft = self.propose(step, max_draft_len)
+        if self.on_host:
+            self.unmatched = draft.counts <= 1
+        return (draft,)
+
+    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
+        """Count tokens and accepted drafts of the last step, for the metrics; called after `draft` or `update`.
+        rows: bool [B], requests to count; None: all."""
         self.metrics.add(step, slice(None) if rows is None else rows)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
@@ -152,54 +154,20 @@ class Method:
         raise NotImplementedError
 
 
-class ModelMethod(Method, ABC):
-    """A method that runs the target model to draft, for some of the requests or for all."""
-
-    @abstractmethod
-    def capacities(self, step: Step) -> NDArray[np.int32]:
-        """int32 [B]: draft tokens allowed per request; at most `step.capacities`."""
-
-    @abstractmethod
-    def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
-        """Expected gain and time of draft passes for this number of requests in the present step, with drafts of at
-        most `max_draft_len` tokens."""
-
-    @abstractmethod
-    def begin_round(self, *, pays: bool) -> bool:
-        """Whether to run draft passes in this step, because they are expected to pay or as a trial. Called at most once
-        per step."""
-
-    @abstractmethod
-    def propose_for(
-        self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
-    ) -> DraftBatch:
-        """Draft for the requests at `rows` of the step; other requests get only their roots. Called after `update`.
-
-        Args:
-            rows: intp [R]; limits: int32 [R], most tokens of each, none above its capacity.
-            rest: the other requests of the step.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class MethodSpec:
     """A speculative method, for all engines. Its functions are called with (options, context)."""
 
     name: str  # method or algorithm name in the user's configuration
     factory: str  # "module:class" of its `Method`
-    options: type[PluginOptions] | Callable[[], type[PluginOptions]]  # type of its options, or a function that gets it
+    options: type[PluginOptions]  # type of its options
     # Called before the engine starts; raises ValueError, one clear line, for errors that would come later.
     check: Callable[[Any, EngineContext], None] | None = None
     runs_model: bool = False  # whether it drafts by a `DraftModel`: KV slots are then reserved for its drafts
     takes_corpora: bool = False  # whether it takes corpora over HTTP
     # Draft lengths by batch size, for engines that decide them beforehand.
     schedule: Callable[[Any, EngineContext], Schedule | None] | None = None
-    role: Literal["host", "model"] | None = None  # the part of the hybrid method that it can be
     default_length: int | None = None  # default maximum of draft tokens per request; None if the user must set one
-
-    @property
-    def option_type(self) -> type[PluginOptions]:
-        return self.options if isinstance(self.options, type) else self.options()
 
     def make(self, options: PluginOptions, context: EngineContext, controller: Controller | None = None) -> Any:
         """Build the `Method`. controller: the hybrid method's, which its parts share. Raises ValueError: the method
@@ -210,11 +178,3 @@ class MethodSpec:
 
 # Registered methods by name; each engine's adapter adds the ones that it serves.
 METHODS: dict[str, MethodSpec] = {}
-
-
-def spec_of_role(role: str) -> MethodSpec:
-    """The registered method that plays a role in the hybrid one. Raises ConfigError if there is none."""
-    for spec in METHODS.values():
-        if spec.role == role:
-            return spec
-    raise ConfigError(f"no method for the part '{role}' is registered: run 'freedraft doctor'")

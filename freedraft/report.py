@@ -58,7 +58,7 @@ class Report:
             return
         self._off = off
         if off:
-            brings = f"drafting is off: nothing was drafted in {1 - share:.0%} of steps"
+            brings = f"drafting is off: nothing was drafted for {1 - share:.0%} of decoded requests"
         else:
             brings = f"{sums.tokens / sums.requests:.2f} tokens per step and request"
             if sums.compared:

@@ -65,6 +65,14 @@ class Step:
         return np.minimum(self.gained - 1, self.drafted).astype(np.int32)
 
 
+def rows_in(names: Sequence[str], request_ids: Sequence[str]) -> NDArray[np.int32]:
+    """int32 [B]: the position in `names` of each request; -1 for none."""
+    if names == request_ids:
+        return np.arange(len(request_ids), dtype=np.int32)
+    row_of = {name: row for row, name in enumerate(names)}
+    return np.array([row_of.get(request_id, -1) for request_id in request_ids], np.int32)
+
+
 def room(
     limits: NDArray[np.int64], contexts: NDArray[Any], most: int, *,
     trees: NDArray[np.bool_] | bool | None = None, widest: NDArray[Any] | int | None = None,

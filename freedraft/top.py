@@ -21,8 +21,7 @@ Samples = Mapping[tuple[str, str], float]
 PREFIX, START = "freedraft_", "process_start_time_seconds"
 SOURCES = {
     "input": "prompt and output",
-    "static": "datastore",
-    "live": "what was learnt",
+    "store": "datastore and what was learnt",
     "other": "recycled logits and other",
 }
 

@@ -13,14 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.config import ConfigError
-from freedraft.cost.controller import Auto, make_controller
+from freedraft.cost.controller import make_controller
+from freedraft.cost.costs import Costs
 from freedraft.cost.policies import Controller
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel, MatchnessScorer
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
-from freedraft.method import MethodSpec, ModelMethod
+from freedraft.method import Method, MethodSpec
 from freedraft.metrics import serve, where_to_look
 from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
@@ -49,12 +50,11 @@ def schedule(options: LayerSkipOptions, context: EngineContext) -> Schedule | No
 
 
 SPEC = MethodSpec(
-    NAME, "layerskip_plugin.method:LayerSkipMethod", LayerSkipOptions, check,
-    runs_model=True, schedule=schedule, role="model",
-)  # fmt: skip
+    NAME, "layerskip_plugin.method:LayerSkipMethod", LayerSkipOptions, check, runs_model=True, schedule=schedule
+)
 
 
-class LayerSkipMethod(ModelMethod):
+class LayerSkipMethod(Method):
     """Draft chains, or trees, from passes of the target over its own KV cache, without the sublayers of a skip set.
 
     Each pass drafts one more token for the requests that the lookahead policy continues. All passes of a round have one
@@ -65,13 +65,15 @@ class LayerSkipMethod(ModelMethod):
         ConfigError: steps of this model cannot be priced.
     """
 
+    on_host = False
+
     def __init__(self, options: LayerSkipOptions, context: EngineContext, controller: Controller | None = None) -> None:
         alone = controller is None
-        controller = controller or make_controller(context)
+        controller = controller or make_controller(context, decide=False)
         super().__init__(options, context, controller, NAME)
         # Times of steps and passes; None if the engine decides draft lengths.
-        self.auto = controller if isinstance(controller, Auto) else None
-        if self.auto is None and context.lengths is None:
+        self.costs = controller if isinstance(controller, Costs) else None
+        if self.costs is None and context.lengths is None:
             raise ConfigError(f"'{NAME}' cannot price this model's steps (see the warning above): use method 'sssd'")
         self.selection = options.make_selection(
             context.hf_config, self._matchness, context.hardware, self._propose, self._pass_times
@@ -80,7 +82,7 @@ class LayerSkipMethod(ModelMethod):
         self.windows = options.windows(context)
         self.recipes = Recipes(self.selection.sets.values(), self.windows, context.page_size or 1)
         self.recipe: SkipSet | None = None  # of the present step; None: nothing is drafted
-        self.lookahead = options.make_lookahead(context, self.recipes.all, self.auto)
+        self.lookahead = options.make_lookahead(context, self.recipes.all, self.costs)
         self.recorder = options.make_recorder(context, self._prices)
         self.trees = options.tree and context.widths is not None and not context.chains
         self.draft_passes: dict[SkipSet, Any] = {}
@@ -147,29 +149,20 @@ class LayerSkipMethod(ModelMethod):
     def _prices(self) -> tuple[float, float] | None:
         """`Verifications.prices` at the newest step's batch size; None before steps and passes were timed."""
         batch = self._batch
-        if self.auto is None or not self.auto.baseline_known(batch):
+        if self.costs is None or not self.costs.baseline_known(batch):
             return None
-        one, two = self.auto.step_seconds(batch, np.array([batch, 2 * batch]))
-        return float(self.auto.pass_seconds(self.recipes.all[0], batch)) / one, max(float(two / one) - 1.0, 0.0)
+        one, two = self.costs.step_seconds(batch, np.array([batch, 2 * batch]))
+        return float(self.costs.pass_seconds(self.recipes.all[0], batch)) / one, max(float(two / one) - 1.0, 0.0)
 
-    def draft(self, step: Step) -> DraftBatch:
-        controller = self.controller
-        controller.update(step)
-        self.update(step)
-        limits = self.capacities(step)
-        if limits.any():
+    def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
+        if self.capacities(step).any():
             self.recipe = self._recipe_to_draft()
-            limits = self.capacities(step)
+        limits = np.minimum(self.capacities(step), max_draft_len)
         rows = np.flatnonzero(limits > 0)
-        if len(rows):
-            rest = step.batch_size - len(rows)
-            draft = self.propose_for(step, rows, limits[rows], RestOfBatch(rest, rest, None))
-            controller.follow(draft)
-        else:
-            draft = DraftBatch.roots(step.roots)
-        controller.budget = int(np.maximum(draft.counts - 1, 0).sum())
-        controller.end(step)
-        return draft
+        if not len(rows):
+            return DraftBatch.roots(step.roots)
+        rest = step.batch_size - len(rows)
+        return self.propose_for(step, rows, limits[rows], RestOfBatch(rest, rest, None))
 
     def update(self, step: Step) -> None:
         """Learn from the last round, continue a search, and choose the recipe of this step."""
@@ -200,6 +193,7 @@ class LayerSkipMethod(ModelMethod):
             self.build(found, optimize=False)
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
+        """int32 [B]: draft tokens allowed per request by the present recipe; at most `step.capacities`."""
         if self.recipe is None:
             return np.zeros(step.batch_size, np.int32)
         assert self._model is not None
@@ -209,6 +203,7 @@ class LayerSkipMethod(ModelMethod):
         return capacities if lengths is None else np.minimum(capacities, lengths)
 
     def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
+        """Expected gain and time of draft passes for this number of requests in the present step."""
         assert self._cost is not None and self.recipe is not None
         return self._cost.estimate(self.recipe, requests, max_draft_len)
 
@@ -218,27 +213,31 @@ class LayerSkipMethod(ModelMethod):
 
     def _recipe_to_draft(self) -> SkipSet | None:
         """The recipe of this step; None in steps without drafts, which `cost` needs to time."""
-        if self.auto is None or self._cost is None:
+        if self.costs is None or self._cost is None:
             return self.recipe
         longest = np.clip(self._cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
-        if not self.auto.baseline_known(self._batch) or self._baseline.due(self._batch, longest=float(longest)):
+        if not self.costs.baseline_known(self._batch) or self._baseline.due(self._batch, longest=float(longest)):
             return None
         return self._cost.recipe_of_round()
 
     def begin_round(self, *, pays: bool) -> bool:
+        """Whether to run draft passes in this step, because they are expected to pay or as a trial. Called at most once
+        per step."""
         self.recipe = None if self._cost is None else self._cost.recipe_of_round(pays=pays)
         return self.recipe is not None
 
     def propose_for(
         self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
     ) -> DraftBatch:
+        """Draft for the requests at `rows` of the step (intp [R]), at most `limits` tokens each (int32 [R]), none above
+        its capacity; other requests get only their roots. Called after `update`. rest: the other requests."""
         round_ = self._last = self._run(step, rows, limits, rest)
         max_nodes = int(limits.max(initial=0)) + 1
         tree = candidate_tree(round_, step.roots, max_nodes, siblings=self.trees)
-        if self.trees and self.auto is not None and self._cost is not None:
+        if self.trees and self.costs is not None and self._cost is not None:
             # All requests are verified at the width of the largest.
-            widths = np.asarray(self.auto.widths)
-            seconds = self.auto.step_seconds(tree.batch_size, tree.batch_size * widths)
+            widths = np.asarray(self.costs.widths)
+            seconds = self.costs.step_seconds(tree.batch_size, tree.batch_size * widths)
             cut_to_width(tree, round_.drafted, rest.most_nodes, widths, self._cost.rate * seconds)
         tree.kinds[:, 1:] = self.lookahead.kind
         return tree
@@ -267,8 +266,8 @@ class LayerSkipMethod(ModelMethod):
                 drafted = draft_round.read(draft_round.launch(active, latest[active], position, count))
                 result.take(drafted, active, position)
                 now, read = time.perf_counter(), position + count
-                if self.auto is not None:  # including set-up and decisions of the round
-                    self.auto.record_pass(recipe, len(active), (now - since) / count)
+                if self.costs is not None:  # including set-up and decisions of the round
+                    self.costs.record_pass(recipe, len(active), (now - since) / count)
                 since = now
             if self._cost is not None:
                 self._cost.read = read
@@ -288,7 +287,7 @@ class LayerSkipMethod(ModelMethod):
 
     def _pass_times(self) -> PassTimes | None:
         present = self.recipes.all[0] if self.recipe is None else self.recipe
-        return None if self.auto is None else serving_times(self.auto, present, self._batch)
+        return None if self.costs is None else serving_times(self.costs, present, self._batch)
 
     def _matchness(self, recipes: Sequence[SkipSet]) -> NDArray[np.float64]:
         assert self._scorer is not None

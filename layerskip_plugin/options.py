@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import LOCAL, PluginOptions, UserPath
-from freedraft.cost.controller import Auto
+from freedraft.cost.costs import Costs
 from freedraft.draft_pass import Window
 from freedraft.extras import require
 from freedraft.metrics import check_address
@@ -66,13 +66,8 @@ class LayerSkipOptions(PluginOptions):
         search_share: largest share of serving time that a search may take.
         search_window: newest tokens that a search scores sets on (SWIFT's gamma).
         skip_ratio: share of all sublayers that "swift" skips (its r; the paper's models of 7 to 70 B skip .4 to .5).
-        search_bayesian: one in this many sets that "swift" tries comes from a Gaussian process, the others from random
-            draws (its beta); 0: none.
-        search_candidates: sets after which "swift" ends its search (its S); 0: evenly spread sublayers, no search.
-        search_patience: sets without a better one after which "swift" ends its search.
-        search_stop_score: matchness above which "swift" ends its search.
         skip_set: files with skip sets, at most 4 (comma-separated in a variable); requests use the first unless they
-            name another. None skips nothing: drafts with the whole model, for tests only.
+            name another.
         window: tokens of a request's KV cache that draft passes read, the first `sinks` and the newest, in whole pages.
             "auto" chooses among 512, 2,048, 8,192 and all, by measured times and acceptance (on vLLM by model runner
             V1, without async scheduling); None: all.
@@ -93,19 +88,12 @@ class LayerSkipOptions(PluginOptions):
     """
 
     source_name: ClassVar[str] = "layerskip"
-    retired: ClassVar[Mapping[str, str]] = {
-        "lookahead=roc": "set lookahead to cost or confidence, which draft better lengths",
-    }
 
     selection: SelectionName = "static"
     selection_file: UserPath = None
     search_share: float = Field(default=0.01, gt=0.0, le=0.5)
     search_window: int = Field(default=OnlineSearch.window, ge=1, le=1024)
     skip_ratio: float = Field(default=Swift.ratio, gt=0.0, lt=1.0)
-    search_bayesian: int = Field(default=Swift.bayesian, ge=0)
-    search_candidates: int = Field(default=Swift.most, ge=0)
-    search_patience: int = Field(default=Swift.patience, ge=1)
-    search_stop_score: float = Field(default=Swift.stop_score, ge=0.0, le=1.0)
     skip_set: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = ()
     window: Annotated[int | Literal["auto"] | None, BeforeValidator(_tokens_or_auto)] = None
     sinks: int = Field(default=16, ge=0)
@@ -245,15 +233,13 @@ class LayerSkipOptions(PluginOptions):
                     f"option 'skip_ratio' {self.skip_ratio} is too much of {2 * layers} sublayers, as the first and "
                     f"last layer are kept: set {most / (2 * layers):.2g} or less"
                 )
-            search = swift = Swift(layers, evaluate, model, self.skip_ratio, ends)
-            swift.bayesian, swift.most = self.search_bayesian, self.search_candidates
-            swift.patience, swift.stop_score = self.search_patience, self.search_stop_score
+            search = Swift(layers, evaluate, model, self.skip_ratio, ends)
         else:
             search = KnapSpec(layers, evaluate, propose, pass_times, model)
         search.share, search.window = self.search_share, self.search_window
         return search
 
-    def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Auto | None) -> Lookahead:
+    def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None) -> Lookahead:
         """The lookahead policy of these options; costs: None if the engine decides draft lengths. Raises ValueError,
         one line, if the classifier is missing, damaged or of another model."""
         if self.lookahead == "cost":
@@ -277,6 +263,8 @@ class LayerSkipOptions(PluginOptions):
 
 def check(options: LayerSkipOptions, context: EngineContext) -> None:
     """Raise ValueError, before the engine starts: one line that names the option or file and the remedy."""
+    if options.selection == "static" and not options.skip_set and options.window is None:
+        raise ValueError("drafts would be of the whole model: set option 'skip_set', 'window' or 'selection'")
     if context.tensor_parallel > 1 and options.searches:
         raise ValueError(
             f"selection '{options.selection}' searches on one tensor-parallel rank only, not "

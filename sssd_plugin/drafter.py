@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from freedraft.step import NodeLogits
+from freedraft.step import NodeLogits, rows_in
 from sssd_plugin import recycled_logits
 from sssd_plugin.datastore.index.runs import View
 from sssd_plugin.datastore.index.sub_index import Snapshot
@@ -21,7 +21,7 @@ from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.options import Scoring
 from sssd_plugin.recycled_logits import TOP
 from sssd_plugin.request_index import OUTSIDE, RequestIndex
-from sssd_plugin.scoring import attribution, learned, paper
+from sssd_plugin.scoring import learned, origins, paper
 from sssd_plugin.scoring.weights import Weights
 
 Shape = Literal["tree", "chain"]
@@ -46,6 +46,9 @@ class Drafter:
         live: a growing datastore, which includes the static one; `snapshot` must then be empty.
         recycle_megabytes: memory for recycled logits, with scoring "learned"; 0 for none.
 
+    Attributes:
+        sourced: int64 [2, 3], draft tokens verified and accepted, by `origins.SOURCES`; the caller may reset it.
+
     Raises:
         ValueError: an argument is out of range, or the weights file is unreadable.
     """
@@ -68,6 +71,8 @@ class Drafter:
         if scoring == "learned":
             loaded = Weights.load(weights)
             self._weights = loaded.layer, loaded.out
+        self.sourced, self._source_of = np.zeros((2, len(origins.SOURCES)), np.int64), origins.sources_of_kinds(scoring)
+        self._drafted_for: Sequence[str] = ()
         self._entries = recycled_logits.entries(recycle_megabytes)
         self._recycle_clock = np.zeros(1, np.int64)
         self._owners: dict[str, int] = {}  # owners of recycled logits, by request
@@ -120,15 +125,21 @@ class Drafter:
 
     def update(
         self, request_ids: Sequence[str], tokens: NDArray[np.int32], starts: NDArray[np.int64],
-        ends: NDArray[np.int64], contexts: NDArray[np.int32],
+        ends: NDArray[np.int64], contexts: NDArray[np.int32], drafted: NDArray[np.int32] | None = None,
     ) -> list[int]:  # fmt: skip
         """Append new tokens: `tokens[starts[b]:ends[b]]` (contiguous), after which request b has `contexts[b]` tokens.
+        drafted: int32 [B], tokens of the last `draft` that were verified, to count them; their arrays, except counts,
+        must not have changed.
 
         Returns:
             Rows left unchanged, because their request would have another number of tokens (it is unknown, was rolled
             back, or missed tokens). The caller passes all tokens of these to `replace`.
         """
         with self._lock:
+            if drafted is not None:
+                out, step = self._out, (drafted, tokens, starts, ends)
+                draft, rows = (out.tokens, out.parents, out.counts, out.kinds), rows_in(self._drafted_for, request_ids)
+                origins.count(self.sourced, self._source_of, draft, rows, step)
             return self._index.update(self._index.slot_ids(request_ids), tokens, starts, ends, contexts)
 
     def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
@@ -165,13 +176,18 @@ class Drafter:
                 if n > self._batch.batch_size:
                     self._batch = DraftBatch.empty(2 * n, self.max_nodes)
                 self._out = self._batch.head(n)
-            out, groups = self._out, self._update_view(request_ids)
+            self._drafted_for = list(request_ids)
+            out, groups = self._out, None
+            if self._live is not None:
+                self._view, groups = self._live.view(_values(self._tenants, request_ids) if self._tenants else None)
             arrays = (
-                self._index.slot_ids(request_ids), groups, _values(self._owners, request_ids),
+                self._index.slot_ids(request_ids), np.zeros(n, np.int64) if groups is None else groups,
+                _values(self._owners, request_ids),
                 out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds,
             )  # fmt: skip
-            view, limits = (*_arrays_of(self._view), self._view.widest), (max_nodes, shape == "chain", min_score)
-            same: tuple[Any, ...] = self._index.slots, view, self._entries, limits, self._weights
+            view, limits = self._view, (max_nodes, shape == "chain", min_score)
+            arrays_of_view = view.table, view.bounds, view.static_rows, view.widest
+            same: tuple[Any, ...] = self._index.slots, arrays_of_view, self._entries, limits, self._weights
             draft_batch = (paper if self._weights is None else learned).draft_batch
             parts = min(self._threads, n // MIN_ROWS)
             if parts <= 1:
@@ -184,15 +200,6 @@ class Drafter:
                 for future in waiting:
                     future.result()
         return out
-
-    def attribute(
-        self, request_ids: Sequence[str], gained: NDArray[np.int64], draft: DraftBatch, tally: NDArray[np.int64]
-    ) -> None:
-        """Count tokens by source: see `scoring.attribution.attribute`."""
-        with self._lock:
-            groups, slot_ids = self._update_view(request_ids), self._index.slot_ids(request_ids)
-            nodes, view = (draft.tokens, draft.parents, draft.counts), _arrays_of(self._view)
-            attribution.attribute(self._index.slots, slot_ids, view, groups, gained, nodes, tally)
 
     def tokens(self, request_id: str) -> NDArray[np.int32]:
         """Return a copy of the tokens of a request: int32 [n], none if it is unknown."""
@@ -231,27 +238,14 @@ class Drafter:
             if self._live is not None:
                 self._view = self._live.view()[0]
 
-    def _update_view(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
-        """Update the view of the live datastore, if there is one; return the group of each request in it."""
-        groups = None
-        if self._live is not None:
-            self._view, groups = self._live.view(_values(self._tenants, request_ids) if self._tenants else None)
-        return np.zeros(len(request_ids), np.int64) if groups is None else groups
-
     def _warm_up(self) -> None:
         name, one = "\0warm-up", np.ones(1, np.int64)
         self.replace(name, np.zeros(200, np.int32))
-        self.update([name], np.zeros(1, np.int32), 0 * one, one, np.array([201], np.int32))
+        self.update([name], np.zeros(1, np.int32), 0 * one, one, np.array([201], np.int32), np.zeros(1, np.int32))
         self.draft([name], max_nodes=min(2, self.max_nodes))
         none = np.zeros((0, 1, TOP), np.int32)
         self.recycle(NodeLogits([], self._out.head(0), none, none.astype(np.float32)))
-        self.attribute([name], one, DraftBatch.empty(1, 1), np.zeros((2, len(attribution.SOURCES)), np.int64))
         self.finish([name])
-
-
-def _arrays_of(view: View) -> tuple[NDArray[np.int64], ...]:
-    """Return the arguments of `views.store_of`."""
-    return view.table, view.bounds, view.static_rows
 
 
 def _values(numbers: dict[str, int], request_ids: Sequence[str]) -> NDArray[np.int64]:

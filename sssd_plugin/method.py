@@ -20,6 +20,7 @@ from freedraft.draft import DraftBatch
 from freedraft.method import Method, MethodSpec
 from freedraft.metrics import check_address, serve, where_to_look
 from freedraft.step import EngineContext, NodeLogits, Step
+from freedraft.tenants import names_client
 from sssd_plugin.datastore.disk.format import TENANTS_APART
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
@@ -80,9 +81,8 @@ def schedule(options: SssdOptions, context: EngineContext) -> Schedule | None:
 
 
 SPEC = MethodSpec(
-    NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, schedule=schedule, role="host",
-    default_length=32,
-)  # fmt: skip
+    NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, schedule=schedule, default_length=32
+)
 
 
 def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -> Datastore:
@@ -155,6 +155,8 @@ class SssdMethod(Method):
             return open_at(None)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
+        if self.options.isolation == "strict" and not names_client(tenant):
+            tenant = None
         if self.live is not None:
             self.drafter.set_tenant(request_id, self.live.tenant(tenant))
             # A preempted request begins again, with its output after its prompt.
@@ -170,23 +172,18 @@ class SssdMethod(Method):
         if self.live is not None and prompt_length is not None:
             tokens = self.drafter.tokens(request_id)
             prompt, answer = tokens[:prompt_length], tokens[prompt_length:] if output is None else output
-            prompts = self.options.live_prompts
-            learnt = to_learn(prompt, answer, len(prompt) if prompts else LEADING)
-            self.live.insert(learnt, self.drafter.tenant_of(request_id), conversation=prompts)
+            self.live.insert(to_learn(prompt, answer, LEADING), self.drafter.tenant_of(request_id))
             self.live_metrics.show(self.live)
         self.drafter.finish([request_id])
 
     def update(self, step: Step) -> None:
-        request_ids = step.request_ids
-        for row in self.drafter.update(request_ids, step.tokens, step.starts, step.ends, step.contexts):
+        request_ids, new = step.request_ids, (step.tokens, step.starts, step.ends)
+        for row in self.drafter.update(request_ids, *new, step.contexts, step.drafted):
             self.drafter.replace(request_ids[row], step.history(row))
 
-    def record_acceptance(
-        self, step: Step, rows: NDArray[np.bool_] | None = None, draft: DraftBatch | None = None
-    ) -> None:
+    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
         super().record_acceptance(step, rows)
-        gained = step.gained if rows is None else np.where(rows, step.gained, 1)
-        self.source_metrics.update(self.drafter, step.request_ids, gained, draft)
+        self.source_metrics.add(self.drafter.sourced)
 
     @property
     def learns(self) -> bool:

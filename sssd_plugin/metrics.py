@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import Counter, Gauge
 
-from freedraft.draft import DraftBatch
-from sssd_plugin.scoring.attribution import SOURCES
+from sssd_plugin.scoring.origins import SOURCES
 
 if TYPE_CHECKING:
     from sssd_plugin.datastore.index.sub_index import Snapshot
     from sssd_plugin.datastore.live.store import LiveStore
-    from sssd_plugin.drafter import Drafter
 
-EVERY = 32  # sampling interval, in steps
-
-_BY = f"sampled in one step of {EVERY}, by the source with the longest context"
-_SOURCED = Counter("freedraft_sourced_tokens", f"Accepted draft tokens, {_BY}", ["source"])
-_SOURCED_DRAFT = Counter("freedraft_sourced_draft_tokens", f"Draft tokens to verify, {_BY}", ["source"])
+_BY = "by the source with the longest context"
+_SOURCED = Counter("freedraft_sourced_tokens", f"Draft tokens accepted by the target, {_BY}", ["source"])
+_SOURCED_DRAFT = Counter("freedraft_sourced_draft_tokens", f"Draft tokens verified by the target, {_BY}", ["source"])
 _STATIC_TOKENS = Gauge("freedraft_static_tokens", "Tokens in the built datastore", multiprocess_mode="livemax")
 _STATIC_SUB_INDICES = Gauge(
     "freedraft_static_sub_indices", "Sub-indices of the built datastore", multiprocess_mode="livemax"
@@ -49,28 +44,22 @@ _DROPPED = Counter("freedraft_live_dropped_documents", "Finished requests that w
 
 
 class SourceMetrics:
-    """Counts accepted tokens and draft tokens of one drafter, by source."""
+    """Shows verified and accepted draft tokens of one drafter by source, and the size of its built datastore."""
 
     def __init__(self, static: Snapshot) -> None:
-        self._steps = 0
-        self._counters = [family.labels(source) for family in (_SOURCED, _SOURCED_DRAFT) for source in SOURCES]
+        self._counters = [family.labels(source) for family in (_SOURCED_DRAFT, _SOURCED) for source in SOURCES]
         self.set_static(static)
 
     def set_static(self, static: Snapshot) -> None:
         _STATIC_TOKENS.set(sum(sub.n for sub in static))
         _STATIC_SUB_INDICES.set(len(static))
 
-    def update(
-        self, drafter: Drafter, request_ids: Sequence[str], gained: NDArray[np.int64], draft: DraftBatch | None
-    ) -> None:
-        """Count a step, after the drafter's update with its tokens, `gained` by each request, and their next draft."""
-        self._steps += 1
-        if self._steps % EVERY:
-            return
-        tally = np.zeros((2, len(SOURCES)), np.int64)
-        drafter.attribute(request_ids, gained, draft or DraftBatch.empty(len(request_ids), 1), tally)
-        for counter, number in zip(self._counters, tally.flat, strict=True):
-            counter.inc(int(number))
+    def add(self, totals: NDArray[np.int64]) -> None:
+        """Add `Drafter.sourced` to the metrics, and set it to 0."""
+        for counter, number in zip(self._counters, totals.reshape(-1).tolist(), strict=True):
+            if number:
+                counter.inc(number)
+        totals[:] = 0
 
 
 class LiveMetrics:

@@ -42,13 +42,12 @@ class SssdOptions(PluginOptions):
             text of requests. With `live: store`, servers with the same URL learn from each other.
         datastore_sha256: required digest of the datastore, as shown by `freedraft datastore info`, if others could
             change it; None checks for damage only.
-        live_prompts: learn from the prompts of finished requests, too.
         live_tokens: maximum of learnt tokens, in memory (8 to 12 bytes each) and on disk (4 bytes). Beyond it, the
             tenant that holds most loses its oldest text first.
         live_max_age: hours after which learnt text is erased; None: never. At a URL the smallest age of all servers
             applies.
         isolation: which requests share learnt text. "salt": those with the same cache_salt (in SGLang also extra_key),
-            as with the engine's prefix cache; requests without one share one pool. "strict" (or "tenant"): the same,
+            as with the engine's prefix cache; requests without one share one pool. "strict": the same,
             but requests without one share nothing. "shared": all; "off": all, and the files do not distinguish tenants
             either.
         scoring: "learned" (calibrated probabilities) or "paper" (Algorithms 1-3 with their constants).
@@ -77,7 +76,6 @@ class SssdOptions(PluginOptions):
     live: Live = "memory"
     datastore: StorePath = None
     datastore_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
-    live_prompts: bool = False
     live_tokens: int = Field(default=1 << 22, ge=1 << 14, le=1 << 30)
     live_max_age: float | None = Field(default=None, gt=0.0, le=1e6)
     isolation: Isolation = "salt"

@@ -109,14 +109,6 @@ def test_the_installed_commands_all_load() -> None:
         assert point.load() is not None, name
 
 
-@pytest.mark.parametrize("retired", cli.RETIRED)
-def test_commands_and_options_of_earlier_versions_are_refused_in_one_line(retired: str) -> None:
-    command, word = retired.split()
-    result = run(command, word)
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1
-    assert f"'{word}' is no longer supported: {cli.RETIRED[retired]}" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("command", "module"),
     [("bayesian", "bayes_opt.acquisition"), ("knn", "sklearn.cluster"), ("disco", "sklearn.neural_network")],

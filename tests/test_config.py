@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -58,22 +56,3 @@ def test_a_wrong_file_is_named_and_an_empty_one_is_no_options(tmp_path: Path) ->
         assert str(file) in refusal(SssdOptions, {}, {"FREEDRAFT_CONFIG": str(file)})
     file.write_text("")
     assert read_yaml(file) == {}
-
-
-class OptionsWithRetired(PluginOptions):
-    retired: ClassVar[dict[str, str]] = {"old": "use new", "kind=slow": "use kind=fast"}
-    kind: str = "fast"
-
-
-@pytest.mark.parametrize(
-    ("flags", "environ", "said"),
-    [
-        ({"old": 3}, {}, "'old' is no longer supported: use new"),
-        ({"kind": "slow"}, {}, "'kind=slow' is no longer supported: use kind=fast"),
-        ({}, {"FREEDRAFT_OLD": "3"}, "FREEDRAFT_OLD.*use new"),
-        ({}, {"FREEDRAFT_KIND": "slow"}, "FREEDRAFT_KIND.*use kind=fast"),
-    ],
-)
-def test_a_retired_option_is_refused_by_name_with_its_replacement(flags: dict, environ: dict, said: str) -> None:
-    assert re.search(said, refusal(OptionsWithRetired, flags, environ))
-    assert OptionsWithRetired.read({"kind": "fast"}, {"FREEDRAFT_OLD": ""}) == OptionsWithRetired()

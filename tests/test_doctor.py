@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib.util
+import subprocess
 import sys
 import types
 from importlib.metadata import EntryPoint
@@ -35,15 +37,15 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path) -> types.ModuleType:
     (tmp_path / "toy_engine" / "__init__.py").write_text(ENGINE)
     (tmp_path / "toy_engine" / "broken.py").write_text("import a_module_that_is_not_there\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    table = types.ModuleType("freedraft.engines.toy.hooks")
-    table.PACKAGE, table.DISTRIBUTIONS, table.ENTRY_POINT_GROUP = "toy_engine", ("toy-engine",), "toy.plugins"
+    table = types.ModuleType("freedraft.engines.toy_engine.hooks")
+    table.DISTRIBUTIONS, table.ENTRY_POINT_GROUP = ("toy-engine",), "toy.plugins"
     table.HOOKS = (
         Hook("toy_engine.Runner", "propose", parameters=("scheduler_output",)),
         Hook("toy_engine.Runner", "lookahead"),
         Hook("toy_engine.Special", members=("finished", "new")),
     )
     monkeypatch.setitem(sys.modules, table.__name__, table)
-    monkeypatch.setattr(doctor, "ENGINES", ("toy",))
+    monkeypatch.setattr(doctor, "ENGINES", ("toy_engine",))
     point = EntryPoint("sssd", "sssd_plugin.toy:register", "toy.plugins")
     monkeypatch.setattr(doctor, "entry_points", lambda group: [point] if group == "toy.plugins" else [])
     yield table
@@ -95,6 +97,31 @@ def test_no_engine_at_all_or_one_that_does_not_see_our_entry_point(engine: types
     monkeypatch.setattr(doctor, "entry_points", lambda group: [])
     code, text = diagnose()
     assert code == 1 and "toy.plugins" in text and "reinstall" in text
-    engine.PACKAGE = "no_such_engine"
+    monkeypatch.setattr(doctor, "ENGINES", ("no_such_engine",))
     code, text = diagnose()
     assert code == 1 and "not installed" in text and "pip install" in text
+
+
+def test_settings_and_an_untested_version_are_told(engine: types.ModuleType) -> None:
+    engine.TESTED_VERSIONS, engine.settings = ("0.32",), lambda: ["it starts otherwise"]
+    code, text = diagnose()
+    assert code == 0 and "- untested version; tested: 0.32" in text and "- it starts otherwise" in text
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+from freedraft.doctor import run
+sys.exit(run())
+"""
+
+
+def test_without_torch_it_says_so_too() -> None:
+    """As in an environment without an engine, or with an incomplete one."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    for name in doctor.ENGINES:
+        here = importlib.util.find_spec(name) is not None
+        assert (f"  {name}: not installed" in done.stdout) != here
+        assert not here or "torch" in done.stdout
+    assert "hardware: CPU" in done.stdout

@@ -20,7 +20,7 @@ from freedraft.method import Method, MethodSpec
 from freedraft.step import EngineContext, Step
 from tests.support.steps import make_step
 
-REASONS = ("cost", "no match", "no room", "failure")
+REASONS = ("cost", "no match", "no room", "failure", "off")
 PROFILE = HardwareProfile(name="x", peak_flops=1e12, bandwidth=1e10, source="measured")
 
 
@@ -44,8 +44,8 @@ class Fragile(Method):
         self._call("propose")
         return DraftBatch.roots(step.roots)
 
-    def record_acceptance(self, step: Step, rows: Any = None, draft: Any = None) -> None:
-        super().record_acceptance(step, rows, draft)
+    def record_acceptance(self, step: Step, rows: Any = None) -> None:
+        super().record_acceptance(step, rows)
         self._call("record_acceptance")
 
     def finish(self, request_id: str, output: Any, aborted: bool) -> None:
@@ -117,11 +117,13 @@ def test_the_counts_add_up_also_through_failures(guarded: GuardedMethod) -> None
         return [value(name) for name in names] + reasons + lengths
 
     before = counts()
-    step = make_step(["a", "b", "c"], [[1, 2, 3], [4], [5]], drafted=[4, 2, 0], capacities=[4, 0, 4])
-    drafted = DraftBatch.empty(3, 2)
+    guarded.begin("d", np.zeros(3, np.int32), None, {"freedraft": "off"})
+    guarded.begin("a", np.zeros(3, np.int32), None, {"freedraft": ["off"]})
+    step = make_step("abcd", [[1, 2, 3], [4], [5], [6]], drafted=[4, 2, 0, 0], capacities=[4, 0, 4, 0])
+    drafted = DraftBatch.empty(4, 2)
     drafted.counts[:] = 2
     guarded.draft(step)  # nothing matches
-    assert value("budget_tokens") == 12 and value("drafting_seconds_count") == timed + 1
+    assert value("budget_tokens") == 16 and value("drafting_seconds_count") == timed + 1
     guarded.method.propose = lambda *_: drafted
     guarded.draft(step)
     guarded.method.controller.max_draft_tokens = 0
@@ -134,11 +136,14 @@ def test_the_counts_add_up_also_through_failures(guarded: GuardedMethod) -> None
     guarded.draft(step)  # a pause
     guarded.observe(step)
     more = [now - was for now, was in zip(counts(), before, strict=True)]
-    assert more[:4] == [8 * 3, 8 * 5, 8 * 6, 8 * 2] and more[1] == more[0] + more[3]
-    reasons = dict(zip(REASONS, more[4:8], strict=True))
-    assert reasons == {"cost": 2 + 3, "no match": 2, "no room": 3 * 1 + 3, "failure": 3 * 3}
+    assert more[:4] == [8 * 4, 8 * 6, 8 * 6, 8 * 2] and more[1] == more[0] + more[3]
+    reasons = dict(zip(REASONS, more[4:9], strict=True))
+    assert reasons == {"cost": 2 + 3, "no match": 2, "no room": 3 * 1 + 3, "failure": 3 * 3, "off": 8}
     assert more[0] - sum(reasons.values()) == 2, "the drafts of a and c"
-    assert more[8:] == [8, 0, 8, 0, 0]
+    assert more[9:] == [8, 0, 8, 0, 0]
+    guarded.finish("d")
+    guarded.take(step)
+    assert value("undrafted_requests_total", reason="off") - before[8] == 8, "an id may come again"
 
 
 def fail(error: Exception) -> None:

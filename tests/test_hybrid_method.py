@@ -8,15 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from freedraft.config import ConfigError, PluginOptions
+from freedraft.config import ConfigError
 from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.cost.controller import make_controller
 from freedraft.draft import DraftBatch
 from freedraft.draft_pass import DraftPassEstimate
+from freedraft.hybrid import method as hybrid_method
 from freedraft.hybrid.method import HybridMethod
-from freedraft.hybrid.options import option_type, part_options
-from freedraft.method import METHODS, Method, MethodSpec, ModelMethod
+from freedraft.hybrid.options import HybridOptions
+from freedraft.method import Method
 from freedraft.step import EngineContext, Step
+from layerskip_plugin.options import LayerSkipOptions
+from sssd_plugin.options import SssdOptions
 from tests.support.steps import chains, make_step
 
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
@@ -32,24 +35,16 @@ def drafted(step: Step, rows: np.ndarray, lengths: Any, first: int, score: float
     return draft
 
 
-class HostOptions(PluginOptions):
-    policy: str | None = None
-    knee: int | None = None
-    metrics_port: int | None = None
-    live: bool = False
-
-
-class ModelOptions(PluginOptions):
-    lookahead: str = "cost"
-    metrics_port: int | None = None
-
-
 class Host(Method):
     """Has three sure tokens for requests whose name begins with "copy", nothing for others."""
 
     def __init__(self, options: Any, context: EngineContext, controller: Any = None) -> None:
         super().__init__(options, context, controller or make_controller(context), "host")
         self.ended: list[str] = []
+        self.verified: list[int] = []
+
+    def update(self, step: Step) -> None:
+        self.verified = step.drafted.tolist()
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         rows = np.array([i for i, name in enumerate(step.request_ids) if name.startswith("copy")], np.intp)
@@ -59,7 +54,7 @@ class Host(Method):
         self.ended.append(request_id)
 
 
-class Model(ModelMethod):
+class Model(Method):
     """Two tokens for whom it is asked, at a share `seconds` of a step each; every tenth round is a trial."""
 
     def __init__(self, options: Any, context: EngineContext, controller: Any = None) -> None:
@@ -86,20 +81,14 @@ class Model(ModelMethod):
         return drafted(step, rows, np.minimum(2, limits), 50, 0.9, PASS_KINDS)
 
 
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(METHODS):
-        monkeypatch.delitem(METHODS, name)
-    for role, kind, options in (("host", Host, HostOptions), ("model", Model, ModelOptions)):
-        spec = MethodSpec(role, f"{__name__}:{kind.__name__}", options, role=role, runs_model=role == "model")
-        monkeypatch.setitem(METHODS, role, spec)
-    option_type.cache_clear()
-    yield
-    option_type.cache_clear()
+@pytest.fixture(autouse=True)
+def drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hybrid_method, "SssdMethod", Host)
+    monkeypatch.setattr(hybrid_method, "LayerSkipMethod", Model)
 
 
 def method(**context: Any) -> HybridMethod:
-    return HybridMethod(option_type()(), EngineContext(hf_config=CONFIG, max_draft_tokens=8, **context))
+    return HybridMethod(HybridOptions(), EngineContext(hf_config=CONFIG, max_draft_tokens=8, **context))
 
 
 def drive(hybrid: HybridMethod, names: list[str], steps: int, accept: str = "host") -> None:
@@ -120,39 +109,38 @@ def drive(hybrid: HybridMethod, names: list[str], steps: int, accept: str = "hos
             gained.append([*chain, 99] if right or accept == "both" else [98])
 
 
-def test_draft_passes_go_to_whom_n_grams_say_nothing(registered: None) -> None:
+def test_draft_passes_go_to_whom_n_grams_say_nothing() -> None:
     hybrid = method()
     drive(hybrid, ["copy-1", "new-1", "copy-2", "new-2"], 40, accept="both")
-    assert sorted(hybrid.model.asked[-1]) == ["new-1", "new-2"]
-    assert hybrid.model.rest.requests == 2 and hybrid.model.rest.query_tokens >= 6
+    assert sorted(hybrid.passes.asked[-1]) == ["new-1", "new-2"]
+    assert hybrid.passes.rest.requests == 2 and hybrid.passes.rest.query_tokens >= 6
+    assert hybrid.ngrams.verified == [3, 0, 3, 0], "of its own drafts"
 
 
 @pytest.mark.parametrize("widths", [None, (1, 2, 4, 8)])
 @pytest.mark.parametrize(("seconds", "pays"), [(0.1, True), (1.2, False), (5.0, False)])
-def test_passes_pay_for_their_time_or_are_trials(
-    registered: None, seconds: float, pays: bool, widths: tuple[int, ...] | None
-) -> None:
+def test_passes_pay_for_their_time_or_are_trials(seconds: float, pays: bool, widths: tuple[int, ...] | None) -> None:
     hybrid = method(widths=widths)
-    hybrid.model.seconds = seconds
+    hybrid.passes.seconds = seconds
     drive(hybrid, ["new-1", "new-2"], 30, accept="both")
-    assert hybrid.model.paid[-10:] == [pays] * 10
-    assert len(hybrid.model.asked) == (len(hybrid.model.paid) if pays else 3)
+    assert hybrid.passes.paid[-10:] == [pays] * 10
+    assert len(hybrid.passes.asked) == (len(hybrid.passes.paid) if pays else 3)
 
 
-def test_a_gap_in_copied_text_gets_no_passes(registered: None) -> None:
+def test_a_gap_in_copied_text_gets_no_passes() -> None:
     """Its own recent speed is what passes have to beat: n-grams will go on in a step."""
     for copied, passes in ((0, 1), (30, 0)):
         hybrid = method()
-        hybrid.model.seconds = 0.5
+        hybrid.passes.seconds = 0.5
         drive(hybrid, ["copy"], copied)
-        host, hybrid.host.propose = hybrid.host.propose, lambda step, longest: DraftBatch.roots(step.roots)
+        host, hybrid.ngrams.propose = hybrid.ngrams.propose, lambda step, longest: DraftBatch.roots(step.roots)
         drive(hybrid, ["copy"], 1)
-        hybrid.host.propose = host
-        assert len(hybrid.model.asked) == passes
+        hybrid.ngrams.propose = host
+        assert len(hybrid.passes.asked) == passes
 
 
 @pytest.mark.parametrize("widths", [None, (1, 2, 4, 8)])
-def test_what_a_request_may_have_is_kept(registered: None, widths: tuple[int, ...] | None) -> None:
+def test_what_a_request_may_have_is_kept(widths: tuple[int, ...] | None) -> None:
     hybrid, capacities = method(widths=widths), [0, 1, 7, 2]
     step = make_step(["copy-1", "copy-2", "new-1", "new-2"], [[1]] * 4, capacities=capacities, widths=widths)
     for _ in range(20):
@@ -161,22 +149,31 @@ def test_what_a_request_may_have_is_kept(registered: None, widths: tuple[int, ..
         assert (hybrid.draft(step).counts - 1 <= capacities).all()
 
 
-def test_both_hear_of_the_end_and_options_go_to_their_owners(registered: None) -> None:
+def test_requests_without_an_n_gram_draft_are_unmatched() -> None:
+    hybrid = method()
+    drive(hybrid, ["copy", "new"], 1)
+    assert hybrid.unmatched.tolist() == [False, True]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_step_without_requests_is_not_priced() -> None:
+    """vLLM's V1 has one where all rows are in prefill."""
+    hybrid = method()
+    assert hybrid.draft(make_step([], [])).batch_size == 0
+    assert not any(key[0] == 0 for key in hybrid.controller.times._predicted)
+
+
+def test_both_hear_of_the_end_and_options_go_to_their_owners() -> None:
     hybrid = method()
     hybrid.begin("a", np.zeros(2, np.int32), None, {})
     hybrid.finish("a", None, aborted=True)
-    assert hybrid.host.ended == ["a"]
-    options = option_type()(live=True, metrics_port=7)
-    assert part_options(options, "host") == HostOptions(live=True, metrics_port=7)
-    assert part_options(options, "model") == ModelOptions(), "metrics are served once for both"
-    for name in list(METHODS):
-        del METHODS[name]
-    option_type.cache_clear()
-    with pytest.raises(ConfigError, match="freedraft doctor"):
-        option_type()
+    assert hybrid.ngrams.ended == ["a"]
+    ngrams, passes = HybridOptions(live="memory", metrics_port=7, tree=False).parts()
+    assert ngrams == SssdOptions(live="memory", metrics_port=7)
+    assert passes == LayerSkipOptions(tree=False), "metrics are served once for both"
 
 
-def test_a_model_that_cannot_be_priced_is_refused(registered: None) -> None:
+def test_a_model_that_cannot_be_priced_is_refused() -> None:
     unreadable = SimpleNamespace(to_dict=dict)
     with pytest.raises(ConfigError, match="cannot price"):
-        HybridMethod(option_type()(), EngineContext(hf_config=unreadable, max_draft_tokens=8))
+        HybridMethod(HybridOptions(), EngineContext(hf_config=unreadable, max_draft_tokens=8))

@@ -30,7 +30,7 @@ def test_it_says_what_drafting_brings_when_that_changes(caplog: pytest.LogCaptur
         assert "sssd, last 3 minutes: 2.00 tokens per step and request, an estimated 1.50 times plain" in line
         assert serve([4, 4], 3, 1.9) == [], "it is still on"
         (line,) = serve([0, 0], 1, 1.0)
-        assert "drafting is off: nothing was drafted in 100% of steps" in line
+        assert "drafting is off: nothing was drafted for 100% of decoded requests" in line
         assert serve([0, 0], 1, 1.0) == []
         (line,) = serve([0, 4], 2, math.nan)  # another policy
         assert line.endswith("2.00 tokens per step and request")

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from openai import OpenAIError
-from tqdm import tqdm
 
 from bench.demo.measure import BASELINE, SSSD, Client, Prompt, measure, prompts, row
 from bench.demo.store import ensure_store
@@ -52,24 +51,21 @@ def rows_of(prompts: list[Prompt]) -> list[dict[str, Any]]:
     return [row(kind, [p for p in prompts if p.kind == kind]) for kind in dict.fromkeys(p.kind for p in prompts)]
 
 
-def answer_all(clients: dict[str, Client], asked: list[Prompt], repeats: int) -> None:
-    """Measure, with a progress bar on a terminal, and show a first table while the rest is measured."""
+def answer_all(clients: dict[str, Client], asked: list[Prompt], repeats: int, now: list[str]) -> None:
+    """Measure, keep `now` up to date, and show a first table while the rest is measured."""
     kinds = len({prompt.kind for prompt in asked})
-    print(f"measuring: {len(asked)} prompts, {repeats} times each on both servers", flush=True)
-    steps = measure(clients, asked, repeats)
-    how: dict[str, Any] = {"file": sys.stdout, "disable": None, "leave": False, "dynamic_ncols": True}
-    with tqdm(steps, "measuring", repeats * len(asked), unit="prompt", **how) as bar:
-        for done, prompt in enumerate(bar, 1):
-            times = ", ".join(f"{name} {answers[-1].seconds:.1f} s" for name, answers in prompt.answers.items())
-            bar.set_postfix_str(f"{prompt.kind}: {times}")
-            if done == kinds:
-                bar.write(f"\nthe first of each kind:\n\n{table(rows_of(asked[:done]), COLUMNS)}\n", file=sys.stdout)
-                sys.stdout.flush()
+    now[0] = f"measuring: {len(asked)} prompts, {repeats} times each on both servers"
+    for done, prompt in enumerate(measure(clients, asked, repeats), 1):
+        times = ", ".join(f"{name} {answers[-1].seconds:.1f} s" for name, answers in prompt.answers.items())
+        now[0] = f"{done} of {repeats * len(asked)} measured; {prompt.kind}: {times}"
+        if done == kinds:
+            print(f"\nthe first of each kind:\n\n{table(rows_of(asked[:done]), COLUMNS)}\n", flush=True)
 
 
 def main() -> int:
     args = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` ends the servers
+    servers.keep_telling(now := ["preparing the datastore"])
     ensure_store(args.store, args.model)
     speculative = {"method": "sssd", "num_speculative_tokens": DRAFT_TOKENS, "datastore": str(args.store.resolve())}
     speculative |= {"isolation": "strict"}  # prompts are repeated, and learnt answers would be copied
@@ -78,20 +74,17 @@ def main() -> int:
         log = args.json.parent / "logs" / f"demo-{args.engine}-{name}.log"
         pair[name] = servers.build(name, args.engine, args.model, log, speculative=settings, prefixes=True)
     asked = prompts()
-    print("servers: starting both (about a minute)", flush=True)
+    now[0] = "starting both servers (one to three minutes)"
     with servers.running(*pair.values()):
         clients = {name: Client(args.engine, server, args.max_tokens) for name, server in pair.items()}
-        answer_all(clients, asked, args.repeats)
+        answer_all(clients, asked, args.repeats, now)
 
     rows = rows_of(asked)
     about = {"engine": args.engine, "model": MODEL, "max_tokens": args.max_tokens, "repeats": args.repeats}
     write_json(args.json, about | {"speculative": speculative | {"datastore": str(args.store)}, "rows": rows})
     engine = ", ".join(f"{name} {version}" for name, version in versions(args.engine, f"{args.engine}-cpu").items())
     print(f"\n{engine}, {MODEL}, float32 eager, {cores()} cores, batch 1\n\n{table(rows, COLUMNS)}\n")
-    print(
-        f"tok/s, ratio: medians of {args.repeats}, prefill included. tok/step: per forward pass of the model, at most "
-        f"{1 + DRAFT_TOKENS}. Figures: {args.json}"
-    )
+    print(f"tok/s, ratio: medians of {args.repeats}, with prefill. tok/step: per pass of the model. In: {args.json}")
     if not all(r["identical"] for r in rows):
         print("error: outputs differ in fp32 eager, where they must be identical", file=sys.stderr)
         return 1

@@ -28,8 +28,7 @@ class Answer(NamedTuple):
     steps: int
 
 
-Messages = list[dict[str, str]]
-"""Messages of "role" and "content"."""
+Messages = list[dict[str, str]]  # each of "role" and "content"
 
 
 @dataclass

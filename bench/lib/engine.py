@@ -52,14 +52,14 @@ class Switch:
         self._drafted: list[str] = []  # requests of the previous call, if it drafted
         method.draft = self._watched
 
-    def _watched(self, step: Step) -> DraftBatch:
+    def _watched(self, step: Step, **how: Any) -> DraftBatch:
         began, ids = time.perf_counter(), list(step.request_ids)
         try:
             if self.wants(step):
-                draft, self._drafted = self._draft(step), ids
+                draft, self._drafted = self._draft(step, **how), ids
             else:
                 if self._drafted == ids:  # report the result of its last drafts
-                    self._method.controller.update(step)
+                    self._method.controller.learn(step)
                     self._method.update(step)
                 self._method.controller.interrupt()
                 draft, self._drafted = DraftBatch.roots(step.roots), []

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 HOST = "127.0.0.1"
@@ -134,6 +135,14 @@ def running(*servers: Server) -> Iterator[None]:
     finally:
         for server in servers:
             server.stop()
+
+
+def keep_telling(now: Sequence[str]) -> None:
+    """Print what is being done, `now[0]`, at once and every 15 s until this process ends."""
+    print(f"{now[0]} ...", flush=True)
+    timer = Timer(15, keep_telling, [now])
+    timer.daemon = True
+    timer.start()
 
 
 def end_with_parent() -> None:

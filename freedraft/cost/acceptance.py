@@ -13,16 +13,13 @@ is 0 for nodes of draft passes. `kind` is the drafter's origin of a node: source
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
-
-if TYPE_CHECKING:
-    from freedraft.step import Step
+from freedraft.step import Step, rows_in
 
 KINDS = 128
 # First of `DraftBatch.kinds` for nodes of draft passes, one per recipe; n-gram drafters use smaller ones
@@ -179,11 +176,7 @@ class Acceptance:
     def update(self, step: Step) -> None:
         """Learn the outcome of the drafts passed to `follow`."""
         if self._followed:
-            if step.request_ids == self._request_ids:
-                rows = np.arange(len(self._request_ids), dtype=np.int32)
-            else:
-                at = {request_id: i for i, request_id in enumerate(step.request_ids)}
-                rows = np.array([at.get(request_id, -1) for request_id in self._request_ids], np.int32)
+            rows = rows_in(step.request_ids, self._request_ids)
             for draft, counts in self._followed:
                 self.learn(draft, counts, rows, step.tokens, step.starts, step.ends)
             self._followed = []

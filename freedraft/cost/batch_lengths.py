@@ -85,30 +85,25 @@ class BatchLengths(Fixed):
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
-    def update(self, step: Step) -> None:
+    def learn(self, step: Step) -> None:
         self.acceptance.update(step)
         if self._newest is not None:  # earlier expectations are wrong by the same factor
             draft, asked, expected = self._newest
             self._gain *= self._expected(draft, asked) / np.maximum(expected, 1e-9)
             self._newest = None
 
-    def max_draft_len(self, step: Step) -> int:
-        self._began, self._asked = self._clock(), super().max_draft_len(step)
-        return self._asked
-
-    def truncate(self, draft: DraftBatch) -> int:
-        self.look(draft)
-        return int(np.maximum(draft.counts - 1, 0).sum())
-
-    def observe(self, step: Step) -> int:
-        self.update(step)
+    def plan(self, step: Step, *, verify: bool = True) -> int:
         self._began = self._clock()
-        waits = self.explorer.rests() and not self.acceptance.rises
-        self._asked = 0 if waits else self.max_draft_tokens
+        if verify:
+            self._asked = super().plan(step)
+        else:
+            waits = self.explorer.rests() and not self.acceptance.rises
+            self._asked = 0 if waits else self.max_draft_tokens
         return self._asked
 
-    def look(self, draft: DraftBatch) -> None:
-        """Update the expected acceptance from a draft, verified or not."""
+    def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
+        """Cuts nothing: the engine has decided the length. Updates the expected acceptance."""
+        draft = drafts[0]
         self.explorer.rest(self._clock() - self._began, self._step_seconds)
         self.acceptance.follow(draft)
         self._newest = draft, self._asked, self._expected(draft, self._asked)
@@ -118,8 +113,9 @@ class BatchLengths(Fixed):
     def _expected(self, draft: DraftBatch, asked: int) -> NDArray[np.float64]:
         """float64 [L]: mean accepted draft tokens per request for each of `lengths`. asked: draft tokens requested from
         the drafter."""
-        p = self.acceptance.probabilities(draft)[:, : asked + 1]
-        nodes = np.arange(asked + 1)
+        p, nodes = np.zeros((draft.batch_size, asked + 1)), np.arange(asked + 1)
+        known = self.acceptance.probabilities(draft)[:, : asked + 1]
+        p[:, : known.shape[1]] = known
         p[(nodes == 0) | (nodes >= draft.counts[:, None])] = 0.0
         tokens = np.cumsum(p.mean(0))
         # Extrapolate longer drafts from these, or from the last observation.

@@ -15,19 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from freedraft.config import ConfigError
-from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.allocation import FREE, allocate, allocate_width
 from freedraft.cost.batch_lengths import BatchLengths
+from freedraft.cost.costs import Costs
 from freedraft.cost.hardware import HardwareProfile, choose_profile
 from freedraft.cost.policies import Controller, Fixed, Knee, Policy
 from freedraft.cost.probes import Explorer
 from freedraft.cost.roofline import Roofline, knee_of, roofline_of
-from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, row_of
+from freedraft.cost.step_times import MAX_QUERY_TOKENS, row_of
 from freedraft.draft import DraftBatch
-from freedraft.draft_pass import Recipe
 
 if TYPE_CHECKING:
     from freedraft.step import EngineContext, Step
@@ -35,11 +34,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GAIN_RATE = 0.1
-_ENOUGH = 3  # timed steps without drafts needed for a comparison
 
 
-class Auto(Controller):
-    """Policy "auto". roofline: initial step times; clock: seconds; other arguments: see `Controller`."""
+class Auto(Costs):
+    """Policy "auto". Arguments: see `Costs`."""
 
     def __init__(
         self,
@@ -50,16 +48,10 @@ class Auto(Controller):
         path: Path | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__(roofline.profile, max_draft_tokens, widths)
-        self.times = StepTimes(roofline, path, clock)
-        self.acceptance = Acceptance()
+        super().__init__(roofline, max_draft_tokens, widths, path=path, clock=clock)
         self.explorer = Explorer()
         self.gain = 0.0
         self.drafting_seconds = 0.0
-        self._clock = clock
-        self._ended: float | None = None
-        self._began = 0.0
-        self.context = 1.0  # mean tokens of the requests of the newest step
         self._longest = float(max_draft_tokens)
         self._drafts_pay = False
 
@@ -67,20 +59,10 @@ class Auto(Controller):
     def min_score(self) -> float:
         return 0.0
 
-    # -- one step ------------------------------------------------------------------------------------------------------
-
-    def update(self, step: Step) -> None:
-        now = self._began = self._clock()
-        if step.previous is not None and self._ended is not None:
-            self.times.update(*step.previous, self.context, now - self._ended)
-        if step.batch_size:
-            self.context = float(np.add.reduce(step.contexts, dtype=np.float64)) / step.batch_size
-        self.acceptance.update(step)
-
-    def max_draft_len(self, step: Step) -> int:
+    def plan(self, step: Step, *, verify: bool = True) -> int:
         batch = step.batch_size
         self.budget = 0
-        if batch == 0:
+        if batch == 0 or not verify:
             return 0
         if self.explorer.rests():
             self.speedup = 1.0
@@ -88,12 +70,11 @@ class Auto(Controller):
         draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max()), int(2.0 * self._longest) + 2)
         return self._fitting(min(draft_len, MAX_QUERY_TOKENS // batch - 1))
 
-    def truncate(self, draft: DraftBatch, *unverified: DraftBatch) -> int:
-        """See `Controller`. The arrays of `draft` and `unverified` must not change until the next `update`. unverified:
-        drafts of the same requests that are learnt from without being verified."""
+    def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
+        draft = drafts[0]
         batch = draft.batch_size
         p, seconds = self.acceptance.probabilities(draft), self._seconds(draft)
-        self.follow(draft, *unverified)
+        self.acceptance.follow(*drafts)
         forced = self._probe(batch, seconds)
         chosen, gain, longest = self._allocate(p, draft.counts, seconds, forced)
         self.budget = chosen if self.widths is None else batch * (max(chosen, 1) - 1)
@@ -102,56 +83,25 @@ class Auto(Controller):
         self._drafts_pay = self.budget > 0
         self.speedup = 1.0 + self.gain if self._drafts_pay else 1.0
         self._longest = max(longest - 1.0, 0.97 * self._longest)
-        return chosen
 
-    def follow(self, *drafts: DraftBatch) -> None:
-        self.acceptance.follow(*drafts)
-
-    def end(self, step: Step) -> None:
-        now, batch = self._clock(), step.batch_size
+    def done(self, step: Step) -> None:
+        batch = step.batch_size
         if self.acceptance.follows:
-            spent = now - self._began
+            spent = self._clock() - self._began
             if 0.0 < spent < 1.0:
                 rate = 0.5 if self.drafting_seconds == 0.0 else 0.05
                 self.drafting_seconds += rate * (min(spent, 4 * self.drafting_seconds or spent) - self.drafting_seconds)
             if self.gain < 0.0 and not self.acceptance.rises:
                 self.explorer.rest(self.drafting_seconds, float(self.step_seconds(batch, batch)))
-        self._ended = now
-        self.times.save_if_due()
-
-    def interrupt(self) -> None:
-        self._ended = None
-        self.acceptance.follow()
+        super().done(step)
 
     def exclude(self, seconds: float) -> None:
-        """Exclude seconds since `update` from the drafting time: draft passes are priced separately."""
+        """Exclude seconds since `learn` from the drafting time: draft passes are priced separately."""
         self._began += seconds
 
-    def save(self) -> None:
-        self.times.save()
-
-    # -- times of steps and draft passes at the context of the present step --------------------------------------------
-
-    def baseline_known(self, batch: int) -> bool:
-        """Whether steps without drafts were timed often enough for comparisons."""
-        tokens = batch if self.widths is None else batch * int(self.widths[0])
-        return self.times.count(batch, tokens, self.context) >= _ENOUGH
-
-    def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of a step of the whole model, by query tokens over the batch."""
-        return self.times.seconds(batch, query_tokens, self.context)
-
-    def pass_seconds(self, recipe: Recipe, batch: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of a draft pass, by number of requests."""
-        return self.times.pass_seconds(recipe, batch, self.context)
-
-    def record_pass(self, recipe: Recipe, batch: int, seconds: float) -> None:
-        """Learn from a draft pass over `batch` requests."""
-        self.times.update_pass(recipe, batch, self.context, seconds)
-
     def estimate(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """Preview `truncate` without changing the draft. Returns float64 [B, N], the estimated probability of each
-        draft node, 0 elsewhere; int32 [B], nodes that would be kept, roots included."""
+        """Preview `cut` without changing the draft. Returns float64 [B, N], the estimated probability of each draft
+        node, 0 elsewhere; int32 [B], nodes that would be kept, roots included."""
         p, counts = self.acceptance.probabilities(draft), draft.counts.copy()
         self._allocate(p, counts, self._seconds(draft))
         nodes = np.arange(draft.max_nodes)
@@ -161,7 +111,7 @@ class Auto(Controller):
         """Step time by number of verified draft nodes; with widths, of a step without drafts and of each width."""
         batch = draft.batch_size
         if self.widths is None:
-            return self.step_seconds(batch, batch + np.arange(int(np.maximum(draft.counts - 1, 0).sum()) + 1))
+            return self.step_seconds(batch, batch + np.arange(draft.draft_tokens + 1))
         return self.step_seconds(batch, batch * np.concatenate([[1], self.widths]))
 
     def _allocate(
@@ -182,8 +132,7 @@ class Auto(Controller):
         return int(2 ** (self.explorer.random.random() * (octaves + 1)) - 1)
 
     def warm_up(self) -> None:
-        self.acceptance.warm_up()
-        StepTimes(self.times.roofline).update(1, 1, 1.0, 1.0)
+        super().warm_up()
         seconds = np.ones(2 if self.widths is None else 1 + len(self.widths))
         self._allocate(np.ones((1, 2)), np.full(1, 2, np.int32), seconds)
 
@@ -195,11 +144,13 @@ def make_controller(
     hardware: str = "auto",
     knee: int | None = None,
     step_times: Path | None = None,
+    decide: bool = True,
 ) -> Controller:
     """The controller of a policy, for an engine. Where the model's configuration cannot be read, "knee" decides instead
     of "auto", with one warning.
 
     Args:
+        decide: of policy "auto"; False: the drafter decides how much it drafts, by these `Costs`.
         hardware: name or file of a profile, or "auto".
         knee: of policy "knee"; replaces the profile's ridge.
         step_times: of policy "auto": file to keep the step times in.
@@ -207,14 +158,15 @@ def make_controller(
     Raises:
         ConfigError: `hardware` names no usable profile.
     """
-    controller = _controller(context, policy, choose_profile(hardware, context.device), knee, step_times)
+    controller = _controller(context, policy, choose_profile(hardware, context.device), knee, step_times, decide)
     controller.warm_up()
     return controller
 
 
 def _controller(
-    context: EngineContext, policy: Policy, profile: HardwareProfile, knee: int | None, step_times: Path | None
-) -> Controller:
+    context: EngineContext, policy: Policy, profile: HardwareProfile, knee: int | None, step_times: Path | None,
+    decide: bool,
+) -> Controller:  # fmt: skip
     max_draft_tokens, widths = context.max_draft_tokens, context.widths
     if policy == "fixed" or (context.lengths is not None and (policy != "auto" or len(context.lengths) == 1)):
         return Fixed(profile, max_draft_tokens, widths)
@@ -223,7 +175,7 @@ def _controller(
             roofline = roofline_of(context, profile)
             if context.lengths is not None:
                 return BatchLengths(roofline, context.lengths, path=step_times)
-            return Auto(roofline, max_draft_tokens, widths, path=step_times)
+            return (Auto if decide else Costs)(roofline, max_draft_tokens, widths, path=step_times)
         except ConfigError as error:
             logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
     return Knee(profile, max_draft_tokens, widths, knee or knee_of(context, profile))

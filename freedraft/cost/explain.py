@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -13,9 +12,9 @@ from freedraft.cost.roofline import Roofline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Tokens per step by nodes: SSSD's trees on recorded answers of Llama-3.1-8B (bench/results/replay.json)
-TOKENS_PER_STEP = {1: 1.0, 4: 1.542, 8: 1.699, 16: 1.814, 32: 1.918, 64: 1.988}
+TOKENS_PER_STEP = {1: 1.0, 4: 1.546, 8: 1.708, 16: 1.823, 32: 1.926}
 
-# The same for SSSD's chains
+# Of SSSD's chains, at first; learnt while serving
 CHAIN_TOKENS_PER_STEP = {1: 1.0, 2: 1.307, 3: 1.425, 5: 1.491, 9: 1.52, 17: 1.527, 33: 1.529}
 
 
@@ -75,31 +74,3 @@ def explain(
 def expected_tokens(lengths: np.ndarray, curve: dict[int, float]) -> np.ndarray:
     """Tokens per step for each length; constant beyond the last known one."""
     return np.interp(np.log2(lengths), np.log2(list(curve)), list(curve.values()))
-
-
-def plot(roofline: Roofline, context: int, rows: list[Row], path: Path, *, batch: int = 8, max_nodes: int = 64) -> None:
-    """Draw step time by speculation length (figure 3 of arXiv 2411.05894 for this model) and the lengths by batch size.
-    Raises ConfigError: matplotlib is missing, or the file cannot be written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot draws with matplotlib: pip install matplotlib") from None
-    lengths = np.arange(1, max_nodes + 1, dtype=np.float64)
-    profile = roofline.profile
-    figure = Figure((11, 4.2), layout="constrained")
-    figure.suptitle(f"{profile.name} ({profile.source}), tensor parallel {roofline.tensor_parallel}")
-    left, right = figure.subplots(1, 2)
-    left.plot(lengths, np.asarray(roofline.seconds(batch, batch * lengths, context)) * 1e3)
-    left.axvline(min(max_nodes, max(1, round(profile.ridge / batch))), color="black", ls="--", label="$I_{knee} / b$")
-    left.set(title=f"Step of {batch} requests of {context:,} tokens", xlabel="nodes per request, root included")
-    left.set(ylabel="ms", ylim=(0, None))
-    left.legend()
-    batches = [row.batch for row in rows]
-    right.plot(batches, [row.best for row in rows], "o-", label="most tokens per second")
-    right.plot(batches, [row.rule for row in rows], "s--", label="rule $I_{knee} / b$, capped")
-    right.set(title="Nodes per request", xlabel="batch size", xscale="log", yscale="log")
-    right.legend()
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path}: {error}") from None

@@ -25,8 +25,8 @@ def holding(nodes: NDArray[Any], widths: NDArray[np.int32]) -> NDArray[np.int32]
 
 
 class Controller(ABC):
-    """Decides how much is drafted, possibly nothing. Calls per step: `update`, `max_draft_len`, drafting, `truncate`,
-    `end`.
+    """Decides how much is drafted, possibly nothing. Calls per step: `learn`, `plan`, then `cut` if something was
+    drafted, `done`.
 
     Args:
         max_draft_tokens: most draft tokens per request, roots not counted.
@@ -57,30 +57,20 @@ class Controller(ABC):
         cap = self.profile.max_nodes(batch_size)
         return self.max_draft_tokens if cap is None else min(self.max_draft_tokens, cap - 1)
 
-    def update(self, step: Step) -> None:
+    def learn(self, step: Step) -> None:
         """Learn the time and accepted tokens of the last step."""
 
     @abstractmethod
-    def max_draft_len(self, step: Step) -> int:
-        """Draft tokens per request to request from the drafter; 0: do not draft."""
+    def plan(self, step: Step, *, verify: bool = True) -> int:
+        """Draft tokens per request to request from the drafter; 0: do not draft. verify: whether the step verifies
+        drafts; if not, they are only learnt from."""
 
     @abstractmethod
-    def truncate(self, draft: DraftBatch) -> int:
-        """Shorten `draft` (its counts, in place) to the nodes to verify. Returns draft tokens over the batch; with
-        widths, the width."""
+    def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
+        """Shorten the first of these drafts of the same requests (its counts, in place) to the nodes to verify, and
+        remember all of them for `learn`. Their arrays must not change until then. verify: see `plan`."""
 
-    def observe(self, step: Step) -> int:
-        """`update` for a step without drafting. Returns draft tokens per request to draft anyway, for `look`; 0:
-        none."""
-        return 0
-
-    def look(self, draft: DraftBatch) -> None:
-        """Learn from a draft that is not verified."""
-
-    def follow(self, *drafts: DraftBatch) -> None:
-        """Learn the outcome of these drafts at the next `update`, verified or not."""
-
-    def end(self, step: Step) -> None:
+    def done(self, step: Step) -> None:
         """The drafts of this step are decided; its time starts."""
 
     def warm_up(self) -> None:
@@ -102,8 +92,8 @@ class Controller(ABC):
 class Fixed(Controller):
     """Every request always drafts `max_draft_tokens`, or its maximum if that is less."""
 
-    def max_draft_len(self, step: Step) -> int:
-        return self._draft_len(step, self.max_draft_tokens, step.batch_size * self.max_draft_tokens)
+    def plan(self, step: Step, *, verify: bool = True) -> int:
+        return self._draft_len(step, self.max_draft_tokens, step.batch_size * self.max_draft_tokens) if verify else 0
 
     def _draft_len(self, step: Step, most: int, free: int) -> int:
         """most: draft tokens per request; free: of the whole batch, where requests may differ."""
@@ -111,22 +101,19 @@ class Fixed(Controller):
         self.budget = max(0, min(free, step.batch_size * draft_len))
         return draft_len if self.budget else 0
 
-    def truncate(self, draft: DraftBatch) -> int:
-        if self.widths is not None:
-            return int(draft.counts.max(initial=1))
-        tokens = int(np.maximum(draft.counts - 1, 0).sum())
-        return self._allocate(draft) if tokens > self.budget else tokens
+    def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
+        if verify and self.widths is None and drafts[0].draft_tokens > self.budget:
+            self._allocate(drafts[0])
 
     def warm_up(self) -> None:
         draft = DraftBatch.empty(1, 1)
         draft.counts[:] = 1
         self._allocate(draft)
 
-    def _allocate(self, draft: DraftBatch) -> int:
+    def _allocate(self, draft: DraftBatch) -> None:
         from freedraft.cost.allocation import allocate
 
-        kept, _, _ = allocate(draft.scores, draft.counts, np.ones(draft.scores.size + 1), 0.0, self.budget)
-        return kept
+        allocate(draft.scores, draft.counts, np.ones(draft.scores.size + 1), 0.0, self.budget)
 
 
 class Knee(Fixed):
@@ -153,8 +140,10 @@ class Knee(Fixed):
         """Draft tokens per request, the same for all: s_q, capped."""
         return min(self.max_tokens_per_request(batch_size), self.speculation_length(batch_size) - 1)
 
-    def max_draft_len(self, step: Step) -> int:
+    def plan(self, step: Step, *, verify: bool = True) -> int:
         batch = step.batch_size
+        if not verify:
+            return 0
         if self.widths is not None:  # one width for all: the nearest to the knee
             return self._draft_len(step, self.length(batch), batch * self.max_draft_tokens)
         return self._draft_len(step, self.max_tokens_per_request(batch), self.knee - batch)

@@ -209,6 +209,8 @@ class StepTimes:
         the nearest of eight contexts per octave."""
         key = kind, round(8.0 * math.log2(max(context, 64.0)))
         if key not in self._predicted:
+            if len(self._predicted) == 4096:  # rather than a curve of every batch size and context
+                self._predicted.clear()
             near = 2.0 ** (key[1] / 8)
             if isinstance(kind, int | np.integer):
                 seconds = self.roofline.seconds(int(kind), np.maximum(CENTRES, kind), near)

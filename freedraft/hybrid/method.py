@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,18 +15,18 @@ from freedraft.cost.controller import Auto
 from freedraft.cost.policies import Controller, holding
 from freedraft.draft import DraftBatch
 from freedraft.draft_pass import RestOfBatch
-from freedraft.hybrid.options import NAME, part_options
-from freedraft.method import Method, ModelMethod, spec_of_role
+from freedraft.hybrid.options import NAME, HybridOptions
+from freedraft.method import Method
 from freedraft.step import EngineContext, Step
+from layerskip_plugin.method import LayerSkipMethod
+from sssd_plugin.method import SssdMethod
 
 LEAST_YIELD = 1.0  # expected accepted n-gram tokens below which a request drafts by passes
 MARGIN = 1.1  # required ratio of gain to cost of passes; compensates for errors of estimates
+# Methods that only one of the drafters implements.
+OF_PASSES = "prepare", "set_prompt_state"
+OF_NGRAMS = "recycle", "add_corpus", "remove_corpus", "corpora"
 FADE = float(np.exp(-1 / 12))  # decay per step of a request's recent speed: 1/e after 12 steps
-# Methods that only one part implements.
-ONE_PART = {
-    "host": ("recycle", "add_corpus", "remove_corpus", "corpora"),
-    "model": ("prepare", "set_prompt_state"),
-}
 
 
 class HybridMethod(Method):
@@ -41,68 +41,70 @@ class HybridMethod(Method):
         ConfigError: steps of this model cannot be priced.
     """
 
-    def __init__(self, options: Any, context: EngineContext, controller: Controller | None = None) -> None:
-        self.host: Method = spec_of_role("host").make(part_options(options, "host"), context, controller)
-        auto = self.host.controller
+    def __init__(self, options: HybridOptions, context: EngineContext, controller: Controller | None = None) -> None:
+        of_ngrams, of_passes = options.parts()
+        self.ngrams = SssdMethod(of_ngrams, context, controller)
+        auto = self.ngrams.controller
         if not isinstance(auto, Auto):
             raise ConfigError(
                 f"'{NAME}' cannot price this model's steps (see the warning above): use one drafter alone"
             )
         super().__init__(options, context, auto, NAME)
         self.auto = auto
-        self.model: ModelMethod = spec_of_role("model").make(part_options(options, "model"), context, auto)
-        self.needs_prompt_states = self.model.needs_prompt_states
-        for role, names in ONE_PART.items():
+        self.passes = LayerSkipMethod(of_passes, context, auto)
+        self.needs_prompt_states = self.passes.needs_prompt_states
+        for drafter, names in ((self.passes, OF_PASSES), (self.ngrams, OF_NGRAMS)):
             for name in names:
-                setattr(self, name, getattr(getattr(self, role), name))
+                setattr(self, name, getattr(drafter, name))
         self._speeds: dict[str, tuple[float, float]] = {}  # fading sums of tokens and seconds
         self._by_model = self._verified_by_model = set[str]()
         self._previous: tuple[frozenset[str], float] = frozenset(), 0.0
 
-    def draft(self, step: Step) -> DraftBatch:
-        auto, batch = self.auto, step.batch_size
-        auto.update(step)
-        self.update(step)
-        max_draft_len = auto.max_draft_len(step)
-        draft = self.host.propose(step, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
-        np.minimum(draft.counts, step.capacities + 1, out=draft.counts)
+    def proposals(self, step: Step, max_draft_len: int) -> Sequence[DraftBatch]:
+        draft = self.ngrams.propose(step, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
+        draft.limit(step.capacities)
+        self.unmatched = (draft.counts <= 1) & (max_draft_len > 0)
         rows, rest = self._rows_of_passes(step, draft)
-        unverified, started = [], time.perf_counter()
+        drafts, started = [draft], time.perf_counter()
         if len(rows):
-            passed = self.model.propose_for(step, rows, self.model.capacities(step)[rows], rest)
-            auto.exclude(time.perf_counter() - started)
+            passed = self.passes.propose_for(step, rows, self.passes.capacities(step)[rows], rest)
+            self.auto.exclude(time.perf_counter() - started)
             counts = np.zeros_like(draft.counts)
             counts[rows] = draft.counts[rows]
-            unverified = [replace(draft, counts=counts)]
-            draft = replaced(draft, passed, rows)
-        seconds = time.perf_counter() - started
+            drafts = [replaced(draft, passed, rows), replace(draft, counts=counts)]
         self._by_model = {step.request_ids[i] for i in rows.tolist()}
-        verified = auto.truncate(draft, *unverified) if max_draft_len or len(rows) else 0
-        tokens = batch + verified if auto.widths is None else batch * max(verified, 1)
-        self._previous = frozenset(step.request_ids), seconds + float(auto.step_seconds(batch, tokens)) * (batch > 0)
-        auto.end(step)
-        return draft
+        self._previous = frozenset(step.request_ids), time.perf_counter() - started
+        return drafts
 
     def update(self, step: Step) -> None:
         self._verified_by_model = self._by_model
         before, seconds = self._previous
+        if before:
+            seconds += float(self.auto.step_seconds(len(before), len(before) + self.auto.budget))
         for request_id, gained in zip(step.request_ids, step.gained.tolist(), strict=True):
             if request_id in before:
                 tokens, passed = self._speeds.get(request_id, (0.0, 0.0))
                 self._speeds[request_id] = FADE * tokens + gained, FADE * passed + seconds
-        self.host.update(step)
-        self.model.update(step)
+        # The host's drafts of requests that drafted by passes were not verified.
+        self.ngrams.update(replace(step, drafted=np.where(self._by_model_of(step), np.int32(0), step.drafted)))
+        self.passes.update(step)
+
+    def _by_model_of(self, step: Step) -> NDArray[np.bool_]:
+        """bool [B], requests whose last drafts were of the model."""
+        return np.array([i in self._verified_by_model for i in step.request_ids], np.bool_)
 
     def _rows_of_passes(self, step: Step, draft: DraftBatch) -> tuple[NDArray[np.intp], RestOfBatch]:
         """intp [R], the requests that draft by passes in this step (occasionally as a trial), and the others."""
-        auto, batch, capacities = self.auto, step.batch_size, self.model.capacities(step)
+        auto, batch, capacities = self.auto, step.batch_size, self.passes.capacities(step)
+        if not batch:
+            return np.zeros(0, np.intp), RestOfBatch(0, 0, None)
         p, kept = auto.estimate(draft)
         yields = np.where(np.arange(draft.max_nodes) < kept[:, None], p, 0.0).sum(1)
         rows = np.flatnonzero((yields < LEAST_YIELD) & (capacities > 0))
         sums = (self._speeds[request_id] for request_id in step.request_ids if request_id in self._speeds)
         rate, rest = sum(tokens / seconds for tokens, seconds in sums), np.delete(kept, rows)
         if len(rows):
-            passes = self.model.estimate(len(rows), int(capacities[rows].max()))
+            passes = self.passes.estimate(len(rows), int(capacities[rows].max()))
             if auto.widths is None:
                 alone, together = kept.sum(), rest.sum() + len(rows) + passes.tokens
             else:  # all requests are as wide as the largest of them
@@ -116,37 +118,32 @@ class HybridMethod(Method):
             # Where passes shorten the step, saved time is discounted by the margin.
             pays = gain > rate * np.maximum(MARGIN * more, more / MARGIN)
             rate = max(rate, float(((tokens + gain) / seconds)[pays].max(initial=0.0)))
-            if not self.model.begin_round(pays=bool(pays.any())):
+            if not self.passes.begin_round(pays=bool(pays.any())):
                 rows, rest = rows[:0], kept
         return rows, RestOfBatch(len(rest), int(rest.sum()), rate, int(rest.max(initial=1)))
 
-    def record_acceptance(
-        self, step: Step, rows: NDArray[np.bool_] | None = None, draft: DraftBatch | None = None
-    ) -> None:
-        by_model = np.array([i in self._verified_by_model for i in step.request_ids], np.bool_)
-        if draft is not None:
-            passed = [i in self._by_model for i in step.request_ids]
-            draft = replace(draft, counts=np.where(passed, np.int32(0), draft.counts))
-        self.host.record_acceptance(step, ~by_model, draft)
-        self.model.record_acceptance(step, by_model)
+    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
+        by_model = self._by_model_of(step)
+        self.ngrams.record_acceptance(step, ~by_model)
+        self.passes.record_acceptance(step, by_model)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
-        self.host.begin(request_id, tokens, tenant, extra)
-        self.model.begin(request_id, tokens, tenant, extra)
+        self.ngrams.begin(request_id, tokens, tenant, extra)
+        self.passes.begin(request_id, tokens, tenant, extra)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         self._by_model.discard(request_id)
         self._speeds.pop(request_id, None)
-        self.host.finish(request_id, output, aborted)
-        self.model.finish(request_id, output, aborted)
+        self.ngrams.finish(request_id, output, aborted)
+        self.passes.finish(request_id, output, aborted)
 
     def close(self) -> None:
-        self.host.close()
-        self.model.close()
+        self.ngrams.close()
+        self.passes.close()
 
-    learns = property(lambda self: self.host.learns)
-    needs_logits = property(lambda self: self.host.needs_logits)
-    optimized_passes = property(lambda self: self.model.optimized_passes)
+    learns = property(lambda self: self.ngrams.learns)
+    needs_logits = property(lambda self: self.ngrams.needs_logits)
+    optimized_passes = property(lambda self: self.passes.optimized_passes)
 
 
 def replaced(draft: DraftBatch, other: DraftBatch, rows: NDArray[np.intp]) -> DraftBatch:

@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
 from freedraft_kernels.tree import TreeBatch
 
@@ -47,10 +46,10 @@ def tree_inputs(
             undefined beyond the true sum, and truncated by a smaller one.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or layout, or a full one without `seq_lens_sum`.
+        ValueError: an unknown layout, or a full one without `seq_lens_sum`.
     """
     batch, nodes = tree.batch_size, tree.max_nodes
-    check_tensor("seq_lens", seq_lens, (batch,), (torch.int32, torch.int64), tree.device)
+    assert seq_lens.shape == (batch,) and seq_lens.device == tree.device
     if layout == "query":
         shape: tuple[int, ...] = (batch, nodes, nodes)
     elif layout == "full":

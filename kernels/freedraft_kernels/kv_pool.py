@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
 from freedraft_kernels.verification import Verification
 
@@ -66,20 +65,11 @@ class KVPool:
         Args:
             slots: int32 or int64 [B, N], the KV slot of every node, all different and inside the buffers.
             verification: of the same B trees. Only `accepted` (int32 [B, W <= N], rising) and `lengths` are read.
-
-        Raises:
-            ValueError: a wrong shape, dtype or device.
         """
         accepted, lengths = verification.accepted, verification.lengths
-        if slots.dim() != 2 or accepted.dim() != 2 or accepted.shape[1] > slots.shape[1]:
-            raise ValueError(
-                f"slots has shape {list(slots.shape)} and accepted {list(accepted.shape)}, expected [batch, nodes] "
-                "and [batch, at most nodes]"
-            )
-        batch, width = slots.shape[0], accepted.shape[1]
-        check_tensor("slots", slots, slots.shape, (torch.int32, torch.int64), self.device)
-        check_tensor("accepted", accepted, (batch, width), (torch.int32,), self.device)
-        check_tensor("lengths", lengths, (batch,), (torch.int32,), self.device)
+        batch, width = accepted.shape
+        assert slots.shape[0] == len(lengths) == batch and slots.shape[1] >= width and slots.device == self.device
+        assert accepted.dtype == lengths.dtype == torch.int32 and slots.is_contiguous() and accepted.is_contiguous()
         if width < 2 or batch == 0:
             return
         if use_triton(self.device, backend):

@@ -5,10 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
-
-_INTS = (torch.int32, torch.int64)
 
 
 def newest_tokens(
@@ -24,18 +21,11 @@ def newest_tokens(
         out: int32 [B, K + 3], filled with gained, length, and the newest K + 1 tokens, the newest last. A shorter
             request repeats its first token.
         drafts: int64 [B, K], filled with each request's newest token, since engines embed unused draft tokens, too.
-
-    Raises:
-        ValueError: a wrong shape, dtype or device.
     """
     batch, length = drafts.shape
-    if tokens.dim() != 2 or tokens.dtype != torch.int32 or tokens.stride(1) != 1:
-        raise ValueError(f"tokens is {tokens.dtype} {list(tokens.shape)}, expected int32 [slots, max_model_len]")
-    check_tensor("lengths", lengths, (tokens.shape[0],), (torch.int32,), drafts.device)
-    check_tensor("slots", slots, (batch,), _INTS, drafts.device)
-    check_tensor("gained", gained, (batch,), _INTS, drafts.device)
-    check_tensor("out", out, (batch, length + 3), (torch.int32,), drafts.device)
-    check_tensor("drafts", drafts, (batch, length), (torch.int64,), drafts.device)
+    assert tokens.dtype == lengths.dtype == out.dtype == torch.int32 and drafts.dtype == torch.int64
+    assert lengths.shape == tokens.shape[:1] and slots.shape == gained.shape == (batch,)
+    assert out.shape == (batch, length + 3) and out.is_contiguous() and drafts.is_contiguous()
     if use_triton(drafts.device, backend):
         from freedraft_kernels.device.newest_tokens import launch_newest_tokens
 

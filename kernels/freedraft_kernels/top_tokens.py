@@ -20,10 +20,9 @@ def top_tokens(logits: Tensor, count: int, *, backend: Backend = "auto") -> tupl
 
     Returns:
         int32 [R, count], tokens, -1 where there are fewer; float32 [R, count], their natural logarithms of
-        probabilities, -inf there. Raises ValueError for a wrong shape.
+        probabilities, -inf there.
     """
-    if logits.dim() != 2 or not 1 <= count <= logits.shape[1]:
-        raise ValueError(f"logits has shape {list(logits.shape)}, expected [rows, at least {count}]")
+    assert logits.dim() == 2 and 1 <= count <= logits.shape[1]
     if use_triton(logits.device, backend):
         from freedraft_kernels.device.top_tokens import launch_top_keys
 

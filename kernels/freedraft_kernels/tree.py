@@ -8,8 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft_kernels.checks import check_tensor
-
 
 @dataclass(frozen=True, slots=True)
 class TreeBatch:
@@ -32,12 +30,10 @@ class TreeBatch:
     counts: torch.Tensor
 
     def __post_init__(self) -> None:
-        if self.tokens.dim() != 2 or self.tokens.shape[1] < 1:
-            raise ValueError(f"tokens has shape {list(self.tokens.shape)}, expected [batch, nodes >= 1]")
-        shape, device = self.tokens.shape, self.tokens.device
-        for name in ("tokens", "parents", "depths"):
-            check_tensor(name, getattr(self, name), shape, (torch.int32,), device)
-        check_tensor("counts", self.counts, shape[:1], (torch.int32,), device)
+        parts = self.tokens, self.parents, self.depths
+        assert self.tokens.shape[1] >= 1 and {part.shape for part in parts} == {self.tokens.shape}
+        assert self.counts.shape == self.tokens.shape[:1] and {t.dtype for t in (*parts, self.counts)} == {torch.int32}
+        assert all(part.is_contiguous() for part in parts)
 
     @classmethod
     def from_numpy(
@@ -52,14 +48,7 @@ class TreeBatch:
 
         The arrays may be overwritten as soon as this returns.
         """
-        if tokens.ndim != 2 or parents.shape != tokens.shape or depths.shape != tokens.shape:
-            raise ValueError(
-                f"tokens, parents and depths have shapes {tokens.shape}, {parents.shape} and {depths.shape}, "
-                "expected one shape [batch, nodes]"
-            )
         batch, nodes = tokens.shape
-        if counts.shape != (batch,):
-            raise ValueError(f"counts has shape {counts.shape}, expected ({batch},)")
         device = torch.device(device)
         size = batch * nodes
         part = size + -size % 4  # parts aligned to 16 bytes: Triton specialises kernels by alignment

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
 
 MAX_DRAFT_NODES = 64  # per tree: bits of a mask
@@ -90,23 +89,13 @@ def tree_attention(
         max_seq_len: upper bound of keys per request.
         trees_only: do not write requests without a tree, either.
         scratch: float32, contiguous, at least `scratch_size`, reusable by later calls; None: allocated.
-
-    Raises:
-        ValueError: a wrong shape, dtype or device.
     """
     tokens, heads, size = query.shape
     requests = queries.seq_lens.shape[0]
-    if keys.shape != values.shape or keys.dim() != 4 or keys.shape[3] != size or heads % keys.shape[2]:
-        raise ValueError(
-            f"keys and values have shapes {list(keys.shape)} and {list(values.shape)}, expected [pages, tokens, a "
-            f"divisor of {heads}, {size}]"
-        )
-    if out.shape != query.shape or {t.stride(-1) for t in (query, keys, values, out)} != {1}:
-        raise ValueError("out has another shape than query, or the last dimension of a tensor is not contiguous")
-    for name, shape in (("starts", requests + 1), ("seq_lens", requests), ("trees", requests)):
-        check_tensor(name, getattr(queries, name), (shape,), (torch.int32,), query.device)
-    if min(len(queries.prefixes), len(queries.masks)) < tokens:
-        raise ValueError(f"prefixes and masks are shorter than query, which has {tokens} tokens")
+    assert keys.shape == values.shape and keys.shape[3] == size and heads % keys.shape[2] == 0
+    assert out.shape == query.shape and {t.stride(-1) for t in (query, keys, values, out)} == {1}
+    assert len(queries.starts) == requests + 1 and len(queries.trees) == requests
+    assert min(len(queries.prefixes), len(queries.masks)) >= tokens
     segments = split_keys(requests, heads, keys.shape[2], max_queries, max_seq_len)
     needed = requests * max_queries * heads * segments * (size + 2) if segments > 1 else 0
     if scratch is not None and scratch.numel() < needed:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from freedraft_kernels.checks import check_tensor
 from freedraft_kernels.dispatch import Backend, use_triton
 from freedraft_kernels.tree_attention import MAX_DRAFT_NODES, TreeQueries
 
@@ -42,17 +41,10 @@ def write_tree_queries(
         positions: int64 [T], in place, those of a chain.
         parents: int32 [T], out: parent of each node, 0 for the root; -1 for roots and earlier tokens.
         counts: int32 [B], out: number of nodes, root included.
-
-    Raises:
-        ValueError: a wrong shape, dtype or device.
     """
     requests, device = len(slots), slots.device
-    if trees.masks.dim() != 2 or trees.masks.shape[1] > MAX_DRAFT_NODES:
-        raise ValueError(f"masks has shape {list(trees.masks.shape)}, expected [slots, at most {MAX_DRAFT_NODES}]")
-    check_tensor("masks", trees.masks, trees.masks.shape, (torch.int64,), device)
-    check_tensor("prompts", trees.prompts, trees.masks.shape[:1], (torch.int32,), device)
-    check_tensor("slots", slots, (requests,), (torch.int64,), device)
-    check_tensor("nodes", nodes, (requests + 1,), (torch.int32,), device)
+    assert trees.masks.dtype == slots.dtype == torch.int64 and trees.prompts.dtype == nodes.dtype == torch.int32
+    assert trees.masks.shape[1] <= MAX_DRAFT_NODES and trees.masks.is_contiguous() and nodes.shape == (requests + 1,)
     if use_triton(device, backend):
         from freedraft_kernels.device.tree_queries import launch_tree_queries
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.acceptance import PASS_KINDS
-from freedraft.cost.controller import Auto
+from freedraft.cost.costs import Costs
 from freedraft.cost.policies import holding
 from freedraft.cost.step_times import row_of
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
@@ -47,7 +47,7 @@ class Cost(Lookahead):
 
     needs_top = 1
 
-    def __init__(self, costs: Auto, recipes: Sequence[SkipSet]) -> None:
+    def __init__(self, costs: Costs, recipes: Sequence[SkipSet]) -> None:
         self.costs = costs
         self.use(recipes)
         self.longest = min(costs.max_draft_tokens, MAX_DRAFT_LEN)

@@ -117,7 +117,7 @@ def merge(
 
 TenantsOption = Annotated[str | None, typer.Option(
     "--tenants", metavar="FILE",
-    help="Tenants: a cache_salt a line, or a JSON list of cache_salt and extra_key; '-' is standard input."),
+    help="Tenants: a cache_salt a line, or a JSON list, see docs/security.md; '-' is standard input."),
 ]  # fmt: skip
 
 

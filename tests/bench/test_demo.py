@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 
+import pytest
+
+from bench.demo import server
 from bench.demo.measure import BASELINE, SSSD, Answer, Prompt, prompts, row
+from bench.lib import servers
 from bench.lib.prompts import PROMPTS
 
 
@@ -33,3 +41,28 @@ def test_a_row_sums_up_the_prompts_of_a_kind() -> None:
     other = prompt(1.0)
     other.answers[SSSD][0] = Answer((1, 2, 3, 5), 1.0, 2)
     assert not row("code", [other])["identical"]
+
+
+def test_what_is_being_done_is_said_again_within_20_s(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    timers: list[servers.Timer] = []
+    monkeypatch.setattr(servers.Timer, "start", lambda timer: timers.append(timer))
+    servers.keep_telling(now := ["one"])
+    now[0] = "two"
+    assert timers[0].interval < 20 and timers[0].daemon, "it does not keep the process"
+    timers[0].function(*timers[0].args)
+    assert capsys.readouterr().out == "one ...\ntwo ...\n"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_server_of_each_engine_is_found_again_and_stopped(tmp_path: Path, monkeypatch, engine: str) -> None:
+    monkeypatch.setattr(server, "STATE", tmp_path / "server.json")
+    waits = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)", "--port", "12345"]
+    process = subprocess.Popen(waits, start_new_session=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    state = {"engine": engine, "pid": process.pid, "port": 12345}
+    server.STATE.write_text(json.dumps(state | {"port": 1234}))
+    assert server.recorded() is None, "another process has that pid now"
+    server.STATE.write_text(json.dumps(state))
+    assert server.recorded() == state
+    server.stop()
+    assert process.stdout.read() == b"" and server.recorded() is None

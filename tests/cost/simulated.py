@@ -34,10 +34,10 @@ class Drafter(Method):
 
     def __init__(self, controller: Controller, engine: Engine) -> None:
         super().__init__(None, EngineContext(max_draft_tokens=engine.most), controller, "sssd")
-        self.engine, self.proposals = engine, 0
+        self.engine, self.proposed = engine, 0
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
-        self.proposals += 1
+        self.proposed += 1
         self.engine.now += step.batch_size * self.engine.drafting
         return chains([[self.engine.text.promised] * max_draft_len] * step.batch_size)
 
@@ -117,7 +117,7 @@ class V2(Engine):
             self.method.draft(step)
             self.now = began  # what it takes is in the step's time
         else:
-            self.method.observe(step)
+            self.method.draft(step, verify=False)
         return np.full(len(ids), length)
 
     def end_step(self, batch: int, drafted: int, seconds: float) -> None:

@@ -100,11 +100,11 @@ def test_passes_and_steps_are_timed_apart() -> None:
     for number in range(200):
         previous = (1, 2 if number % 3 == 1 else 1) if number else None
         step = make_step(["a"], [[3]], previous=previous, texts=[[1, 2, 3]])
-        auto.update(step)
+        auto.learn(step)
         if number % 3 == 0:
             now += 0.02
             auto.record_pass(recipe, 1, 0.02)
-        auto.end(step)
+        auto.done(step)
         now += 0.05
     assert float(auto.pass_seconds(recipe, 1)) == pytest.approx(0.02, rel=0.05)
     assert float(auto.step_seconds(1, 2)) == pytest.approx(0.05, rel=0.05)
@@ -115,11 +115,11 @@ def test_a_step_that_did_other_work_teaches_no_time() -> None:
     auto = Auto(ROOFLINE, 8, clock=lambda: now)
     for previous in ((1, 1), None, None):
         step = make_step(["a"], [[1]], previous=previous)
-        auto.update(step)
-        auto.end(step)
+        auto.learn(step)
+        auto.done(step)
         now += 0.02
     auto.interrupt()
-    auto.update(make_step(["a"], [[1]], previous=(1, 1)))
+    auto.learn(make_step(["a"], [[1]], previous=(1, 1)))
     assert auto.times.seen == 0, "what lies between is not known"
 
 
@@ -137,12 +137,22 @@ def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made() -> None:
         lengths = BatchLengths(ROOFLINE, LENGTHS)
         for _ in range(300):
             step = make_step(["a"], [gained], capacities=asked)
-            lengths.update(step)
-            lengths.truncate(chains([[0.5] * lengths.max_draft_len(step)]))
+            lengths.learn(step)
+            lengths.cut(chains([[0.5] * lengths.plan(step)]))
         tokens = dict(zip(LENGTHS, lengths.tokens().tolist(), strict=True))
         accepted = asked > 1
         assert tokens[4] == pytest.approx(1 + 4 * accepted, abs=0.3) and tokens[8] >= tokens[4]
         assert tokens[8] == pytest.approx(1 + 8 * accepted, abs=1.5)
+
+
+def test_a_drafter_that_stops_early_is_expected_to_stop_there() -> None:
+    lengths = BatchLengths(ROOFLINE, LENGTHS)
+    for _ in range(300):
+        step = make_step(["a"], [[1, 99]], capacities=8)
+        lengths.learn(step)
+        assert lengths.plan(step) == 8
+        lengths.cut(chains([[0.5]]))
+    assert lengths.tokens() == pytest.approx([1.0, *[2.0] * (len(LENGTHS) - 1)], abs=0.3)
 
 
 def test_one_tree_says_what_all_shorter_lengths_bring() -> None:
@@ -153,9 +163,9 @@ def test_one_tree_says_what_all_shorter_lengths_bring() -> None:
 
     def looked_at(length: int) -> tuple[dict[int, float], DraftBatch]:
         lengths = BatchLengths(ROOFLINE, LENGTHS)
-        lengths.max_draft_len(make_step(names, [[1], [1]], capacities=length))
+        lengths.plan(make_step(names, [[1], [1]], capacities=length))
         draft = drafter.draft(names, max_nodes=length + 1, shape="tree")
-        lengths.look(draft)
+        lengths.cut(draft)
         return dict(zip(LENGTHS, lengths.tokens().tolist(), strict=True)), copy.deepcopy(draft)
 
     by_length, whole = looked_at(8)
@@ -203,4 +213,4 @@ def test_the_controller_of_an_engine(
     assert type(controller) is kind
     warnings = [record for record in caplog.records if "policy 'knee' decides" in record.message]
     assert len(warnings) == (not config)
-    assert controller.max_draft_len(make_step(["a"], [[1]])) > 0
+    assert controller.plan(make_step(["a"], [[1]])) > 0

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from freedraft.cli import app
 from freedraft.config import ConfigError
 from freedraft.cost import profiling
-from freedraft.cost.explain import CHAIN_TOKENS_PER_STEP, expected_tokens, explain, parse_curve
+from freedraft.cost.explain import CHAIN_TOKENS_PER_STEP, TOKENS_PER_STEP, expected_tokens, explain, parse_curve
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.schedule import CONTEXT, draft_lengths
@@ -42,6 +42,13 @@ def test_the_best_length_is_the_best_of_all() -> None:
         by_length = rates(roofline_on("l40s"), row.batch, range(1, 13), 4096, curve)
         assert row.best == int(np.argmax(by_length)) + 1
         assert row.speedup == pytest.approx(max(by_length) / by_length[0])
+
+
+def test_the_usual_curve_is_that_of_the_replayed_answers() -> None:
+    path = Path(__file__).parents[2] / "bench" / "results" / "replay.json"
+    kind = {"trace": "replay_llama31_8b.jsonl", "drafter": "sssd", "scoring": "learned", "shape": "tree"}
+    rows = [row for row in json.loads(path.read_text()) if row["store_tokens"] and kind.items() <= row.items()]
+    assert {1: 1.0} | {row["budget"]: round(row["tokens_per_step"], 3) for row in rows} == TOKENS_PER_STEP
 
 
 def test_curves() -> None:
@@ -77,13 +84,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_prints_and_draws(model: Path) -> None:
-    out = model / "figure.png"
-    result = CliRunner().invoke(app, ["explain", "--model", str(model), "--hardware", "h100", "--plot", str(out)])
+def test_the_command_prints(model: Path) -> None:
+    result = CliRunner().invoke(app, ["explain", "--model", str(model), "--hardware", "h100"])
     assert result.exit_code == 0, result.output
     assert "gain" in result.output and "256" in result.output
-    pytest.importorskip("matplotlib")
-    assert out.read_bytes().startswith(b"\x89PNG") and out.stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(
@@ -92,8 +96,6 @@ def test_the_command_prints_and_draws(model: Path) -> None:
         (["--hardware", "h1000"], "did you mean"),
         (["--hardware", "h100", "--dtype", "int7"], "int7"),
         (["--hardware", "h100", "--tokens-per-step", "x"], "--tokens-per-step"),
-        (["--windows", "512:0.9"], "'--windows' is no longer supported: windowed drafts are judged by measured times"),
-        (["--windows=512:0.9", "--memory", "80"], "'--windows' is no longer supported"),
     ],
 )
 def test_wrong_arguments_are_named(model: Path, arguments: list[str], word: str) -> None:

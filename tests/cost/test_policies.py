@@ -17,12 +17,12 @@ from tests.support.steps import chains, make_step
 
 def budget(controller: Controller, batch: int) -> int:
     """Draft tokens over the whole batch that a step of `batch` requests gets."""
-    controller.max_draft_len(make_step([f"r{i}" for i in range(batch)], [[1]] * batch))
+    controller.plan(make_step([f"r{i}" for i in range(batch)], [[1]] * batch))
     return controller.budget
 
 
 def width(controller: Controller, batch: int) -> int:
-    return controller.max_draft_len(make_step([f"r{i}" for i in range(batch)], [[1]] * batch)) + 1
+    return controller.plan(make_step([f"r{i}" for i in range(batch)], [[1]] * batch)) + 1
 
 
 def test_the_papers_example() -> None:
@@ -56,7 +56,8 @@ def test_the_best_nodes_of_the_batch_get_the_budget(p: list[list[float]], knee: 
     before = [draft.scores[b, 1 : draft.counts[b]].tolist() for b in range(len(p))]
     controller = Knee(profile(knee=knee), 6)
     tokens = budget(controller, len(p))
-    kept = controller.truncate(draft)
+    controller.cut(draft)
+    kept = draft.draft_tokens
     assert kept == min(tokens, sum(map(len, p))) == int((draft.counts - 1).sum())
     taken = sum(sum(scores[: n - 1]) for scores, n in zip(before, draft.counts.tolist(), strict=True))
     assert taken == pytest.approx(sum(sorted((p for scores in before for p in scores), reverse=True)[:kept]), rel=1e-5)
@@ -65,8 +66,8 @@ def test_the_best_nodes_of_the_batch_get_the_budget(p: list[list[float]], knee: 
 def test_what_a_request_may_have_limits_every_policy() -> None:
     step = make_step(["a", "b"], [[1], [2]], capacities=[0, 3])
     for controller in (Fixed(profile(), 8), Knee(profile(knee=100), 8), Fixed(profile(), 8, (1, 2, 4, 8))):
-        assert controller.max_draft_len(step) == 3
-    assert Fixed(profile(), 8).max_draft_len(make_step(["a"], [[1]], capacities=0)) == 0
+        assert controller.plan(step) == 3
+    assert Fixed(profile(), 8).plan(make_step(["a"], [[1]], capacities=0)) == 0
 
 
 def test_shipped_profiles() -> None:

@@ -66,9 +66,9 @@ def test_batch_sizes_that_alternate_have_lengths_of_their_own() -> None:
 def test_drafting_that_costs_more_than_it_brings_stops_but_for_glances() -> None:
     served = V1(knee, drafting=0.004)  # a fifth of a step
     served.run(1, Text(0.05), 300)
-    before = served.method.proposals
+    before = served.method.proposed
     served.run(1, Text(0.05), 1000)
-    assert 1 <= served.method.proposals - before <= 100, "4 ms each, of 20 s: at most a hundredth, and probes"
+    assert 1 <= served.method.proposed - before <= 100, "4 ms each, of 20 s: at most a hundredth, and probes"
     assert max(served.run(1, Text(0.95), 300)[200:, 2]) >= 4, "it comes back"
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import stat
-import struct
 import tempfile
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sssd_plugin.datastore.build.builder import StoreBuilder
-from sssd_plugin.datastore.disk.format import digest
 from sssd_plugin.datastore.disk.store import Datastore, audit
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.sub_index import SEPARATOR
@@ -57,42 +55,6 @@ def test_look_ups_equal_brute_force(corpus: tuple[list[list[int]], int, int | No
             query = data.draw(st.lists(st.sampled_from(ids), min_size=1, max_size=5))
             for sub in subs:
                 assert look_up(sub, query) == brute_force(sub, query)
-
-
-FIRST = """{
- "format": "freedraft-datastore", "format_version": 1, "requires": [], "vocab_size": 4, "tokenizer": null,
- "separator": -1, "padding": 32, "block_bytes": 67108864, "created_at": "2026-11-26T01:44:27Z",
- "created_by": "freedraft 0.1.0", "sub_indices": [{"name": "0000-219cf4dd", "n_tokens": 5, "n_documents": 2,
- "max_token": 2, "files": {
-  "tokens": {"size": 156, "crc32": ["e692feca"],
-   "sha256": ["92d23b5856d93e19b8b79e216a412b06b98e706b5e9e483cd6671e499bb19e33"]},
-  "suffix_array": {"size": 20, "crc32": ["fc8aa7de"],
-   "sha256": ["bd23d79a24b97a7a7682e2ac9fbc19904b5f80a2edd65805bc2fb63bfe5124a7"]},
-  "bucket_starts": {"size": 20, "crc32": ["0775b72b"],
-   "sha256": ["84e44eb3cbc4d91a5712129ee1b965bf0c10960c10dc3b65cb167981ac355464"]},
-  "sparse_index": {"size": 4, "crc32": ["ffffffff"],
-   "sha256": ["ad95131bc0b799c0b1af477fb14fcf26a6a9f76079e48bf090acb7e8367bfd0e"]}},
- "n_sections": 0}], "learnt": null, "checksum": "e82a3da6"}"""
-
-
-def test_stores_of_the_first_version_open(tmp_path: Path) -> None:
-    """This one is byte by byte what freedraft 0.1.0 wrote."""
-    folder = tmp_path / "0000-219cf4dd"
-    folder.mkdir()
-    (tmp_path / "manifest.json").write_text(FIRST)
-    arrays = {
-        "tokens": [1, 2, 1, -1, 2, 1, -1, *[-1] * 32],
-        "suffix_array": [2, 5, 0, 1, 4],
-        "bucket_starts": [0, 0, 3, 5, 5],
-        "sparse_index": [-1],
-    }
-    for name, numbers in arrays.items():
-        (folder / f"{name}.i32").write_bytes(struct.pack(f"<{len(numbers)}i", *numbers))
-    store = Datastore.open(tmp_path, vocab_size=4, sha256=digest(tmp_path))
-    audit(store, full=True)
-    assert documents_of(store.snapshot[0]) == [[1, 2, 1], [2, 1]]
-    build_store(tmp_path / "again", [[1, 2, 1], [2, 1]], 4)
-    assert {path.stem for path in (tmp_path / "again").rglob("*.i32")} == set(arrays)
 
 
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:

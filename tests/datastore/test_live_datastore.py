@@ -13,11 +13,9 @@ import pytest
 
 from sssd_plugin.datastore.build.sorting import resident_bytes
 from sssd_plugin.datastore.index.runs import Run, merged, sorted_run
-from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.datastore.live import runs
 from sssd_plugin.datastore.live.runs import SEARCHED
 from sssd_plugin.datastore.live.store import LiveStore
-from sssd_plugin.datastore.records import Erasure
 from sssd_plugin.drafter import Drafter
 from tests.support.stores import documents_of, snapshot_of
 from tests.support.waiting import wait_until
@@ -283,27 +281,6 @@ def test_a_merge_that_fails_stops_learning_only(
     assert not store.insert(document(99))
     assert contents(store) == held == [document(seed).tolist() for seed in range(len(held))]
     assert any("nothing more is learnt" in record.message for record in caplog.records)
-
-
-def test_a_conversation_is_held_once() -> None:
-    """Each turn's prompt is all that was said before."""
-    rng = np.random.default_rng(0)
-    live = LiveStore(60_000, isolation="shared", max_tokens=1 << 20)
-    text, taken = np.zeros(0, np.int32), 0
-    for _ in range(12):
-        new = rng.integers(0, 60_000, 900).astype(np.int32)
-        text = np.concatenate([text, new])
-        assert live.insert(text, conversation=True)
-        taken += len(new)
-        view, _ = live.view()
-        assert any(
-            np.diff(find_ngram(view.table, row, text, max(0, len(text) - 910), 20))[0] for row in range(len(view.table))
-        )
-    assert taken <= live.stats().tokens <= taken * 1.35, "a block and what leads into it again with each turn"
-    live.erase(Erasure())
-    assert live.insert(text, conversation=True)
-    assert live.stats().tokens >= taken, "what was erased is taken again when it is said again"
-    live.close()
 
 
 def test_what_was_merged_is_given_back_once_nobody_drafts_from_it() -> None:

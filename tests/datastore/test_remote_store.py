@@ -66,18 +66,6 @@ def test_what_is_damaged_or_missing_is_fetched_again(tmp_path: Path, url: str, f
         assert fetched == [name] and documents_at(copy) == TEXTS
 
 
-def test_copies_of_the_previous_layout_are_replaced(tmp_path: Path, url: str, fetched: list[str]) -> None:
-    """Folders of sub-indices were links to folders beside the copy."""
-    copy = local_copy(url, tmp_path / "cache")
-    (sub,) = (path for path in copy.iterdir() if path.is_dir())
-    sub.rename(copy.parent / "address")
-    sub.symlink_to(Path("..") / "address")
-    fetched.clear()
-    assert documents_at(local_copy(url, tmp_path / "cache")) == TEXTS and fetched == []
-    shutil.rmtree(copy.parent / "address")
-    assert documents_at(local_copy(url, tmp_path / "cache")) == TEXTS and sorted(fetched) == ALL
-
-
 def test_copies_that_nobody_used_for_a_day_go(tmp_path: Path, url: str) -> None:
     copy = local_copy(url, tmp_path / "cache")
     for name, age in (("day", 90_000), ("hour", 3_600)):

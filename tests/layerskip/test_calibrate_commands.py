@@ -144,8 +144,6 @@ def test_inspect_shows_layers(run: Callable, tmp_path: Path) -> None:
     SkipSet.of_sublayers([2, 5], 4).save(tmp_path / "s.json", {"data": "made up"})
     said = run("inspect", tmp_path / "s.json")
     assert "#.##" in said and "##.#" in said and "data: made up" in said
-    said = run("inspect", tmp_path / "s.json", "--plot", tmp_path / "s.png", code=2)
-    assert said.startswith("error: calibrate: '--plot' is no longer supported")
 
 
 @pytest.mark.parametrize(
@@ -157,8 +155,6 @@ def test_inspect_shows_layers(run: Callable, tmp_path: Path) -> None:
         ("skip-set", ["--share", 0.9], "choose between 1 and half"),
         ("skip-set", ["--tokens", 100000], "give more text"),
         ("skip-set", ["--device", "abacus"], "there is no abacus here"),
-        ("skip-set", ["--engine", "vllm"], "calibrate: '--engine' is no longer supported: transformers runs the model"),
-        ("knn", ["--engine-args={}"], "calibrate: '--engine-args' is no longer supported: transformers runs the model"),
         ("knn", [], "at least two domains"),
         ("knn", ["--clusters", 3], "3 from 4 prompts: ask for at least 2, and give at least 6 prompts"),
         ("knn", ["single.jsonl"], "domain single has 1 prompt"),

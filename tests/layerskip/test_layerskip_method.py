@@ -100,8 +100,8 @@ class Engine:
         method.recipes.use(sets.values())
         if costs is not None:
             known = KnownCosts({recipe: {1: costs[0]} for recipe in method.recipes.all}, costs[1])
-            method.auto.step_seconds, method.auto.pass_seconds = known.step_seconds, known.pass_seconds
-            lookahead = Cost(method.auto, method.recipes.all)
+            method.costs.step_seconds, method.costs.pass_seconds = known.step_seconds, known.pass_seconds
+            lookahead = Cost(method.costs, method.recipes.all)
         method.lookahead = lookahead
         method.prepare(self.model)
         self.text, self.gained, self.drafted = {}, {}, {}

@@ -93,12 +93,7 @@ def test_what_is_set_reaches_swift_and_what_is_not_is_the_papers() -> None:
     names = ("window", "bayesian", "most", "patience", "stop_score")
     for options, size, expected in (
         ({}, 4, [32, 25, 1000, 300, 0.95]),
-        (
-            {"skip_ratio": 0.25, "search_window": 16, "search_bayesian": 0, "search_candidates": 9}
-            | {"search_patience": 4, "search_stop_score": 0.5},
-            2,
-            [16, 0, 9, 4, 0.5],
-        ),
+        ({"skip_ratio": 0.25, "search_window": 16}, 2, [16, 25, 1000, 300, 0.95]),
     ):
         made: Any = selection(selection="swift", **options)
         assert made.space.size == len(made.incumbent) == size
@@ -156,16 +151,11 @@ def test_policies_and_records_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="freedraft calibrate disco"):
         lookahead(lookahead="disco")
     for options, says in (
-        ({"lookahead": "roc"}, "'lookahead=roc' is no longer supported: set lookahead to cost or confidence"),
         ({"disco": "/no/such/file"}, "'disco' /no/such/file is not a file"),
         ({"record": "/no/such/folder/seen.npz"}, "'record'.*folder"),
         ({"threshold": 1.5}, "threshold"),
         ({"skip_ratio": 1}, "option 'skip_ratio' should be less than 1"),
         ({"search_window": 0}, "option 'search_window' should be greater than or equal to 1"),
-        ({"search_bayesian": -1}, "option 'search_bayesian' should be greater than or equal to 0"),
-        ({"search_candidates": "many"}, "option 'search_candidates' should be a valid integer"),
-        ({"search_patience": 0}, "option 'search_patience' should be greater than or equal to 1"),
-        ({"search_stop_score": 95}, "option 'search_stop_score' should be less than or equal to 1"),
     ):
         with pytest.raises(ConfigError, match=says):
             LayerSkipOptions.parse(options)

@@ -16,7 +16,7 @@ from freedraft.config import PluginOptions
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
-from freedraft.engines.sglang.accepted import AcceptedTokens, OneCopy
+from freedraft.engines.sglang.accepted import AcceptedTokens
 from freedraft.engines.sglang.drafting import Drafting
 from freedraft.engines.sglang.requests import tenant_of
 from freedraft.guarded_method import GuardedMethod
@@ -80,7 +80,7 @@ class Threaded(Recorder):
 def drafting(widths=(1, 2, 4, NODES), max_batch=4, method="Recorder", **given):
     spec = MethodSpec("recorder", f"{__name__}:{method}", PluginOptions)
     guarded = GuardedMethod(spec, None, EngineContext(widths=widths))
-    seam = Drafting(guarded, widths, max_batch, AcceptedTokens(256, NODES, "cpu"), **given)
+    seam = Drafting(guarded, widths, max_batch, AcceptedTokens(256, NODES), **given)
     return seam, seam.guarded.method
 
 
@@ -159,13 +159,17 @@ def read_result(gained):
             request.update_finish_state(len(new))
 
 
-def test_an_adapter_makes_no_other_tenant():
+def test_an_adapter_makes_another_tenant():
     """SGLang appends its id to the extra_key."""
-    assert request("a", [1], extra_key="x", lora_id="7f").extra_key == "x7f"
+    assert (
+        request("a", [1], extra_key="x", lora_id="7f").extra_key
+        == "x7f"
+        == request("a", [1], extra_key="x7f").extra_key
+    )
     for fields in ({}, {"cache_salt": "y"}, {"extra_key": "x"}, {"extra_key": "x", "cache_salt": "y"}):
-        with_adapter = request("a", [1], lora_id="7f", **fields)
-        assert tenant_of(with_adapter) == tenant_of(request("a", [1], **fields)) == tenant_key(
-            fields.get("cache_salt"), fields.get("extra_key"))  # fmt: skip
+        keys = fields.get("cache_salt"), fields.get("extra_key")
+        assert tenant_of(request("a", [1], **fields)) == tenant_key(*keys)
+        assert tenant_of(request("a", [1], lora_id="7f", **fields)) == tenant_key(*keys, "7f")
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "sync"])
@@ -264,14 +268,18 @@ def test_aborted_requests_do_not_pile_up_and_a_swept_one_keeps_its_tenant():
         ({"presence_penalty": -0.5}, 0),
         ({"repetition_penalty": 1.5}, 0),
         ({"custom_params": {"token_ids": [1]}}, 0),
+        ({"custom_params": {"freedraft": "off"}}, 0),
+        ({"custom_params": {"freedraft": ["off"]}}, NODES - 1),
+        ({"custom_params": ["freedraft"]}, NODES - 1),
         ({"logit_bias": {"3": 1.0}, "top_p": 0.5, "min_p": 0.1}, NODES - 1),
     ],
 )
 def test_no_drafts_where_tokens_of_the_step_count(sampling, capacity):
-    """Penalties, for one: a tree has no one distribution. Other requests of the batch have their drafts."""
+    """Penalties, for one: a tree has no one distribution; nor where the client wants none. Other requests of the batch
+    have their drafts."""
     from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
 
-    if "custom_params" in sampling:
+    if "token_ids" in sampling.get("custom_params", {}):
         sampling = sampling | {"custom_logit_processor": DisallowedTokensLogitsProcessor.to_str()}
     seam, method = drafting()
     method.nodes = {"a": 4, "b": 3}
@@ -314,7 +322,7 @@ def test_drafts_are_the_same_in_a_thread():
     def run(timeout):
         options = SssdOptions(draft_timeout_ms=timeout, live=True, isolation="shared", policy="fixed", recycle="off")
         context = EngineContext(vocab_size=VOCAB_SIZE, max_draft_tokens=NODES - 1, widths=(1, 2, 4, NODES))
-        seam = Drafting(GuardedMethod(SPEC, options, context), context.widths, 4, AcceptedTokens(256, NODES, "cpu"))
+        seam = Drafting(GuardedMethod(SPEC, options, context), context.widths, 4, AcceptedTokens(256, NODES))
         assert (seam._thread is not None) == (timeout > 0)
         rng, running, trees = np.random.default_rng(5), {}, []
         text = np.tile(rng.integers(1, VOCAB_SIZE, 40), 20)  # so that there is something to draft
@@ -385,8 +393,9 @@ def test_an_error_of_the_driver_in_a_step_is_the_engines(method, caplog, monkeyp
         seam.begin([a])
         batch, made.draft = decoding_batch({a: [5]}, seam.accepted), lambda step: fail(error)
         if waits:
-            wait = SimpleNamespace(synchronize=functools.partial(fail, error))
-            seam.accepted.newest = OneCopy(seam.accepted.newest.host, wait)
+            copies = seam.accepted._copies
+            rows, host, _ = copies.pop()
+            copies.append((rows, host, SimpleNamespace(synchronize=functools.partial(fail, error))))
         with caplog.at_level(logging.INFO):
             return seam.draft(batch)
 
@@ -398,6 +407,43 @@ def test_an_error_of_the_driver_in_a_step_is_the_engines(method, caplog, monkeyp
     assert tree.counts.tolist() == [1] and tree.tokens[:, 0].tolist() == [5]
     (record,) = caplog.records
     assert "the engine goes on without drafts" in record.getMessage()
+
+
+def put(accepted, rows, first):
+    """A step that stores tokens `first`, `first + 1` for each pool row."""
+    ones = torch.ones(len(rows), dtype=torch.int32)
+    tokens = torch.tensor([first, first + 1] + [0] * (NODES - 2), dtype=torch.int32)
+    accepted.put(torch.tensor(rows), tokens.repeat(len(rows), 1), 2 * ones, ones)
+
+
+def test_a_step_reads_the_newest_tokens_of_each_request_and_keeps_them():
+    """Also those of a prefill some steps ago; a late thread keeps them after the next step."""
+    accepted = AcceptedTokens(256, NODES)
+    for rows, first in (([3, 250], 10), ([7], 20), ([3], 30)):
+        put(accepted, rows, first)
+    gained = accepted.read(np.array([250, 3, 7]))
+    assert gained.tokens.reshape(3, -1)[:, 2:4].tolist() == [[10, 11], [30, 31], [20, 21]]
+    put(accepted, [3, 250], 40)
+    assert accepted.read(np.array([3])).tokens[2:4].tolist() == [40, 41]
+    assert gained.tokens[gained.ends - 1].tolist() == [11, 31, 21] and gained.seq_lens.tolist() == [1, 1, 1]
+
+
+def test_a_step_copies_its_own_rows_only():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        elements = 0
+
+        def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
+            made = operation(*arguments, **keywords or {})
+            self.elements += made.numel() if isinstance(made, torch.Tensor) else 0
+            return made
+
+    accepted = AcceptedTokens(4096, NODES)
+    with Counting() as counting:
+        for first in range(50):  # of prefills, which nobody reads
+            put(accepted, [5, 9], first)
+    assert counting.elements < 50 * 200 and len(accepted._copies) == 1
 
 
 def test_lengths_come_with_the_tokens():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import urllib.request
 
@@ -10,6 +11,8 @@ import pytest
 
 from bench.lib import servers
 from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine, token_ids
+from tests.sglang.parser_texts import CALLS, TOOL_TEXTS
+from tests.sglang.parsers import FrontEnd
 from tests.support.models import continuations
 from tests.support.pages import sums
 from tests.support.prompts import SHORT
@@ -18,12 +21,25 @@ NAMES = ("tokens", "request_steps", "accepted_tokens", "accepted_lengths", "undr
 
 
 def test_real_model(demo_model, tmp_path):
-    """Six prompts to the demo model: its own tokens, and some drafts accepted."""
+    """Six prompts to the demo model: its own tokens, and some drafts accepted. Then tool calls in runs of tokens."""
     expected = continuations(demo_model, token_ids(demo_model, SHORT[:6]), 24)
     options = {"max_running_requests": 6, "max_total_tokens": 4096, "speculative_num_draft_tokens": 8}
+    options |= {"tool_call_parser": "qwen"}
     counts = tmp_path / "counts.json"
     with sglang_engine(demo_model, counts, speculative_algorithm="sssd", **options) as engine:
         assert ids(engine.generate(SHORT[:6], GREEDY | {"max_new_tokens": 24})) == expected
+        front = FrontEnd(engine.tokenizer_manager, engine.template_manager, engine.loop.run_until_complete)
+        text = TOOL_TEXTS["qwen"]
+        keys = {"messages": [{"role": "user", "content": f"Copy this.\n{text}\n{text}"}], "regex": re.escape(text)}
+        keys |= {
+            "temperature": 0,
+            "max_tokens": 200,
+            "adapted": lambda request: front.chat._convert_to_internal_request(request)[0],
+        }
+        content, _, calls, reason = front.read(drafting=True, **keys)
+        assert [(call["name"], json.loads(call["arguments"])) for call in calls.values()] == list(CALLS)
+        assert (content.strip(), reason) == ("Let me look.", "tool_calls")
+        assert front.read(drafting=False, **keys)[2] != calls, "SGLang's parser loses nothing of these runs"
     done = read_counts(counts)
     assert done["tokens"] > 1.05 * done["request_steps"]
 

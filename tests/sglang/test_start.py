@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from freedraft.config import ConfigError
-from freedraft.engines.hooks import check
+from freedraft.engines.hooks import Hook, check
+from freedraft.engines.sglang import guards
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend, widths_for
 from tests.support.models import save, tiny_model
 
 ON_GPU = {"device": "cuda", "attention_backend": "triton"}
 ON_CPU = {"device": "cpu", "attention_backend": "torch_native"}
+WINDOW = {"WINDOW": "512"}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +68,6 @@ def test_backends_with_tree_masks_pass(resolved, backend):
             "--attention-backend",
         ),
         ({"pp_size": 2}, "pipeline parallelism", "--tp-size"),
-        ({"enable_lora": True, "lora_paths": ["a=b"]}, "LoRA", "merged model"),
         ({"disaggregation_mode": "decode"}, "disaggregation", "--disaggregation-mode"),
         ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, "DP attention", "--attn-dp-size"),
         ({"tp_size": 2, "attn_dp_size": 2}, "DP attention", "--attn-dp-size"),
@@ -89,14 +90,27 @@ def test_refused(resolved, monkeypatch, changed, reason, remedy):
     assert reason in message and remedy in message and "\n" not in message
 
 
+def test_adapters_go_with_drafts_of_the_host(resolved, monkeypatch):
+    adapters = ON_GPU | {"enable_lora": True, "lora_paths": ["a=b"]}
+    args = resolved(**adapters)
+    assert args.enable_lora and args.speculative_algorithm == "SSSD"
+    for name in ("layerskip", "freedraft"):
+        with pytest.raises(ConfigError, match="--speculative-algorithm sssd") as caught:
+            resolved(**adapters, speculative_algorithm=name)
+        assert "LoRA" in str(caught.value) and "\n" not in str(caught.value)
+    monkeypatch.setattr(guards, "LORA_HOOKS", (Hook("sglang.srt.no_such_module", purpose="a test"),))
+    with pytest.raises(ConfigError, match=r"LoRA.*--speculative-algorithm ngram"):
+        resolved(**adapters)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "topk"),
     [
         ("sssd", {"SHAPE": "chain"}, 1),
-        ("layerskip", {}, 2),
-        ("layerskip", {"TREE": "false"}, 1),
-        ("freedraft", {"SHAPE": "chain"}, 2),
-        ("freedraft", {"SHAPE": "chain", "TREE": "false"}, 1),
+        ("layerskip", WINDOW, 2),
+        ("layerskip", WINDOW | {"TREE": "false"}, 1),
+        ("freedraft", WINDOW | {"SHAPE": "chain"}, 2),
+        ("freedraft", WINDOW | {"SHAPE": "chain", "TREE": "false"}, 1),
     ],
 )
 def test_chains_do_without_the_second_call_of_fa3(resolved, monkeypatch, name, options, topk):
@@ -114,6 +128,8 @@ def test_the_backend_that_does_not_verify_may_be_any(resolved):
 
 def test_ranks(resolved, monkeypatch):
     for name, nodes in {"sssd": 32, "layerskip": 16, "freedraft": 16}.items():
+        if name != "sssd":
+            monkeypatch.setenv("FREEDRAFT_WINDOW", "512")
         args = resolved(**ON_GPU, tp_size=2, speculative_algorithm=name)
         assert args.tp_size == 2 and args.speculative_num_draft_tokens == nodes
     monkeypatch.setenv("FREEDRAFT_SELECTION", "swift")
@@ -126,6 +142,32 @@ def test_cpu_platform_takes_its_own_backend_only(resolved):
     assert resolved(**ON_CPU | {"page_size": 16}).page_size == 16
     with pytest.raises(ConfigError, match="torch_native"):
         resolved(**ON_CPU | {"attention_backend": "triton"})
+
+
+def test_the_variable_alone_chooses_the_cpu_and_a_start_without_gpu_names_it(resolved, monkeypatch):
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.platforms.interface import SRTPlatform
+    from sglang.srt.utils.common import get_device
+
+    from freedraft.engines.sglang.hooks import settings
+
+    args = resolved(device=None)
+    assert args.device == "cpu" and args.attention_backend == "torch_native" and settings() == []
+    monkeypatch.delenv("SGLANG_PLATFORM")
+    monkeypatch.setattr(type(current_platform), "get_device", SRTPlatform.get_device)  # as where none is found
+    get_device.cache_clear()
+    with pytest.raises(ConfigError, match=r"sssd cannot start: No accelerator.* SGLANG_PLATFORM=freedraft_cpu"):
+        resolved(device=None)
+    with pytest.raises(RuntimeError, match="No accelerator"):
+        resolved(device=None, speculative_algorithm=None)
+    (line,) = settings()
+    assert "SGLANG_PLATFORM=freedraft_cpu" in line
+
+
+@pytest.mark.parametrize("name", ["layerskip", "freedraft"])
+def test_drafting_with_the_whole_model_is_refused(resolved, name):
+    with pytest.raises(ConfigError, match=r"the whole model: set option 'skip_set', 'window' or"):
+        resolved(**ON_CPU, speculative_algorithm=name)
 
 
 SIZES = dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16)
@@ -176,6 +218,7 @@ def test_widths():
     assert widths_for("flashinfer", 12) == (1, 4, 12) and widths_for("fa3", 64) == (1, 4, 16, 64)
     assert widths_for("torch_native", 5) == (1, 2, 3, 4, 5)
     assert all(widths_for(backend, 16)[0] == 1 for backend in BACKENDS), "what fails leaves the roots"
+    assert widths_for("triton", 16, adapters=True) == (16,) and len(widths_for("torch_native", 5, adapters=True)) == 5
 
 
 def test_a_wrong_option_ends_the_start_in_one_line(resolved, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -46,6 +47,26 @@ def save(model: Any, folder: Path, tokenizer: Path | None = None) -> Path:
         for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             if (tokenizer / name).is_file():
                 shutil.copy(tokenizer / name, folder)
+    return folder
+
+
+def save_adapter(model: Path, folder: Path, seed: int) -> Path:
+    """A random LoRA adapter of a saved model, strong enough that it answers otherwise than the model alone."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
+    config, generator = AutoConfig.from_pretrained(model), torch.Generator().manual_seed(seed)
+    hidden, inner, rank, tensors = config.hidden_size, config.intermediate_size, 4, {}
+    for layer in range(config.num_hidden_layers):
+        for part, size in (("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
+            name = f"base_model.model.model.layers.{layer}.mlp.{part}.lora_"
+            tensors[f"{name}A.weight"] = torch.randn(rank, size[1], generator=generator) / size[1] ** 0.5
+            tensors[f"{name}B.weight"] = torch.randn(size[0], rank, generator=generator)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["up_proj", "down_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
     return folder
 
 

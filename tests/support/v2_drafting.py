@@ -16,12 +16,15 @@ class Decoding:
     Args:
         texts: int32 [B, max_model_len], what each of B requests writes; its first `prompt` tokens are the prompt.
         options: of the method, and `num_speculative_tokens`.
+        extra_args: of the last request.
 
     Attributes:
         batch: vLLM's InputBatch of a step in which each request verifies K draft tokens.
     """
 
-    def __init__(self, model: Path, texts: NDArray[np.int32], prompt: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: Path, texts: NDArray[np.int32], prompt: int, options: dict[str, Any], extra_args: Any = None
+    ) -> None:
         from vllm import SamplingParams
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.core.sched.output import NewRequestData
@@ -47,7 +50,7 @@ class Decoding:
         self.drafts = torch.zeros(size, length, dtype=torch.int64)
         self.lengths = np.full(size, prompt)
         for name, text in zip(ids, texts[:, :prompt].tolist(), strict=True):
-            parameters = SamplingParams(max_tokens=longest)
+            parameters = SamplingParams(max_tokens=longest, extra_args=extra_args if name == ids[-1] else None)
             new = NewRequestData(name, text, [], parameters, None, ([],), 0, None, prefill_token_ids=text)
             self.drafting.add([new])
 

@@ -15,10 +15,10 @@ from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm import methods, patching
 from freedraft.engines.vllm.context import start_line
-from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
+from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS, settings
 
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
-SKIPPING = {"method": "layerskip", "num_speculative_tokens": 3}
+SKIPPING = {"method": "layerskip", "num_speculative_tokens": 3, "window": 512}
 BOTH = SKIPPING | {"method": "freedraft"}
 KV_TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
@@ -54,6 +54,14 @@ def line(monkeypatch, caplog):
 
 def test_all_hooks_are_there():
     assert check(HOOKS + MODEL_HOOKS + OPTIONAL_HOOKS) == []
+
+
+def test_the_doctor_names_the_command_that_starts_the_cpu_package():
+    from importlib.metadata import distributions
+
+    stock = any(each.name == "vllm" for each in distributions())
+    lines = [line for line in settings() if "python -m vllm.entrypoints.openai.api_server" in line]
+    assert len(lines) == (not stock)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +253,7 @@ def test_engines_that_are_refused(tiny_model, method, arguments, words):
         from vllm.config import KVTransferConfig
 
         arguments = {"kv_transfer_config": KVTransferConfig(**KV_TRANSFER)}
-    message = refusal(tiny_model, SKIPPING | {"method": method}, **arguments)
+    message = refusal(tiny_model, SKIPPING if method == "layerskip" else GOOD, **arguments)
     assert words in message and f"'{method}'" in message
 
 
@@ -320,6 +328,8 @@ def test_other_methods_are_left_alone(tiny_model):
     ("change", "words"),
     [
         (SKIPPING | {"skip_set": "/no/such/set.json"}, ["'skip_set'", "/no/such/set.json", "freedraft calibrate"]),
+        (SKIPPING | {"window": None}, ["the whole model", "'skip_set'", "'window'", "'selection'"]),
+        (BOTH | {"window": None}, ["the whole model", "'skip_set'", "'window'", "'selection'"]),
         (SKIPPING | {"skip_sets": "x"}, ["'skip_sets'", "did you mean 'skip_set'"]),
         (BOTH | {"draft": ["layerskip", "sssd"]}, ["unknown option 'draft'"]),
         (BOTH | {"lookahead": "fixed"}, ["'lookahead'", "cost"]),
@@ -408,3 +418,23 @@ def test_without_the_fix_vllm_cannot_replace_kernels_once_numba_is_loaded(monkey
         dispatcher._rebind_kernels([])
     patching.start_with_numba_loaded()
     dispatcher._rebind_kernels([])
+
+
+def test_vllm_finds_the_attention_of_trees_by_the_name_that_it_has():
+    """On CUDA, vLLM asks the registered class for its module and name, and imports that."""
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from freedraft.engines.vllm.v2.tree_attention import register
+
+    places = AttentionBackendEnum.TRITON_ATTN, AttentionBackendEnum.FLASH_ATTN
+    stock = [place.get_class() for place in places]
+    try:
+        register(flash=True)
+        for place, before in zip(places, stock, strict=True):
+            ours = place.get_class()
+            assert ours is not before and issubclass(ours, before)
+            assert resolve_obj_by_qualname(".".join(ours.full_cls_name())) is ours
+    finally:
+        for place in places:
+            place.clear_override()

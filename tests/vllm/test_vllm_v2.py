@@ -20,7 +20,7 @@ from vllm_cases import TINY, alone, greedy_case, recycled, save_sets, seeded_cas
 from freedraft.step import EngineContext
 from tests.support import prompts as texts
 from tests.support import repeat_drafter
-from tests.support.models import continuations, save
+from tests.support.models import continuations, save, weaken
 from tests.support.models import tiny_model as make_tiny
 from tests.support.v2_drafting import Decoding
 
@@ -158,6 +158,28 @@ def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch):
     batch.num_draft_tokens_per_req = None
     ours._set_prompt_states(batch, states, np.array([False, False, True]))
     assert states_by_id[c] == [7.0]
+
+
+@pytest.mark.parametrize("extra_args", [{"freedraft": "off"}, {"freedraft": ["off"]}, {"freedraft": 1}])
+def test_off_for_one_request(tiny_model, extra_args):
+    """The others have their drafts; a batch of such requests is not waited for. What is no "off" is ignored."""
+    pytest.importorskip("triton")
+    texts, off = np.tile(np.arange(2, 12, dtype=np.int32), (2, 20)), extra_args["freedraft"] == "off"
+    waited: list[int] = []
+    for rows in (2, 1):
+        decoding = Decoding(tiny_model, texts[:rows], 40, SSSD | {"live": False}, extra_args)
+        count = decoding.drafting.guarded.metrics.undrafted("off")._value
+        before = count.get()
+        waited.clear()
+        decoding.launch(2, SimpleNamespace(synchronize=lambda: waited.append(1), record=int))
+        drafted = decoding.draft()
+        assert drafted == bool(waited) == (rows == 2 or not off)
+        if drafted:
+            assert decoding.drafting.requests.drafted.tolist() == [3] * (rows - 1) + [0 if off else 3]
+        decoding.drafting.catch_up()
+        assert count.get() - before == off
+        assert decoding.drafting.guarded.metrics.failures._value.get() == 0
+        decoding.drafting.guarded.close()
 
 
 def test_an_error_of_the_driver_in_a_step_is_the_engines(tiny_model, caplog, monkeypatch):
@@ -320,6 +342,29 @@ def test_layer_skipping_verifies_siblings(skipped, tiny_answers, live_prompts):
 
 def test_layer_skipping_leaves_the_tokens_of_a_seed_alone(skipped, plain_seeded):
     assert skipped["seeded"] == plain_seeded
+
+
+def test_layer_skipping_by_default_drafts_as_at_a_fixed_length(tmp_path):
+    """Twelve requests one after the other, between which nothing is drafted for, where drafts pay."""
+    model = make_tiny(seed=7, **TINY | {"num_hidden_layers": 8})
+    skipped = range(1, 7)
+    weaken(model, skipped, 0.05)
+    (file,) = save_sets(save(model, tmp_path), tmp_path, skip=(skipped, skipped))
+    prompts = token_prompts(texts.random_ids([12] * 12, 24, first=2, seed=3))
+    cases = {f"{i}": greedy_case([prompt], 40) for i, prompt in enumerate(prompts)}
+    default = {"method": "layerskip", "num_speculative_tokens": 4, "skip_set": file}
+
+    def accepted(**options):
+        given = {"speculative_config": default | options, "seconds": [0.02, 1e-4], "max_num_seqs": 4}
+        given["gpu_memory_utilization"] = 0.2
+        found = serve(tmp_path, cases=cases, **given, **SMALL)
+        assert not found["engine"]["failures"]
+        answers = continuations(tmp_path, [prompt["prompt_token_ids"] for prompt in prompts], 40)
+        assert [found[name] for name in cases] == [[answer] for answer in answers]
+        return np.array([found["engine"]["counts"][name][1] for name in cases])
+
+    by_default, fixed = accepted(), accepted(lookahead="fixed")
+    assert fixed.min() > 10 and by_default.sum() >= 0.9 * fixed.sum(), (by_default, fixed)
 
 
 @pytest.mark.extended

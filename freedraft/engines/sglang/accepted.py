@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,39 +20,38 @@ class Gained(NamedTuple):
     seq_lens: NDArray[np.int64]
 
 
-class OneCopy(NamedTuple):
-    """Host copy of `AcceptedTokens` after one step, readable from any thread. done: event to wait for, or None."""
+class AcceptedTokens:
+    """Newest accepted tokens of all requests, by row of SGLang's request pool. Those of each step go to the host in one
+    asynchronous copy, queued right after verification. max_nodes: N, maximum number of tokens accepted per request and
+    step."""
 
-    host: torch.Tensor
-    done: Any
+    def __init__(self, rows: int, max_nodes: int) -> None:
+        self._arrived = np.zeros((rows, 2 + max_nodes), np.int32)
+        self._copies = deque[tuple[NDArray[np.int64], torch.Tensor, Any]]()  # rows, host copy, event; oldest first
+
+    def put(self, rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Store the tokens accepted for B requests and start the copy. rows: int64 [B], on the host; tokens: int32
+        [B, N]; lengths: int32 [B], number of valid tokens; seq_lens: int [B]."""
+        self._take(wait=False)
+        step = host = torch.cat((lengths[:, None], seq_lens[:, None].to(torch.int32), tokens), 1)
+        done = None
+        if step.device.type != "cpu":  # torch keeps pinned memory, and gives the same again for the same size
+            host = torch.empty(self._arrived.shape, dtype=torch.int32, pin_memory=True)[: len(step)]
+            host.copy_(step, non_blocking=True)
+            done = torch.Event(step.device)
+            done.record()
+        self._copies.append((rows.numpy().copy(), host, done))
 
     def read(self, rows: NDArray[np.int64]) -> Gained:
-        """Wait for the copy and return the tokens of the requests in pool rows `rows` [B]."""
-        if self.done is not None:
-            self.done.synchronize()
-        found = self.host.numpy()[rows]
+        """Wait for the copies and return the tokens of the requests in pool rows `rows` [B]."""
+        self._take(wait=True)
+        found = self._arrived[rows]
         starts = np.arange(len(rows)) * found.shape[1] + 2
         return Gained(found.ravel(), starts, starts + found[:, 0], found[:, 1].astype(np.int64))
 
-
-class AcceptedTokens:
-    """Newest accepted tokens of all requests, by row of SGLang's request pool. One asynchronous copy per step takes
-    them to the host, queued right after verification. max_nodes: N, maximum number of tokens accepted per request and
-    step."""
-
-    def __init__(self, rows: int, max_nodes: int, device: Any) -> None:
-        self._held = torch.zeros(rows, 2 + max_nodes, dtype=torch.int32, device=device)
-        self.newest = OneCopy(self._held.cpu(), None)
-
-    def put(self, rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Store the tokens accepted for B requests and start the copy. rows: int64 [B]; tokens: int32 [B, N]; lengths:
-        int32 [B], number of valid tokens; seq_lens: int [B]."""
-        self._held[rows] = torch.cat((lengths[:, None], seq_lens[:, None].to(torch.int32), tokens), 1)
-        if self._held.device.type == "cpu":
-            self.newest = OneCopy(self._held.clone(), None)
-            return
-        host = torch.empty(self._held.shape, dtype=torch.int32, pin_memory=True)
-        host.copy_(self._held, non_blocking=True)
-        done = torch.Event(self._held.device)
-        done.record()
-        self.newest = OneCopy(host, done)
+    def _take(self, *, wait: bool) -> None:
+        while self._copies and (wait or (done := self._copies[0][2]) is None or done.query()):
+            rows, host, done = self._copies.popleft()
+            if done is not None:
+                done.synchronize()
+            self._arrived[rows] = host.numpy()

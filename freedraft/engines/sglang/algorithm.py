@@ -67,7 +67,8 @@ class TreeAlgorithm(CustomSpecAlgo):
             stop_start(ConfigError(str(error)))
 
     def _complete(self, args: Any) -> None:
-        refuse_unsupported(args, self.name, cpu_platform=selected())
+        runs_model = self.spec is None or self.spec.runs_model
+        refuse_unsupported(args, self.name, cpu_platform=selected(), runs_model=runs_model)
         if args.speculative_num_draft_tokens is None:
             length = self.spec.default_length if self.spec is not None else None
             args.speculative_num_draft_tokens = DEFAULT_NODES if length is None else length
@@ -79,7 +80,7 @@ class TreeAlgorithm(CustomSpecAlgo):
         if args.max_running_requests is None:
             args.max_running_requests = 48
         if self.spec is not None:
-            options = self.spec.option_type.read()
+            options = self.spec.options.read()
             shapes = {getattr(options, name) for name in ("shape", "tree") if hasattr(options, name)}
             if shapes and shapes <= {"chain", False}:
                 args.speculative_eagle_topk = 1

@@ -49,7 +49,7 @@ class Drafting:
         # Prompt states are computed on the stream of the engine's thread.
         threaded = timeout > 0.0 and not self.guarded.needs_prompt_states
         self._thread = DraftThread(timeout, self.guarded.metrics.late.inc) if threaded else None
-        self._prepared: Callable[..., DraftBatch | None] | None = None  # proposes drafts for the next step
+        self._prepared: Any = None  # tokens of the last step, and what proposes drafts for the next one
         self._drafts: Any = None  # the thread's future of these drafts
 
     def keep_widths(self, widths: Sequence[int]) -> None:
@@ -129,25 +129,26 @@ class Drafting:
     def prepare(self, batch: Any) -> torch.Tensor:
         """Prepare drafts for the next decoding step of SGLang's ScheduleBatch, and wait for the previous step, which
         may still be running. Returns the number of tokens in the KV cache of each request, int64 [B]."""
-        self._prepared = drafts_of = self.guarded.call(self._prepare, batch)
+        drafts_of = self.guarded.call(self._prepare, batch)
+        gained = self.accepted.read(batch.req_pool_indices_cpu.numpy())
+        self._prepared = gained, drafts_of
         if self._thread is not None and drafts_of is not None:
-            self._drafts = self._thread.start(drafts_of)
+            self._drafts = self._thread.start(partial(drafts_of, gained))
             if self._drafts is None:  # earlier drafts are late: pass on this step's requests, logits and states
-                self._thread.call(partial(drafts_of, late=True))
-        return torch.from_numpy(self.accepted.newest.read(batch.req_pool_indices_cpu.numpy()).seq_lens)
+                self._thread.call(partial(drafts_of, gained, late=True))
+        return torch.tensor(gained.seq_lens)
 
     def draft(self, batch: Any) -> DraftBatch:
         """Return trees [B, n] for SGLang's ScheduleBatch, n the smallest prepared width that holds all of them; roots
         only if drafting fails or is late."""
         if self._prepared is None:
             self.prepare(batch)
-        drafts_of, drafts = self._prepared, self._drafts
+        (gained, drafts_of), drafts = self._prepared, self._drafts
         self._prepared = self._drafts = None
         draft = None
         if drafts_of is not None:
-            draft = drafts_of() if self._thread is None else self._thread.result(drafts)
+            draft = drafts_of(gained) if self._thread is None else self._thread.result(drafts)
         if draft is None:
-            gained = self.accepted.newest.read(batch.req_pool_indices_cpu.numpy())
             roots = gained.tokens[gained.ends - 1]
             draft = self._cut(DraftBatch.roots(roots), np.zeros(len(roots), np.int32), roots)
         return draft
@@ -162,9 +163,9 @@ class Drafting:
         self._previous = draft.tokens.shape[0], draft.tokens.size
 
     def _prepare(self, batch: Any) -> Callable[..., DraftBatch | None]:
-        """Return a function that drafts for the step, in any thread: it waits for the tokens of the previous step and
-        reads nothing else from the scheduler. With `late` it only passes on new requests, logits and prompt states."""
-        requests, rows, accepted = list(batch.reqs), batch.req_pool_indices_cpu.numpy(), self.accepted.newest
+        """Return a function that drafts for the step, in any thread: it takes the tokens of the previous step and reads
+        nothing else from the scheduler. With `late` it only passes on new requests, logits and prompt states."""
+        requests = list(batch.reqs)
         ids = [request.rid for request in requests]
         new = [row for row, r in enumerate(requests) if r.rid not in self._requests and not r.finished()]
         for row in new:
@@ -176,8 +177,7 @@ class Drafting:
         drafted = np.fromiter((self._drafted.get(i, 0) for i in ids), np.int32, len(ids))
         previous = self._previous
 
-        def draft(late: bool) -> DraftBatch | None:
-            gained = accepted.read(rows)
+        def draft(gained: Gained, late: bool) -> DraftBatch | None:
             step = self._step(batch, requests, gained, tracked, drafted, previous)
             for row in new:
                 self._begin(requests[row], step.history(row)[: -int(step.gained[row])])()
@@ -188,7 +188,7 @@ class Drafting:
             proposed = None if late else self.guarded.draft(step, count=False)
             return None if proposed is None else self._cut(proposed, step.capacities, step.roots)
 
-        return lambda late=False: self.guarded.call(draft, late)
+        return lambda gained, late=False: self.guarded.call(draft, gained, late)
 
     def _step(
         self, batch: Any, requests: Sequence[Any], gained: Gained, tracked: NDArray[np.int64],

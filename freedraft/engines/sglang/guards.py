@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 from freedraft.config import ConfigError
+from freedraft.engines.hooks import check
+from freedraft.engines.sglang.hooks import LORA_HOOKS
 
 CPU_BACKEND = "torch_native"
 
@@ -37,14 +39,17 @@ BACKENDS = {
 }
 
 
-def widths_for(backend: str, max_nodes: int) -> tuple[int, ...]:
+def widths_for(backend: str, max_nodes: int, *, adapters: bool = False) -> tuple[int, ...]:
     """Return the numbers of nodes per request, root included, that steps may have on this attention backend; ascending.
 
-    A small set on GPUs (powers of four and the maximum): each needs CUDA graphs, and their memory, for all batch sizes.
-    On a CPU there are no graphs and every node costs time, so every width is allowed.
+    A small set on GPUs (powers of four and the maximum): each needs CUDA graphs, and their memory, for all batch sizes;
+    with LoRA adapters one, since SGLang keeps their inputs for graphs of one width. On a CPU there are no graphs and
+    every node costs time, so every width is allowed.
     """
     if backend == CPU_BACKEND:
         return tuple(range(1, max_nodes + 1))
+    if adapters:
+        return (max_nodes,)
     powers = [1 << i for i in range(0, max_nodes.bit_length(), 2) if 1 << i < max_nodes]
     return (*powers, max_nodes)
 
@@ -77,9 +82,9 @@ def shape_for(name: str, backend: str, config: Any, window: int | None, page: in
     return shape
 
 
-def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool) -> None:
+def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: bool) -> None:
     """Check SGLang's arguments for the speculative algorithm `name`. cpu_platform: whether the freedraft CPU platform
-    is active. Raises ConfigError: an argument is incompatible with tree verification."""
+    is active; runs_model: see `MethodSpec`. Raises ConfigError: an argument is incompatible with tree verification."""
     flag = f"--speculative-algorithm {name.lower()}"
 
     def refuse(reason: str, remedy: str) -> None:
@@ -90,8 +95,10 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool) -> None:
         refuse(f"cannot verify {nodes} nodes per request", "set --speculative-num-draft-tokens to 1..256, say 16")
     if getattr(args, "pp_size", 1) > 1:
         refuse("does not run under pipeline parallelism", "use --tp-size instead of --pp-size")
-    if getattr(args, "enable_lora", False) or getattr(args, "lora_paths", None):
-        refuse("does not go with LoRA adapters", "serve a merged model, or use --speculative-algorithm ngram")
+    adapters = getattr(args, "enable_lora", False) or getattr(args, "lora_paths", None)
+    if adapters and (runs_model or check(LORA_HOOKS)):
+        other = "sssd" if runs_model else "ngram"
+        refuse("does not go with LoRA adapters", f"serve a merged model, or use --speculative-algorithm {other}")
     if getattr(args, "disaggregation_mode", "null") not in (None, "null"):
         refuse("does not run under prefill-decode disaggregation", "serve without --disaggregation-mode")
     # SGLang 0.5.23 turns `--enable-dp-attention` into `attn_dp_size` and clears the flag.

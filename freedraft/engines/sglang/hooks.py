@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from freedraft.engines.hooks import table
-from freedraft.engines.sglang.cpu import torchvision_stand_in
+from freedraft.engines.sglang.cpu import NAME, torchvision_stand_in
 
-PACKAGE = "sglang"
 DISTRIBUTIONS = ("sglang",)
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
 TESTED_VERSIONS = ("0.5.23",)
@@ -97,7 +96,29 @@ CORPUS_HOOKS = table("""
     sglang.srt.managers.tokenizer_control_mixin:get_spec
 """)
 
-OPTIONAL_HOOKS = CORPUS_HOOKS
+DEVICE_HOOKS = table("""
+    # device of the CPU platform without --device cpu
+    sglang.srt.arg_groups.serving_hook:handle_missing_default_values(server_args)
+    sglang.srt.arg_groups.overrides:declare_resolution(server_args)
+    sglang.srt.utils.common:get_device
+""")
+
+LORA_HOOKS = table("""
+    # LoRA adapters
+    sglang.srt.arg_groups.lora_hook:check_lora_speculative_compatibility(server_args)
+    sglang.srt.model_executor.model_runner:ModelRunner has lora_manager
+""")
+
+STREAM_HOOKS = table("""
+    # streams that do not depend on how many tokens come at once
+    sglang.srt.function_call.function_call_parser.FunctionCallParser:__init__(tokenizer)
+    sglang.srt.function_call.function_call_parser:FunctionCallParser has parse_stream_chunk
+    sglang.srt.parser.reasoning_parser.ReasoningParser:__init__(tokenizer)
+    sglang.srt.parser.reasoning_parser:ReasoningParser has parse_stream_chunk
+    sglang.srt.managers.schedule_batch:Req has update_finish_state, reasoning_tokens, finished_len
+""")
+
+OPTIONAL_HOOKS = CORPUS_HOOKS + DEVICE_HOOKS + LORA_HOOKS + STREAM_HOOKS
 
 # Additional names for methods that run the target model.
 MODEL_HOOKS = table("""
@@ -128,3 +149,14 @@ CPU_HOOKS = table("""
     # the KV of drafts
     sglang.srt.platforms.interface.SRTPlatform:get_speculative_cache_locs_fn
 """)
+
+
+def settings() -> list[str]:
+    """What a start of this SGLang needs."""
+    from sglang.srt.utils.common import get_device
+
+    try:
+        get_device()
+    except RuntimeError as error:
+        return [f"{error} To serve on the CPU, set SGLANG_PLATFORM={NAME}"]
+    return []

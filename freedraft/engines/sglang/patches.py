@@ -8,8 +8,22 @@ from typing import Any
 
 import torch
 
+from freedraft.config import ConfigError
+from freedraft.engines.hooks import stop_start
+from freedraft.engines.sglang.cpu import NAME, selected
+from freedraft.engines.sglang.hooks import settings
+
 ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
+LORA_CHECK = "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility"
 ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+CHOOSE_DEVICE = "sglang.srt.arg_groups.serving_hook.handle_missing_default_values"
+
+
+def configured(names: Callable[[], set[str]]) -> bool:
+    """Return whether this server's speculative algorithm is one of `names`."""
+    from sglang.srt.runtime_context import get_spec
+
+    return (get_spec().speculative_algorithm or "").upper() in names()
 
 
 def assign_slots(
@@ -32,12 +46,27 @@ def room_for_drafts(original: Callable[[], int], names: Callable[[], set[str]]) 
     """Return the number of `req_to_token` columns beyond the longest context. With pages of one token SGLang adds room
     for one tree but reserves slots for two per step, so requests near that context overwrote the next row."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
-    from sglang.srt.runtime_context import get_spec
 
     columns = original()
-    if (get_spec().speculative_algorithm or "").upper() in names():
+    if configured(names):
         columns = max(columns, get_alloc_reserve_per_decode() + 4)
     return columns
+
+
+def choose_cpu(args: Any, names: Callable[[], set[str]]) -> None:
+    """Set the CPU platform's device before SGLang looks for one. Stops the start of our algorithms without either."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    if args.device is None and selected():
+        declare_resolution(args, NAME, device="cpu")
+    elif not args.device and (name := args.speculative_algorithm or "").upper() in names() and (needs := settings()):
+        stop_start(ConfigError(f"--speculative-algorithm {name.lower()} cannot start: {needs[0]}"))
+
+
+def let_adapters_through(original: Callable[[Any], None], server_args: Any, names: Callable[[], set[str]]) -> None:
+    """Let ours go with LoRA adapters, which verification passes apply whoever has drafted."""
+    if (server_args.speculative_algorithm or "").upper() not in names():
+        original(server_args)
 
 
 class _AsNgram:

@@ -7,9 +7,18 @@ from functools import partial
 from typing import Any
 
 from freedraft.engines.hooks import check, installed_version
+from freedraft.engines.sglang import patches
 from freedraft.engines.sglang.cpu import selected
-from freedraft.engines.sglang.hooks import CORPUS_HOOKS, CPU_HOOKS, DISTRIBUTIONS, HOOKS, MODEL_HOOKS
-from freedraft.engines.sglang.patches import ASSIGN_SLOTS, ROW_ROOM, assign_slots, let_corpora_through, room_for_drafts
+from freedraft.engines.sglang.hooks import (
+    CORPUS_HOOKS,
+    CPU_HOOKS,
+    DEVICE_HOOKS,
+    DISTRIBUTIONS,
+    HOOKS,
+    LORA_HOOKS,
+    MODEL_HOOKS,
+)
+from freedraft.engines.sglang.streams import register_stream_hooks
 from freedraft.method import METHODS, MethodSpec
 
 logger = logging.getLogger(__name__)
@@ -64,9 +73,15 @@ def _patch_once() -> None:
     _patched = True
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(ROW_ROOM, partial(room_for_drafts, names=_algorithms), HookType.AROUND)
+    HookRegistry.register(patches.ROW_ROOM, partial(patches.room_for_drafts, names=_algorithms), HookType.AROUND)
+    if not check(DEVICE_HOOKS):
+        HookRegistry.register(patches.CHOOSE_DEVICE, partial(patches.choose_cpu, names=_algorithms), HookType.BEFORE)
+    if not check(LORA_HOOKS):
+        let_through = partial(patches.let_adapters_through, names=_algorithms)
+        HookRegistry.register(patches.LORA_CHECK, let_through, HookType.AROUND)
     if not check(CORPUS_HOOKS):
-        let_corpora_through(lambda: {name.upper() for name, spec in METHODS.items() if spec.takes_corpora})
+        patches.let_corpora_through(lambda: {name.upper() for name, spec in METHODS.items() if spec.takes_corpora})
+    register_stream_hooks(_algorithms)
     if not selected():
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -79,4 +94,4 @@ def _patch_once() -> None:
 
         return TreeAttentionBackend(model_runner)
 
-    HookRegistry.register(ASSIGN_SLOTS, assign_slots, HookType.REPLACE)
+    HookRegistry.register(patches.ASSIGN_SLOTS, patches.assign_slots, HookType.REPLACE)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.tenants import tenant_key
+from freedraft.tenants import opted_out, tenant_key
 
 NEVER = 1 << 30
 
@@ -49,10 +49,10 @@ def tokens_of(request: Any) -> NDArray[np.int32]:
 
 
 def tenant_of(request: Any) -> str | None:
-    """Return the tenant key of a request, from its cache_salt and extra_key, without the adapter id that SGLang appends
-    to extra_key."""
-    extra_key = (request.extra_key or "").removesuffix(request.lora_id or "")
-    return tenant_key(request.cache_salt, extra_key)
+    """Return the tenant key of a request, from its cache_salt, extra_key and adapter, whose id SGLang has appended to
+    extra_key."""
+    lora = request.lora_id or ""
+    return tenant_key(request.cache_salt, (request.extra_key or "").removesuffix(lora), *filter(None, [lora]))
 
 
 def extra_of(request: Any) -> dict[str, Any]:
@@ -74,7 +74,8 @@ def was_aborted(request: Any) -> bool:
 
 
 def drafted_from(request: Any) -> int:
-    """Return how many tokens a request must generate before it may have drafts; `NEVER` for none at all.
+    """Return how many tokens a request must generate before it may have drafts; `NEVER` for none at all, also where
+    its client has asked for that.
 
     A draft tree needs distributions that do not depend on its own nodes. They do with penalties, which count tokens,
     with custom logit processors, which may read them, and before `min_new_tokens`, which SGLang counts from the prefill
@@ -87,4 +88,4 @@ def drafted_from(request: Any) -> int:
         or sampling.repetition_penalty != 1.0
         or request.custom_logit_processor is not None
     )
-    return NEVER if looks_back else sampling.min_new_tokens
+    return NEVER if looks_back or opted_out(extra_of(request)) else sampling.min_new_tokens

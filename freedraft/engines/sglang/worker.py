@@ -84,7 +84,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
 
     def alloc_memory_pool(self, **kwargs: Any) -> None:
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
-        if self._spec.runs_model and getattr(self._spec.option_type.read(), "window", None):
+        if self._spec.runs_model and getattr(self._spec.options.read(), "window", None):
             from freedraft.engines.sglang.draft_model import WindowRows
 
             self._window_rows = WindowRows(self.req_to_token_pool, self.model_runner.page_size or 1)
@@ -92,12 +92,12 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self._verifier = TreeVerifier(
             self.max_nodes, self._ranks, self.device, self.token_to_kv_pool_allocator, self.model_runner.sampler
         )
-        self._accepted = AcceptedTokens(len(self.req_to_token_pool.req_to_token), self.max_nodes, self.device)
+        self._accepted = AcceptedTokens(len(self.req_to_token_pool.req_to_token), self.max_nodes)
 
     def init_attention_backends(self) -> None:
         self._backend = verify_backend_of(self.model_runner)
-        self.widths = widths_for(self._backend, self.max_nodes)
         runner = self.model_runner
+        self.widths = widths_for(self._backend, self.max_nodes, adapters=runner.lora_manager is not None)
         page, window = runner.page_size or 1, runner.sliding_window_size
         shape = shape_for(self._spec.name, self._backend, runner.model_config, window, page)
         self._chains = chains = shape == "chain" or get_spec().speculative_eagle_topk == 1
@@ -114,7 +114,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
                 self._draft_model.follow()
             return
         context = context_of_worker(self._target_worker, self.widths, chains=chains)
-        guarded = GuardedMethod(self._spec, self._spec.option_type.read(), context)
+        guarded = GuardedMethod(self._spec, self._spec.options.read(), context)
         self._reads_states = self._ranks.agree(guarded.needs_prompt_states)
         if self._draft_model is not None:
             with self._ranks.leading():
@@ -183,7 +183,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         """Pass the accepted tokens to the next step; return the scheduler's result. tokens: int32 [B, N], padded with
         0; lengths: int32 [B], number of valid tokens."""
         if self._drafting is not None and len(batch.reqs):
-            self._accepted.put(batch.req_pool_indices, tokens, lengths, new_seq_lens)
+            self._accepted.put(batch.req_pool_indices_cpu, tokens, lengths, new_seq_lens)
         if on_publish is not None:
             on_publish(new_seq_lens)
         relayed = {"new_seq_lens": new_seq_lens, "accept_lens": lengths}

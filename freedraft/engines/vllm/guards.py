@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from typing import Any
+
+logger = logging.getLogger(__name__)
+
+USAGE = "_freedraft_usage"  # attribute of EngineArgs: vLLM's UsageContext, which its defaults depend on
+
+
+def fitting_length(engine_args: Any, model_config: Any, parallel_config: Any, length: int, *, given: bool) -> int:
+    """The largest number of draft tokens per request, up to `length`, that the engine's batches hold; logged if it is
+    less. given: whether the user has asked for `length`. Raises ValueError of one line: that, or any, does not fit."""
+    args = copy.copy(engine_args)
+    args._set_default_max_num_seqs_and_batched_tokens_args(getattr(args, USAGE, None), model_config, parallel_config)
+    # vLLM sizes adapters' buffers for drafts of all requests. Without adapters a batch must hold those of one: a prompt
+    # with one token left, as cached ones have, gets room for all its drafts, or waits.
+    requests, tokens = args.max_num_seqs if args.enable_lora else 1, args.max_num_batched_tokens
+    most = min(tokens // requests, args.max_num_scheduled_tokens or tokens) - 1
+    batch = f"--max-num-batched-tokens {tokens}" + (f" for {requests} requests with LoRA" if requests > 1 else "")
+    if length > most and (given or most < 1):
+        remedy = f"'num_speculative_tokens' to {most} or less" if most > 0 else f"{requests * (1 + length)} or more"
+        raise ValueError(f"{batch} does not hold {length} draft tokens: set {remedy}")
+    if length > most:
+        logger.warning("freedraft: up to %d draft tokens per request: %s does not hold %d", most, batch, length)
+    return min(length, most)
 
 
 def check_ranks(engine_args: Any) -> None:
@@ -22,8 +46,10 @@ def check_ranks(engine_args: Any) -> None:
 
 
 def check_states(model_config: Any, *, v2: bool) -> None:
-    """Refuse recurrent layers on model runner V1, where requests without drafts may read stale states. Raises
-    ValueError of one line."""
+    """Refuse what model runner V1 does not serve: custom logits processors, and recurrent layers, where requests
+    without drafts may read stale states. Raises ValueError of one line."""
+    if not v2 and model_config.logits_processors:
+        raise ValueError("--logits-processors go with drafts on model runner V2 only: use it, or leave them out")
     if not v2 and (model_config.is_hybrid or model_config.is_attention_free):
         raise ValueError(
             f"recurrent layers of {', '.join(model_config.architectures)} are served by model runner V2 of vLLM 0.32 "

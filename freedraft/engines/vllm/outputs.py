@@ -9,14 +9,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.tenants import opted_out
+
 _BLOCK = 256  # tokens decoded at once
 _LOST = 4  # characters of them that their neighbours would have brought, at most: a space at the start, parts of one
 UNLIMITED = 1 << 31
 
 
-def longest_answer(parameters: Any) -> int:
-    """Maximum of output tokens by a request's SamplingParams (None: no parameters)."""
-    return getattr(parameters, "max_tokens", None) or UNLIMITED
+def drafted_up_to(parameters: Any, prompt: int) -> int:
+    """Total tokens up to which a request may have drafts: its longest answer by its SamplingParams (None: no
+    parameters) after a prompt of so many tokens; 0 for none at all."""
+    out = opted_out(getattr(parameters, "extra_args", None))
+    return 0 if out else prompt + (getattr(parameters, "max_tokens", None) or UNLIMITED)
 
 
 def output_of(parameters: Any, tokens: Sequence[int], tokenizer: Any = None) -> NDArray[np.int32]:

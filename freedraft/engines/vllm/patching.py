@@ -50,6 +50,11 @@ def after(action: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable
     return make
 
 
+def around(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For `wrap_once`: call `function` with the original and its arguments instead."""
+    return lambda original: lambda *args, **kwargs: function(original, *args, **kwargs)
+
+
 def unless(condition: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """For `wrap_once`: call the function unless `condition` holds for its arguments."""
 

@@ -1,4 +1,4 @@
-"""Patches of vLLM's scheduler: KV slots for drafts, and the tenant of a request from its `cache_salt`."""
+"""Patches of vLLM's scheduler: KV slots for drafts, and the tenant of a request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ SALT = "freedraft_salt"  # Attribute of vLLM's NewRequestData: the key of the re
 
 
 def add_salt(data: Any, request: Any, *args: Any, **kwargs: Any) -> None:
-    """After `NewRequestData.from_request`: pass the request's cache_salt to the model runner."""
-    if key := tenant_key(request.cache_salt):
+    """After `NewRequestData.from_request`: pass the tenant to the model runner. vLLM's prefix cache knows adapters by
+    name and path, too."""
+    lora = request.lora_request
+    adapter = (lora.lora_name, lora.lora_path) if lora else ()
+    if key := tenant_key(request.cache_salt, None, *adapter):
         setattr(data, SALT, key)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,11 +25,9 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 class FileEntry(BaseModel, frozen=True):
-    """A file in a manifest: its size in bytes, and digests of each block of `BLOCK_BYTES`, in hex. SHA-256 is compared;
-    readers of version 0.1.0 expect CRC-32, too."""
+    """A file in a manifest: its size in bytes, and the digest of each block of `BLOCK_BYTES`, in hex."""
 
     size: Annotated[int, Field(ge=0)]
-    crc32: tuple[Annotated[str, Field(pattern="^[0-9a-f]{8}$")], ...]
     sha256: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...]
 
 
@@ -71,8 +68,8 @@ def record(path: Path) -> FileEntry:
         os.fsync(file.fileno())
     size = path.stat().st_size
     with ThreadPoolExecutor(_THREADS) as pool:
-        blocks = list(pool.map(partial(_scan, path, Bounds(), with_crc32=True), range(0, size, BLOCK_BYTES)))
-    return FileEntry(size=size, crc32=tuple(block[1] for block in blocks), sha256=tuple(block[0] for block in blocks))
+        blocks = pool.map(partial(_scan, path, Bounds()), range(0, size, BLOCK_BYTES))
+    return FileEntry(size=size, sha256=tuple(sha256 for sha256, _ in blocks))
 
 
 def check(files: Iterable[Checked], *, contents: bool = True) -> None:
@@ -91,7 +88,7 @@ def check(files: Iterable[Checked], *, contents: bool = True) -> None:
 
     def check_block(path: Path, entry: FileEntry, bounds: Bounds, index: int) -> None:
         expected, start = entry.sha256[index], index * BLOCK_BYTES
-        found, _, in_bounds = _scan(path, bounds, start)
+        found, in_bounds = _scan(path, bounds, start)
         if found != expected:
             differs = f"checksum of the block at byte {start} is {found}, not {expected}"
             raise DatastoreError(f"{path} is corrupted: {differs}; restore it, or {REBUILD}")
@@ -104,10 +101,9 @@ def check(files: Iterable[Checked], *, contents: bool = True) -> None:
         list(pool.map(lambda block: check_block(*block), blocks if contents else ()))
 
 
-def _scan(path: Path, bounds: Bounds, start: int, *, with_crc32: bool = False) -> tuple[str, str, bool]:
-    """Return SHA-256 and CRC-32 (0 without `with_crc32`) of the block at `start`, and whether its numbers are in
-    bounds."""
-    sha256, crc32, in_bounds, before = hashlib.sha256(), 0, True, bounds.low
+def _scan(path: Path, bounds: Bounds, start: int) -> tuple[str, bool]:
+    """Return SHA-256 of the block at `start`, and whether its numbers are in bounds."""
+    sha256, in_bounds, before = hashlib.sha256(), True, bounds.low
     with reporting("read", path), path.open("rb") as file:
         if start:
             file.seek(start - 4)
@@ -117,9 +113,8 @@ def _scan(path: Path, bounds: Bounds, start: int, *, with_crc32: bool = False) -
             if not len(numbers):
                 break
             sha256.update(numbers.data)  # releases the GIL
-            crc32 = zlib.crc32(numbers.data, crc32) if with_crc32 else 0
             in_bounds &= bounds.low <= int(numbers.min()) and int(numbers.max()) <= bounds.high
             if bounds.rising:
                 in_bounds &= before <= int(numbers[0]) and bool((numbers[1:] >= numbers[:-1]).all())
                 before = int(numbers[-1])
-    return sha256.hexdigest(), f"{crc32:08x}", in_bounds
+    return sha256.hexdigest(), in_bounds

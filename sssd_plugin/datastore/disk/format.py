@@ -25,7 +25,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 import freedraft
 from freedraft.files import write_atomically
@@ -42,9 +42,7 @@ Role = Literal["tokens", "suffix_array", "bucket_starts", "sparse_index"]
 ROLES: tuple[Role, ...] = ("tokens", "suffix_array", "bucket_starts", "sparse_index")
 Count = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-Isolation = Annotated[
-    Literal["salt", "strict", "shared", "off"], BeforeValidator(lambda name: "strict" if name == "tenant" else name)
-]
+Isolation = Literal["salt", "strict", "shared", "off"]
 TENANTS_APART: tuple[Isolation, ...] = ("salt", "strict")
 
 
@@ -172,7 +170,7 @@ class Manifest(ChecksummedManifest, frozen=True):
                     raise ValueError(f"sub-index {sub.name} lacks its {role}")
                 entry = sub.files[role]
                 blocks = -(-entry.size // BLOCK_BYTES)
-                if entry.size != 4 * items or not len(entry.crc32) == len(entry.sha256) == blocks:
+                if entry.size != 4 * items or len(entry.sha256) != blocks:
                     raise ValueError(f"the {role} of sub-index {sub.name} do not agree with its counts")
             if sub.max_token >= self.vocab_size:
                 raise ValueError(f"sub-index {sub.name} holds ids beyond the vocabulary")

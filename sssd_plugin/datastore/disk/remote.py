@@ -163,8 +163,6 @@ def _complete(target: Path, content: bytes, source: UrlFolder) -> None:
         part = path.with_name(f".{path.name}.part")
         try:
             with reporting("write", path):
-                if path.parent.is_symlink():  # as earlier versions kept copies
-                    path.parent.unlink()
                 path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             source.fetch(name, part)
             check([(part, entry, bounds)])

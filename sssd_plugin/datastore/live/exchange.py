@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import logging
 import random
-import re
 import secrets
 import time
 
@@ -112,13 +111,7 @@ class Exchange:
         return built
 
     def manifest(self) -> LiveManifest | None:
-        """Return the manifest; None if no server has learnt at the URL. Raises DatastoreError: it is unreadable, or of
-        servers of an earlier version."""
-        if any(re.fullmatch(r"manifest-\d+\.json", name) for name in self._above.names()):
-            raise DatastoreError(
-                f"{self.url} holds what servers of an earlier version learnt, which this version does not read: choose "
-                "an empty URL; to keep the text, call `freedraft datastore export` of that version"
-            )
+        """Return the manifest; None if no server has learnt at the URL. Raises DatastoreError: it is unreadable."""
         data = self._folder.get(MANIFEST)
         return None if data is None else LiveManifest.parse(data, f"{self.url}/learnt/{MANIFEST}")
 

@@ -23,7 +23,7 @@ from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.folder import FolderLock, LiveManifest
 from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.runs import LARGE_TOKENS, LearntRuns
-from sssd_plugin.datastore.live.tenant import KnownBeginnings, number_of, tenant_digest
+from sssd_plugin.datastore.live.tenant import number_of, tenant_digest
 from sssd_plugin.datastore.records import Changes, Erasure, LiveStats, Record, now_ms
 
 logger = logging.getLogger("freedraft.datastore")
@@ -65,7 +65,6 @@ class LiveStore(LearntRuns):
         super().__init__(vocab_size, static, isolation, max_tokens)
         self._max_age_ms = None if max_age is None else int(max_age * 1000)
         self._own_key = secrets.token_bytes(16)
-        self._beginnings = KnownBeginnings(max_tokens)
         self._latest = self._expire_at = 0  # ms
         self._retry_at = 0.0  # once the log has failed
         self._stop, self._syncing = threading.Event(), threading.Lock()
@@ -107,10 +106,9 @@ class LiveStore(LearntRuns):
         with self.lock:
             return number_of(digest) if self._tenant(digest).digest == digest else NOBODY
 
-    def insert(self, tokens: NDArray[np.int32], tenant: int = 0, *, conversation: bool = False) -> bool:
+    def insert(self, tokens: NDArray[np.int32], tenant: int = 0) -> bool:
         """Insert a document (int32 [n]), visible in the next `view`, a large one a moment later; return whether it was
-        taken (`stats` counts refusals). conversation: skip a beginning that it shares with earlier documents.
-        """
+        taken (`stats` counts refusals)."""
         if not len(tokens):
             return False
         with self.lock:
@@ -119,8 +117,6 @@ class LiveStore(LearntRuns):
                 self._make_room()
                 self._stats.dropped[reason] += 1
                 return False
-            if conversation:
-                tokens = self._beginnings.new_part(tokens, tenant)
             record = Record(self.tenants[tenant].digest, self._now(), np.array(tokens, np.int32))
             if self._log is not None:
                 self._log.pending.append(record)
@@ -131,8 +127,6 @@ class LiveStore(LearntRuns):
         """Forget documents, also unwritten ones; see `LearntRuns.erase`."""
         if self._log is not None:
             self._log.pending.erase(erasure)
-        with self.lock:
-            self._beginnings.clear()
         super().erase(erasure)
 
     def stats(self) -> LiveStats:

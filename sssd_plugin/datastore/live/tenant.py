@@ -1,20 +1,17 @@
-"""`Tenant`: the runs of one tenant, and their next rewrite; `KnownBeginnings` of documents."""
+"""`Tenant`: the runs of one tenant, and their next rewrite."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sssd_plugin.datastore.index.runs import Run, View
-from sssd_plugin.datastore.index.suffix_sort import DEPTH
 from sssd_plugin.datastore.records import Erasure
 
-BLOCK = 256  # tokens
 FACTOR = 4
 """A run is merged with its newer neighbour unless it is at least FACTOR times as large."""
 Erasures = list[tuple[Erasure, int]]
@@ -90,30 +87,3 @@ def kept(run: Run, erasures: Erasures) -> NDArray[np.bool_]:
             covered &= writers == number_of(erasure.tenant)
         keep &= ~covered
     return keep
-
-
-class KnownBeginnings:
-    """Hashes of the first blocks of documents, so that a conversation is held once although each turn repeats the
-    earlier ones. Beyond `max_tokens` the oldest are dropped. A collision would cost a tenant a piece of its own
-    text."""
-
-    def __init__(self, max_tokens: int) -> None:
-        self._max_blocks = max(1, max_tokens // BLOCK)
-        self._known: OrderedDict[int, None] = OrderedDict()
-        self.clear = self._known.clear
-
-    def new_part(self, tokens: NDArray[np.int32], tenant: int) -> NDArray[np.int32]:
-        """Return the part of a document (int32 [n]) that is not the beginning of an earlier one of the tenant, preceded
-        by `DEPTH` tokens as context; and remember the document."""
-        keys, key = [], tenant  # of each block, chained to those before
-        for end in range(BLOCK, len(tokens) + 1, BLOCK):
-            key = hash((key, tokens[end - BLOCK : end].tobytes()))
-            keys.append(key)
-        known = 0
-        while known < len(keys) and keys[known] in self._known:
-            self._known.move_to_end(keys[known])
-            known += 1
-        self._known.update(dict.fromkeys(keys[known:]))
-        while len(self._known) > self._max_blocks:
-            self._known.popitem(last=False)
-        return tokens[max(0, known * BLOCK - DEPTH) :]

@@ -27,7 +27,7 @@ def register():
     from freedraft.hybrid import SPEC as HYBRID
     from layerskip_plugin.method import SPEC as LAYERSKIP
 
-    register(dataclasses.replace(LAYERSKIP, name="layerskip_checked", factory=f"{__name__}:make_checked", role=None))
+    register(dataclasses.replace(LAYERSKIP, name="layerskip_checked", factory=f"{__name__}:make_checked"))
     register(dataclasses.replace(HYBRID, name="hybrid_any", factory=f"{__name__}:make_any"))
 
 
@@ -65,7 +65,7 @@ def make_any(options, context, controller):
             return tree
 
     method = Any(options, context, controller)
-    fix(method.auto.times, 0.001, 0.01)
+    fix(method.costs.times, 0.001, 0.01)
     return method
 
 
@@ -118,7 +118,7 @@ def make_checked(options, context, controller):
 
             self.lookahead.record_acceptance = recording
             if os.environ.get(TIMES):
-                fix(self.auto.times, *map(float, os.environ[TIMES].split()))
+                fix(self.costs.times, *map(float, os.environ[TIMES].split()))
 
         def draft(self, step):
             totals["steps"] += 1

@@ -15,7 +15,7 @@ def register():
     from freedraft.engines.sglang.registration import register
     from layerskip_plugin.method import SPEC
 
-    register(dataclasses.replace(SPEC, name="layerskip_selecting", factory=f"{__name__}:make_selecting", role=None))
+    register(dataclasses.replace(SPEC, name="layerskip_selecting", factory=f"{__name__}:make_selecting"))
 
 
 def make_selecting(options, context, controller):

@@ -26,13 +26,15 @@ def register():
         from freedraft.engines.sglang import guards
 
         widths = tuple(map(int, os.environ["TREE_TEST_WIDTHS"].split(",")))
-        guards.widths_for = lambda backend, max_nodes: widths
+        guards.widths_for = lambda *_, **__: widths
     if os.environ.get("TREE_TEST_PROBABILITIES"):
         from freedraft.engines.sglang import verify
 
         verify.MAX_PROBABILITIES = int(os.environ["TREE_TEST_PROBABILITIES"])
     take_seeds_on_cpu()
-    register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle", role=None))
+    if os.environ.get("TREE_TEST_ADAPTERS"):
+        take_adapters_on_cpu()
+    register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle"))
     register(MethodSpec("wild", f"{__name__}:make_wild", SssdOptions))
     if os.environ.get("TREE_TEST_COUNTS"):
         count_work(Path(os.environ["TREE_TEST_COUNTS"]))
@@ -51,6 +53,16 @@ def take_seeds_on_cpu():
     HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, HookType.REPLACE)
     batch_invariant = "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode"
     HookRegistry.register(batch_invariant, lambda runner: None, HookType.REPLACE)
+
+
+def take_adapters_on_cpu():
+    """Let SGLang's LoRA in PyTorch, written for any device, run here: what stands in the way is pinned memory alone."""
+    import torch
+
+    for name in ("empty", "tensor", "zeros"):
+        made = getattr(torch, name)
+        setattr(torch, name, lambda *given, _made=made, pin_memory=False, **options: _made(*given, **options))
+    torch.Tensor.pin_memory = lambda self: self
 
 
 def murmur_hash32(seed, positions, columns):

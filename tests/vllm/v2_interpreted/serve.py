@@ -7,7 +7,8 @@ Cases come one after the other: all prompts of one at once. "each" has parameter
 requests with parameters that allow no trees; "salt" stands in front of the prompts' own. "adaptive" asks the speculator
 for confidences, "kv" notes the KV of all steps, "drafts" those of chains, "graphs" runs draft passes as CUDA graphs do,
 "graph_sizes" are those of vLLM's own, "warm_up" compiles kernels as vLLM does on devices, and notes which of ours are
-launched that were not then, "rows" is how many rows of logits are verified at once. The rest of the JSON are arguments
+launched that were not then, "rows" is how many rows of logits are verified at once, "seconds" what a step is measured
+to take, and each of its query tokens. The rest of the JSON are arguments
 of the engine; without a "speculative_config" there are answers alone.
 """
 
@@ -426,6 +427,8 @@ def main():
     graph_sizes, with_warm_up = given.pop("graph_sizes", None), given.pop("warm_up", False)
     if rows := given.pop("rows", 0):
         rejection_sampler.get_max_chunk_logits = lambda vocab_size: rows
+    if seconds := given.pop("seconds", ()):
+        GainedTokens.seconds_since = lambda self, other: seconds[0] + seconds[1] * self.query_tokens
     note_tokens()
     steps, graph_lengths = warm_up_as_on_devices(), profile_graphs_as_on_devices()
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)

@@ -20,7 +20,7 @@ from freedraft.engines.vllm.context import context_of_engine, start_line, tokeni
 from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.forward import Pages
-from freedraft.engines.vllm.outputs import longest_answer, output_of
+from freedraft.engines.vllm.outputs import drafted_up_to, output_of
 from freedraft.engines.vllm.patching import after, before, share_logging, with_kv_cache, wrap_once
 from freedraft.engines.vllm.scheduler import SALT
 from freedraft.engines.vllm.v1.matching import Matching
@@ -70,7 +70,7 @@ class MethodProposer:
         self.limits: dict[str, int] = {}
         self.guarded: Any = None  # `GuardedMethod`, in the drafting rank
         if get_tp_group().rank_in_group == 0:
-            options = self.spec.option_type.parse(ours.options)
+            options = self.spec.options.parse(ours.options)
             self.guarded = GuardedMethod(self.spec, options, context_of_engine(vllm_config))
             self.tokenizer = tokenizer_of(vllm_config.model_config) if self.guarded.method.learns else None
 
@@ -98,7 +98,7 @@ class MethodProposer:
                 continue
             row, parameters = batch.req_id_to_index[request.req_id], request.sampling_params
             tokens = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
-            self.limits[request.req_id] = int(batch.num_prompt_tokens[row]) + longest_answer(parameters)
+            self.limits[request.req_id] = drafted_up_to(parameters, int(batch.num_prompt_tokens[row]))
             extra = getattr(parameters, "extra_args", None)
             self.guarded.begin(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
 

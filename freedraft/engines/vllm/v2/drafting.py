@@ -80,7 +80,7 @@ class Drafting:
         if drafts:
             spec = METHODS[ours.name]
             context = context_of_engine(vllm_config, v2_lengths=ours.lengths or (self.length,))
-            self.guarded = GuardedMethod(spec, spec.option_type.parse(ours.options), context)
+            self.guarded = GuardedMethod(spec, spec.options.parse(ours.options), context)
             controller, learns = self.guarded.method.controller, self.guarded.method.learns
             self.lengths = controller if isinstance(controller, BatchLengths) else None
             tokenizer = tokenizer_of(vllm_config.model_config) if learns else None
@@ -183,13 +183,15 @@ class Drafting:
         if len(rows):
             self._drafted_at = self._steps
             step, slots = self._step(rows, drafted, most), gained.slots[rows]
+            if self.confidences is not None:  # before the drafts that it learns from are overwritten
+                self.confidences.learn(step)
             draft = self.guarded.draft(step)
             branching = self._branching(slots)
             counts = write_drafts(draft, step.capacities, rows, branching, proposed, requests.parents, slots)
             requests.drafted[slots], requests.drafted_behind[slots] = counts, self._steps
             requests.nodes[slots, 0], requests.nodes[slots, 1:] = step.roots, proposed[0, rows]
             if self.confidences is not None:
-                self.confidences.estimate(step, draft, rows, counts, len(gained.slots))
+                self.confidences.estimate(draft, rows, counts, len(gained.slots))
         proposed[0, :, most:] = -1  # as in vLLM
         return True
 
@@ -227,7 +229,10 @@ class Drafting:
 
     def _catch_up(self) -> None:
         if self._pending and len((taken := self._take())[0]):
-            self.guarded.observe(self._step(*taken, 0))
+            step = self._step(*taken, 0)
+            if self.confidences is not None:
+                self.confidences.learn(step)
+            self.guarded.observe(step)
         if self.lengths is not None:
             self._record(self.lengths)
 

@@ -11,7 +11,7 @@ import torch
 from freedraft_kernels import newest_tokens
 from numpy.typing import NDArray
 
-from freedraft.engines.vllm.outputs import longest_answer, output_of
+from freedraft.engines.vllm.outputs import drafted_up_to, output_of
 from freedraft.step import room
 
 
@@ -65,7 +65,7 @@ class Requests:
         self.tokens[slot, : len(tokens)] = tokens
         self.lengths[slot], self.drafted[slot], self.drafted_behind[slot] = len(tokens), 0, -1
         self._prompts[slot], self._parameters[slot] = prompt, parameters
-        self.limits[slot] = min(self.tokens.shape[1], prompt + longest_answer(parameters))
+        self.limits[slot] = min(self.tokens.shape[1], drafted_up_to(parameters, prompt))
         return self.tokens[slot, : len(tokens)]
 
     def append(

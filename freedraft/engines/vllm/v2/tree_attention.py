@@ -156,11 +156,11 @@ class TreeAttention:
 
 
 def _with_trees(stock: Any) -> type[AttentionBackend]:
-    """A backend with the stock one's name and support for trees."""
+    """A backend with the stock one's `get_name` and support for trees. vLLM imports it by module and name."""
     impl = type(f"Tree{stock.get_impl_cls().__name__}", (TreeAttention, stock.get_impl_cls()), {})
     builder = type(f"Tree{stock.get_builder_cls().__name__}", (TreeMetadata, stock.get_builder_cls()), {})
     members = {"get_impl_cls": staticmethod(lambda: impl), "get_builder_cls": staticmethod(lambda: builder)}
-    return type(f"Tree{stock.__name__}", (stock,), members)
+    return type(stock.__name__.replace("Attention", "Tree"), (stock,), members | {"__module__": __name__})
 
 
 TritonTreeBackend, FlashTreeBackend = _with_trees(TritonAttentionBackend), _with_trees(FlashAttentionBackend)

@@ -82,14 +82,15 @@ class Confidences:
         self.host = torch.zeros(slots, length, dtype=torch.float32, pin_memory=device.type != "cpu")
         self.device = torch.zeros(slots, length, dtype=torch.float32, device=device)
 
-    def estimate(
-        self, step: Step, draft: DraftBatch | None, rows: NDArray[np.intp], counts: NDArray[np.int32], batch: int
-    ) -> None:
-        """Write the probabilities of a draft, and learn from the previous one. draft: of R requests; None if drafting
-        failed; rows: intp [R], the requests' rows of the batch; counts: int32 [R], draft tokens of each; batch: B."""
+    def learn(self, step: Step) -> None:
+        """Learn the outcome of the last draft, whose arrays must not have changed."""
+        self._acceptance.update(step)
+
+    def estimate(self, draft: DraftBatch | None, rows: NDArray[np.intp], counts: NDArray[np.int32], batch: int) -> None:
+        """Write the probabilities of a draft. draft: of R requests; None if drafting failed; rows: intp [R], the
+        requests' rows of the batch; counts: int32 [R], draft tokens of each; batch: B."""
         host = self.host[:batch].numpy()
         host[:] = 0.0
-        self._acceptance.update(step)
         if draft is not None:
             p = self._acceptance.probabilities(draft)[:, : 1 + host.shape[1]]
             given = (p[:, 1:] / np.maximum(p[:, :-1], 1e-9)).clip(0.0, 1.0)

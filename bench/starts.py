@@ -1,0 +1,170 @@
+"""Which starts on CUDA succeed: every method, runner, attention, shape and draft length, with and without LoRA.
+
+    python bench/starts.py vllm --json OUT            # then sglang, in its environment, into another file
+
+Each arm starts an engine with random weights, compiles, captures its graphs and ends; it answers no request. An arm is
+refused if the front end says why in one line before anything starts. It also works without a GPU, over libraries of
+CUDA that run no kernels; the result says whether kernels ran.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from bench.lib.results import commit, write_json
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
+
+SHAPE: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576}
+SHAPE |= {"intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9, "num_key_value_heads": 3}
+SHAPE |= {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e5, "torch_dtype": "bfloat16"}
+SHAPE |= {"vocab_size": 49152, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 64}
+METHODS, SHAPES, LENGTHS = ("sssd", "layerskip", "freedraft"), ("chain", "tree"), (8, None)
+RUNNERS = {"vllm": ("V2", "V1"), "sglang": ("-",)}
+ATTENTION = {"vllm": ("FLASH_ATTN", "TRITON_ATTN"), "sglang": ("fa3", "triton")}
+TREES = ("TRITON_ATTN", "triton")  # attention that verifies trees by default
+SAID = re.compile(r"freedraft: method '\w+': .*?drafts are (trees|chains)")
+ERROR = re.compile(r"^.*?(\w*(?:Error|Exception): .+)$", re.MULTILINE)
+VALUE = re.compile(r".*?Value error, (.*?) \[type=.*", re.DOTALL)  # as pydantic says what a validator raised
+Arm = dict[str, Any]
+
+
+def arms(engine: str) -> dict[str, Arm]:
+    """Return the arms by name. length, requests: None for the default, of draft tokens and of requests at a time;
+    compiled: whether vLLM compiles the model, as by default, which takes most of a start."""
+    found = {}
+    for *values, lora in product(METHODS, RUNNERS[engine], ATTENTION[engine], SHAPES, LENGTHS, (False, True)):
+        arm = dict(zip(("method", "runner", "attention", "shape", "length"), values, strict=True))
+        requests = None if lora and arm["length"] is None else 8  # with LoRA, defaults must go together
+        name = " ".join(map(str, [engine, *values])) + " lora" * lora
+        usual = (arm["length"] is None) == (arm["method"] == "sssd") and not lora  # the others have no default
+        usual &= (arm["attention"] in TREES) == (arm["shape"] == "tree")
+        found[name] = {"engine": engine} | arm | {"lora": lora, "requests": requests, "compiled": usual}
+    return found
+
+
+def options(arm: Arm, folder: Path) -> dict[str, Any]:
+    """Return the method's options."""
+    given: dict[str, Any] = {} if arm["method"] == "layerskip" else {"shape": arm["shape"]}
+    if arm["method"] != "sssd":
+        given |= {"skip_set": str(folder / "skip_set.json"), "tree": arm["shape"] == "tree"}
+    if arm["method"] == "layerskip" and arm["shape"] == "tree":
+        given["lookahead"] = "confidence"  # drafts that end early: V2's condition for trees
+    return given
+
+
+def start_vllm(arm: Arm, folder: Path) -> None:
+    from vllm import LLM
+
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(arm["runner"] == "V2"))
+    given = {"method": arm["method"]} | options(arm, folder)
+    if arm["length"] is not None:
+        given["num_speculative_tokens"] = arm["length"]
+    engine: dict[str, Any] = {
+        "load_format": "dummy",
+        "max_model_len": 1024,
+        "gpu_memory_utilization": 0.3,
+        "skip_tokenizer_init": True,
+    }
+    engine |= {"attention_config": {"backend": arm["attention"]}, "enable_lora": arm["lora"]}
+    if not arm["compiled"]:
+        engine["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if arm["requests"] is not None:
+        engine["max_num_seqs"] = arm["requests"]
+    LLM(str(folder), speculative_config=given, **engine)
+
+
+def start_sglang(arm: Arm, folder: Path) -> None:
+    from sglang.srt.entrypoints.engine import Engine
+
+    for name, value in options(arm, folder).items():
+        os.environ[f"FREEDRAFT_{name.upper()}"] = str(value).lower() if isinstance(value, bool) else value
+    engine = {"load_format": "dummy", "context_length": 1024, "mem_fraction_static": 0.3, "skip_tokenizer_init": True}
+    engine |= {"attention_backend": arm["attention"], "sampling_backend": "pytorch"}
+    if arm["requests"] is not None:
+        engine |= {"max_running_requests": arm["requests"], "cuda_graph_max_bs_decode": arm["requests"]}
+        engine |= {"cuda_graph_max_bs_prefill": 256}
+    if arm["length"] is not None:
+        engine["speculative_num_draft_tokens"] = arm["length"]
+    if arm["lora"]:
+        engine |= {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj"]}
+    Engine(model_path=str(folder), speculative_algorithm=arm["method"], **engine)
+
+
+def forked(start: Any, log: Path, limit: float) -> dict[str, Any]:
+    """Call `start` in a process of its own and return how it ended."""
+    began, result = time.perf_counter(), log.with_suffix(".json")
+    if (child := os.fork()) == 0:
+        os.setsid()
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        said = {"outcome": "started"}
+        try:
+            start()
+        except BaseException as error:
+            own = type(error).__name__ == "ConfigError" or isinstance(error, ValueError)
+            said = {"outcome": "refused" if own else "failed", "line": VALUE.sub(r"\1", str(error))}
+        result.write_text(json.dumps(said))
+        os._exit(0)
+    while os.waitpid(child, os.WNOHANG) == (0, 0) and time.perf_counter() - began < limit:
+        time.sleep(0.2)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # and the engine's processes
+    text, said = log.read_text(errors="replace"), {"outcome": "failed", "line": f"no end after {limit:.0f} s"}
+    if result.exists():
+        said = json.loads(result.read_text())
+    if said["outcome"] == "failed" and (errors := ERROR.findall(text)):
+        said["line"] = errors[0]
+    drafts = SAID.search(text)
+    return said | {"drafts": drafts and drafts[1], "s": round(time.perf_counter() - began)}
+
+
+def check_kernels() -> None:
+    import torch
+
+    assert int(torch.arange(5, device="cuda").sum()) == 10
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Which starts on CUDA succeed?")
+    parser.add_argument("engine", choices=list(RUNNERS))
+    parser.add_argument("--only", default="", help="a regular expression that an arm's name contains")
+    parser.add_argument("--limit", type=float, default=600, help="seconds for an arm")
+    parser.add_argument("--logs", type=Path, help="keep the engines' logs there")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")  # FlashInfer is not needed
+    if args.engine == "vllm":  # once for all arms, which are forked; SGLang makes a CUDA context when it is imported
+        importlib.import_module("vllm.v1.worker.gpu_worker")
+    wanted = {name: arm for name, arm in arms(args.engine).items() if re.search(args.only, name)}
+    start, rows = {"vllm": start_vllm, "sglang": start_sglang}[args.engine], {}
+    if args.json and args.json.exists():  # what was not asked for is kept
+        rows = json.loads(args.json.read_text())["starts"]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder, logs = Path(temporary), args.logs or Path(temporary)
+        logs.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(SHAPE))
+        skipped = SkipSet.of_sublayers([2, 3, 5], SHAPE["num_hidden_layers"], model_fingerprint(SHAPE))
+        skipped.save(folder / "skip_set.json")
+        ran = forked(check_kernels, folder / "kernels.log", args.limit)["outcome"] == "started"
+        for name, arm in wanted.items():
+            ended = forked(partial(start, arm, folder), logs / f"{name}.log", args.limit)
+            rows[name] = arm | ended | {"kernels_run": ran, "commit": commit()}
+            print(f"{name}: {ended['outcome']}, {ended['s']} s, {ended['drafts']}, {ended.get('line', '')}", flush=True)
+            write_json(args.json, {"starts": rows})
+    return int(any(rows[name]["outcome"] == "failed" for name in wanted))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

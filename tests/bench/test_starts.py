@@ -1,0 +1,60 @@
+"""What `bench/starts.py` says of how a start ended."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from pydantic import BaseModel, field_validator
+
+from bench.starts import arms, forked
+from freedraft.config import ConfigError
+
+
+class Engine(BaseModel):
+    tokens: int
+
+    @field_validator("tokens")
+    @classmethod
+    def fits(cls, tokens):
+        raise ValueError("too many tokens")
+
+
+def started():
+    os.write(1, b"freedraft: method 'x': drafts are trees, in attention Y\n")
+
+
+def configured():
+    raise ConfigError("freedraft: method 'x': no")
+
+
+def crashed():
+    os.write(2, b"(EngineCore) ERROR KeyError: 'cause'\n")
+    raise RuntimeError("see root cause above")
+
+
+def waits():
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    "start, outcome, line",
+    [
+        (started, "started", None),
+        (configured, "refused", "freedraft: method 'x': no"),
+        (lambda: Engine(tokens=1), "refused", "too many tokens"),
+        (crashed, "failed", "KeyError: 'cause'"),
+        (waits, "failed", "no end after 2 s"),
+    ],
+)
+def test_how_a_start_ended(tmp_path, start, outcome, line):
+    ended = forked(start, tmp_path / "log", 2)
+    assert (ended["outcome"], ended.get("line")) == (outcome, line)
+    assert ended["drafts"] == ("trees" if outcome == "started" else None)
+
+
+@pytest.mark.parametrize("engine, number", [("vllm", 96), ("sglang", 48)])
+def test_every_arm_is_another(engine, number):
+    found = arms(engine)
+    assert len(found) == len({tuple(arm.items()) for arm in found.values()}) == number

@@ -1,0 +1,78 @@
+"""Which source a verified and an accepted draft token is put down to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import REGISTRY
+
+from freedraft.step import EngineContext
+from sssd_plugin.drafter import Drafter
+from sssd_plugin.method import SssdMethod
+from sssd_plugin.options import SssdOptions
+from sssd_plugin.scoring.origins import SOURCES, sources_of_kinds
+from tests.support.steps import make_step
+from tests.support.stores import int32
+
+VOCAB = 60
+
+
+def counted(name: str) -> Counter[str]:
+    values = {s: REGISTRY.get_sample_value(f"freedraft_sourced_{name}_total", {"source": s}) or 0 for s in SOURCES}
+    return Counter({source: int(value) for source, value in values.items()})
+
+
+@pytest.mark.parametrize(("scoring", "drafts"), [("learned", "input store other"), ("paper", "input store")])
+def test_every_step_counts_what_it_verified_and_accepted(scoring: Any, drafts: str) -> None:
+    rng, names = np.random.default_rng(2), [f"r{i}" for i in range(5)]
+    context = EngineContext(vocab_size=VOCAB, max_draft_tokens=8)
+    method = SssdMethod(SssdOptions(scoring=scoring, policy="fixed", min_score=0.0), context)
+    method.add_corpus("c", [int32(rng.permutation(np.arange(240) % 40))])
+    source_of = method.drafter._source_of
+    texts = {name: rng.integers(0, VOCAB, 9).tolist() for name in names}
+    for name in names:
+        method.begin(name, int32(texts[name][:-1]), None, {})
+    gained, drafted = {name: texts[name][-1:] for name in names}, dict.fromkeys(names, 0)
+    expected: list[Counter[str]] = [Counter(), Counter()]
+    before = counted("draft_tokens"), counted("tokens")
+    for number in range(60):
+        rng.shuffle(names)
+        step = make_step(
+            names, [gained[n] for n in names], drafted=[drafted[n] for n in names], texts=[texts[n] for n in names],
+            widths=(1, 9),
+        )  # fmt: skip
+        draft = method.draft(step)
+        method.record_acceptance(step)
+        assert [counted("draft_tokens") - before[0], counted("tokens") - before[1]] == expected
+        for b, name in enumerate(names):
+            verified = int(draft.counts[b]) - 1 - number % 2 * int(rng.integers(draft.counts[b]))  # the engine may cut
+            drafted[name], path = verified, []
+            node = int(rng.integers(min(3, verified) + 1))
+            expected[0].update(SOURCES[source_of[kind]] for kind in draft.kinds[b, 1 : verified + 1])
+            while node:
+                path.append(int(draft.tokens[b, node]))
+                expected[1][SOURCES[source_of[draft.kinds[b, node]]]] += 1
+                node = int(draft.parents[b, node])
+            gained[name] = [*path[::-1], int(rng.integers(VOCAB))]
+            texts[name] += gained[name]
+    assert all(expected[i][source] > 5 for i in (0, 1) for source in drafts.split()), expected
+    method.close()
+
+
+def test_kinds_tell_the_source_with_the_longest_context() -> None:
+    learned, paper = sources_of_kinds("learned"), sources_of_kinds("paper")
+    orders = {(0, 0): "other", (1, 0): "store", (0, 1): "input", (2, 2): "input", (3, 2): "store", (4, 9): "input"}
+    for (store, request), source in orders.items():
+        for recycled in (0, 50):
+            assert SOURCES[learned[10 * store + request + recycled]] == source
+    assert [SOURCES[paper[match]] for match in range(4)] == ["store", "input", "input", "input"]
+
+
+def test_drafts_that_are_no_longer_known_are_of_no_source() -> None:
+    drafter, step = Drafter(vocab_size=VOCAB, max_nodes=4), make_step(["a", "b"], [[1, 2, 3], [4]], drafted=[3, 1])
+    drafter.update(step.request_ids, step.tokens, step.starts, step.ends, step.contexts, step.drafted)
+    assert drafter.sourced.tolist() == [[0, 0, 4], [0, 0, 2]]
+    drafter.close()

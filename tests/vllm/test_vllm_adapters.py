@@ -1,0 +1,110 @@
+"""Requests of LoRA adapters, and requests whose clients want no drafts, beside others in a real engine."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import REGISTRY
+from vllm_cases import generate, parameters, token_prompts
+from vllm_engines import engine, failures, runner_of, settle, spied
+
+from tests.support import prompts
+from tests.support.models import save_adapter
+
+TOKENS, EACH = 30, 12
+SETTINGS = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 6, "enable_lora": True, "max_loras": 2}
+SETTINGS |= {"max_num_batched_tokens": 256, "enable_prefix_caching": True}
+SSSD = {"method": "sssd", "policy": "fixed", "recycle": "off", "live": True}
+ASKED = parameters(TOKENS, ignore_eos=True, detokenize=False)
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_model, tmp_path_factory):
+    """By name; None for the model alone."""
+    from vllm.lora.request import LoRARequest
+
+    folder = tmp_path_factory.mktemp("adapters")
+    paths = [save_adapter(tiny_model, folder / name, seed) for seed, name in enumerate("ab")]
+    return {None: None} | {path.name: LoRARequest(path.name, i, str(path)) for i, path in enumerate(paths, start=1)}
+
+
+@pytest.fixture(scope="module")
+def given():
+    return token_prompts(prompts.random_ids([12] * EACH, 24, first=2, seed=9))
+
+
+def ask_all(llm, given, adapters):
+    """Answers of the model and of two adapters in turn, six at a time."""
+    asked = [(prompt, lora) for prompt in given for lora in adapters.values()]
+    outputs = llm.generate([prompt for prompt, _ in asked], ASKED, lora_request=[lora for _, lora in asked],
+                           use_tqdm=False)  # fmt: skip
+    settle(llm)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model, given, adapters):
+    with engine(tiny_model, **SETTINGS) as llm:
+        return ask_all(llm, given, adapters)
+
+
+@pytest.fixture(scope="module")
+def llm(plain, tiny_model):
+    with engine(tiny_model, speculative_config=SSSD, **SETTINGS) as llm:
+        assert runner_of(llm).speculative_config.num_speculative_tokens == 32, "256 tokens for 6 requests hold 41"
+        yield llm
+
+
+def counted(llm, prompt, lora, salt):
+    """Draft tokens of one request, and the accepted ones."""
+    drafted, accepted = [], []
+
+    def record(step, drafts):
+        drafted.append(sum(map(len, drafts)))
+        accepted.append(int(step.accepted.sum()))
+
+    with spied(runner_of(llm).drafter, record):
+        llm.generate([prompt | {"cache_salt": salt}], ASKED, lora_request=lora, use_tqdm=False)
+        settle(llm)
+    return sum(drafted), sum(accepted)
+
+
+def test_adapters_answer_as_plain_and_draft_from_their_own_text_only(llm, plain, given, adapters):
+    assert len({tuple(answer) for answer in plain}) > 2 * EACH, "the adapters must answer otherwise"
+    assert ask_all(llm, given, adapters) == plain
+    a, b = adapters["a"], adapters["b"]
+    fresh = [counted(llm, given[i], b, f"fresh {i}") for i in range(4)]
+    for i in range(4):  # whatever `a` and the model have answered to the same prompt and salt
+        counted(llm, given[i], a, f"two {i}")
+        counted(llm, given[i], None, f"two {i}")
+        assert counted(llm, given[i], b, f"two {i}") == fresh[i]
+        assert counted(llm, given[i], b, f"two {i}")[1] >= max(fresh[i][1], TOKENS // 2), "its own text drafts for it"
+    from vllm.lora.request import LoRARequest
+
+    moved = LoRARequest("b", 3, a.lora_path)  # another adapter under a name that was in use
+    same = counted(llm, given[0], LoRARequest("a", 1, a.lora_path), "moved")
+    assert counted(llm, given[0], moved, "two 0") == same
+
+
+@pytest.mark.parametrize("sent", [{"freedraft": "off"}, {"freedraft": "of"}, {"freedraft": 0}, {"freedraft": ["off"]},
+                                  {"freedraft": {"off": 1}}, {"freedraft": None}, {"skip_set": ["off"]}])  # fmt: skip
+def test_off_for_one_request(llm, plain, given, sent):
+    """What is no "off" is ignored."""
+    off, rows = sent == {"freedraft": "off"}, []
+    asked = [parameters(TOKENS, ignore_eos=True, detokenize=False, extra_args=sent if i == 1 else None)
+             for i in range(4)]  # fmt: skip
+    before = REGISTRY.get_sample_value("freedraft_undrafted_requests_total", {"method": "sssd", "reason": "off"}) or 0
+    proposer = runner_of(llm).drafter
+
+    def record(step, drafts):
+        rows.extend((request_id.partition("-")[0], len(draft)) for request_id, draft
+                    in zip(step.request_ids, drafts, strict=True))  # fmt: skip
+
+    with spied(proposer, record):
+        answers = generate(llm, given[:4], asked)
+        settle(llm)
+    assert answers == plain[: 4 * 3 : 3] and not failures(proposer)
+    drafted = {name: sum(n for i, n in rows if i == name) for name, _ in rows}
+    second = sorted(drafted, key=int)[1]
+    assert all((n > 0) != (off and name == second) for name, n in drafted.items()), drafted
+    after = REGISTRY.get_sample_value("freedraft_undrafted_requests_total", {"method": "sssd", "reason": "off"}) or 0
+    assert after - before == (TOKENS - 1 if off else 0), "each of its steps is counted"

@@ -1,0 +1,83 @@
+"""How many draft tokens vLLM's batches hold: the default fits, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from freedraft.config import ConfigError
+
+SSSD = {"method": "sssd", "scoring": "paper"}
+LORA = {"enable_lora": True, "max_num_seqs": 16}
+
+
+def config_of(model, options, usage=None, **arguments):
+    from vllm import EngineArgs
+
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "enforce_eager": True} | arguments
+    return EngineArgs(model=str(model), speculative_config=SSSD | options, **arguments).create_engine_config(usage)
+
+
+@pytest.fixture
+def lines(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
+    caplog.set_level(logging.WARNING, "freedraft")
+    return lambda: [each.getMessage() for each in caplog.records if "draft tokens" in each.getMessage()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "length"),
+    [
+        ({}, 32),
+        (LORA | {"max_num_batched_tokens": 16 * 33}, 32),
+        (LORA | {"max_num_batched_tokens": 16 * 33 - 1}, 31),
+        (LORA | {"max_num_batched_tokens": 40}, 1),
+        ({"max_num_batched_tokens": 33, "max_num_seqs": 4}, 32),
+        ({"max_num_batched_tokens": 32, "max_num_seqs": 4}, 31),
+        ({"max_num_scheduled_tokens": 5, "max_num_seqs": 4}, 4),
+    ],
+)
+def test_the_default_is_what_a_batch_holds(tiny_model, lines, arguments, length):
+    config = config_of(tiny_model, {}, **arguments)
+    assert config.speculative_config.num_speculative_tokens == length
+    assert len(lines()) == (length < 32)
+    assert all(f"up to {length} draft tokens" in line and "\n" not in line for line in lines())
+
+
+def test_it_fits_the_defaults_of_each_usage(tiny_model):
+    """vLLM's own, which are others for servers; its check ends a start that does not fit."""
+    from vllm.usage.usage_lib import UsageContext
+
+    for usage in (UsageContext.LLM_CLASS, UsageContext.OPENAI_API_SERVER):
+        config = config_of(tiny_model, {}, usage, enable_lora=True, max_model_len=256)
+        requests, tokens = config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens
+        assert config.speculative_config.num_speculative_tokens == min(32, tokens // requests - 1) > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "words"),
+    [
+        ({"num_speculative_tokens": 5}, LORA | {"max_num_batched_tokens": 64}, ["to 3 or less", "16 requests", "LoRA"]),
+        ({}, LORA | {"max_num_batched_tokens": 31}, ["does not hold 32", "set 528 or more"]),
+        ({"num_speculative_tokens": 8}, {"max_num_batched_tokens": 8, "max_num_seqs": 4}, ["to 7 or less"]),
+        (
+            {"method": "layerskip", "num_speculative_tokens": 8, "scoring": None},
+            {"max_num_batched_tokens": 8, "max_num_seqs": 4},
+            ["'layerskip'", "to 7 or less"],
+        ),
+        (
+            {"num_speculative_tokens": 5},
+            {"logits_processors": ["some:Processor"]},
+            ["model runner V2", "--logits-processors"],
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_would(tiny_model, options, arguments, words):
+    options = {name: value for name, value in (SSSD | options).items() if value is not None}
+    from vllm import EngineArgs
+
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "enforce_eager": True} | arguments
+    with pytest.raises(ConfigError) as error:
+        EngineArgs(model=str(tiny_model), speculative_config=options, **arguments).create_engine_config()
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), str(error.value)
