@@ -12,7 +12,6 @@ import pytest
 from bench.lib import servers
 from freedraft.compare import BOTH, SAME, Server, compare
 
-ROOM = {}  # tokens of a context
 ROOT = Path(__file__).parents[2]
 DRAFTING = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed"}
 FLAGS = {
