@@ -64,13 +64,13 @@ def page() -> str:
 
 def measure(arm: str, model: Path) -> None:
     """Start both servers and compare them."""
-    from tests.support.compared import ROOM, compared
+    from tests.support.compared import compared
 
-    with tempfile.TemporaryDirectory() as folder, compared(arm, model, Path(folder), ROOM.get(arm, 512)) as servers:
+    with tempfile.TemporaryDirectory() as folder, compared(arm, model, Path(folder)) as servers:
         rows = []
         for row in run.compare(*servers):
-            rows.append(vars(row))
-            print(row.kind, row.outcome, row.difference or "", flush=True)
+            rows.append(row)
+            print(row["kind"], row["outcome"], row["difference"] or "", flush=True)
         about = servers[0].about | {"model": model.name}
     done = {"about": about, "outcomes": Counter(row["outcome"] for row in rows), "rows": rows}
     write_json(FOLDER / f"compare-{arm}-cpu.json", done)

@@ -128,7 +128,7 @@ def names_of(server: Server) -> dict[str, Any]:
     ids, prompt = list(dict.fromkeys(answer["choices"][0]["token_ids"])), asked.json()["tokens"]
     text = (prompt * (room // len(prompt) + 1))[:room]
     names = {f"id{i}": ids[i % len(ids)] for i in range(16)} | {"ids": ids, "page": text[:129]}
-    return names | {f"room{n}": text[n:] for n in (0, 1, 5, 24, 64)}
+    return names | {f"room{n}": text[n:] for n in (0, 1, 8, 24, 64)}
 
 
 def compare(

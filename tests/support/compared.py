@@ -12,7 +12,6 @@ import pytest
 from bench.lib import servers
 from freedraft.compare import BOTH, SAME, Server, compare
 
-ROOM = {}  # tokens of a context
 ROOT = Path(__file__).parents[2]
 DRAFTING = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed"}
 FLAGS = {
@@ -62,4 +61,5 @@ def check_all_kinds(arm, model, folder):
                 next(compare(other, drafting))
     assert {row["kind"]: row["difference"] for row in rows.values() if row["outcome"] not in (SAME, BOTH)} == {}
     undrafted = {kind for kind, row in rows.items() if row["outcome"] == SAME and not row["accepted"]}
+    undrafted = {kind for kind in undrafted if not (arm == "sglang" and "penalt" in kind)}  # SGLang's have no drafts
     assert len(rows) >= 80 and undrafted <= {"one token", "one token left"}
