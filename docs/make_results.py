@@ -648,6 +648,7 @@ def written(one: Section, files: list[str]) -> str:
 
 def page() -> str:
     shown = {name for section in SECTIONS for name in section.files}
+    shown |= {path.name for path in FOLDER.glob("compare-*.json")}  # on a page of their own
     if strange := sorted({path.name for path in FOLDER.glob("*.json")} - shown):
         raise ValueError(f"no section shows {', '.join(strange)}")
     parts = [head()]
