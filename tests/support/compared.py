@@ -49,6 +49,8 @@ IN_TIME += [
     "streams cut*",
     "a mixed batch",
 ]
+IN_TIME += ["min_p", "a bias*"]
+REFUSED = {"min_p", "a seed and min_p", "a bias against a token", "a bias for a token"}  # by vLLM, of V2 with drafts
 # Plugins of the engine: SGLang's lets seeds be heeded on a CPU, vLLM's runs model runner V2.
 PLUGINS = {"sglang": "tests/sglang/plugin", "vllm-v2": "tests/vllm/v2_interpreted"}
 
