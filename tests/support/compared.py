@@ -21,35 +21,11 @@ FLAGS = {
 }
 FLAGS["vllm"] += ["--structured-outputs-config", '{"enable_in_reasoning": true}']
 # What model runner V2 serves in time in Triton's interpreter.
-IN_TIME = ["a copy*", "a chat", "code", "streamed", "a stop string*", "a stop token*", "logprobs*", "chat logprobs"]
-IN_TIME += [
-    "prompt logprobs",
-    "*penalt*",
-    "bad words",
-    "allowed tokens",
-    "a schema*",
-    "a regex",
-    "a choice",
-    "a grammar",
-]
-IN_TIME += [
-    "tools, streamed",
-    "a tool named",
-    "the same seed*",
-    "seeds beside*",
-    "a seed*",
-    "three answers",
-    "to the end*",
-]
-IN_TIME += [
-    "beyond the context",
-    "no answers",
-    "the same prompt again",
-    "a cached prompt*",
-    "streams cut*",
-    "a mixed batch",
-]
-IN_TIME += ["min_p", "a bias*"]
+IN_TIME = """a copy*; a chat; code; streamed; a stop string*; a stop token*; logprobs*; chat logprobs; prompt logprobs;
+*penalt*; bad words; allowed tokens; a schema*; a regex; a choice; a grammar; tools, streamed; a tool named; the
+same seed*; seeds beside*; a seed*; three answers; to the end*; beyond the context; no answers; the same prompt
+again; a cached prompt*; streams cut*; a mixed batch; min_p; a bias*"""
+IN_TIME = [kind.strip() for kind in IN_TIME.split(";")]
 REFUSED = {"min_p", "a seed and min_p", "a bias against a token", "a bias for a token"}  # by vLLM, of V2 with drafts
 # Plugins of the engine: SGLang's lets seeds be heeded on a CPU, vLLM's runs model runner V2.
 PLUGINS = {"sglang": "tests/sglang/plugin", "vllm-v2": "tests/vllm/v2_interpreted"}
