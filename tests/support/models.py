@@ -80,6 +80,22 @@ def save_word_tokenizer(folder: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", pad_token="w1").save_pretrained(folder)
 
 
+def save_byte_tokenizer(folder: Path, chat_template: str) -> int:
+    """A tokenizer whose tokens are bytes and the ends of texts and of a chat's turns; the number of its tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    ends = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*ends, *letters])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"eos_token": ends[2], "bos_token": ends[1], "pad_token": ends[2], "unk_token": ends[0]}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **special)
+    fast.save_pretrained(folder)
+    return len(fast)
+
+
 def continuations(model: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
     """What the model itself goes on with, greedily and past any end of text: no engine has to start."""
     import torch
