@@ -36,13 +36,13 @@ def result(arm: str) -> dict[str, Any]:
 
 
 def table() -> str:
-    arms = {arm: result(arm) for arm in ARMS}
+    arms = {arm: result(arm) for arm in ARMS if (FOLDER / f"compare-{arm}-cpu.json").exists()}
     rows = {arm: {row["kind"]: row for row in found["rows"]} for arm, found in arms.items()}
     text = ""
     for arm, found in arms.items():
         counts = ", ".join(f"{n} {OUTCOMES[name].strip('*')}" for name, n in found["outcomes"].items())
         text += f"- {ARMS[arm]}: {len(found['rows'])} kinds: {counts}\n"
-    text += f"\n| kind of request | {' | '.join(ARMS.values())} |\n|---|{'---|' * len(ARMS)}\n"
+    text += f"\n| kind of request | {' | '.join(ARMS[arm] for arm in arms)} |\n|---|{'---|' * len(arms)}\n"
 
     def cell(row: dict[str, Any] | None) -> str:
         return f"{OUTCOMES[row['outcome']]} ({row['accepted']})" if row else ""
