@@ -11,7 +11,8 @@ from tests.support import prompts
 from tests.support.models import save_adapter
 
 TOKENS, EACH = 30, 12
-SETTINGS = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 6, "enable_lora": True, "max_loras": 2}
+# On a CPU vLLM gives requests without an adapter, beside others with one, the adapter in the last place: here none.
+SETTINGS = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 6, "enable_lora": True, "max_loras": 4}
 SETTINGS |= {"max_num_batched_tokens": 256, "enable_prefix_caching": True}
 SSSD = {"method": "sssd", "policy": "fixed", "recycle": "off", "live": True}
 ASKED = parameters(TOKENS, ignore_eos=True, detokenize=False)
@@ -107,4 +108,4 @@ def test_off_for_one_request(llm, plain, given, sent):
     second = sorted(drafted, key=int)[1]
     assert all((n > 0) != (off and name == second) for name, n in drafted.items()), drafted
     after = REGISTRY.get_sample_value("freedraft_undrafted_requests_total", {"method": "sssd", "reason": "off"}) or 0
-    assert after - before == (TOKENS - 1 if off else 0), "each of its steps is counted"
+    assert after - before == (TOKENS if off else 0), "each of its steps is counted"
