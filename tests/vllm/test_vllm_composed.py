@@ -27,13 +27,13 @@ def test_any_choice_leaves_the_output_alone(llm, plain_demo, batch, monkeypatch)
 
     def any_of(step, draft):
         _, rest = paying(step, draft)
-        rows = np.flatnonzero((method.model.capacities(step) > 0) & (coins.random(step.batch_size) < 0.5))
-        chosen.append(len(rows) if method.model.begin_round(pays=True) else 0)
+        rows = np.flatnonzero((method.passes.capacities(step) > 0) & (coins.random(step.batch_size) < 0.5))
+        chosen.append(len(rows) if method.passes.begin_round(pays=True) else 0)
         return rows[: chosen[-1]], rest
 
     def counts():
         """[2, 2], what each part has drafted, and of that accepted."""
-        metrics = [part.metrics for part in (method.host, method.model)]
+        metrics = [part.metrics for part in (method.ngrams, method.passes)]
         return np.array([[each.drafted._value.get(), each.accepted._value.get()] for each in metrics])
 
     monkeypatch.setattr(method, "_rows_of_passes", any_of)

@@ -70,7 +70,7 @@ def check_nothing_is_left(llm):
     parts = [method]
     if isinstance(method, HybridMethod):  # it keeps the requests that draft by passes
         assert not method._by_model
-        parts = [method.host, method.model]
+        parts = [method.ngrams, method.passes]
     for part in parts:
         assert not isinstance(part, SssdMethod) or len(part.drafter) == 0
         assert not isinstance(part, LayerSkipMethod) or not part.selection.requests
