@@ -57,7 +57,7 @@ class Method:
     def __init__(self, options: Any, context: EngineContext, controller: Controller, name: str) -> None:
         self.options, self.context, self.controller = options, context, controller
         self.metrics = Metrics(name)
-        self.unmatched = np.zeros(0, np.bool_)  # [B], requests for which the last `draft` found nothing
+        self.unmatched = np.zeros(1, np.bool_)  # [B], requests for which the last `draft` found nothing
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         """Add a request. Called during its prefill, so it must return at once.

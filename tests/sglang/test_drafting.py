@@ -57,7 +57,6 @@ class Recorder(Method):
 
     def draft(self, step):
         self.steps.append(step)
-        self.unmatched = np.zeros(step.batch_size, np.bool_)
         counts = [self.nodes.get(request_id, 1) for request_id in step.request_ids]
         if max(counts) < 0:
             raise RuntimeError("this drafter fails on purpose")

@@ -49,10 +49,10 @@ def make_any(options, context, controller):
     class Any(HybridMethod):
         def _rows_of_passes(self, step, draft):
             _, rest = super()._rows_of_passes(step, draft)  # what it would have been: its code runs, too
-            allowed = self.model.capacities(step) > 0
+            allowed = self.passes.capacities(step) > 0
             rows = np.flatnonzero(allowed & (coins.random(len(allowed)) < 0.5))
             totals["mixed"] += 0 < len(rows) < len(allowed)
-            return rows if self.model.begin_round(pays=True) else rows[:0], rest
+            return rows if self.passes.begin_round(pays=True) else rows[:0], rest
 
         def draft(self, step):
             tree = super().draft(step)
