@@ -116,7 +116,7 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(tiny
             given[i] = {"prompt_embeds": embedding(torch.tensor(live_prompts[i]["prompt_token_ids"]))}
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4, "enable_prompt_embeds": True}
     method = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed"}
-    method |= {"live": True, "live_prompts": True, "isolation": "shared"}
+    method |= {"live": True, "isolation": "shared"}
     with engine(tiny_model, speculative_config=method, **settings) as llm:
         proposer = runner_of(llm).drafter
         texts: set[tuple[int, ...]] = set()
