@@ -134,7 +134,8 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(tiny
         ]
         # A step may accept tokens beyond the end of an answer.
         assert texts and all(any(whole[: len(text)] == text[: len(whole)] for whole in known) for text in texts)
-        assert set(map(tuple, learnt_by(proposer.guarded.method, 0))) == set(known)
+        learnt = {whole[4:] for whole in known}  # the last 8 of 12 tokens of a prompt, and its answer
+        assert set(map(tuple, learnt_by(proposer.guarded.method, 0))) == learnt
         check_nothing_is_left(llm)
         proposer.guarded.close()
 
