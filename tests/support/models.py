@@ -58,14 +58,15 @@ def save_adapter(model: Path, folder: Path, seed: int) -> Path:
 
     config, generator = AutoConfig.from_pretrained(model), torch.Generator().manual_seed(seed)
     hidden, inner, rank, tensors = config.hidden_size, config.intermediate_size, 4, {}
+    parts = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     for layer in range(config.num_hidden_layers):
-        for part, size in (("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
+        for part, size in parts.items():
             name = f"base_model.model.model.layers.{layer}.mlp.{part}.lora_"
             tensors[f"{name}A.weight"] = torch.randn(rank, size[1], generator=generator) / size[1] ** 0.5
             tensors[f"{name}B.weight"] = torch.randn(size[0], rank, generator=generator)
     folder.mkdir(parents=True)
     save_file(tensors, folder / "adapter_model.safetensors")
-    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["up_proj", "down_proj"]}
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*parts]}
     (folder / "adapter_config.json").write_text(json.dumps(described))
     return folder
 
