@@ -20,15 +20,21 @@ def ask_all(engine, given):
     return ids(engine.generate(input_ids=prompts, sampling_params=GREEDY, lora_path=[*names] * len(given)))
 
 
+OFF = {"freedraft": "off"}
+
+
 def ask(engine, counts, prompt, adapter, salt, sent=None):
-    """One answer; draft tokens that were verified for it, and the accepted ones."""
+    """One answer; draft tokens that were verified for it up to its last steps, and the accepted ones."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
+    def answered(sent, **keys):
+        parameters = GREEDY | {"custom_params": sent}
+        request = GenerateReqInput(input_ids=prompt, sampling_params=parameters, **keys)
+        return engine.loop.run_until_complete(anext(engine.tokenizer_manager.generate_request(request, None)))
+
+    answered(OFF, cache_salt="counts what was drafted before")
     before = read_counts(counts)
-    request = GenerateReqInput(
-        input_ids=prompt, sampling_params=GREEDY | {"custom_params": sent}, lora_path=adapter, cache_salt=salt
-    )
-    answer = engine.loop.run_until_complete(anext(engine.tokenizer_manager.generate_request(request, None)))
+    answer = answered(sent, lora_path=adapter, cache_salt=salt)
     after = read_counts(counts)
     return answer["output_ids"], [after[name] - before[name] for name in ("drafted", "accepted")]
 
@@ -60,7 +66,6 @@ def test_adapters_answer_as_plain_and_draft_from_their_own_text_only(tiny, tmp_p
             assert ask(engine, counts, prompt, "b", salt) == fresh, "whatever others have answered to the same prompt"
             again = ask(engine, counts, prompt, "a", salt)
             assert again[0] == taught[0] and again[1][1] > max(taught[1][1], 20), "its own text drafts for it"
-            off = ask(engine, counts, prompt, "a", salt, {"freedraft": "off"})
-            assert off == (again[0], [0, 0])
+            assert ask(engine, counts, prompt, "a", salt, OFF) == (again[0], [0, 0])
             for sent in ({"freedraft": "of"}, {"freedraft": 0}, {"freedraft": ["off"]}, ["off"], "off", 7):
                 assert ask(engine, counts, prompt, "a", salt, sent) == again

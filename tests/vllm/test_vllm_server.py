@@ -53,6 +53,19 @@ def accepted(server, salt, **sampling):
     return counts["num_accepted_draft_tokens"], answer["choices"][0]["token_ids"]
 
 
+def test_a_client_that_wants_no_drafts(server):
+    """Its answer is the same; what is no "off" is ignored, or refused by vLLM itself."""
+    _, answer = accepted(server, "off")
+    assert accepted(server, "off", vllm_xargs={"freedraft": "off"}) == (0, answer)
+    for sent in ("", "OFF", 0, 1e300, ["off"], ["off", 1]):
+        count, same = accepted(server, "off", vllm_xargs={"freedraft": sent})
+        assert count > 20 and same == answer, sent
+    for sent in ({"freedraft": {"off": 1}}, ["off"], "off"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            complete(server, "off", vllm_xargs=sent)
+        assert refused.value.code == 400
+
+
 def test_clients_draft_from_texts_of_their_salt_only(server):
     """Those without one from one another's."""
     salts = ("one", None, "two", "one", None, "three")
@@ -132,7 +145,7 @@ def test_the_sums_of_the_page_are_those_of_vllm_of_its_requests_and_of_the_bench
     lengths = [count["freedraft_accepted_lengths_total", str(length)] for length in range(9)]
     assert sum(lengths) == count[drafts] and sum(n * of for n, of in enumerate(lengths)) == kept
     assert [sum(lengths[at + 1 :]) for at in range(8)] == [count[position, str(at)] for at in range(8)]
-    reasons = ("cost", "no match", "no room", "failure")
+    reasons = ("cost", "no match", "no room", "failure", "off")
     undrafted = {reason: count["freedraft_undrafted_requests_total", reason] for reason in reasons}
     assert page["request_steps"] == count[drafts] + sum(undrafted.values())
     assert undrafted["no match"] > 0 and undrafted["no room"] >= len(chats) + 1 and not undrafted["failure"], undrafted
