@@ -35,11 +35,11 @@ def start(engine: str, model: Path, store: Path, port: int) -> int:
     stop()
     if servers.is_healthy(f"http://{servers.HOST}:{port}"):
         raise servers.ServerError(f"port {port} is taken: make serve PORT=...")
+    servers.keep_telling(["starting the server"])
     ensure_store(store, model)
     settings = {"method": "sssd", "num_speculative_tokens": 8, "datastore": str(store.resolve())}
     log = Path("build/logs/serve.log")
     server = servers.build("sssd", engine, model, log, port=port, requests=8, speculative=settings)
-    servers.keep_telling(["starting the server"])
     server.start()
     assert server.process is not None
     try:

@@ -71,7 +71,7 @@ def test_learns_from_what_it_said(tiny_model, tiny_answers, live_prompts, tmp_pa
         assert sorted(learnt_by(learning, tenant)) == sorted(said), "every output, whole, behind the end of its prompt"
         one = gained(learning, before)
         assert sum(one[f"{source} tokens"] for source in SOURCES) == first
-        assert one["input tokens"] > 0 and one["store drafts"] == 0
+        assert one["input tokens"] > 0
         second = accepted("main")
         assert second > first
         two = gained(learning, before)
