@@ -26,7 +26,8 @@ IN_TIME = """a copy*; a chat; code; streamed; a stop string*; a stop token*; log
 same seed*; seeds beside*; a seed*; three answers; to the end*; beyond the context; no answers; the same prompt
 again; a cached prompt*; streams cut*; a mixed batch; min_p; a bias*"""
 IN_TIME = [kind.strip() for kind in IN_TIME.split(";")]
-REFUSED = {"min_p", "a seed and min_p", "a bias against a token", "a bias for a token"}  # by vLLM, of V2 with drafts
+# By vLLM, of every speculative method on V2.
+REFUSED = {"min_p", "a seed and min_p", "a bias against a token", "a bias for a token", "logprobs of chosen tokens"}
 # Plugins of the engine: SGLang's lets seeds be heeded on a CPU, vLLM's runs model runner V2.
 PLUGINS = {"sglang": "tests/sglang/plugin", "vllm-v2": "tests/vllm/v2_interpreted"}
 
