@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.lib import servers
-from freedraft.compare import BOTH, SAME, Server, compare
+from freedraft.compare import BOTH, ITSELF, SAME, Server, compare
 from tests.support.models import save, save_byte_tokenizer, tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,11 @@ def check_all_kinds(arm, model, folder):
             with pytest.raises(ValueError, match=f"cannot be compared: {name} another and {drafting.about[name]}"):
                 next(compare(other, drafting))
     different = {kind: row["difference"] for kind, row in rows.items() if row["outcome"] not in (SAME, BOTH)}
-    assert {kind: where for kind, where in different.items() if arm != "vllm-v2" or kind not in REFUSED} == {}
+    # Plain vLLM's count in a stream depends on how many tokens its server reads at once.
+    if rows.get(counted := "a chat, streamed with usage", {}).get("outcome") == ITSELF:
+        assert "reasoning_tokens" in different.pop(counted)
+    different = {kind: where for kind, where in different.items() if arm != "vllm-v2" or kind not in REFUSED}
+    assert not different, different
     undrafted = {kind for kind, row in rows.items() if row["outcome"] == SAME and not row["accepted"]}
     if arm == "sglang":  # there these have no drafts
         undrafted = {kind for kind in undrafted if "penalt" not in kind and "min_tokens" not in kind}

@@ -94,7 +94,7 @@ def test_an_architecture_without_such_layers(tiny_model, tmp_path):
 
 
 def test_slots_are_reserved_for_this_method_only(tiny_model):
-    assert config_of(tiny_model, GOOD | {"window": 16}).num_lookahead_tokens == 3
+    assert config_of(tiny_model, GOOD | {"window": 128}).num_lookahead_tokens == 3
     assert config_of(tiny_model, GOOD | {"method": "sssd"}).num_lookahead_tokens == 0
     assert config_of(tiny_model, None).num_lookahead_tokens == 0
 
