@@ -72,7 +72,7 @@ class GuardedMethod:
         self._paused = 0
         self._next_pause = FIRST_PAUSE
         self._good_steps = 0
-        self._uncounted: tuple[Step, DraftBatch] | None = None
+        self._uncounted: tuple[Step, DraftBatch, float] | None = None
         atexit.register(self.close)  # engines do not notify drafters of their shutdown
 
     @property
@@ -120,12 +120,10 @@ class GuardedMethod:
         if draft is None:
             self._count_failed(step)
             return None
-        self.metrics.budget.set(self.method.controller.budget)
-        self.metrics.seconds.observe(time.perf_counter() - started)
         self._good_steps += 1
         if self._good_steps == FORGIVEN:
             self._next_pause = FIRST_PAUSE
-        self._uncounted = step, draft
+        self._uncounted = step, draft, time.perf_counter() - started
         if count:
             self.count()
         return draft
@@ -133,7 +131,9 @@ class GuardedMethod:
     def count(self) -> None:
         """Count the step that was drafted for, in the metrics."""
         if self._uncounted is not None:
-            (step, draft), self._uncounted = self._uncounted, None
+            (step, draft, seconds), self._uncounted = self._uncounted, None
+            self.metrics.budget.set(self.method.controller.budget)
+            self.metrics.seconds.observe(seconds)
             self.call(self._count, step)
             self.call(self._count_reasons, step, draft)
 

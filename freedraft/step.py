@@ -23,6 +23,7 @@ class NodeLogits(NamedTuple):
     top_tokens: NDArray[np.int32]
     # [B, N, TOP_TOKENS], natural logarithms, before temperature and filters; -inf for none.
     top_log_probs: NDArray[np.float32]
+    contexts: NDArray[Any] | None = None  # int [B], tokens of each request up to its root; None: all that it has
 
 
 @dataclass(frozen=True, slots=True)

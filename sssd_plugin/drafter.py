@@ -27,8 +27,8 @@ from sssd_plugin.scoring.weights import Weights
 Shape = Literal["tree", "chain"]
 
 MAX_NODES = 256
-MAX_THREADS = 4
-MIN_ROWS = 8  # fewest requests per thread
+MAX_THREADS = 8
+MIN_ROWS = 2  # fewest requests per thread
 
 
 class Drafter:
@@ -108,13 +108,14 @@ class Drafter:
             self._owners[request_id] = owner
 
     def recycle(self, logits: NodeLogits) -> None:
-        """Keep the likeliest next tokens at every verified node; call before `update`."""
+        """Keep the likeliest next tokens at every verified node."""
         if len(self._entries) == 0:
             return
         ids, draft = logits.request_ids, logits.draft
         trees, likeliest = (draft.tokens, draft.parents, draft.counts), (logits.top_tokens, logits.top_log_probs)
         with self._lock:
-            requests = self._index.slot_ids(ids), _values(self._owners, ids)
+            contexts = np.full(len(ids), -1) if logits.contexts is None else logits.contexts.astype(np.int64)
+            requests = self._index.slot_ids(ids), _values(self._owners, ids), contexts
             recycled_logits.put_trees(
                 self._index.slots, requests, self._entries, trees, likeliest, self.vocab_size, self._recycle_clock
             )

@@ -111,14 +111,15 @@ def put(recycled, context, filled, keys, likeliest, vocab_size, stamp):
 
 @compiled(nogil=True)
 def put_trees(slots, requests, entries, trees, likeliest, vocab_size, clock):
-    """Keep the likeliest tokens at every node of trees, for requests that still end in their tree's root.
+    """Keep the likeliest tokens at every node of trees, for requests that still have their tree's root.
 
     Args:
-        slots: `RequestIndex.slots`; requests: int64 [B] each, slots (-1 is skipped) and owners.
+        slots: `RequestIndex.slots`; requests: int64 [B] each, slots (-1 is skipped), owners, and tokens
+            of each up to its root, -1 for all.
         trees: tokens and parents, int32 [B, N], and number of nodes [B]; likeliest: as of `put`, [B, N, TOP].
         clock: int64 [1], calls so far.
     """
-    slot_ids, owners = requests
+    slot_ids, owners, contexts = requests
     tokens, parents, counts = trees
     top_tokens, top_log_probs = likeliest
     context, keys = np.empty(ORDERS, np.int32), np.empty(ORDERS, np.uint64)
@@ -127,9 +128,10 @@ def put_trees(slots, requests, entries, trees, likeliest, vocab_size, clock):
         if slot_ids[b] < 0:
             continue
         known = request_at(slots, slot_ids[b]).tokens
-        if len(known) > 0 and known[-1] == tokens[b, 0]:
+        n = len(known) if contexts[b] < 0 else contexts[b]
+        if 0 < n <= len(known) and known[n - 1] == tokens[b, 0]:
             recycled = Recycled(entries, owners[b])
             for node in range(counts[b]):
-                filled = write_context(known, tokens[b], parents[b], node, context)
+                filled = write_context(known[:n], tokens[b], parents[b], node, context)
                 best = top_tokens[b, node], top_log_probs[b, node]
                 put(recycled, context, filled, keys, best, vocab_size, clock[0])

@@ -23,7 +23,7 @@ class LogitsCopy:
 
     def put(
         self, request_ids: Sequence[str], draft: DraftBatch, logits: torch.Tensor,
-        nodes: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None,
+        nodes: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None, contexts: NDArray[Any] | None = None,
     ) -> None:  # fmt: skip
         """Start the copy.
 
@@ -32,6 +32,7 @@ class LogitsCopy:
             logits: float [R, V], which may be overwritten as soon as this returns.
             nodes: int64 [K] each, rows of `logits`, and their indices among the B * N nodes; None if each node has its
                 row.
+            contexts: see `NodeLogits`.
         """
         tokens, log_probs = top_tokens(logits, TOP_TOKENS)
         event = None
@@ -42,19 +43,20 @@ class LogitsCopy:
             )
             event = torch.Event(logits.device)
             event.record()
-        self._taken = request_ids, draft, tokens, log_probs, nodes, event
+        self._taken = request_ids, draft, contexts, tokens, log_probs, nodes, event
 
     def put_nodes(
-        self, request_ids: Sequence[str], tokens: NDArray[np.int32], lengths: NDArray[np.int64],
-        first: NDArray[np.int64], logits: torch.Tensor, parents: NDArray[np.int32],
+        self, request_ids: Sequence[str], drafts: tuple[NDArray[Any], ...], first: NDArray[np.int64],
+        logits: torch.Tensor,
     ) -> None:  # fmt: skip
         """Start the copy for each node of B trees.
 
         Args:
-            tokens: int32 [B, N], roots first; lengths: int64 [B], draft tokens of each, below N.
+            drafts: tokens, int32 [B, N], roots first; parents, int32 [B, N], as in `DraftBatch`; int64 [B], draft
+                tokens of each, below N; `contexts` of `NodeLogits`.
             first: int64 [B], row of `logits` of each root; the rows of its draft tokens follow.
-            parents: int32 [B, N], as in `DraftBatch`.
         """
+        tokens, parents, lengths, contexts = drafts
         width = int(lengths.max()) + 1
         trees = DraftBatch.empty(len(lengths), width)
         trees.counts[:] = lengths + 1
@@ -62,7 +64,7 @@ class LogitsCopy:
         # Consecutive: the nodes of a tree, and its rows of logits.
         tree = np.repeat(np.arange(len(lengths)), lengths + 1)
         node = np.arange(len(tree)) - np.repeat(np.cumsum(lengths + 1) - lengths - 1, lengths + 1)
-        self.put(request_ids, trees, logits, (first[tree] + node, tree * width + node))
+        self.put(request_ids, trees, logits, (first[tree] + node, tree * width + node), contexts)
 
     def forget(self, request_id: str) -> None:
         """Drop a request that begins again: its logits belong to another text."""
@@ -74,15 +76,15 @@ class LogitsCopy:
         """Return and clear the pending copy; None if there is none."""
         if self._taken is None:
             return None
-        request_ids, draft, tokens, log_probs, nodes, event = self._taken
+        request_ids, draft, contexts, tokens, log_probs, nodes, event = self._taken
         self._taken = None
         if event is not None:
             event.synchronize()
         shape = (*draft.tokens.shape, TOP_TOKENS)
         of_rows = tokens.numpy(), log_probs.numpy()
         if nodes is None:
-            return NodeLogits(request_ids, draft, *(array.reshape(shape) for array in of_rows))
+            return NodeLogits(request_ids, draft, *(array.reshape(shape) for array in of_rows), contexts=contexts)
         found = np.full((draft.tokens.size, TOP_TOKENS), -1, np.int32), np.zeros((draft.tokens.size, TOP_TOKENS), "f4")
         for array, rows in zip(found, of_rows, strict=True):
             array[nodes[1]] = rows[nodes[0]]
-        return NodeLogits(request_ids, draft, *(array.reshape(shape) for array in found))
+        return NodeLogits(request_ids, draft, *(array.reshape(shape) for array in found), contexts=contexts)

@@ -4,10 +4,11 @@ of any trees on their way to the device, against plain Python."""
 from __future__ import annotations
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freedraft.engines.vllm.v2.requests import Requests
+from freedraft.engines.vllm.v2.requests import GainedTokens, Requests, Taken
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
 from tests.support.random_trees import random_batch
 
@@ -39,9 +40,16 @@ def test_any_traffic(random):
             elif name in running and requests.generations[slot] == generation:
                 running[name][2].extend(new)
                 expected.append(i)
-        slots = np.array([slot for _, slot, *_ in launched], np.int32)
-        generations = np.array([generation for _, _, generation, *_ in launched], np.int64)
-        assert requests.append(slots, generations, gained).tolist() == expected
+        step = GainedTokens(SLOTS, NEWEST - 1, torch.device("cpu"))
+        step.slots = np.array([slot for _, slot, *_ in launched], np.int32)
+        step.generations = np.array([generation for _, _, generation, *_ in launched], np.int64)
+        step.scheduled = np.full(len(launched), NEWEST, np.int32)
+        step.wait()[:] = gained
+        may_draft, most = requests.prepare(step, 3, None), requests.limits[step.slots]
+        taken = requests.append(step)
+        assert taken.rows.tolist() == expected
+        room = [min(3, int(most[row]) - 1 - int(gained[row, 1])) for row in expected]
+        assert taken.capacities.tolist() == [max(0, n) for n in room] and (may_draft or max(room, default=0) <= 0)
         for name, (_, output) in ended.items():
             assert requests.take_ended(name).tolist() == output
         ended.clear()
@@ -101,14 +109,19 @@ def test_trees_and_chains_of_one_batch(seed):
     rng = np.random.default_rng(seed)
     requests = int(rng.integers(1, ROWS))
     draft = random_batch(rng, requests, int(rng.integers(1, WIDEST + 2)), 10**6)
-    rows, slots = (rng.permutation(n)[:requests] for n in (ROWS, PLACES))
-    capacities = rng.integers(0, WIDEST + 1, requests).astype(np.int32)
+    rows, places = rng.permutation(ROWS)[:requests], rng.permutation(PLACES)[:ROWS].astype(np.int32)
+    slots, capacities = places[rows], rng.integers(0, WIDEST + 1, requests).astype(np.int32)
     trees = rng.random() < 0.8  # else there is no room for masks, and all drafts are chains
-    branches = (rng.random(requests) < 0.6) & trees
-    proposed = np.zeros((1 + trees, ROWS, WIDEST), np.int64)
-    proposed[0] = -5
-    parents, slots = np.full((PLACES, WIDEST + 1), 7, np.int32), slots.astype(np.int32)
-    counts = write_drafts(draft, capacities, rows, branches if trees else None, proposed, parents, slots)
+    allowed = (rng.random(PLACES) < 0.6) & trees
+    branches, proposed = allowed[slots], np.full((1 + trees, ROWS, WIDEST), 3, np.int64)
+    held, step = Requests(PLACES, 99, WIDEST), GainedTokens(ROWS, WIDEST, torch.device("cpu"))
+    step.slots = places
+    step.wait()[:, -1] = -5
+    none = np.zeros(requests, np.int64)
+    taken, parents = Taken(rows, none, none, capacities, capacities, capacities), held.parents
+    counts = write_drafts(draft, taken, step, held, proposed, allowed if trees else None, 8)
+    assert held.drafted[slots].tolist() == counts.tolist() and (held.drafted_behind[slots] == 8).all()
+    assert held.nodes[slots].tolist() == [[-5, *proposed[0, row]] for row in rows]
     for b in range(requests):
         nodes = list(range(1, min(int(draft.counts[b]), int(capacities[b]) + 1)))
         if not branches[b]:
@@ -135,4 +148,4 @@ def test_trees_and_chains_of_one_batch(seed):
         assert not masks[count:].any()
     others = np.setdiff1d(np.arange(ROWS), rows)
     assert (proposed[0, others] == -5).all() and not proposed[1:, others].any()
-    assert not write_drafts(None, capacities, rows, None, proposed, parents, slots).any()
+    assert not write_drafts(None, taken, step, held, proposed, None, 9).any() and (proposed == -5)[0].all()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +19,7 @@ from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.forward import Pages
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
 from freedraft.engines.vllm.scheduler import SALT
-from freedraft.engines.vllm.v2.requests import GainedTokens, Requests
+from freedraft.engines.vllm.v2.requests import GainedTokens, Requests, Taken
 from freedraft.engines.vllm.v2.write_drafts import Confidences, write_drafts
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
@@ -94,6 +93,7 @@ class Drafting:
         self._parts = 1 if self.trees is None else 2  # tokens, and ancestor masks
         self._drafts = torch.zeros(self._parts * slots * self.length, dtype=torch.int64, device=device)
         self._proposed = torch.zeros(len(self._drafts), dtype=torch.int64, pin_memory=device.type != "cpu")
+        self._proposed_np = self._proposed.numpy()
 
     def _of_batch(self, buffer: torch.Tensor, batch: int) -> torch.Tensor:
         """int64 [1 or 2, B, K], contiguous: draft tokens, and masks if there are trees."""
@@ -126,12 +126,6 @@ class Drafting:
             self.requests.preempt(request_id)
         for request_id in finished:
             self.requests.finish(request_id)
-        if not self._pending:
-            self._tell_ends()
-
-    def _tell_ends(self) -> None:
-        for request_id in [*self.requests.ended]:
-            self._tell_end(request_id)
 
     def _tell_end(self, request_id: str) -> None:
         output = self.guarded.call(partial(self.requests.take_ended, request_id))
@@ -164,49 +158,29 @@ class Drafting:
         """Draft after the newest step, at most `most` tokens per request, and if there is an InputBatch no more than it
         verifies. Returns whether `_proposed` was filled."""
         gained, requests = self._gained[0], self.requests
-        least = (requests.lengths[gained.slots] + 1).astype(np.int32)  # without new tokens there are no drafts
-        room = requests.room(gained.slots, least, most, self._branching(gained.slots))
-        room[requests.generations[gained.slots] != gained.generations] = 0
-        if batch is not None:
-            verified = np.zeros(len(requests.lengths), np.int32)
-            if (counts := batch.num_draft_tokens_per_req) is not None:
-                verified[batch.idx_mapping_np[: batch.num_reqs]] = counts[: batch.num_reqs]
-            room = np.minimum(room, verified[gained.slots])
-        if not self._pending or not room.any():  # no wait is needed
+        if not (self._pending and requests.prepare(gained, most, batch)):  # no wait is needed
             return False
-        rows, drafted = self._take()
-        if not (drafting := room[rows] > 0).all():
-            self.guarded.take(replace(self._step(rows[~drafting], drafted[~drafting], 0), engine=None))
-            rows, drafted = rows[drafting], drafted[drafting]
-        proposed = self._of_batch(self._proposed, len(gained.slots)).numpy()
-        proposed[0], proposed[1:] = gained.wait()[:, -1:], 0
-        if len(rows):
+        taken = self._take()
+        step, draft = self._step(taken), None
+        if self.confidences is not None:  # before the drafts that it learns from are overwritten
+            self.confidences.learn(step)
+        if step.capacities.any():
             self._drafted_at = self._steps
-            step, slots = self._step(rows, drafted, most), gained.slots[rows]
-            if self.confidences is not None:  # before the drafts that it learns from are overwritten
-                self.confidences.learn(step)
-            draft = self.guarded.draft(step)
-            branching = self._branching(slots)
-            counts = write_drafts(draft, step.capacities, rows, branching, proposed, requests.parents, slots)
-            requests.drafted[slots], requests.drafted_behind[slots] = counts, self._steps
-            requests.nodes[slots, 0], requests.nodes[slots, 1:] = step.roots, proposed[0, rows]
-            if self.confidences is not None:
-                self.confidences.estimate(draft, rows, counts, len(gained.slots))
+            draft = self.guarded.draft(step, count=False)
+        elif step.request_ids:
+            self.guarded.take(step)
+        proposed = self._proposed_np[: self._parts * len(gained.slots) * self.length]
+        proposed = proposed.reshape(self._parts, len(gained.slots), self.length)
+        counts = write_drafts(draft, taken, gained, requests, proposed, self._branching, self._steps)
+        if self.confidences is not None:
+            self.confidences.estimate(draft, taken.rows, counts, len(gained.slots))
         proposed[0, :, most:] = -1  # as in vLLM
         return True
 
-    def _take(self) -> tuple[NDArray[np.intp], NDArray[np.int32]]:
-        """Take the newest step's tokens. Returns intp [R], rows of requests with new tokens; int32 [R], our draft
-        tokens that each verified."""
-        gained, self._pending = self._gained[0], False
-        rows = self.requests.append(gained.slots, gained.generations, gained.wait())
-        if (logits := self.logits.take()) is not None:
-            self.guarded.recycle(logits)
-        self._tell_ends()
-        slots = gained.slots[rows]
-        drafted = np.minimum(self.requests.drafted[slots], gained.scheduled[rows]).astype(np.int32)
-        self.requests.drafted[slots] = 0
-        return rows, drafted
+    def _take(self) -> Taken:
+        """Take the newest step's tokens."""
+        self._pending = False
+        return self.requests.append(self._gained[0], self._branching)
 
     def _record(self, lengths: BatchLengths) -> None:
         """Record the time of the last taken step, once."""
@@ -225,14 +199,24 @@ class Drafting:
         if len(rows) and len(logits) == first[len(slots)]:
             request_ids = [input_batch.req_ids[row] for row in rows.tolist()]
             nodes, parents = self.requests.nodes[slots[rows]], self.requests.parents[slots[rows]]
-            self.logits.put_nodes(request_ids, nodes, lengths[rows], first[rows].astype(np.int64), logits, parents)
+            contexts = self.requests.lengths[slots[rows]]  # the step's own tokens have not arrived
+            trees = nodes, parents, lengths[rows], contexts
+            self.logits.put_nodes(request_ids, trees, first[rows].astype(np.int64), logits)
 
     def _catch_up(self) -> None:
-        if self._pending and len((taken := self._take())[0]):
-            step = self._step(*taken, 0)
-            if self.confidences is not None:
-                self.confidences.learn(step)
-            self.guarded.observe(step)
+        """Do what need not precede the drafts of a step, once the next one has been launched: count, recycle, end
+        requests, and take its tokens if nobody drafted after it."""
+        self.guarded.count()
+        if (logits := self.logits.take()) is not None:
+            self.guarded.recycle(logits)
+        if self._pending:
+            self.requests.prepare(self._gained[0], 0, None)
+            if (step := self._step(self._take())).request_ids:
+                if self.confidences is not None:
+                    self.confidences.learn(step)
+                self.guarded.observe(step)
+        for request_id in [*self.requests.ended]:
+            self._tell_end(request_id)
         if self.lengths is not None:
             self._record(self.lengths)
 
@@ -252,34 +236,32 @@ class Drafting:
         context = float(self.requests.lengths[slots].mean()) if len(slots) else 1.0
         return self.lengths.decide(batch, max(context, 1.0))
 
-    def _branching(self, slots: NDArray[np.int32]) -> NDArray[np.bool_] | None:
-        """bool [R], which requests may have trees; None if no request may."""
-        return None if self.trees is None else self.trees.allowed[slots]
+    @property
+    def _branching(self) -> NDArray[np.bool_] | None:
+        return None if self.trees is None else self.trees.allowed
 
-    def _step(self, rows: NDArray[np.intp], drafted: NDArray[np.int32], most: int) -> Step:
-        """The newest step, for these requests, with at most `most` draft tokens each; drafted: as returned by
-        `_take`."""
-        gained = self._gained[0]
-        known, slots = gained.wait(), gained.slots[rows]
-        contexts = known[rows, 1].astype(np.int32)
-        ends = slots.astype(np.int64) * self.max_model_len + contexts
-        tokens = self.requests.tokens
-        state = None
+    def _step(self, taken: Taken) -> Step:
+        """The newest step, for the requests that were taken."""
+        gained, tokens = self._gained[0], self.requests.tokens
+        everyone, slots = len(taken.rows) == len(gained.slots), gained.slots
+        ids, contexts, state = gained.request_ids, taken.contexts, None
+        if not everyone:
+            slots, ids = slots[taken.rows], [ids[row] for row in taken.rows.tolist()]
         if self.runner is not None:
             state = V2StepState(self.runner.block_tables, self._states, slots.astype(np.intp))
         # For the method's own clock; unusable if the previous step was not drafted for, or if this one is taken later.
-        on_time = most > 0 and self._drafted_at == gained.number - 1
-        timed = on_time and gained.query_tokens and len(rows) == len(gained.slots)
+        on_time = taken.capacities.any() and self._drafted_at == gained.number - 1
+        timed = on_time and gained.query_tokens and everyone
         return Step(
-            request_ids=[gained.request_ids[row] for row in rows.tolist()],
+            request_ids=ids,
             tokens=tokens.reshape(-1),
-            starts=ends - known[rows, 0],
-            ends=ends,
+            starts=taken.starts,
+            ends=taken.ends,
             contexts=contexts,
-            capacities=self.requests.room(slots, contexts, most, self._branching(slots)),
-            drafted=drafted,
+            capacities=taken.capacities,
+            drafted=taken.drafted,
             widths=None,
-            previous=(len(rows), gained.query_tokens) if timed else None,
+            previous=(len(ids), gained.query_tokens) if timed else None,
             history=lambda b: tokens[slots[b], : contexts[b]],
             trees=self.trees is not None and self.trees.enabled,
             engine=state,

@@ -91,9 +91,9 @@ def _close(runner: Any) -> None:
 
 def _end(runner: Any, scheduler_output: Any) -> None:
     if (ours := _drafting(runner)) is not None:
+        ours.end(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
         if scheduler_output.finished_req_ids and not scheduler_output.total_num_scheduled_tokens:
             ours.catch_up()  # no step follows the newest one
-        ours.end(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
 
 
 def _add(_: Any, runner: Any, scheduler_output: Any) -> None:

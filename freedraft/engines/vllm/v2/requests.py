@@ -11,8 +11,8 @@ import torch
 from freedraft_kernels import newest_tokens
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
 from freedraft.engines.vllm.outputs import drafted_up_to, output_of
-from freedraft.step import room
 
 
 class Left(NamedTuple):
@@ -23,6 +23,54 @@ class Left(NamedTuple):
     length: int
     output: list[int]
     parameters: Any
+
+
+class Taken(NamedTuple):
+    """R requests with new tokens. rows: intp [R], their rows of the step; starts, ends: int64 [R], of these tokens in
+    `Requests.tokens`, flat; contexts, capacities, drafted: int32 [R], as in `Step`."""
+
+    rows: NDArray[np.intp]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    contexts: NDArray[np.int32]
+    capacities: NDArray[np.int32]
+    drafted: NDArray[np.int32]
+
+
+@compiled
+def _prepare(step, following, of_slots, most, all_verify):
+    slots, generations = step
+    lengths, present, limits, verified = of_slots
+    verified[:] = most if all_verify else 0
+    for i in range(len(following[0])):
+        verified[following[0][i]] = min(most, following[1][i])
+    for b in range(len(slots)):
+        slot = slots[b]  # a step without new tokens is followed by no drafts
+        if verified[slot] > 0 and present[slot] == generations[b] and limits[slot] > lengths[slot] + 2:
+            return True
+    return False
+
+
+@compiled
+def _append(step, of_slots, taken):
+    slots, generations, gained, scheduled = step
+    tokens, lengths, present, limits, verified, drafted, branching = of_slots
+    rows, starts, ends, contexts, capacities, before = taken
+    n, width = 0, gained.shape[1]
+    for b in range(len(slots)):
+        slot, count, length = slots[b], gained[b, 0], gained[b, 1]
+        if count > 0 and lengths[slot] == length - count and present[slot] == generations[b]:
+            for i in range(count):
+                tokens[slot, length - count + i] = gained[b, width - count + i]
+            lengths[slot], ends[n] = length, np.int64(slot) * tokens.shape[1] + length
+            rows[n], starts[n], contexts[n] = b, ends[n] - count, length
+            room = min(np.int64(verified[slot]), limits[slot] - 1 - length)  # the target's own token follows a chain
+            if room > 0 and branching[slot]:
+                room = min(np.int64(verified[slot]), tokens.shape[1] - 1 - length)
+            capacities[n] = max(room, 0)
+            before[n], drafted[slot] = min(drafted[slot], scheduled[b]), 0
+            n += 1
+    return n
 
 
 class Requests:
@@ -51,6 +99,8 @@ class Requests:
         self.generations, self.limits, self._prompts = np.zeros((3, slots), np.int64)
         self.drafted: NDArray[np.int32] = np.zeros(slots, np.int32)
         self.nodes, self.parents = np.zeros((2, slots, length + 1), np.int32)
+        self._most: NDArray[np.int32] = np.zeros(slots, np.int32)  # draft tokens that each may verify next
+        self._no_trees, self._none = np.zeros(slots, np.bool_), (np.zeros(0, np.int32), np.zeros(0, np.int32))
         self.slots: dict[str, int] = {}
         self._tokenizer = tokenizer  # see `output_of`
         self._parameters: list[Any] = [None] * slots
@@ -68,36 +118,33 @@ class Requests:
         self.limits[slot] = min(self.tokens.shape[1], drafted_up_to(parameters, prompt))
         return self.tokens[slot, : len(tokens)]
 
-    def append(
-        self, slots: NDArray[np.int32], generations: NDArray[np.int64], gained: NDArray[np.int32]
-    ) -> NDArray[np.intp]:
-        """Append a step's new tokens. Returns intp [R], rows of requests with new tokens that are still in their slot
-        and miss no earlier ones.
+    def prepare(self, gained: GainedTokens, most: int, batch: Any) -> bool:
+        """Set how many draft tokens each request may verify next, at most `most`: all of them without an InputBatch
+        `batch`, otherwise what it verifies. Whether any request of the newest step may have drafts."""
+        following, counts = self._none, None if batch is None else batch.num_draft_tokens_per_req
+        if counts is not None:
+            following = batch.idx_mapping_np[: batch.num_reqs], counts[: batch.num_reqs]
+        of_slots = self.lengths, self.generations, self.limits, self._most
+        return bool(_prepare((gained.slots, gained.generations), following, of_slots, most, batch is None))
 
-        Args:
-            slots, generations: of B requests, at the launch of the step.
-            gained: int32 [B, K + 3], see `GainedTokens.wait`.
-        """
-        counts, lengths, newest = gained[:, 0], gained[:, 1], gained[:, 2:]
-        known = (counts > 0) & (self.lengths[slots] == lengths - counts) & (self.generations[slots] == generations)
-        rows = np.flatnonzero(known)
-        at = np.arange(newest.shape[1]) - newest.shape[1]
-        new = at >= -counts[rows, None]
-        of, column = np.nonzero(new)
-        self.tokens[slots[rows][of], lengths[rows][of] + at[column]] = newest[rows][new]
-        self.lengths[slots[rows]] = lengths[rows]
+    def append(self, gained: GainedTokens, branching: NDArray[np.bool_] | None = None) -> Taken:
+        """Append a step's new tokens, for requests that are still in their slot and miss no earlier ones. branching:
+        bool [slots], which may have trees; None: none."""
+        slots, generations, known = gained.slots, gained.generations, gained.wait()
+        rows, (starts, ends) = np.empty(len(slots), np.intp), np.empty((2, len(slots)), np.int64)
+        contexts, capacities, drafted = np.empty((3, len(slots)), np.int32)
+        allowed = self._no_trees if branching is None else branching
+        n = _append(
+            (slots, generations, known, gained.scheduled),
+            (self.tokens, self.lengths, self.generations, self.limits, self._most, self.drafted, allowed),
+            (rows, starts, ends, contexts, capacities, drafted),
+        )
         for left in self.ended.values():
             for row in np.flatnonzero((slots == left.slot) & (generations == left.generation)).tolist():
-                if left.length == lengths[row] - counts[row]:
-                    left.output.extend(newest[row, newest.shape[1] - counts[row] :].tolist())
-        return rows
-
-    def room(
-        self, slots: NDArray[np.int32], contexts: NDArray[np.int32], most: int, branching: NDArray[np.bool_] | None
-    ) -> NDArray[np.int32]:
-        """int32 [R], maximum of draft tokens per request, at most `most`. contexts: int32 [R], tokens of each;
-        branching: bool [R], which may have trees; None: none."""
-        return room(self.limits[slots], contexts, most, trees=branching, widest=self.tokens.shape[1] - 1 - contexts)
+                count, length = known[row, :2]
+                if left.length == length - count:
+                    left.output.extend(known[row, known.shape[1] - count :].tolist())
+        return Taken(rows[:n], starts[:n], ends[:n], contexts[:n], capacities[:n], drafted[:n])
 
     def preempt(self, request_id: str) -> None:
         """Release the slot of a preempted request."""

@@ -10,66 +10,64 @@ from numpy.typing import NDArray
 from freedraft.compiled import compiled
 from freedraft.cost.acceptance import Acceptance
 from freedraft.draft import DraftBatch
+from freedraft.engines.vllm.v2.requests import GainedTokens, Requests, Taken
 from freedraft.step import Step
 
 
 def write_drafts(
-    draft: DraftBatch | None,
-    capacities: NDArray[np.int32],
-    rows: NDArray[np.intp],
-    branches: NDArray[np.bool_] | None,
-    proposed: NDArray[np.int64],
-    parents: NDArray[np.int32],
-    slots: NDArray[np.int32],
-) -> NDArray[np.int32]:
-    """Write drafts into rows of `proposed`; return int32 [R], draft tokens of each request.
+    draft: DraftBatch | None, taken: Taken, gained: GainedTokens, requests: Requests, proposed: NDArray[np.int64],
+    branching: NDArray[np.bool_] | None, number: int,
+) -> NDArray[np.int32]:  # fmt: skip
+    """Write drafts after a step into `proposed`, and what was drafted into `requests`; return int32 [R], draft tokens
+    of each of the R requests of `taken`.
 
     Args:
-        draft: of R requests, or None; nodes of a tree by descending score. capacities: int32 [R], most draft tokens of
-            each.
-        branches: bool [R], whether a request may have a tree; others keep the chain of first children. None: no request
-            may.
-        proposed: int64 [1 or 2, B, K], out: tokens, and masks (`NodeMasks`) if there may be trees; prefilled with each
-            request's newest token and 0.
-        parents: int32 [slots, K + 1], out, by `slots`: int32 [R].
+        draft: of R requests, or None; nodes of a tree by descending score.
+        proposed: int64 [1 or 2, B, K], out: tokens, and masks (`NodeMasks`) if there may be trees; without a draft
+            token, a request's newest one and 0.
+        branching: bool [slots], which requests may have trees; others keep the chain of first children. None: none.
+        number: of the step, for `Requests.drafted_behind`.
     """
-    counts = np.zeros(len(rows), np.int32)
-    if draft is not None:
-        length = parents.shape[1] - 1
-        _write(
-            draft.tokens,
-            draft.parents,
-            np.minimum(np.minimum(draft.counts - 1, capacities), length).clip(0).astype(np.int32),
-            rows,
-            np.zeros(len(rows), np.bool_) if branches is None else branches,
-            proposed[0],
-            proposed[-1],
-            parents,
-            slots,
-            counts,
-        )
+    counts, draft = np.zeros(len(taken.rows), np.int32), draft or DraftBatch.empty(0, 1)
+    allowed = np.zeros(len(requests.lengths), np.bool_) if branching is None else branching
+    _write(
+        (draft.tokens, draft.parents, draft.counts),
+        (taken.rows, taken.capacities, gained.wait(), gained.slots),
+        (allowed, requests.drafted, requests.drafted_behind, requests.nodes, requests.parents),
+        (proposed[0], proposed[-1], counts),
+        number,
+    )
     return counts
 
 
 @compiled
-def _write(tokens, parents, limits, rows, branches, out, masks, out_parents, slots, counts):
+def _write(draft, taken, of_slots, out, number):
+    tokens, parents, nodes = draft
+    rows, capacities, gained, slots = taken
+    branching, drafted, drafted_behind, all_nodes, all_parents = of_slots
+    proposed, masks, counts = out
+    masks[:] = 0  # without trees, it is overwritten with the tokens
+    proposed[:] = gained[:, -1:]
     for b in range(len(rows)):
-        row, slot = rows[b], slots[b]
-        out_parents[slot, 0] = -1
-        kept, last = 0, 0
-        for node in range(1, limits[b] + 1):
-            if not branches[b]:
+        row = rows[b]
+        slot = slots[row]
+        kept, last, branches = 0, 0, branching[slot]
+        limit = min(nodes[b], capacities[b] + 1) if b < len(nodes) else 0
+        for node in range(1, limit):
+            if not branches:
                 if parents[b, node] != last:
                     continue
                 last = node
-            out[row, kept] = tokens[b, node]
-            parent = parents[b, node] if branches[b] else kept
-            out_parents[slot, kept + 1] = parent
-            if branches[b]:
+            proposed[row, kept] = tokens[b, node]
+            parent = parents[b, node] if branches else kept
+            all_parents[slot, kept + 1] = parent
+            if branches:
                 above = masks[row, parent - 1] if parent > 0 else np.int64(0)
                 masks[row, kept] = above | (np.int64(1) << np.int64(kept))
             kept += 1
-        counts[b] = kept
+        counts[b] = drafted[slot] = kept
+        drafted_behind[slot], all_parents[slot, 0], all_nodes[slot, 0] = number, -1, gained[row, -1]
+        all_nodes[slot, 1:] = proposed[row]
 
 
 class Confidences:
