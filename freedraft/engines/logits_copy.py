@@ -80,11 +80,11 @@ class LogitsCopy:
         self._taken = None
         if event is not None:
             event.synchronize()
-        shape = (*draft.tokens.shape, TOP_TOKENS)
-        of_rows = tokens.numpy(), log_probs.numpy()
-        if nodes is None:
-            return NodeLogits(request_ids, draft, *(array.reshape(shape) for array in of_rows), contexts=contexts)
-        found = np.full((draft.tokens.size, TOP_TOKENS), -1, np.int32), np.zeros((draft.tokens.size, TOP_TOKENS), "f4")
-        for array, rows in zip(found, of_rows, strict=True):
-            array[nodes[1]] = rows[nodes[0]]
-        return NodeLogits(request_ids, draft, *(array.reshape(shape) for array in found), contexts=contexts)
+        found = tokens.numpy(), log_probs.numpy()
+        if nodes is not None:
+            of_rows, size = found, (draft.tokens.size, TOP_TOKENS)
+            found = np.full(size, -1, np.int32), np.zeros(size, np.float32)
+            for array, rows in zip(found, of_rows, strict=True):
+                array[nodes[1]] = rows[nodes[0]]
+        top, of_top = (array.reshape(*draft.tokens.shape, TOP_TOKENS) for array in found)
+        return NodeLogits(request_ids, draft, top, of_top, contexts)

@@ -26,49 +26,51 @@ class Left(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """R requests with new tokens. rows: intp [R], their rows of the step; starts, ends: int64 [R], of these tokens in
-    `Requests.tokens`, flat; contexts, capacities, drafted: int32 [R], as in `Step`."""
+    """R requests with new tokens. starts, ends: int64 [R], of these tokens in `Requests.tokens`, flat; rows: int32 [R],
+    of the step; contexts, capacities, drafted: int32 [R], as in `Step`."""
 
-    rows: NDArray[np.intp]
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
+    rows: NDArray[np.int32]
     contexts: NDArray[np.int32]
     capacities: NDArray[np.int32]
     drafted: NDArray[np.int32]
 
 
+_SLOT = np.dtype([(name, "i8") for name in ("length", "generation", "limit", "verified", "drafted", "drafted_behind")])
+
+
 @compiled
-def _prepare(step, following, of_slots, most, all_verify):
+def _prepare(step, following, state, most, all_verify):
     slots, generations = step
-    lengths, present, limits, verified = of_slots
-    verified[:] = most if all_verify else 0
+    state["verified"][:] = most if all_verify else 0
     for i in range(len(following[0])):
-        verified[following[0][i]] = min(most, following[1][i])
+        state[following[0][i]].verified = min(most, following[1][i])
     for b in range(len(slots)):
-        slot = slots[b]  # a step without new tokens is followed by no drafts
-        if verified[slot] > 0 and present[slot] == generations[b] and limits[slot] > lengths[slot] + 2:
+        one = state[slots[b]]  # a step without new tokens is followed by no drafts
+        if one.verified > 0 and one.generation == generations[b] and one.limit > one.length + 2:
             return True
     return False
 
 
 @compiled
-def _append(step, of_slots, taken):
+def _append(step, tokens, state, branching, out):
     slots, generations, gained, scheduled = step
-    tokens, lengths, present, limits, verified, drafted, branching = of_slots
-    rows, starts, ends, contexts, capacities, before = taken
+    (starts, ends), (rows, contexts, capacities, before) = out
     n, width = 0, gained.shape[1]
     for b in range(len(slots)):
         slot, count, length = slots[b], gained[b, 0], gained[b, 1]
-        if count > 0 and lengths[slot] == length - count and present[slot] == generations[b]:
+        one = state[slot]
+        if count > 0 and one.length == length - count and one.generation == generations[b]:
             for i in range(count):
                 tokens[slot, length - count + i] = gained[b, width - count + i]
-            lengths[slot], ends[n] = length, np.int64(slot) * tokens.shape[1] + length
+            one.length, ends[n] = length, np.int64(slot) * tokens.shape[1] + length
             rows[n], starts[n], contexts[n] = b, ends[n] - count, length
-            room = min(np.int64(verified[slot]), limits[slot] - 1 - length)  # the target's own token follows a chain
+            room = min(one.verified, one.limit - 1 - length)  # the target's own token follows a chain
             if room > 0 and branching[slot]:
-                room = min(np.int64(verified[slot]), tokens.shape[1] - 1 - length)
-            capacities[n] = max(room, 0)
-            before[n], drafted[slot] = min(drafted[slot], scheduled[b]), 0
+                room = min(one.verified, tokens.shape[1] - 1 - length)
+            capacities[n], before[n] = max(room, 0), min(one.drafted, scheduled[b])
+            one.drafted = 0
             n += 1
     return n
 
@@ -81,11 +83,12 @@ class Requests:
         slots: number of slots; max_model_len: most tokens of a request; length: K, most draft tokens of one.
 
     Attributes:
-        tokens: int32 [slots, max_model_len].
+        tokens: int32 [slots, max_model_len]. state: records [slots] of the following, and of the draft tokens that each
+            request verifies next. no_trees: bool [slots], False.
         lengths: int64 [slots], tokens held of each request; -1 for a free slot.
         generations: int64 [slots], number of requests that have left each slot.
         limits: int64 [slots], maximum total tokens of each request.
-        drafted: int32 [slots], our draft tokens that each request's next step verifies.
+        drafted: int64 [slots], our draft tokens that each request's next step verifies.
         drafted_behind: int64 [slots], number of the step after which these were drafted, -1 for none.
         nodes: int32 [slots, K + 1], root and draft tokens.
         parents: int32 [slots, K + 1], as in `DraftBatch`.
@@ -95,12 +98,13 @@ class Requests:
 
     def __init__(self, slots: int, max_model_len: int, length: int, tokenizer: Any = None) -> None:
         self.tokens: NDArray[np.int32] = np.empty((slots, max_model_len), np.int32)  # memory is used as it fills
-        self.lengths, self.drafted_behind = np.full((2, slots), -1, np.int64)
-        self.generations, self.limits, self._prompts = np.zeros((3, slots), np.int64)
-        self.drafted: NDArray[np.int32] = np.zeros(slots, np.int32)
+        self.state: NDArray[Any] = np.zeros(slots, _SLOT)
+        state, self._prompts = self.state, np.zeros(slots, np.int64)
+        self.lengths, self.generations, self.limits = state["length"], state["generation"], state["limit"]
+        self.drafted, self.drafted_behind = state["drafted"], state["drafted_behind"]
+        self.lengths[:] = self.drafted_behind[:] = -1
         self.nodes, self.parents = np.zeros((2, slots, length + 1), np.int32)
-        self._most: NDArray[np.int32] = np.zeros(slots, np.int32)  # draft tokens that each may verify next
-        self._no_trees, self._none = np.zeros(slots, np.bool_), (np.zeros(0, np.int32), np.zeros(0, np.int32))
+        self.no_trees, self._none = np.zeros(slots, np.bool_), (np.zeros(0, np.int32),) * 2
         self.slots: dict[str, int] = {}
         self._tokenizer = tokenizer  # see `output_of`
         self._parameters: list[Any] = [None] * slots
@@ -124,27 +128,23 @@ class Requests:
         following, counts = self._none, None if batch is None else batch.num_draft_tokens_per_req
         if counts is not None:
             following = batch.idx_mapping_np[: batch.num_reqs], counts[: batch.num_reqs]
-        of_slots = self.lengths, self.generations, self.limits, self._most
-        return bool(_prepare((gained.slots, gained.generations), following, of_slots, most, batch is None))
+        return bool(_prepare((gained.slots, gained.generations), following, self.state, most, batch is None))
 
     def append(self, gained: GainedTokens, branching: NDArray[np.bool_] | None = None) -> Taken:
         """Append a step's new tokens, for requests that are still in their slot and miss no earlier ones. branching:
         bool [slots], which may have trees; None: none."""
         slots, generations, known = gained.slots, gained.generations, gained.wait()
-        rows, (starts, ends) = np.empty(len(slots), np.intp), np.empty((2, len(slots)), np.int64)
-        contexts, capacities, drafted = np.empty((3, len(slots)), np.int32)
-        allowed = self._no_trees if branching is None else branching
+        places, found = np.empty((2, len(slots)), np.int64), np.empty((4, len(slots)), np.int32)
         n = _append(
-            (slots, generations, known, gained.scheduled),
-            (self.tokens, self.lengths, self.generations, self.limits, self._most, self.drafted, allowed),
-            (rows, starts, ends, contexts, capacities, drafted),
-        )
+            (slots, generations, known, gained.scheduled), self.tokens, self.state,
+            self.no_trees if branching is None else branching, (places, found),
+        )  # fmt: skip
         for left in self.ended.values():
             for row in np.flatnonzero((slots == left.slot) & (generations == left.generation)).tolist():
                 count, length = known[row, :2]
                 if left.length == length - count:
                     left.output.extend(known[row, known.shape[1] - count :].tolist())
-        return Taken(rows[:n], starts[:n], ends[:n], contexts[:n], capacities[:n], drafted[:n])
+        return Taken(*places[:, :n], *found[:, :n])
 
     def preempt(self, request_id: str) -> None:
         """Release the slot of a preempted request."""

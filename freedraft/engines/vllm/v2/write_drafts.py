@@ -3,6 +3,8 @@ probabilities of draft tokens, for vLLM's adaptive verification."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,12 +31,11 @@ def write_drafts(
         number: of the step, for `Requests.drafted_behind`.
     """
     counts, draft = np.zeros(len(taken.rows), np.int32), draft or DraftBatch.empty(0, 1)
-    allowed = np.zeros(len(requests.lengths), np.bool_) if branching is None else branching
     _write(
         (draft.tokens, draft.parents, draft.counts),
         (taken.rows, taken.capacities, gained.wait(), gained.slots),
-        (allowed, requests.drafted, requests.drafted_behind, requests.nodes, requests.parents),
-        (proposed[0], proposed[-1], counts),
+        (requests.state, requests.no_trees if branching is None else branching, requests.nodes, requests.parents),
+        (proposed, counts),
         number,
     )
     return counts
@@ -44,9 +45,9 @@ def write_drafts(
 def _write(draft, taken, of_slots, out, number):
     tokens, parents, nodes = draft
     rows, capacities, gained, slots = taken
-    branching, drafted, drafted_behind, all_nodes, all_parents = of_slots
-    proposed, masks, counts = out
-    masks[:] = 0  # without trees, it is overwritten with the tokens
+    state, branching, all_nodes, all_parents = of_slots
+    (proposed, masks), counts = (out[0][0], out[0][-1]), out[1]
+    masks[:] = 0  # without trees, these are the tokens
     proposed[:] = gained[:, -1:]
     for b in range(len(rows)):
         row = rows[b]
@@ -65,8 +66,8 @@ def _write(draft, taken, of_slots, out, number):
                 above = masks[row, parent - 1] if parent > 0 else np.int64(0)
                 masks[row, kept] = above | (np.int64(1) << np.int64(kept))
             kept += 1
-        counts[b] = drafted[slot] = kept
-        drafted_behind[slot], all_parents[slot, 0], all_nodes[slot, 0] = number, -1, gained[row, -1]
+        counts[b] = state[slot].drafted = kept
+        state[slot].drafted_behind, all_parents[slot, 0], all_nodes[slot, 0] = number, -1, gained[row, -1]
         all_nodes[slot, 1:] = proposed[row]
 
 
@@ -84,8 +85,8 @@ class Confidences:
         """Learn the outcome of the last draft, whose arrays must not have changed."""
         self._acceptance.update(step)
 
-    def estimate(self, draft: DraftBatch | None, rows: NDArray[np.intp], counts: NDArray[np.int32], batch: int) -> None:
-        """Write the probabilities of a draft. draft: of R requests; None if drafting failed; rows: intp [R], the
+    def estimate(self, draft: DraftBatch | None, rows: NDArray[Any], counts: NDArray[np.int32], batch: int) -> None:
+        """Write the probabilities of a draft. draft: of R requests; None if drafting failed; rows: int [R], the
         requests' rows of the batch; counts: int32 [R], draft tokens of each; batch: B."""
         host = self.host[:batch].numpy()
         host[:] = 0.0
