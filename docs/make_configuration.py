@@ -40,7 +40,7 @@ SGLang has no flag for them: use the file or the variables.
 
 | engine | method | maximum of draft tokens |
 |---|---|---|
-| vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, 1 to 64, default 32 for sssd, or what a batch holds: \
+| vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, 1 to 64, default 31 for sssd, or what a batch holds: \
 draft tokens of a request, chain or tree, root not counted |
 | SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, 1 to 256, default 32 for sssd, else 16: \
 nodes of a tree, root included |

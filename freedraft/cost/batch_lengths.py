@@ -38,9 +38,8 @@ Rows = list[tuple[int, int, int]]  # (first batch size, last batch size, draft t
 
 def candidate_lengths(max_draft_tokens: int) -> tuple[int, ...]:
     """Draft lengths to choose from, ascending: few, because an engine captures graphs for each; short ones for large
-    batches."""
-    short = [length for length in (8, 4, 2, 1) if length < max_draft_tokens]
-    return (0, *sorted(short[:3]), max_draft_tokens)
+    batches. With the roots, they fill the tiles of matrix kernels, whose rows are a power of two."""
+    return (0, *(length for length in (1, 3, 7, 15) if 3 * length <= 2 * max_draft_tokens), max_draft_tokens)
 
 
 def batch_range(batch: int) -> tuple[int, int]:

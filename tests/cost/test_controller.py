@@ -186,7 +186,7 @@ def test_large_batches_have_lengths_that_can_be_priced() -> None:
 
 @pytest.mark.parametrize(
     ("longest", "lengths"),
-    [(1, (0, 1)), (2, (0, 1, 2)), (5, (0, 1, 2, 4, 5)), (8, (0, 1, 2, 4, 8)), (32, (0, 2, 4, 8, 32))],
+    [(1, (0, 1)), (2, (0, 1, 2)), (5, (0, 1, 3, 5)), (8, (0, 1, 3, 8)), (31, (0, 1, 3, 7, 15, 31))],
 )
 def test_a_large_bound_keeps_the_short_lengths(longest: int, lengths: tuple[int, ...]) -> None:
     assert candidate_lengths(longest) == lengths

@@ -32,19 +32,19 @@ def lines(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("arguments", "length"),
     [
-        ({}, 32),
-        (LORA | {"max_num_batched_tokens": 16 * 33}, 32),
-        (LORA | {"max_num_batched_tokens": 16 * 33 - 1}, 31),
+        ({}, 31),
+        (LORA | {"max_num_batched_tokens": 16 * 32}, 31),
+        (LORA | {"max_num_batched_tokens": 16 * 32 - 1}, 30),
         (LORA | {"max_num_batched_tokens": 40}, 1),
-        ({"max_num_batched_tokens": 33, "max_num_seqs": 4}, 32),
-        ({"max_num_batched_tokens": 32, "max_num_seqs": 4}, 31),
+        ({"max_num_batched_tokens": 31, "max_num_seqs": 4}, 30),
+        ({"max_num_batched_tokens": 31, "max_num_seqs": 4}, 30),
         ({"max_num_scheduled_tokens": 5, "max_num_seqs": 4}, 4),
     ],
 )
 def test_the_default_is_what_a_batch_holds(tiny_model, lines, arguments, length):
     config = config_of(tiny_model, {}, **arguments)
     assert config.speculative_config.num_speculative_tokens == length
-    assert len(lines()) == (length < 32)
+    assert len(lines()) == (length < 31)
     assert all(f"up to {length} draft tokens" in line and "\n" not in line for line in lines())
 
 
@@ -55,14 +55,14 @@ def test_it_fits_the_defaults_of_each_usage(tiny_model):
     for usage in (UsageContext.LLM_CLASS, UsageContext.OPENAI_API_SERVER):
         config = config_of(tiny_model, {}, usage, enable_lora=True, max_model_len=256)
         requests, tokens = config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens
-        assert config.speculative_config.num_speculative_tokens == min(32, tokens // requests - 1) > 0
+        assert config.speculative_config.num_speculative_tokens == min(31, tokens // requests - 1) > 0
 
 
 @pytest.mark.parametrize(
     ("options", "arguments", "words"),
     [
         ({"num_speculative_tokens": 5}, LORA | {"max_num_batched_tokens": 64}, ["to 3 or less", "16 requests", "LoRA"]),
-        ({}, LORA | {"max_num_batched_tokens": 31}, ["does not hold 32", "set 528 or more"]),
+        ({}, LORA | {"max_num_batched_tokens": 31}, ["does not hold 31", "set 512 or more"]),
         ({"num_speculative_tokens": 8}, {"max_num_batched_tokens": 8, "max_num_seqs": 4}, ["to 7 or less"]),
         (
             {"method": "layerskip", "num_speculative_tokens": 8, "scoring": None},

@@ -71,7 +71,7 @@ class TreeAlgorithm(CustomSpecAlgo):
         refuse_unsupported(args, self.name, cpu_platform=selected(), runs_model=runs_model)
         if args.speculative_num_draft_tokens is None:
             length = self.spec.default_length if self.spec is not None else None
-            args.speculative_num_draft_tokens = DEFAULT_NODES if length is None else length
+            args.speculative_num_draft_tokens = DEFAULT_NODES if length is None else length + 1
         # FA3 reads the tree mask only with topk > 1, in a second call per layer. topk * steps stays within the number
         # of nodes, so that SGLang reserves no more slots.
         args.speculative_eagle_topk = 2
