@@ -162,6 +162,16 @@ V2_TREE_HOOKS = table("""
     vllm.v1.kv_cache_interface:FullAttentionSpec
 """)
 
+# Also needed to launch steps before their drafts are there.
+V2_GATE_HOOKS = table("""
+    # launches before drafts in model runner V2
+    vllm.v1.worker.gpu.model_runner.GPUModelRunner:prepare_inputs(scheduler_output, batch_req_state, batch_desc)
+    vllm.v1.worker.gpu.model_runner:GPUModelRunner has cudagraph_manager
+    vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor has cg_mode
+    vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager:run_fullgraph(desc)
+    vllm.utils.torch_utils:get_accelerator_view_from_cpu_tensor(cpu_tensor)
+""")
+
 STREAM_HOOKS = table("""
     # streams through parsers of reasoning and tool calls
     vllm.parser.parser_manager.ParserManager:get_parser
@@ -174,7 +184,7 @@ STREAM_HOOKS = table("""
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # Hooks of optional features.
-OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS + STREAM_HOOKS
+OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS + V2_GATE_HOOKS + STREAM_HOOKS
 
 
 def settings() -> list[str]:

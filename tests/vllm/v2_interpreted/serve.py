@@ -164,8 +164,8 @@ def note_gone(runner):
         counts[0] += sum(states.req_id_to_index.get(name) != slot for name, slot in pairs)
         counts[1] += len(slots)
 
-    def appended(result, slots, generations, gained):
-        left[0] += int((requests.generations[slots] != generations).sum())
+    def appended(result, gained, branching):
+        left[0] += int((requests.generations[gained.slots] != gained.generations).sum())
 
     after(requests, "append", appended)
     for name in ("draft", "observe", "take"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,6 +20,7 @@ from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.forward import Pages
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
 from freedraft.engines.vllm.scheduler import SALT
+from freedraft.engines.vllm.v2.gate import Gate
 from freedraft.engines.vllm.v2.requests import GainedTokens, Requests, Taken
 from freedraft.engines.vllm.v2.write_drafts import Confidences, write_drafts
 from freedraft.guarded_method import GuardedMethod
@@ -99,6 +101,12 @@ class Drafting:
         """int64 [1 or 2, B, K], contiguous: draft tokens, and masks if there are trees."""
         return buffer[: self._parts * batch * self.length].view(self._parts, batch, self.length)
 
+    def _proposed_on_host(self, batch: int) -> NDArray[np.int64]:
+        """`_of_batch` of the drafts on the host."""
+        shape = self._parts, batch, self.length
+        proposed: NDArray[np.int64] = self._proposed_np[: np.prod(shape)].reshape(shape)
+        return proposed
+
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def add(self, requests: Iterable[Any]) -> None:
@@ -154,9 +162,9 @@ class Drafting:
         generations = self.requests.generations
         self._gained[0].copy(input_batch, num_sampled, self._states, generations, self._steps, drafts)
 
-    def _draft(self, most: int, batch: Any) -> bool:
+    def _draft(self, most: int, batch: Any, gate: Gate | None = None) -> bool:
         """Draft after the newest step, at most `most` tokens per request, and if there is an InputBatch no more than it
-        verifies. Returns whether `_proposed` was filled."""
+        verifies. Returns whether `_proposed` was filled, in time for the gate if there is one."""
         gained, requests = self._gained[0], self.requests
         if not (self._pending and requests.prepare(gained, most, batch)):  # no wait is needed
             return False
@@ -169,13 +177,14 @@ class Drafting:
             draft = self.guarded.draft(step, count=False)
         elif step.request_ids:
             self.guarded.take(step)
-        proposed = self._proposed_np[: self._parts * len(gained.slots) * self.length]
-        proposed = proposed.reshape(self._parts, len(gained.slots), self.length)
-        counts = write_drafts(draft, taken, gained, requests, proposed, self._branching, self._steps)
-        if self.confidences is not None:
+        proposed = self._proposed_on_host(len(gained.slots))
+        with nullcontext(True) if gate is None else gate.writing() as in_time:
+            if in_time:
+                counts = write_drafts(draft, taken, gained, requests, proposed, self._branching, self._steps)
+                proposed[0, :, most:] = -1  # as in vLLM
+        if in_time and self.confidences is not None:
             self.confidences.estimate(draft, taken.rows, counts, len(gained.slots))
-        proposed[0, :, most:] = -1  # as in vLLM
-        return True
+        return in_time
 
     def _take(self) -> Taken:
         """Take the newest step's tokens."""

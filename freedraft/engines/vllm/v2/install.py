@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
+from freedraft.engines.vllm.hooks import V2_GATE_HOOKS
 from freedraft.engines.vllm.patching import after, before, with_kv_cache, wrap_once
 from freedraft.engines.vllm.v2.lengths import find_nearest, send_lengths, whole_table
 from freedraft.engines.vllm.v2.matching import match
@@ -44,6 +47,9 @@ def install() -> None:
     wrap_once(RejectionSampler, "_verify", _verify)
     wrap_once(cudagraph_utils.CudaGraphManager, "_init_candidates", find_nearest)
     wrap_once(GPUModelRunner, "prepare_attn", _prepare_step)
+    if not check(V2_GATE_HOOKS):
+        wrap_once(GPUModelRunner, "prepare_inputs", before(_note_graph))
+        wrap_once(cudagraph_utils.ModelCudaGraphManager, "run_fullgraph", _launch)
     wrap_once(DefaultModelState, "prepare_inputs", before(_join))
 
 
@@ -84,7 +90,7 @@ def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
 def _close(runner: Any) -> None:
     if (ours := _ours(runner)) is not None:
         ours.close()
-        for holder in (runner.rejection_sampler, runner.model_state):
+        for holder in (runner.rejection_sampler, runner.model_state, runner.cudagraph_manager):
             if getattr(holder, SPECULATOR, None) is not None:
                 delattr(holder, SPECULATOR)
 
@@ -111,6 +117,8 @@ def _prepare(runner: Any) -> None:
             setattr(runner.rejection_sampler, SPECULATOR, ours)
         if ours.joins_last:
             setattr(runner.model_state, SPECULATOR, ours)
+        if ours.gate is not None:
+            setattr(runner.cudagraph_manager, SPECULATOR, ours)
 
 
 def _take_logits(sampler: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -135,10 +143,24 @@ def _prepare_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_attn
 
 
+def _note_graph(runner: Any, scheduler_output: Any, state: Any, batch_desc: Any, *args: Any, **kwargs: Any) -> None:
+    if (ours := _ours(runner)) is not None:
+        ours.full_graph = batch_desc.cg_mode.name == "FULL"
+
+
+def _launch(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run_fullgraph(self: Any, *args: Any, **kwargs: Any) -> Any:
+        replay = partial(original, self, *args, **kwargs)
+        ours: MethodSpeculator | None = getattr(self, SPECULATOR, None)
+        return replay() if ours is None else ours.launch(replay)
+
+    return run_fullgraph
+
+
 def _join(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
     """The last hook before the model runs, in steps of requests and in dummy steps."""
     ours = getattr(model_state, SPECULATOR, None)
-    if ours is not None and ours.verifying is input_batch:
+    if ours is not None and ours.verifying is input_batch and not ours.opens_late:
         ours.join(input_batch)
         if ours.trees is not None:
             ours.trees.write_queries(input_batch)

@@ -10,6 +10,7 @@ Every tensor-parallel rank verifies its own copy of the drafts, which rank 0 mak
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,11 +23,14 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from freedraft.engines.draft_ranks import DraftRanks
+from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
+from freedraft.engines.vllm.hooks import V2_GATE_HOOKS
 from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.v2.drafting import Drafting, V2StepState
+from freedraft.engines.vllm.v2.gate import Gate, stream_wait, why_no_gate
 from freedraft.engines.vllm.v2.lengths import GraphLengths
 from freedraft.engines.vllm.v2.write_drafts import Confidences
 from freedraft.method import METHODS
@@ -61,6 +65,8 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         self._awaited: tuple[torch.Tensor, int] | None = None  # until `join`: slots, and most draft tokens of each
         self.joins_at_once, self.joins_last = True, False  # until there is a runner
         self.verifying: Any = None  # vLLM's InputBatch, once its inputs are prepared
+        self.full_graph = False  # whether the present step is the replay of a CUDA graph
+        self.gate: Gate | None = None
         self.warming_up = False  # see `warm_up`
         if getattr(config, ADAPTIVE, False):
             self.verify_adaptively(device)
@@ -113,8 +119,19 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         usual = type(runner.model_state).prepare_inputs is DefaultModelState.prepare_inputs
         readers = METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
         self.joins_last = usual and not any(readers)
+        if self.joins_last and self.guarded is not None and self._proposed.is_pinned():
+            self._make_gate()
         if METHODS[name].runs_model:
             self.draft_model = prepare_passes(runner, self._vllm_config, self.guarded)
+
+    def _make_gate(self) -> None:
+        if (reason := why_no_gate(self._vllm_config)) is not None:
+            logger.info("freedraft: steps are launched once their drafts are there: %s", reason)
+        elif not check(V2_GATE_HOOKS):
+            from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
+
+            flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            self.gate = Gate(flag, stream_wait(get_accelerator_view_from_cpu_tensor(flag)))
 
     @torch.inference_mode()
     def propose(
@@ -162,10 +179,41 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         if self._awaited is None:
             return
         (slots, most), self._awaited = self._awaited, None
-        packed, confidences, guarded = self._of_batch(self._drafts, len(slots)), self.confidences, self.guarded
-        if guarded is not None:
+        drafted = False
+        if self.guarded is not None:
             with nullcontext() if self.draft_model is None else self.draft_model.ranks.leading():
-                drafted = guarded.call(self._draft, most, batch)
+                drafted = self.guarded.call(self._draft, most, batch)
+        self._send(slots, batch, drafted)
+
+    @property
+    def opens_late(self) -> bool:
+        """Whether the present step is launched before its drafts are there, see `launch`."""
+        gate = self.gate
+        return bool(gate is not None and gate.usable and self.full_graph and self._awaited and self._pending)
+
+    def launch(self, replay: Callable[[], Any]) -> Any:
+        """The result of `replay`, which runs the CUDA graph of the present step. It is queued before the last step's
+        tokens are awaited and drafted for; the stream waits for drafts at the gate."""
+        if not self.opens_late:
+            return replay()
+        assert self.gate is not None and self._awaited is not None
+        (slots, most), self._awaited = self._awaited, None
+        self._proposed_on_host(len(slots))[:] = 0  # chains of the token 0, if drafts come too late
+        self.gate.close()
+        try:
+            self._send(slots, self.verifying, True)
+            if self.trees is not None:
+                self.trees.write_queries(self.verifying)
+            result = replay()
+            self.guarded.call(self._draft, most, self.verifying, self.gate)
+        finally:
+            self.gate.open()
+        return result
+
+    def _send(self, slots: torch.Tensor, batch: Any, drafted: bool) -> None:
+        """Pass drafts to the step that verifies them; see `join`."""
+        packed, confidences = self._of_batch(self._drafts, len(slots)), self.confidences
+        if self.guarded is not None:
             if drafted:
                 packed.copy_(self._of_batch(self._proposed, len(slots)), non_blocking=True)
             else:

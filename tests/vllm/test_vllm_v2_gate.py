@@ -1,0 +1,119 @@
+"""Steps of model runner V2 that are launched before their drafts are there: a thread stands for the device's stream."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from test_vllm_v2 import CRAMPED, SMALL, SSSD, run
+from vllm_cases import greedy_case, seeded_case
+
+TREES = {"num_speculative_tokens": 8, "shape": "tree"}
+
+
+def gated(model, prompts, speculative=SSSD, attention="", **given):
+    cases = {name: greedy_case(prompts) for name in ("greedy", "again")}
+    cases |= {"aborted": greedy_case(prompts, abort=6), "seeded": seeded_case()}
+    return run("gated.py", model, {"cases": cases, "speculative_config": speculative} | SMALL | given, 840, attention)
+
+
+def check_answers(found, greedy, seeded):
+    assert all(found[name] == greedy for name in ("greedy", "again", "aborted")) and found["seeded"] == seeded
+    engine = found["engine"]
+    assert engine["drafted"] > engine["accepted"] > 100 and not engine["shut"]
+    events = engine["events"]
+    assert events.count("open") > 50 and events.count("drafting") == events.count("open")
+    return engine
+
+
+def test_nothing_but_drafting_comes_between_tokens_and_the_gate(tiny_model, tiny_answers, live_prompts, plain_seeded):
+    """And a step runs what was queued at the gate in its order. The stream waits by our kernel."""
+    engine = check_answers(gated(tiny_model, live_prompts, kernel=True, **CRAMPED), tiny_answers, plain_seeded)
+    assert not engine["failures"] and not any(engine["operations"])
+    events = [event for event in engine["events"] if event != "replay"]
+    assert events == ["drafting", "open", "drafts"] * (len(events) // 3)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("drafter", "options"), [("raises", {}), ("sleeps", TREES)])
+def test_a_step_does_not_wait_for_a_drafter_that_fails(
+    tiny_model, tiny_answers, live_prompts, plain_seeded, drafter, options
+):
+    found = gated(tiny_model, live_prompts, SSSD | options, "flash" if options else "", drafter=drafter)
+    engine = check_answers(found, tiny_answers, plain_seeded)
+    assert engine["broken"] > 5 and engine["trees"] == bool(options)
+    assert engine["failures"] == (engine["broken"] if drafter == "raises" else 0)
+
+
+class Device:
+    """A stream that another thread runs up to a gate."""
+
+    def __init__(self):
+        from freedraft.engines.vllm.v2.gate import Gate
+
+        self.flag = torch.zeros(1, dtype=torch.int32)
+        self.waited: list[threading.Thread] = []
+        self.gate = Gate(self.flag, self.wait)
+
+    def wait(self, number):
+        def spin():
+            while self.flag[0] < number:
+                time.sleep(1e-3)
+
+        self.waited.append(threading.Thread(target=spin))
+        self.waited[-1].start()
+
+    def passed(self, within=5.0):
+        self.waited[-1].join(within)
+        return not self.waited[-1].is_alive()
+
+
+def test_a_gate_that_nobody_opens_opens_itself_and_is_then_given_up(caplog):
+    from freedraft.engines.vllm.v2 import gate as module
+
+    device = Device()
+    for late in range(module._PATIENCE):
+        assert device.gate.usable, late
+        device.gate.close()
+        assert device.passed()
+        with device.gate.writing() as in_time:
+            assert not in_time
+    assert not device.gate.usable
+    device = Device()
+    for _ in range(3 * module._PATIENCE):  # a late one now and then
+        device.gate.close()
+        with device.gate.writing() as in_time:
+            assert in_time and device.gate.shut
+        assert device.passed()
+        device.gate.close()
+        device.gate.open()
+        assert device.passed() and device.gate.usable
+
+
+def test_writing_is_never_interrupted():
+    """The watchdog waits for a writer, however long it takes."""
+    from freedraft.engines.vllm.v2.gate import LONGEST
+
+    device = Device()
+    device.gate.close()
+    with pytest.raises(ValueError, match="on purpose"), device.gate.writing() as in_time:
+        assert in_time
+        time.sleep(4 * LONGEST)
+        assert device.gate.shut
+        raise ValueError("on purpose")
+    assert device.passed()
+
+
+def test_a_process_that_was_forked_has_a_watchdog():
+    code = (
+        "import os, torch; from freedraft.engines.vllm.v2.gate import Gate; import time\n"
+        "gate = Gate(torch.zeros(1, dtype=torch.int32), lambda number: None); gate.close(); gate.open()\n"
+        "if os.fork() == 0:\n"
+        "    gate.close(); time.sleep(0.5); os._exit(gate.shut)\n"
+        "os._exit(os.waitstatus_to_exitcode(os.wait()[1]))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=120).returncode == 0

@@ -1,0 +1,189 @@
+"""One engine on model runner V2 in Triton's interpreter whose steps are launched before their drafts are there: what it
+answers, and what happened at the gate, as JSON on the last line.
+
+    python gated.py MODEL '{"speculative_config": ..., "cases": ..., "drafter": "raises", "kernel": true, ...}'
+
+A thread stands for the device's stream: it runs what is queued in order, and waits at the gate until the host has
+opened it. Steps that only decode are full graphs of vLLM's own manager; their replay computes anew, from the runner's
+buffers. "drafter": it "raises" or "sleeps" in every third step; "kernel": wait as without the driver.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from serve import answers, filter_as_on_cpus, schedule_asynchronously, take_any_mask
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm import LLM
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import set_forward_context
+from vllm.v1.worker.gpu import model_runner
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+from freedraft.engines.vllm.v2 import gate
+from freedraft.engines.vllm.v2.gate import Gate, stream_wait
+from freedraft.engines.vllm.v2.install import SPECULATOR
+
+
+class Stream:
+    """Runs work in the order in which it is queued, in a thread of its own."""
+
+    def __init__(self):
+        self.pool, self.queued, self.events = ThreadPoolExecutor(1), [], []
+
+    def queue(self, name, work):
+        @torch.inference_mode()
+        def run():
+            result = work()
+            self.events.append(name)
+            return result
+
+        self.queued.append(self.pool.submit(run))
+
+    def synchronize(self):
+        for future in self.queued:
+            future.result()
+        self.queued.clear()
+
+
+class Operations(TorchDispatchMode):
+    """Counts PyTorch's operations, except views."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.count += not func.is_view and func._schema.name not in ("aten::detach", "aten::alias")
+        return result
+
+
+def decode_by_graphs(runner, stream):
+    """Make steps that only decode replays of full graphs."""
+    dispatch, slots, step = model_runner.dispatch_cg_and_sync_dp, model_runner.build_slot_mappings_by_layer, {}
+
+    def dispatched(*args, **kwargs):
+        description, state = dispatch(*args, **kwargs)
+        decodes = kwargs.get("max_query_len") is not None and args[3] is not None
+        mode = CUDAGraphMode.FULL if decodes else description.cg_mode
+        return dataclasses.replace(description, cg_mode=mode), state
+
+    def noted_slots(*args):
+        step["slots"] = slots(*args)
+        return step["slots"]
+
+    def pre_forward(scheduled, batch, attn_metadata=None):
+        step["metadata"] = attn_metadata
+
+    def replay(self, description):
+        n, buffers, metadata, of_layers = description.num_tokens, runner.input_buffers, step["metadata"], step["slots"]
+
+        def run():
+            with set_forward_context(metadata, runner.vllm_config, num_tokens=n, slot_mapping=of_layers):
+                self.hidden_states = runner.model(
+                    input_ids=buffers.input_ids[:n], positions=buffers.positions[:n], inputs_embeds=None,
+                    intermediate_tensors=None,
+                )  # fmt: skip
+
+        self.hidden_states = torch.empty(n, 0)
+        stream.queue("replay", run)
+
+    model_runner.dispatch_cg_and_sync_dp, model_runner.build_slot_mappings_by_layer = dispatched, noted_slots
+    runner.kv_connector.pre_forward, CudaGraphManager.run_fullgraph = pre_forward, replay
+
+
+def use_gate(speculator, manager, stream, kernel):
+    """As on a device; returns how many operations of PyTorch each draft at the gate took."""
+    flag, operations = torch.zeros(1, dtype=torch.int32), []
+    by_kernel = stream_wait(flag)
+
+    def spin(number):
+        while flag.numpy()[0] < number:
+            time.sleep(1e-4)
+
+    wait = by_kernel if kernel else spin
+    speculator.gate = Gate(flag, lambda number: stream.queue("open", lambda: wait(number)))
+    setattr(manager, SPECULATOR, speculator)
+    send, draft, launch = speculator._send, speculator._draft, speculator.launch
+
+    def sent(slots, batch, drafted):
+        if speculator.launching:
+            stream.queue("drafts", lambda: send(slots, batch, drafted))
+        else:
+            send(slots, batch, drafted)
+
+    def drafted(most, batch, at=None):
+        if at is None:
+            return draft(most, batch)
+        stream.events.append("drafting")
+        with Operations() as counted:
+            result = draft(most, batch, at)
+        operations.append(counted.count)
+        return result
+
+    def launched(replay):
+        speculator.launching = True
+        try:
+            launch(replay)
+        finally:
+            stream.synchronize()
+            speculator.launching = False
+        return manager.hidden_states
+
+    if speculator.trees is not None:
+        write = speculator.trees.write_queries
+        speculator.trees.write_queries = lambda batch: (
+            stream.queue("queries", lambda: write(batch)) if speculator.launching else write(batch)
+        )
+    speculator.launching = False
+    speculator._send, speculator._draft, speculator.launch = sent, drafted, launched
+    return operations
+
+
+def break_drafter(guarded, how):
+    """Every third draft fails, or takes too long; returns how many."""
+    draft, counts = guarded.method.drafter.draft, [0, 0]
+
+    def broken(*args, **kwargs):
+        counts[0] += 1
+        if counts[0] % 3 == 0:
+            counts[1] += 1
+            if how == "raises":
+                guarded._next_pause = 1
+                raise ValueError("on purpose")
+            time.sleep(1.5)
+        return draft(*args, **kwargs)
+
+    guarded.method.drafter.draft = broken
+    return counts
+
+
+def main():
+    take_any_mask()
+    filter_as_on_cpus()
+    schedule_asynchronously()
+    given = json.loads(sys.argv[2])
+    cases, how, kernel = given.pop("cases"), given.pop("drafter", None), given.pop("kernel", False)
+    llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
+    gate.LONGEST = 0.5 if how == "sleeps" else 60.0  # the interpreter takes its time
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    speculator, stream = runner.speculator, Stream()
+    decode_by_graphs(runner, stream)
+    operations = use_gate(speculator, runner.cudagraph_manager, stream, kernel)
+    counts = break_drafter(speculator.guarded, how) if how else [0, 0]
+    result = {name: answers(llm, **case) for name, case in cases.items()}
+    metrics = speculator.guarded.metrics
+    result["engine"] = {
+        "drafted": metrics.drafted._value.get(), "accepted": metrics.accepted._value.get(), "broken": counts[1],
+        "failures": metrics.failures._value.get(), "operations": operations, "events": stream.events,
+        "shut": speculator.gate.shut, "trees": speculator.trees is not None and speculator.trees.enabled,
+    }  # fmt: skip
+    print("\n" + json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
