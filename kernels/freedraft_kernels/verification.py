@@ -10,7 +10,6 @@ drafts).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +26,8 @@ class Verification:
         accepted: int32 [B, N], the accepted nodes from the root (node 0) down; -1 beyond.
         lengths: int32 [B], number of accepted nodes, root included, which is also the number of new tokens; 0 for a
             request without nodes.
-        tokens: int32 [B, N] (`verify_rows`: int64), the new tokens: those of the accepted nodes without the root, then
-            the bonus token; -1 beyond.
+        tokens: int32 [B, N], the new tokens: those of the accepted nodes without the root, then the bonus token;
+            -1 beyond.
     """
 
     accepted: Tensor
@@ -36,46 +35,41 @@ class Verification:
     tokens: Tensor
 
 
-class RowTrees(NamedTuple):
-    """Trees of B requests with R rows among the T tokens of a step. parents: int32 [T], as in `TreeBatch`; slots: int64
-    [T], KV slots; places: int [R], each row's token; counts: int32 [B], nodes of each request."""
-
-    parents: Tensor
-    slots: Tensor
-    places: Tensor
-    counts: Tensor
+RowTrees = tuple[Tensor, Tensor, Tensor, Tensor]  # see `verify_rows`
 
 
 def verify_rows(
     tokens: Tensor, targets: Tensor, starts: Tensor, nodes: int, trees: RowTrees | None = None, *,
     backend: Backend = "auto",
 ) -> tuple[Verification, Tensor]:  # fmt: skip
-    """`verify` for requests with rows of different numbers, which are chains unless there are trees.
+    """`verify` for B requests with R rows in all, each with at most `nodes` (N), of chains unless there are trees.
 
     Args:
-        tokens: int32 [R], token of each row's node, -1 if it must not be accepted.
-        targets: int32 or int64 [R], the target's token after it.
-        starts: int32 [B + 1], first row of each request, and R; a request has at most `nodes` rows, N.
+        tokens: int32 [R], of each row's node, -1 if it must not be accepted; targets: int32 or int64 [R].
+        starts: int32 [B + 1], first row of each request, and R.
+        trees: parents, int32 [T], and KV slots, int64 [T], of a step's tokens; each row's token, int [R]; number of
+            nodes of each request, int32 [B].
 
     Returns:
-        The outcome; int64 [B, N], the KV slots of each tree's nodes, 0 beyond, undefined for chains.
+        The outcome, tokens in int64; int64 [B, N], KV slots of trees' nodes, 0 beyond, undefined for chains.
     """
     assert tokens.shape == targets.shape and tokens.is_contiguous() and targets.is_contiguous()
     if use_triton(tokens.device, backend):
-        from freedraft_kernels.device.verification import launch_verify_rows
+        from freedraft_kernels.device.verification import launch_verify
 
-        *outcome, slots = launch_verify_rows(tokens, targets, starts, nodes, trees)
-        return Verification(*outcome), slots
+        inputs = tokens, targets, starts, *(trees or (None,) * 4)
+        *parts, slots = launch_verify(inputs, len(starts) - 1, nodes, torch.int64)
+        return Verification(*parts), slots
     first, ends = starts[:-1, None].long(), starts[1:, None].long()
     column = torch.arange(nodes, device=tokens.device)
     rows = torch.minimum(first + column, ends - 1).clamp(min=0)
     chain = column.int().expand(rows.shape).contiguous()
     parents, counts, slots = chain - 1, (ends - first)[:, 0].int(), rows
     if trees is not None:
-        places, counts = trees.places[rows], trees.counts
-        parents, slots = trees.parents[places], torch.where(column < counts[:, None], trees.slots[places], 0)
-    outcome = verify(TreeBatch(tokens[rows], parents, chain, counts), targets[rows], backend="reference")
-    return replace(outcome, tokens=outcome.tokens.long()), slots
+        of_tokens, of_slots, places, counts = trees
+        parents, slots = of_tokens[places[rows]], of_slots[places[rows]].where(column < counts[:, None], 0)
+    verified = verify(TreeBatch(tokens[rows], parents, chain, counts), targets[rows], backend="reference")
+    return replace(verified, tokens=verified.tokens.long()), slots
 
 
 def verify(tree: TreeBatch, targets: Tensor, *, backend: Backend = "auto") -> Verification:
@@ -88,7 +82,8 @@ def verify(tree: TreeBatch, targets: Tensor, *, backend: Backend = "auto") -> Ve
     if use_triton(tree.device, backend):
         from freedraft_kernels.device.verification import launch_verify
 
-        return Verification(*launch_verify(tree, targets))
+        inputs = tree.tokens, targets, None, tree.parents, None, None, tree.counts
+        return Verification(*launch_verify(inputs, tree.batch_size, tree.max_nodes, torch.int32)[:3])
     valid = tree.valid()
     current, taken = tree.counts.clamp(max=1) - 1, torch.zeros_like(valid)
     taken[:, 0], want = valid[:, 0], targets[:, 0]

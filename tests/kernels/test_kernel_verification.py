@@ -10,7 +10,7 @@ from fractions import Fraction
 
 import numpy as np
 import torch
-from freedraft_kernels import RowTrees, TreeBatch, verify, verify_rows
+from freedraft_kernels import TreeBatch, verify, verify_rows
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from implementations import EXAMPLES, by_each
@@ -68,7 +68,7 @@ def test_rows(backend: str, device: str, case: tuple[DraftBatch, int, int], chai
     slots[places] = torch.arange(len(places)) + 5
     counts, tokens = torch.from_numpy(drafts.counts), torch.from_numpy(drafts.tokens[taken])
     starts = torch.from_numpy(np.concatenate([[0], np.cumsum(rows)]).astype(np.int32))
-    trees = None if chains else RowTrees(*(part.to(device) for part in (parents, slots, places, counts)))
+    trees = None if chains else tuple(part.to(device) for part in (parents, slots, places, counts))
     given = (part.to(device) for part in (tokens, targets[torch.from_numpy(taken)], starts))
     got, of_nodes = verify_rows(*given, nodes, trees, backend=backend)
     expected = verify(on("cpu", drafts), targets, backend="reference")

@@ -8,19 +8,17 @@ import torch
 import triton
 import triton.language as tl
 
-from freedraft_kernels.tree import TreeBatch
-
 
 # Rows of a part of a batch begin anywhere.
 @triton.jit(do_not_specialize_on_alignment=["tokens", "targets", "counts", "places"])
 def verify_kernel(
     tokens,  # int32 [B, N], or [R] of rows
     targets,  # int32 or int64, as tokens
-    parents,  # int32 [B, N], or [T] of rows; None: chains
-    counts,  # int32 [B]; None: chains
     starts,  # int32 [B + 1], of the requests' rows; None: [B, N]
-    places,  # int [R], each row's place among T; None: its own
+    parents,  # int32 [B, N], or [T] of rows; None: chains
     slots,  # int64 [T], or None
+    places,  # int [R], each row's place among T; None: its own
+    counts,  # int32 [B]; None: of rows
     accepted,  # out int32 [B, N]
     lengths,  # out int32 [B]
     new_tokens,  # out int32 or int64 [B, N]
@@ -29,14 +27,8 @@ def verify_kernel(
 ):  # fmt: skip
     """Program b verifies request b."""
     request = tl.program_id(0).to(tl.int64)
-    if starts is None:
-        first = request * nodes
-    else:
-        first = tl.load(starts + request).to(tl.int64)
-    if counts is None:
-        count = tl.load(starts + request + 1) - first.to(tl.int32)
-    else:
-        count = tl.load(counts + request)
+    first = request * nodes if starts is None else tl.load(starts + request).to(tl.int64)
+    count = tl.load(starts + request + 1) - first.to(tl.int32) if counts is None else tl.load(counts + request)
     step = tl.arange(0, NODE_BLOCK)
     inside = step < tl.minimum(count, nodes)
     token = tl.load(tokens + first + step, mask=inside, other=-1)
@@ -67,27 +59,11 @@ def verify_kernel(
         tl.store(of_nodes + out, tl.load(slots + place, mask=inside, other=0), mask=step < nodes)
 
 
-def launch_verify(tree: TreeBatch, targets: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """accepted, lengths and tokens of a `Verification`."""
-    inputs = tree.tokens, targets, tree.parents, tree.counts, None, None, None
-    return _launch(inputs, tree.batch_size, tree.max_nodes, torch.int32)[:3]
-
-
-def launch_verify_rows(
-    tokens: torch.Tensor, targets: torch.Tensor, starts: torch.Tensor, nodes: int, trees: Any
-) -> tuple[torch.Tensor, ...]:
-    """accepted, lengths and tokens of a `Verification`, and slots; see `freedraft_kernels.verification.verify_rows`."""
-    of_trees = (None,) * 4 if trees is None else (trees.parents, trees.counts, trees.places, trees.slots)
-    parents, counts, places, slots = of_trees
-    return _launch((tokens, targets, parents, counts, starts, places, slots), len(starts) - 1, nodes, torch.int64)
-
-
-def _launch(inputs: tuple[Any, ...], batch: int, nodes: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def launch_verify(inputs: tuple[Any, ...], batch: int, nodes: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The kernel's outputs of its inputs; dtype: of new tokens."""
     kinds, device = (torch.int32, dtype, torch.int64), inputs[0].device
-    accepted, new_tokens, slots = (torch.empty(batch, nodes, dtype=kind, device=device) for kind in kinds)
-    lengths = torch.empty(batch, dtype=torch.int32, device=device)
+    accepted, new_tokens, of_nodes = (torch.empty(batch, nodes, dtype=kind, device=device) for kind in kinds)
+    outputs = accepted, torch.empty(batch, dtype=torch.int32, device=device), new_tokens, of_nodes
     if batch:
-        verify_kernel[(batch,)](
-            *inputs, accepted, lengths, new_tokens, slots, nodes, NODE_BLOCK=triton.next_power_of_2(nodes), num_warps=1
-        )
-    return accepted, lengths, new_tokens, slots
+        verify_kernel[(batch,)](*inputs, *outputs, nodes, NODE_BLOCK=triton.next_power_of_2(nodes), num_warps=1)
+    return outputs

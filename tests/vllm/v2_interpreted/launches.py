@@ -3,7 +3,8 @@
     python launches.py MODEL '{"speculative_config": ..., "requests": 2, "temperature": 0.0}'
 
 Of each phase of our own: "eager", PyTorch's operations that would launch something on a device, without views and
-allocations, and "kernels", the names of Triton's; the most of any step counted. A phase inside another counts there only.
+allocations, and "kernels", the names of Triton's; the most of any step counted. A phase inside another counts there
+only. "order": all kernels of the last step, in order; "kept": steps after which logits are still referred to.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def count(counter):
 
     def launched(self, *args, **kwargs):
         if counter.steps:
-            counter.steps[-1][counter.phases[-1]][1].append(self.fn.__name__)
+            for phase in (counter.phases[-1], "order"):
+                counter.steps[-1][phase][1].append(self.fn.__name__)
         with _disable_current_modes():
             return launch(self, *args, **kwargs)
 
@@ -98,12 +100,15 @@ def main():
         tokens = [(7 * i + j % 9) % 20 + 2 for j in range(40)]
         llm.llm_engine.add_request(str(i), TokensPrompt(prompt_token_ids=tokens), parameters)
     count(counter)
+    speculator = llm.llm_engine.model_executor.driver_worker.worker.model_runner.speculator
+    kept = 0
     with counter:
         for step in range(WARM + STEPS):
             if step >= WARM:
                 counter.steps.append(defaultdict(lambda: ([], [])))
             llm.llm_engine.step()
-    found = {}
+            kept += speculator._verified is not None
+    found = {"order": counter.steps[-1]["order"][1], "kept": kept}
     for phase in dict.fromkeys(PHASES.values()):
         eager, kernels = ([step[phase][kind] for step in counter.steps] for kind in (0, 1))
         found[phase] = {"eager": max(map(sorted, eager), key=len), "kernels": max(map(sorted, kernels), key=len)}

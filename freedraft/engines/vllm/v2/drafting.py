@@ -222,10 +222,8 @@ class Drafting:
         requests that were drafted for after the step before."""
         slots, scheduled = input_batch.idx_mapping_np[: input_batch.num_reqs], input_batch.num_draft_tokens_per_req
         lengths = np.minimum(self.requests.drafted[slots], scheduled[: len(slots)]).astype(np.int64)
-        rows, first = (
-            np.flatnonzero(self.requests.drafted_behind[slots] == self._steps - 1),
-            input_batch.cu_num_logits_np,
-        )
+        behind, first = self.requests.drafted_behind[slots], input_batch.cu_num_logits_np
+        rows = np.flatnonzero(behind == self._steps - 1)
         if len(rows) and len(logits) == first[len(slots)]:
             request_ids = [input_batch.req_ids[row] for row in rows.tolist()]
             nodes, parents = self.requests.nodes[slots[rows]], self.requests.parents[slots[rows]]

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from freedraft_kernels import newest_tokens
 from numpy.typing import NDArray
-from vllm.utils.platform_utils import is_uva_available
-from vllm.v1.worker.gpu import buffer_utils
 
 
 class GainedTokens:
@@ -19,6 +17,9 @@ class GainedTokens:
     step; 0 if it did more than decode."""
 
     def __init__(self, slots: int, length: int, device: torch.device) -> None:
+        from vllm.utils.platform_utils import is_uva_available
+        from vllm.v1.worker.gpu import buffer_utils
+
         shape, self._copies = (slots, length + 3), not is_uva_available()
         if self._copies:
             self._device = torch.zeros(shape, dtype=torch.int32, device=device)

@@ -7,10 +7,10 @@ rejection sampling of deterministic drafts.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from freedraft_kernels import RowTrees, Verification, verify_rows
+from freedraft_kernels import KVPool, RowTrees, verify_rows
 
 # Arguments of RejectionSampler._verify that Sampler.sample takes, in its order
 _SAMPLED_BY = (
@@ -25,22 +25,15 @@ _SAMPLED_BY = (
 )
 
 
-class Outcome(NamedTuple):
-    """The outcome of B requests with R rows of logits, at most N per request. logits: float [R, V], processed;
-    verification: of the B drafts, N nodes each; slots: int64 [B, N], see `verify_rows`."""
-
-    logits: torch.Tensor
-    verification: Verification
-    slots: torch.Tensor
-
-    def sampled(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The result of vLLM's `_verify`: processed logits; int64 [B, N], tokens; int32 [B], their number."""
-        return self.logits, self.verification.tokens, self.verification.lengths
-
-
-def match(sampler: Any, given: dict[str, Any], trees: RowTrees | None = None) -> Outcome:
-    """Draw tokens, and accept draft tokens that are equal. sampler: vLLM's RejectionSampler; given: arguments of its
-    `_verify`, `pos` the position of each row's token; trees: None for chains."""
+def match(
+    sampler: Any, given: dict[str, Any], trees: RowTrees | None = None, pool: KVPool | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw tokens, accept draft tokens that are equal, and move the KV of trees' accepted paths. sampler: vLLM's
+    RejectionSampler; given: arguments of its `_verify`, `pos` the position of each row's token. Returns its results:
+    processed logits, float [R, V]; int64 [B, N], tokens; int32 [B], their number."""
     targets, logits = sampler.sampler.sample(*(given[name] for name in _SAMPLED_BY), return_logprobs=True)
     nodes = 1 + sampler.num_speculative_steps
-    return Outcome(logits, *verify_rows(given["verify_draft_sampled"], targets, given["cu_num_logits"], nodes, trees))
+    outcome, slots = verify_rows(given["verify_draft_sampled"], targets, given["cu_num_logits"], nodes, trees)
+    if pool is not None:
+        pool.compact(slots, outcome)
+    return logits, outcome.tokens, outcome.lengths

@@ -194,8 +194,8 @@ class MethodSpeculator(Drafting, BaseSpeculator):
             )  # fmt: skip
 
     def take_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
-        """Keep a step's logits until `propose` recycles them: float [R, V], rows of a request consecutive. Sampling does
-        not modify them."""
+        """Keep a step's logits until `propose` recycles them; sampling does not modify them. logits: float [R, V], rows
+        of a request consecutive."""
         if self.guarded is not None and self.guarded.needs_logits:
             if self.warming_up:
                 top_tokens(logits[:1], TOP_TOKENS)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from freedraft_kernels import KVPool, NodeMasks, RowTrees, verify_rows, write_tree_queries
+from freedraft_kernels import KVPool, NodeMasks, verify_rows, write_tree_queries
 from numpy.typing import NDArray
 from vllm import envs
 from vllm.config import CUDAGraphMode
@@ -93,7 +93,7 @@ class Trees:
             token, starts = zero.int(), torch.arange(2, dtype=torch.int32, device=zero.device)
             verify_rows(token, zero, starts, width)
             # Slot 0 is of a page that nobody has.
-            outcome, slots = verify_rows(token, zero, starts, width, RowTrees(token, zero, zero, starts[1:]))
+            outcome, slots = verify_rows(token, zero, starts, width, (token, zero, zero, starts[1:]))
             self._pool.compact(slots, outcome)
 
     def put(self, slots: torch.Tensor, masks: torch.Tensor) -> None:
@@ -139,15 +139,13 @@ class Trees:
         [B, 1 + K], tokens; int32 [B], their number."""
         batch, slots = self._batch, given["idx_mapping_np"]
         if batch is None:
-            return match(sampler, given).sampled()
+            return match(sampler, given)
         assert self._pool is not None and self._slots is not None and self._positions is not None
         first = int(np.flatnonzero(batch.idx_mapping_np == slots[0])[0])  # of the step's requests
         row = int(batch.cu_num_logits_np[first])
         tokens = batch.logits_indices[row : row + len(given["pos"])]
-        trees = RowTrees(self._parents, self._slots, tokens, self._counts[first : first + len(slots)])
-        outcome = match(sampler, given | {"pos": self._positions[tokens]}, trees)
-        self._pool.compact(outcome.slots, outcome.verification)  # slot 0, of a page that nobody has, beyond
-        return outcome.sampled()
+        trees = self._parents, self._slots, tokens, self._counts[first : first + len(slots)]
+        return match(sampler, given | {"pos": self._positions[tokens]}, trees, self._pool)
 
 
 def _row(cache: torch.Tensor) -> tuple[int, int]:
