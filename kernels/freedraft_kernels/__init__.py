@@ -13,13 +13,12 @@ from freedraft_kernels.top_tokens import top_tokens
 from freedraft_kernels.tree import TreeBatch
 from freedraft_kernels.tree_attention import TreeQueries, scratch_size, tree_attention
 from freedraft_kernels.tree_queries import NodeMasks, write_tree_queries
-from freedraft_kernels.verification import RowTrees, Verification, verify, verify_rows
+from freedraft_kernels.verification import Verification, verify, verify_rows
 from freedraft_kernels.warm_up import warm_up
 
 __all__ = [
     "KVPool",
     "NodeMasks",
-    "RowTrees",
     "TreeBatch",
     "TreeInputs",
     "TreeQueries",

@@ -35,11 +35,8 @@ class Verification:
     tokens: Tensor
 
 
-RowTrees = tuple[Tensor, Tensor, Tensor, Tensor]  # see `verify_rows`
-
-
 def verify_rows(
-    tokens: Tensor, targets: Tensor, starts: Tensor, nodes: int, trees: RowTrees | None = None, *,
+    tokens: Tensor, targets: Tensor, starts: Tensor, nodes: int, trees: tuple[Tensor, ...] | None = None, *,
     backend: Backend = "auto",
 ) -> tuple[Verification, Tensor]:  # fmt: skip
     """`verify` for B requests with R rows in all, each with at most `nodes` (N), of chains unless there are trees.
@@ -60,11 +57,10 @@ def verify_rows(
         inputs = tokens, targets, starts, *(trees or (None,) * 4)
         *parts, slots = launch_verify(inputs, len(starts) - 1, nodes, torch.int64)
         return Verification(*parts), slots
-    first, ends = starts[:-1, None].long(), starts[1:, None].long()
     column = torch.arange(nodes, device=tokens.device)
-    rows = torch.minimum(first + column, ends - 1).clamp(min=0)
+    rows = torch.minimum(starts[:-1, None] + column, starts[1:, None] - 1).clamp(min=0)
     chain = column.int().expand(rows.shape).contiguous()
-    parents, counts, slots = chain - 1, (ends - first)[:, 0].int(), rows
+    parents, slots, counts = chain - 1, rows, starts.diff()
     if trees is not None:
         of_tokens, of_slots, places, counts = trees
         parents, slots = of_tokens[places[rows]], of_slots[places[rows]].where(column < counts[:, None], 0)

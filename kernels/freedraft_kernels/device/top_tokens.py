@@ -1,5 +1,4 @@
-"""Triton kernels of `freedraft_kernels.top_tokens.top_tokens`: one pass over the logits for the maxima of blocks, then
-one program per row for the best blocks."""
+"""Triton kernels of `freedraft_kernels.top_tokens.top_tokens`: one pass over the logits, then the best blocks."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from freedraft_kernels import KVPool, RowTrees, verify_rows
+from freedraft_kernels import KVPool, verify_rows
 
 # Arguments of RejectionSampler._verify that Sampler.sample takes, in its order
 _SAMPLED_BY = (
@@ -26,11 +26,12 @@ _SAMPLED_BY = (
 
 
 def match(
-    sampler: Any, given: dict[str, Any], trees: RowTrees | None = None, pool: KVPool | None = None
+    sampler: Any, given: dict[str, Any], trees: tuple[torch.Tensor, ...] | None = None, pool: KVPool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Draw tokens, accept draft tokens that are equal, and move the KV of trees' accepted paths. sampler: vLLM's
-    RejectionSampler; given: arguments of its `_verify`, `pos` the position of each row's token. Returns its results:
-    processed logits, float [R, V]; int64 [B, N], tokens; int32 [B], their number."""
+    RejectionSampler; given: arguments of its `_verify`, `pos` the position of each row's token; trees: see
+    `verify_rows`. Returns the result of `_verify`: processed logits, float [R, V]; int64 [B, N], tokens; int32 [B],
+    their number."""
     targets, logits = sampler.sampler.sample(*(given[name] for name in _SAMPLED_BY), return_logprobs=True)
     nodes = 1 + sampler.num_speculative_steps
     outcome, slots = verify_rows(given["verify_draft_sampled"], targets, given["cu_num_logits"], nodes, trees)
