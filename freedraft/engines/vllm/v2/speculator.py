@@ -1,7 +1,7 @@
 """`MethodSpeculator`: passes requests and steps of vLLM's model runner V2 to a `Method`.
 
-Model runner V2 prepares the next step on the device while the host lags behind. So accepted tokens are requested by one
-copy to pinned memory (`propose`), and awaited when the next step lacks only its drafts, which go back by one copy
+Model runner V2 prepares the next step on the device while the host lags behind. So a kernel writes accepted tokens to
+pinned memory (`propose`); they are awaited when the next step lacks only its drafts, which go back by one copy
 (`join`).
 
 Every tensor-parallel rank verifies its own copy of the drafts, which rank 0 makes and broadcasts.
