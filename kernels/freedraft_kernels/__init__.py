@@ -13,8 +13,8 @@ from freedraft_kernels.top_tokens import top_tokens
 from freedraft_kernels.tree import TreeBatch
 from freedraft_kernels.tree_attention import TreeQueries, scratch_size, tree_attention
 from freedraft_kernels.tree_queries import NodeMasks, write_tree_queries
-from freedraft_kernels.verification import Verification, verify
-from freedraft_kernels.warm_up import warm_up, warm_up_verification
+from freedraft_kernels.verification import Verification, verify, verify_rows
+from freedraft_kernels.warm_up import warm_up
 
 __all__ = [
     "KVPool",
@@ -29,7 +29,7 @@ __all__ = [
     "tree_attention",
     "tree_inputs",
     "verify",
+    "verify_rows",
     "warm_up",
-    "warm_up_verification",
     "write_tree_queries",
 ]

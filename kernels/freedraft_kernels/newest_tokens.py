@@ -1,4 +1,4 @@
-"""`newest_tokens`: the new tokens of a decoding step, packed for one copy to the host."""
+"""`newest_tokens`: the new tokens of a decoding step, packed for the host."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def newest_tokens(
         tokens: int32 [S, M], rows contiguous, of each slot; it may be host memory that the device can read.
         lengths: int32 [S], at least 1: tokens of the slot's request.
         slots: int32 or int64 [B]; gained: int32 or int64 [B], new tokens of each request.
-        out: int32 [B, K + 3], filled with gained, length, and the newest K + 1 tokens, the newest last. A shorter
-            request repeats its first token.
+        out: int32 [B, K + 3], which may be host memory, too, filled with gained, length, and the newest K + 1 tokens,
+            the newest last. A shorter request repeats its first token.
         drafts: int64 [B, K], filled with each request's newest token, since engines embed unused draft tokens, too.
     """
     batch, length = drafts.shape

@@ -8,7 +8,7 @@ from torch import Tensor
 from freedraft_kernels.dispatch import Backend, use_triton
 
 _LAST = (1 << 32) - 1
-_BLOCK = 64  # tokens per block of the reference's maxima
+_BLOCK = 64  # tokens per maximum
 
 
 def top_tokens(logits: Tensor, count: int, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
@@ -24,14 +24,12 @@ def top_tokens(logits: Tensor, count: int, *, backend: Backend = "auto") -> tupl
     """
     assert logits.dim() == 2 and 1 <= count <= logits.shape[1]
     if use_triton(logits.device, backend):
-        from freedraft_kernels.device.top_tokens import launch_top_keys
+        from freedraft_kernels.device.top_tokens import launch_top_tokens
 
-        keys, log_sum = launch_top_keys(logits, count)
-    else:
-        keys, log_sum = _top_keys(logits, count), torch.logsumexp(logits.float(), -1, keepdim=True)
-    keys = keys.topk(count, -1).values
+        return launch_top_tokens(logits, count, _BLOCK)
+    keys = _top_keys(logits, count).topk(count, -1).values
     values, tokens = _ordered(keys >> 32).to(torch.int32).view(torch.float32), _LAST - (keys & _LAST)
-    log_probs = values - log_sum
+    log_probs = values - torch.logsumexp(logits.float(), -1, keepdim=True)
     finite = log_probs.isfinite()
     return torch.where(finite, tokens, -1).to(torch.int32), torch.where(finite, log_probs, -torch.inf)
 

@@ -1,8 +1,8 @@
-"""`warm_up` and `warm_up_verification`: compile kernels before the first step."""
+"""`warm_up`: compiles kernels before the first step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -36,15 +36,6 @@ def warm_up(
             lengths = torch.zeros(batch, dtype=torch.int64, device=device)
             tree_inputs(_roots(batch, nodes, device), lengths, layout="full", seq_lens_sum=0)
     top_tokens(logits, top)
-    warm_up_verification(widths, device, pool=pool, slot=slot)
-
-
-def warm_up_verification(
-    widths: Iterable[int], device: torch.device, *, pool: KVPool | None = None, slot: int = 0
-) -> None:
-    """The part of `warm_up` that verifies trees, with the same arguments."""
-    if not use_triton(device):
-        return
     # The kernels are the same for all batches, and for widths up to the same power of two unless 16 divides one.
     kinds = {((nodes - 1).bit_length(), nodes % 16 == 0): nodes for nodes in widths}
     for nodes in kinds.values():

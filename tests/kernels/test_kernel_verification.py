@@ -10,8 +10,8 @@ from fractions import Fraction
 
 import numpy as np
 import torch
-from freedraft_kernels import TreeBatch, verify
-from hypothesis import given, settings
+from freedraft_kernels import TreeBatch, verify, verify_rows
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from implementations import EXAMPLES, by_each
 
@@ -47,6 +47,37 @@ def test_greedy(backend: str, device: str, case: tuple[DraftBatch, int, int]) ->
         assert got.tokens[b].tolist() == tokens + [-1] * (room - len(tokens))
         assert got.lengths[b] == len(path)
     assert {t.dtype for t in (got.accepted, got.lengths, got.tokens)} == {torch.int32}
+
+
+@by_each
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(batches(max_nodes=20, max_vocab=4), st.booleans())
+def test_rows(backend: str, device: str, case: tuple[DraftBatch, int, int], chains: bool) -> None:
+    """Of trees somewhere among the step's tokens, and of chains: as in batches, whatever number of rows each has."""
+    drafts, vocab, seed = case
+    rng, (batch, nodes) = np.random.default_rng(seed), drafts.tokens.shape
+    if chains:
+        drafts.parents[:] = np.arange(-1, nodes - 1)
+    targets = torch.from_numpy(rng.integers(0, vocab, (batch, nodes)))
+    rows = drafts.counts if chains else np.minimum(drafts.counts + rng.integers(0, 3, batch), nodes)
+    taken = np.arange(nodes) < rows[:, None]
+    assume(taken.any())
+    places = torch.from_numpy(rng.permutation(2 * taken.sum() + 1)[: taken.sum()])
+    parents, slots = (torch.full((2 * len(places) + 1,), -7, dtype=kind) for kind in (torch.int32, torch.int64))
+    parents[places] = torch.from_numpy(drafts.parents[taken])
+    slots[places] = torch.arange(len(places)) + 5
+    counts, tokens = torch.from_numpy(drafts.counts), torch.from_numpy(drafts.tokens[taken])
+    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(rows)]).astype(np.int32))
+    trees = None if chains else tuple(part.to(device) for part in (parents, slots, places, counts))
+    given = (part.to(device) for part in (tokens, targets[torch.from_numpy(taken)], starts))
+    got, of_nodes = verify_rows(*given, nodes, trees, backend=backend)
+    expected = verify(on("cpu", drafts), targets, backend="reference")
+    for name in ("accepted", "lengths", "tokens"):
+        assert getattr(got, name).tolist() == getattr(expected, name).tolist(), name
+    assert got.tokens.dtype == torch.int64
+    if trees is not None:
+        at = np.where(np.arange(nodes) < drafts.counts[:, None], np.cumsum(taken).reshape(batch, nodes) + 4, 0)
+        assert of_nodes.tolist() == at.tolist()
 
 
 Rows = list[list[Fraction]]

@@ -41,7 +41,7 @@ def test_in_the_interpreter() -> None:
         text=True,
     )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert "10 passed, 4 skipped" in run.stdout, run.stdout[-2000:]
+    assert "12 passed, 4 skipped" in run.stdout, run.stdout[-2000:]
 
 
 @runs_triton
@@ -101,12 +101,12 @@ def test_no_operation_synchronises() -> None:
 
 # Of arguments by name, unless a case says otherwise; all others are int32 numbers.
 TYPES = {"size": "i64", "stride": "i64", "scale": "fp32", "mask": "*u8"}
-TYPES |= dict.fromkeys(("parts", "bounds"), "*fp32")
+TYPES |= dict.fromkeys(("parts", "bounds", "maxima", "sums", "log_probs"), "*fp32")
 TYPES |= dict.fromkeys(("positions", "input_ids", "targets", "table", "drafts", "node_masks", "masks"), "*i64")
-TYPES |= dict.fromkeys(("sums", "keys", "slots"), "*i64")
+TYPES |= dict.fromkeys(("slots", "places", "of_nodes"), "*i64")
 TYPES |= dict.fromkeys(("tokens", "parents", "depths", "counts", "accepted", "lengths", "new_tokens"), "*i32")
 TYPES |= dict.fromkeys(("gained", "starts", "trees", "pages", "seq_lens", "prefixes", "prompts"), "*i32")
-Case = tuple[Any, dict[str, int], int, dict[str, str]]
+Case = tuple[Any, dict[str, int | None], int, dict[str, str]]
 
 
 def cases() -> dict[str, Case]:
@@ -114,15 +114,17 @@ def cases() -> dict[str, Case]:
     from freedraft_kernels.device.inputs import tree_inputs_kernel
     from freedraft_kernels.device.kv_pool import compact_kernel
     from freedraft_kernels.device.newest_tokens import newest_tokens_kernel
-    from freedraft_kernels.device.top_tokens import top_keys_kernel
+    from freedraft_kernels.device.top_tokens import block_maxima_kernel, top_tokens_kernel
     from freedraft_kernels.device.tree_attention import sum_parts_kernel, tree_attention_kernel
     from freedraft_kernels.device.tree_queries import tree_queries_kernel
     from freedraft_kernels.device.verification import verify_kernel
 
     query = {"FULL": False, "BATCH_BLOCK": 64, "NODE_BLOCK": 32, "COLUMN_BLOCK": 1024}
     full, long = query | {"FULL": True}, {"seq_lens": "*i64"}
-    eight = {"COUNT": 8, "COUNT_BLOCK": 8, "BLOCK": 4096}
+    eight = {"COUNT": 8, "COUNT_BLOCK": 8, "BLOCK": 64, "BLOCKS": 2048, "SPANS": 32}
     roots = {"NODE_BLOCK": 1, "nodes": 1}  # the launcher turns an argument of 1 into a constant
+    dense = dict.fromkeys(("starts", "places", "slots"))
+    chains = dict.fromkeys(("parents", "counts", "places", "slots"))
     sizes = {"SIZE": 128, "SIZE_BLOCK": 128, "SEGMENTS": 4, "TREES_ONLY": False}
     attended = sizes | {"HEADS": 32, "GROUP": 4, "PAGE": 16, "ROWS": 128, "TILE": 64}
     less = {"ROWS": 64, "TILE": 32}  # at once, of more bytes
@@ -131,8 +133,11 @@ def cases() -> dict[str, Case]:
         types = dict.fromkeys(("query", "keys", "values", "out"), f"*{dtype}")
         return tree_attention_kernel, attended | constants, 4, types
 
+    def maxima(dtype: str) -> Case:
+        return block_maxima_kernel, {"SPAN": 4096, "BLOCK": 64}, 4, {"logits": f"*{dtype}"}
+
     def top(dtype: str) -> Case:
-        return top_keys_kernel, eight, 4, {"logits": f"*{dtype}", "sums": "*fp32"}
+        return top_tokens_kernel, eight, 4, {"logits": f"*{dtype}"}
 
     return {
         "newest tokens": (newest_tokens_kernel, {"BLOCK": 16}, 1, {"slots": "*i32", "out": "*i32"}),
@@ -146,15 +151,19 @@ def cases() -> dict[str, Case]:
         "sum of parts": (sum_parts_kernel, sizes, 1, {"out": "*bf16"}),
         "sum of many parts": (sum_parts_kernel, sizes | {"SEGMENTS": 64}, 4, {"out": "*bf16"}),
         "queries of trees": (tree_queries_kernel, {"NODE_BLOCK": 128, "BLOCK": 256}, 4, {"nodes": "*i32"}),
+        "maxima": maxima("fp32"),
+        "maxima, bfloat16": maxima("bf16"),
         "top tokens": top("fp32"),
         "top tokens, bfloat16": top("bf16"),
         "query mask": (tree_inputs_kernel, query, 1, long),
         "full mask": (tree_inputs_kernel, full, 4, long),
         "full mask of int32 lengths": (tree_inputs_kernel, full, 4, {}),
         "full mask of roots": (tree_inputs_kernel, full | roots | {"BATCH_BLOCK": 1}, 4, long | {"size": "i32"}),
-        "verify": (verify_kernel, {"NODE_BLOCK": 32}, 1, {}),
-        "verify, int32": (verify_kernel, {"NODE_BLOCK": 128}, 1, {"targets": "*i32"}),
-        "verify of roots": (verify_kernel, roots, 1, {}),
+        "verify": (verify_kernel, dense | {"NODE_BLOCK": 32}, 1, {}),
+        "verify, int32": (verify_kernel, dense | {"NODE_BLOCK": 128}, 1, {"targets": "*i32"}),
+        "verify of roots": (verify_kernel, dense | roots, 1, {}),
+        "verify rows of chains": (verify_kernel, chains | {"NODE_BLOCK": 16}, 1, {"new_tokens": "*i64"}),
+        "verify rows of trees": (verify_kernel, {"NODE_BLOCK": 16}, 1, {"new_tokens": "*i64"}),
         "compact": (compact_kernel, {"BLOCK": 256}, 4, {}),
         "compact, short rows": (compact_kernel, {"BLOCK": 1}, 1, {"slots": "*i32"}),
     }

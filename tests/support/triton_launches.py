@@ -33,8 +33,9 @@ def record_launches(patch: pytest.MonkeyPatch, run: bool) -> set[Kind]:
 
 def _kind(function: Any, name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), value.data_ptr() % 16 == 0
-    if name not in function.arg_names or "constexpr" in str(function.fn.__annotations__.get(name)):
+        anywhere = name in (function.kwargs.get("do_not_specialize_on_alignment") or ())
+        return str(value.dtype), anywhere or value.data_ptr() % 16 == 0
+    if value is None or name not in function.arg_names or "constexpr" in str(function.fn.__annotations__.get(name)):
         return value
     if name in (function.kwargs.get("do_not_specialize") or ()):
         return None

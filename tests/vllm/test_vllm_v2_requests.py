@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freedraft.engines.vllm.v2.requests import GainedTokens, Requests, Taken
+from freedraft.engines.vllm.v2.gained import GainedTokens
+from freedraft.engines.vllm.v2.requests import Requests, Taken
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
 from tests.support.random_trees import random_batch
 

@@ -124,6 +124,8 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
     vllm.v1.worker.gpu.async_utils:AsyncOutput has model_runner_output
     vllm.v1.worker.gpu.buffer_utils:StagedWriteTensor(size, dtype, device, uva_instead_of_gpu) has gpu
     vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor has np, gpu
+    vllm.v1.worker.gpu.buffer_utils:UvaBuffer(size, dtype) has cpu, uva
+    vllm.utils.platform_utils:is_uva_available
     vllm.v1.worker.gpu.input_batch:combine_sampled_and_draft_tokens(input_ids, idx_mapping, last_sampled_tokens,
         query_start_loc, seq_lens, prefill_len, draft_tokens, cu_num_logits, num_logits)
     vllm.v1.worker.gpu.input_batch:InputBatch has req_ids, num_reqs, idx_mapping, idx_mapping_np,

@@ -24,6 +24,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from freedraft_kernels import KVPool
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm import LLM, SamplingParams, envs
 from vllm.forward_context import get_forward_context, override_forward_context
@@ -43,8 +44,7 @@ from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_ke
 from freedraft.cost.batch_lengths import BatchLengths
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import PagedDraftRound
-from freedraft.engines.vllm.v2 import trees as v2_trees
-from freedraft.engines.vllm.v2.requests import GainedTokens
+from freedraft.engines.vllm.v2.gained import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.engines.vllm.v2.trees import why_chains
 from tests.support.recycled import recorded
@@ -368,13 +368,13 @@ def note_branches():
     """How many accepted paths were chains of first nodes, and how many were not."""
     counts = [0, 0]
 
-    def matched(outcome, *args):
-        accepted = outcome.verification.accepted
+    def compacted(result, pool, slots, verification):
+        accepted = verification.accepted
         off = ((accepted != torch.arange(accepted.shape[1])) & (accepted >= 0)).any(1)
         counts[0] += int((~off).sum())
         counts[1] += int(off.sum())
 
-    after(v2_trees, "match", matched)
+    after(KVPool, "compact", compacted)
     return counts
 
 

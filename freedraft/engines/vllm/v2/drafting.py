@@ -20,8 +20,9 @@ from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
 from freedraft.engines.vllm.forward import Pages
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
 from freedraft.engines.vllm.scheduler import SALT
+from freedraft.engines.vllm.v2.gained import GainedTokens
 from freedraft.engines.vllm.v2.gate import Gate
-from freedraft.engines.vllm.v2.requests import GainedTokens, Requests, Taken
+from freedraft.engines.vllm.v2.requests import Requests, Taken
 from freedraft.engines.vllm.v2.write_drafts import Confidences, write_drafts
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
@@ -200,11 +201,12 @@ class Drafting:
         gained.query_tokens = 0
 
     def _recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
-        """Copy the target's logits after each root and each of our draft tokens that a step verifies, for requests that
-        were drafted for after the last step."""
+        """Copy the target's logits after each root and each of our draft tokens that the newest step verified, for
+        requests that were drafted for after the step before."""
         slots, scheduled = input_batch.idx_mapping_np[: input_batch.num_reqs], input_batch.num_draft_tokens_per_req
         lengths = np.minimum(self.requests.drafted[slots], scheduled[: len(slots)]).astype(np.int64)
-        rows, first = np.flatnonzero(self.requests.drafted_behind[slots] == self._steps), input_batch.cu_num_logits_np
+        behind, first = self.requests.drafted_behind[slots], input_batch.cu_num_logits_np
+        rows = np.flatnonzero(behind == self._steps - 1)
         if len(rows) and len(logits) == first[len(slots)]:
             request_ids = [input_batch.req_ids[row] for row in rows.tolist()]
             nodes, parents = self.requests.nodes[slots[rows]], self.requests.parents[slots[rows]]

@@ -174,7 +174,7 @@ def _verify(original: Callable[..., Any]) -> Callable[..., Any]:
         if ours is None or not ours.matches:
             return original(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments
-        return match(self, given).sampled() if ours.trees is None else ours.trees.verify(self, given)
+        return match(self, given) if ours.trees is None else ours.trees.verify(self, given)
 
     return verify
 

@@ -7,10 +7,10 @@ rejection sampling of deterministic drafts.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from freedraft_kernels import TreeBatch, Verification, verify
+from freedraft_kernels import KVPool, verify_rows
 
 # Arguments of RejectionSampler._verify that Sampler.sample takes, in its order
 _SAMPLED_BY = (
@@ -25,47 +25,16 @@ _SAMPLED_BY = (
 )
 
 
-class Outcome(NamedTuple):
-    """The outcome of B requests with R rows of logits, at most N per request.
-
-    Attributes:
-        logits: float [R, V], processed.
-        verification: of the B drafts; N nodes each.
-        rows: int64 [B, N], each node's row of logits; the last one beyond a request's nodes.
-        inside: bool [B, N], which are nodes.
-    """
-
-    logits: torch.Tensor
-    verification: Verification
-    rows: torch.Tensor
-    inside: torch.Tensor
-
-    def sampled(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The result of vLLM's `_verify`: processed logits; int64 [B, N], tokens; int32 [B], their number."""
-        return self.logits, self.verification.tokens.long(), self.verification.lengths
-
-
 def match(
-    sampler: Any, given: dict[str, Any], parents: torch.Tensor | None = None, counts: torch.Tensor | None = None
-) -> Outcome:
-    """Draw tokens, and accept draft tokens that are equal.
-
-    Args:
-        sampler: vLLM's RejectionSampler; given: arguments of its `_verify`, `pos` the position of each row's token.
-        parents: int32 [R], parent of each row's node, -1 for roots; counts: int32 [B], nodes of each request. Both None
-            for chains.
-    """
+    sampler: Any, given: dict[str, Any], trees: tuple[torch.Tensor, ...] | None = None, pool: KVPool | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Draw tokens, accept draft tokens that are equal, and move the KV of trees' accepted paths. sampler: vLLM's
+    RejectionSampler; given: arguments of its `_verify`, `pos` the position of each row's token; trees: see
+    `verify_rows`. Returns the result of `_verify`: processed logits, float [R, V]; int64 [B, N], tokens; int32 [B],
+    their number."""
     targets, logits = sampler.sampler.sample(*(given[name] for name in _SAMPLED_BY), return_logprobs=True)
-    offsets = given["cu_num_logits"].long()[:, None]
-    starts, ends = offsets[:-1], offsets[1:]
-    column = torch.arange(1 + sampler.num_speculative_steps, device=logits.device)
-    rows = torch.minimum(starts + column, ends - 1)
-    drafted = given["verify_draft_sampled"][rows]  # -1: not acceptable
-    chain = column.int().expand_as(drafted).contiguous()
-    tree = TreeBatch(
-        drafted,
-        chain - 1 if parents is None else parents[rows],
-        chain,
-        (ends - starts)[:, 0].int() if counts is None else counts,
-    )
-    return Outcome(logits, verify(tree, targets[rows]), rows, starts + column < ends)
+    nodes = 1 + sampler.num_speculative_steps
+    outcome, slots = verify_rows(given["verify_draft_sampled"], targets, given["cu_num_logits"], nodes, trees)
+    if pool is not None:
+        pool.compact(slots, outcome)
+    return logits, outcome.tokens, outcome.lengths

@@ -1,7 +1,7 @@
 """`MethodSpeculator`: passes requests and steps of vLLM's model runner V2 to a `Method`.
 
-Model runner V2 prepares the next step on the device while the host lags behind. So accepted tokens are requested by one
-copy to pinned memory (`propose`), and awaited when the next step lacks only its drafts, which go back by one copy
+Model runner V2 prepares the next step on the device while the host lags behind. So a kernel writes accepted tokens to
+pinned memory (`propose`); they are awaited when the next step lacks only its drafts, which go back by one copy
 (`join`).
 
 Every tensor-parallel rank verifies its own copy of the drafts, which rank 0 makes and broadcasts.
@@ -63,6 +63,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         super().__init__(vllm_config, device, req_states, drafts=self._ranks.rank_in_group == 0)
         self.draft_model: PagedDraftModel | None = None
         self._awaited: tuple[torch.Tensor, int] | None = None  # until `join`: slots, and most draft tokens of each
+        self._verified: tuple[torch.Tensor, Any] | None = None  # until `propose`: logits, and their InputBatch
         self.joins_at_once, self.joins_last = True, False  # until there is a runner
         self.verifying: Any = None  # vLLM's InputBatch, once its inputs are prepared
         self.full_graph = False  # whether the present step is the replay of a CUDA graph
@@ -144,6 +145,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         drafts themselves if vLLM needs them at once. input_batch: vLLM's InputBatch of the step just launched;
         num_sampled: int32 [B], new tokens of each request; last_sampled: int64 [slots, 1]."""
         self._steps += 1
+        verified, self._verified = self._verified, None
         batch, guarded, confidences = input_batch.num_reqs, self.guarded, self.confidences
         packed = self._of_batch(self._drafts, batch)
         drafts = packed[0]
@@ -161,6 +163,8 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         if guarded is not None:
             if not guarded.call(self._launch, input_batch, num_sampled, drafts, last_hidden_states, over):
                 drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:batch].long()][:, None].expand_as(drafts))
+            if verified is not None:  # behind the tokens, which the host waits for
+                guarded.call(self._recycle, *verified)
             if self.lengths is not None:
                 self.rows = guarded.call(self._decide, batch) or []
         most = self.length if num_speculative_tokens is None else num_speculative_tokens
@@ -238,14 +242,15 @@ class MethodSpeculator(Drafting, BaseSpeculator):
             )  # fmt: skip
 
     def take_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
-        """Recycle a step's logits: float [R, V], rows of a request consecutive."""
-        guarded, trees = self.guarded, self.trees
-        if guarded is not None and guarded.needs_logits:
+        """Keep a step's logits until `propose` recycles them; sampling does not modify them. logits: float [R, V], rows
+        of a request consecutive."""
+        self._gained[1].approach()  # of the step before the newest, which takes its place
+        if self.guarded is not None and self.guarded.needs_logits:
             if self.warming_up:
                 top_tokens(logits[:1], TOP_TOKENS)
             else:
-                guarded.call(lambda: self._recycle(logits, input_batch))
-        if trees is not None and self.warming_up:
-            trees.warm_up_verification()
-        if trees is not None:
-            trees.restore_positions(input_batch)
+                self._verified = logits, input_batch
+        if self.trees is not None:
+            if self.warming_up:
+                self.trees.warm_up_verification()
+            self.trees.restore_positions(input_batch)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from freedraft_kernels import KVPool, NodeMasks, warm_up_verification, write_tree_queries
+from freedraft_kernels import KVPool, NodeMasks, verify_rows, write_tree_queries
 from numpy.typing import NDArray
 from vllm import envs
 from vllm.config import CUDAGraphMode
@@ -87,10 +87,14 @@ class Trees:
         self._buffers.warming_up = now
 
     def warm_up_verification(self) -> None:
-        """Compile the kernels that verify trees."""
-        if self.enabled:
+        """Compile the kernels that verify trees, and chains among them."""
+        if self._pool is not None:
+            zero, width = torch.zeros(1, dtype=torch.int64, device=self._masks.device), 1 + self._masks.shape[1]
+            token, starts = zero.int(), torch.arange(2, dtype=torch.int32, device=zero.device)
+            verify_rows(token, zero, starts, width)
             # Slot 0 is of a page that nobody has.
-            warm_up_verification((1 + self._masks.shape[1],), self._masks.device, pool=self._pool)
+            outcome, slots = verify_rows(token, zero, starts, width, (token, zero, zero, starts[1:]))
+            self._pool.compact(slots, outcome)
 
     def put(self, slots: torch.Tensor, masks: torch.Tensor) -> None:
         """Set the trees that requests verify next. slots: int64 [B]; masks: int64 [B, K], as in `NodeMasks`."""
@@ -135,17 +139,13 @@ class Trees:
         [B, 1 + K], tokens; int32 [B], their number."""
         batch, slots = self._batch, given["idx_mapping_np"]
         if batch is None:
-            return match(sampler, given).sampled()
+            return match(sampler, given)
         assert self._pool is not None and self._slots is not None and self._positions is not None
         first = int(np.flatnonzero(batch.idx_mapping_np == slots[0])[0])  # of the step's requests
         row = int(batch.cu_num_logits_np[first])
-        token = batch.logits_indices[row : row + len(given["pos"])]
-        counts = self._counts[first : first + len(slots)].clone()  # aligned as the compiled kernels expect
-        outcome = match(sampler, given | {"pos": self._positions[token]}, self._parents[token], counts)
-        # Slot 0 is of a page that nobody has.
-        kv_slots = torch.where(outcome.inside, self._slots[token][outcome.rows], 0)
-        self._pool.compact(kv_slots, outcome.verification)
-        return outcome.sampled()
+        tokens = batch.logits_indices[row : row + len(given["pos"])]
+        trees = self._parents, self._slots, tokens, self._counts[first : first + len(slots)]
+        return match(sampler, given | {"pos": self._positions[tokens]}, trees, self._pool)
 
 
 def _row(cache: torch.Tensor) -> tuple[int, int]:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from freedraft.compiled import compiled
 from freedraft.cost.acceptance import Acceptance
 from freedraft.draft import DraftBatch
-from freedraft.engines.vllm.v2.requests import GainedTokens, Requests, Taken
+from freedraft.engines.vllm.v2.gained import GainedTokens
+from freedraft.engines.vllm.v2.requests import Requests, Taken
 from freedraft.step import Step
 
 

@@ -1,0 +1,119 @@
+"""What a decoding step of model runner V2 launches, by phase, in Triton's interpreter, as JSON on the last line.
+
+    python launches.py MODEL '{"speculative_config": ..., "requests": 2, "temperature": 0.0}'
+
+Of each phase of our own: "eager", PyTorch's operations that would launch something on a device, without views and
+allocations, and "kernels", the names of Triton's; the most of any step counted. A phase inside another counts there
+only. "order": all kernels of the last step, in order; "kept": steps after which logits are still referred to.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections import defaultdict
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime import interpreter
+from vllm import LLM, SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from freedraft.engines.vllm.v2.speculator import MethodSpeculator
+from freedraft.engines.vllm.v2.trees import Trees
+from tests.vllm.v2_interpreted.serve import filter_as_on_cpus, schedule_asynchronously, take_any_mask
+
+PHASES = {
+    (RejectionSampler, "_verify"): "match",
+    (Sampler, "sample"): "sample",  # the engine's own
+    (MethodSpeculator, "take_logits"): "take logits",
+    (MethodSpeculator, "_recycle"): "take logits",
+    (MethodSpeculator, "_copy_gained"): "copy gained",
+    (MethodSpeculator, "propose"): "propose",
+    (MethodSpeculator, "join"): "join",
+    (Trees, "prepare_step"): "prepare trees",
+    (Trees, "write_queries"): "join",
+}
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty"}
+WARM, STEPS = 8, 4  # steps before those that are counted, and these
+
+
+class Counter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.phases, self.steps = ["other"], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func).removeprefix("aten.").split(".")[0]
+        aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
+        result = func(*args, **(kwargs or {}))
+        if aliases and isinstance(result, torch.Tensor):  # not if a copy was made after all
+            aliases = result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
+        if not aliases and name not in ALLOCATIONS and self.steps:
+            self.steps[-1][self.phases[-1]][0].append(name)
+        return result
+
+
+def count(counter):
+    """Count what our phases launch from now on."""
+    launch = interpreter.GridExecutor.__call__
+
+    def launched(self, *args, **kwargs):
+        if counter.steps:
+            for phase in (counter.phases[-1], "order"):
+                counter.steps[-1][phase][1].append(self.fn.__name__)
+        with _disable_current_modes():
+            return launch(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = launched
+    for (owner, name), phase in PHASES.items():
+        setattr(owner, name, within(counter, phase, getattr(owner, name)))
+
+
+def within(counter, phase, original):
+    @functools.wraps(original)
+    def called(*args, **kwargs):
+        counter.phases.append(phase)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            counter.phases.pop()
+
+    return called
+
+
+def main():
+    take_any_mask()
+    filter_as_on_cpus()
+    schedule_asynchronously()
+    given, counter = json.loads(sys.argv[2]), Counter()
+    llm = LLM(
+        sys.argv[1], dtype="float32", enforce_eager=True, seed=0, skip_tokenizer_init=True, max_model_len=250,
+        max_num_seqs=8, max_num_batched_tokens=250, speculative_config=given["speculative_config"],
+        gpu_memory_utilization=0.2,
+    )  # fmt: skip
+    parameters = SamplingParams(temperature=given["temperature"], max_tokens=200, ignore_eos=True, detokenize=False)
+    for i in range(given["requests"]):
+        tokens = [(7 * i + j % 9) % 20 + 2 for j in range(40)]
+        llm.llm_engine.add_request(str(i), TokensPrompt(prompt_token_ids=tokens), parameters)
+    count(counter)
+    speculator = llm.llm_engine.model_executor.driver_worker.worker.model_runner.speculator
+    kept = 0
+    with counter:
+        for step in range(WARM + STEPS):
+            if step >= WARM:
+                counter.steps.append(defaultdict(lambda: ([], [])))
+            llm.llm_engine.step()
+            kept += speculator._verified is not None
+    found = {"order": counter.steps[-1]["order"][1], "kept": kept}
+    for phase in dict.fromkeys(PHASES.values()):
+        eager, kernels = ([step[phase][kind] for step in counter.steps] for kind in (0, 1))
+        found[phase] = {"eager": max(map(sorted, eager), key=len), "kernels": max(map(sorted, kernels), key=len)}
+    print("\n" + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
