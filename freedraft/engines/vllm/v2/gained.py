@@ -18,14 +18,14 @@ class GainedTokens:
 
     def __init__(self, slots: int, length: int, device: torch.device) -> None:
         from vllm.utils.platform_utils import is_uva_available
-        from vllm.v1.worker.gpu import buffer_utils
+        from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
 
-        shape, self._copies = (slots, length + 3), not is_uva_available()
+        self._device = self._host = torch.zeros(slots, length + 3, dtype=torch.int32, device=device)
+        self._copies = device.type != "cpu" and not is_uva_available()
         if self._copies:
-            self._device = torch.zeros(shape, dtype=torch.int32, device=device)
-            self._host = torch.zeros(shape, dtype=torch.int32, pin_memory=True)
-        else:  # the device writes the host's memory
-            buffer = buffer_utils.UvaBuffer(shape, torch.int32)
+            self._host = torch.zeros_like(self._device, device="cpu", pin_memory=True)
+        elif device.type != "cpu":  # the device writes the host's memory
+            buffer = UvaBuffer(self._device.shape, torch.int32)
             self._device, self._host = buffer.uva(), buffer.cpu
         self._array = self._host.numpy()
         self._event: Any = None
