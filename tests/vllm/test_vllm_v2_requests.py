@@ -119,7 +119,7 @@ def test_trees_and_chains_of_one_batch(seed):
     step.slots = places
     step.wait()[:, -1] = -5
     none = np.zeros(requests, np.int64)
-    taken, parents = Taken(rows, none, none, capacities, capacities, capacities), held.parents
+    taken, parents = Taken(none, none, rows.astype(np.int32), *3 * [capacities]), held.parents
     counts = write_drafts(draft, taken, step, held, proposed, allowed if trees else None, 8)
     assert held.drafted[slots].tolist() == counts.tolist() and (held.drafted_behind[slots] == 8).all()
     assert held.nodes[slots].tolist() == [[-5, *proposed[0, row]] for row in rows]
