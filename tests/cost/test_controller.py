@@ -132,8 +132,8 @@ def test_steps_without_drafts_are_known_though_the_width_of_one_node_is_left_out
 
 
 def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made() -> None:
-    """Of drafts of 4 that are all accepted, and of 1 that is not."""
-    for asked, gained in ((4, [1, 2, 3, 4, 99]), (1, [99])):
+    """Of drafts of 3 that are all accepted, and of 1 that is not."""
+    for asked, gained in ((3, [1, 2, 3, 99]), (1, [99])):
         lengths = BatchLengths(ROOFLINE, LENGTHS)
         for _ in range(300):
             step = make_step(["a"], [gained], capacities=asked)
@@ -141,7 +141,7 @@ def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made() -> None:
             lengths.cut(chains([[0.5] * lengths.plan(step)]))
         tokens = dict(zip(LENGTHS, lengths.tokens().tolist(), strict=True))
         accepted = asked > 1
-        assert tokens[4] == pytest.approx(1 + 4 * accepted, abs=0.3) and tokens[8] >= tokens[4]
+        assert tokens[3] == pytest.approx(1 + 3 * accepted, abs=0.3) and tokens[8] >= tokens[3]
         assert tokens[8] == pytest.approx(1 + 8 * accepted, abs=1.5)
 
 
@@ -179,7 +179,7 @@ def test_one_tree_says_what_all_shorter_lengths_bring() -> None:
 
 def test_large_batches_have_lengths_that_can_be_priced() -> None:
     lengths = BatchLengths(ROOFLINE, LENGTHS)
-    assert len(lengths.seconds(1024, 300.0)) == 4, "none of 8"
+    assert len(lengths.seconds(1024, 300.0)) == 3, "none of 8"
     assert len(lengths.seconds(9000, 300.0)) == 1
     assert lengths.decide(9000, 300.0)[-1][2] == 0
 
