@@ -96,7 +96,7 @@ class Drafting:
         self._parts = 1 if self.trees is None else 2  # tokens, and ancestor masks
         self._drafts = torch.zeros(self._parts * slots * self.length, dtype=torch.int64, device=device)
         self._proposed = torch.zeros(len(self._drafts), dtype=torch.int64, pin_memory=device.type != "cpu")
-        self._proposed_np = self._proposed.numpy()
+        self._proposed_np: NDArray[np.int64] = self._proposed.numpy()
 
     def _of_batch(self, buffer: torch.Tensor, batch: int) -> torch.Tensor:
         """int64 [1 or 2, B, K], contiguous: draft tokens, and masks if there are trees."""
@@ -104,9 +104,8 @@ class Drafting:
 
     def _proposed_on_host(self, batch: int) -> NDArray[np.int64]:
         """`_of_batch` of the drafts on the host."""
-        shape = self._parts, batch, self.length
-        proposed: NDArray[np.int64] = self._proposed_np[: np.prod(shape)].reshape(shape)
-        return proposed
+        of_batch = self._proposed_np[: self._parts * batch * self.length]
+        return of_batch.reshape(self._parts, batch, self.length)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
