@@ -142,7 +142,7 @@ def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made() -> None:
         tokens = dict(zip(LENGTHS, lengths.tokens().tolist(), strict=True))
         accepted = asked > 1
         assert tokens[3] == pytest.approx(1 + 3 * accepted, abs=0.3) and tokens[8] >= tokens[3]
-        assert tokens[8] == pytest.approx(1 + 8 * accepted, abs=1.5)
+        assert tokens[8] == pytest.approx(1 + 8 * accepted, abs=1.7)
 
 
 def test_a_drafter_that_stops_early_is_expected_to_stop_there() -> None:
