@@ -433,6 +433,20 @@ def gpu_first_hour(result: Any) -> str:
     return "\n\n".join([*tables, f"{result['device']}. {' '.join(ROUNDING.split())}"])
 
 
+@section("Launches of a step on V2", "step-launches-cpu.json", CHAPTERS[5])
+def launches(result: Any) -> str:
+    """Of our own phases of a decoding step of vLLM's model runner V2: operations of PyTorch that launch something,
+    without views and allocations, and kernels of Triton. Counted in Triton's interpreter, two requests, 8 draft tokens
+    each; copies of recycled logits to the host, two on a GPU, are left out. An operation may take several kernels."""
+    rows = [
+        {"phase": phase, "arm": f"{shape}, {when}", "cell": f"{len(of['eager'])} + {len(of['kernels'])}"}
+        for when, shapes in result.items()
+        for shape, phases in shapes.items()
+        for phase, of in phases.items()
+    ]
+    return pivot(rows, "operations + kernels={phase}", "arm", "{cell}")
+
+
 @section("Starts on CUDA, without a GPU", "starts-vllm.json starts-sglang.json", CHAPTERS[6])
 def starts(*results: Any) -> str:
     """Which starts succeed or are refused in one line (`bench/starts.py`), by attention and shape of drafts. No kernel
