@@ -10,11 +10,15 @@ def recorded(guarded: Any, said: dict[tuple[int, ...], set[int]]) -> None:
     drafter, original = guarded.method.drafter, guarded.recycle
 
     def recycle(logits: Any) -> None:
-        request_ids, draft, top_tokens, _ = logits
+        request_ids, draft, top_tokens, _, contexts = logits
         for b, request_id in enumerate(request_ids):
             if not request_id:  # it has begun anew: see `LogitsCopy.forget`
                 continue
             text = drafter.tokens(request_id).tolist()
+            if contexts is not None:
+                if len(text) < contexts[b]:  # it has ended meanwhile
+                    continue
+                text = text[: contexts[b]]
             assert text[-1] == draft.tokens[b, 0]
             paths = [text]
             for i in range(draft.counts[b]):

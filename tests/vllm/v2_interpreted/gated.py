@@ -5,7 +5,7 @@ answers, and what happened at the gate, as JSON on the last line.
 
 A thread stands for the device's stream: it runs what is queued in order, and waits at the gate until the host has
 opened it. Steps that only decode are full graphs of vLLM's own manager; their replay computes anew, from the runner's
-buffers. "drafter": it "raises" or "sleeps" in every third step; "kernel": wait as without the driver.
+buffers. "drafter": it "raises" in every third step, or "sleeps" in every twelfth; "kernel": wait as without the driver.
 """
 
 from __future__ import annotations
@@ -145,12 +145,12 @@ def use_gate(speculator, manager, stream, kernel):
 
 
 def break_drafter(guarded, how):
-    """Every third draft fails, or takes too long; returns how many."""
+    """Drafts that fail, or take too long; returns how many."""
     draft, counts = guarded.method.drafter.draft, [0, 0]
 
     def broken(*args, **kwargs):
         counts[0] += 1
-        if counts[0] % 3 == 0:
+        if counts[0] % (3 if how == "raises" else 12) == 0:
             counts[1] += 1
             if how == "raises":
                 guarded._next_pause = 1
