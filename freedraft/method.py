@@ -85,6 +85,11 @@ class Method:
         reserve memory for their CUDA graphs."""
         return 0
 
+    def rests(self) -> bool:
+        """Whether the method needs no call in a step that has no drafts to learn from: it drafts nothing, and takes the
+        step's tokens later, in an `update` in which a request occurs once per step. Asked at most once per step."""
+        return False
+
     @final
     def draft(self, step: Step, *, verify: bool = True) -> DraftBatch:
         """The drafts to verify, rows in the order of the step: at most `capacities[b]` draft tokens each, and with
