@@ -192,11 +192,11 @@ class GuardedMethod:
 
     def _count_undrafted(self, step: Step, reason: str, rows: NDArray[np.bool_] | bool = True) -> None:
         """Count requests without a draft (rows: bool [B], or all): for `reason`, unless their clients want none."""
-        out: NDArray[np.bool_] = np.zeros(step.batch_size, np.bool_)
         if self._opted_out:
-            out[:] = [request_id in self._opted_out for request_id in step.request_ids]
-        for why, those in (("off", out & rows), (reason, ~out & rows)):
-            self.metrics.undrafted(why).inc(np.count_nonzero(those))
+            out = np.array([request_id in self._opted_out for request_id in step.request_ids], np.bool_)
+            self.metrics.undrafted("off").inc(np.count_nonzero(out & rows))
+            rows = ~out & rows
+        self.metrics.undrafted(reason).inc(step.batch_size if rows is True else np.count_nonzero(rows))
 
     def _count(self, step: Step) -> None:
         self.method.record_acceptance(step)

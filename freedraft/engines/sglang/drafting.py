@@ -156,8 +156,8 @@ class Drafting:
         if drafts_of is not None:
             draft = drafts_of(gained) if self._thread is None else self._thread.result(drafts)
         if draft is None:
-            draft, none = DraftBatch.roots(gained.roots), np.zeros(len(gained.ends), np.int32)
-            draft = draft if self._widths[0] == 1 else self._cut(draft, none, gained.roots)
+            roots = gained.roots
+            draft = self._cut(DraftBatch.roots(roots), np.zeros(len(roots), np.int32), roots)
         return draft
 
     def note(self, batch: Any, draft: DraftBatch) -> None:
@@ -224,6 +224,8 @@ class Drafting:
     def _cut(self, draft: DraftBatch, capacities: NDArray[np.int32], roots: NDArray[np.int32]) -> DraftBatch:
         """Truncate trees to the nodes that requests and attention allow, at the smallest prepared width. capacities,
         roots: int32 [B]; the engine's roots replace those of the method."""
+        if draft.counts.max() <= 1 == self._widths[0]:
+            return DraftBatch.roots(roots)
         counts = np.clip(draft.counts, 1, capacities + 1)
         if self._chains:
             follows = draft.parents[:, 1:] == np.arange(draft.max_nodes - 1)
