@@ -86,8 +86,8 @@ class Method:
         return 0
 
     def rests(self) -> bool:
-        """Whether the method needs no call in a step that has no drafts to learn from: it drafts nothing, and takes the
-        step's tokens later, in an `update` in which a request occurs once per step. Asked at most once per step."""
+        """Whether the next step needs no call: the method drafts nothing, and takes the tokens later, in an `update` in
+        which a request occurs once per step. Asked once per step, after one without drafts."""
         return False
 
     @final

@@ -66,12 +66,11 @@ class Metrics:
 
     def add(self, step: Step, rows: Any = slice(None)) -> None:
         """Count the tokens that a step gave the requests at `rows`, an index of [B]."""
-        drafted = step.drafted[rows]
+        drafted, accepted = step.drafted[rows], step.accepted[rows]
         self.request_steps.inc(len(drafted))
         self.tokens.inc(int(step.gained[rows].sum()))
         if not drafted.any():
             return
-        accepted = step.accepted[rows]
         self.drafted.inc(int(drafted.sum()))
         self.accepted.inc(int(accepted.sum()))
         for length, requests in enumerate(np.bincount(accepted[drafted > 0]).tolist()):

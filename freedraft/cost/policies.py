@@ -61,8 +61,7 @@ class Controller(ABC):
         """Learn the time and accepted tokens of the last step."""
 
     def rests(self) -> bool:
-        """Whether the next step needs no calls, since nothing is drafted for it or learnt from it; asked at most once
-        per step."""
+        """Whether the next step needs no calls: nothing is drafted for it or learnt from it. Asked once per step."""
         return False
 
     @abstractmethod

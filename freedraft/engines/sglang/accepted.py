@@ -19,11 +19,6 @@ class Gained(NamedTuple):
     ends: NDArray[np.int64]
     seq_lens: NDArray[np.int64]
 
-    @property
-    def roots(self) -> NDArray[np.int32]:
-        """int32 [B]: the newest token of each request."""
-        return self.tokens[self.ends - 1]
-
 
 class AcceptedTokens:
     """Newest accepted tokens of all requests, by row of SGLang's request pool. Those of each step go to the host in one

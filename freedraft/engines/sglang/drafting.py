@@ -44,7 +44,6 @@ class Drafting:
         self._states: dict[str, torch.Tensor] = {}  # float [H] on the device, after the prompt
         self._drafted: dict[str, int] = {}  # draft tokens in verification, by request
         self._previous: tuple[int, int] | None = None
-        self._quiet: list[Any] | None = None  # requests of the last step, if it verified no drafts
         self._logits = LogitsCopy()
         timeout = self.guarded.method.draft_timeout
         # Prompt states are computed on the stream of the engine's thread.
@@ -119,7 +118,7 @@ class Drafting:
 
     def interrupt(self) -> None:
         """Record that work other than decoding runs: the time until the next step is not that of a decoding step."""
-        self._previous = self._quiet = None
+        self._previous = None
 
     def take_logits(self, batch: Any, draft: DraftBatch, logits: torch.Tensor) -> None:
         """Copy the logits of all nodes that this step verifies, if the method uses them. logits: float [B * n, V]."""
@@ -130,14 +129,15 @@ class Drafting:
     def prepare(self, batch: Any) -> torch.Tensor:
         """Prepare drafts for the next decoding step of SGLang's ScheduleBatch, and wait for the previous step, which
         may still be running. Returns the number of tokens in the KV cache of each request, int64 [B]."""
-        rests = batch.reqs == self._quiet and self._thread is None and self.guarded.rests()
+        ids = [request.rid for request in batch.reqs]
+        same = self._thread is None and self._previous == (len(ids), len(ids)) and list(self._drafted) == ids
+        rests = same and self.guarded.rests()
         drafts_of = None if rests else self.guarded.call(self._prepare, batch)
         gained = self.accepted.read(batch.req_pool_indices_cpu.numpy())
         if rests:
             self._logits = LogitsCopy()
-            ids = [request.rid for request in batch.reqs]
             padding = [self._requests.get(i, UNTRACKED).padding for i in ids]
-            self.guarded.rest(ids, gained.roots, gained.seq_lens + 1 - padding)
+            self.guarded.rest(ids, gained.tokens[gained.ends - 1], gained.seq_lens + 1 - padding)
         self._prepared = gained, drafts_of
         if self._thread is not None and drafts_of is not None:
             self._drafts = self._thread.start(partial(drafts_of, gained))
@@ -156,7 +156,7 @@ class Drafting:
         if drafts_of is not None:
             draft = drafts_of(gained) if self._thread is None else self._thread.result(drafts)
         if draft is None:
-            roots = gained.roots
+            roots = gained.tokens[gained.ends - 1]
             draft = self._cut(DraftBatch.roots(roots), np.zeros(len(roots), np.int32), roots)
         return draft
 
@@ -168,7 +168,6 @@ class Drafting:
                 self._forget(request.rid, NOTHING, was_aborted(request))
         self._drafted = dict(zip((r.rid for r in batch.reqs), (draft.counts - 1).tolist(), strict=True))
         self._previous = draft.tokens.shape[0], draft.tokens.size
-        self._quiet = list(batch.reqs) if draft.tokens.shape[1] == 1 else None
 
     def _prepare(self, batch: Any) -> Callable[..., DraftBatch | None]:
         """Return a function that drafts for the step, in any thread: it takes the tokens of the previous step and reads

@@ -143,7 +143,6 @@ CPU_HOOKS = table("""
     # tree attention on a CPU
     sglang.srt.layers.attention.attention_registry:register_attention_backend(name)
     sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend:forward_extend
-    sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend:init_forward_metadata(forward_batch)
     sglang.srt.platforms.interface.SRTPlatform:get_kv_pool_cls(kind)
     sglang.srt.mem_cache.memory_pool.MHATokenToKVPool:_move_kv_cache_impl
     sglang.srt.mem_cache.allocation:assign_req_to_token_pool_func(req_pool_indices, req_to_token, out_cache_loc)
