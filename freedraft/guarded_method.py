@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,7 @@ class GuardedMethod:
         self._next_pause = FIRST_PAUSE
         self._good_steps = 0
         self._uncounted: tuple[Step, DraftBatch, float] | None = None
+        self._rested: list[tuple[Sequence[str], NDArray[np.int32], NDArray[Any]]] = []  # see `rest`
         atexit.register(self.close)  # engines do not notify drafters of their shutdown
 
     @property
@@ -84,6 +85,7 @@ class GuardedMethod:
         extra: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Add a request at its first step, or again after a preemption; see `Method.begin`."""
+        self._catch_up()
         self.running.add(request_id)
         self.metrics.requests.set(len(self.running))
         (self._opted_out.add if opted_out(extra) else self._opted_out.discard)(request_id)
@@ -99,8 +101,8 @@ class GuardedMethod:
 
     @property
     def needs_logits(self) -> bool:
-        """See `Method.needs_logits`; not during a pause."""
-        return self._paused == 0 and self.method.needs_logits
+        """See `Method.needs_logits`; not during a pause, nor in steps without the method."""
+        return self._paused == 0 and not self._rested and self.method.needs_logits
 
     def recycle(self, logits: NodeLogits) -> None:
         self.call(self.method.recycle, logits)
@@ -108,9 +110,31 @@ class GuardedMethod:
     def prepare(self, model: DraftModel) -> None:
         self.call(self.method.prepare, model)
 
+    def rests(self) -> bool:
+        """See `Method.rests`; the adapter then calls `rest` in place of `draft`."""
+        return self._paused == 0 and bool(self.call(self.method.rests))
+
+    def rest(self, request_ids: Sequence[str], tokens: NDArray[np.int32], contexts: NDArray[Any]) -> None:
+        """Take a step later, together with others: each request gained one token. tokens, contexts: int [B], see
+        `Step`."""
+        self._rested.append((request_ids, tokens, contexts))
+
+    def _catch_up(self) -> None:
+        """Take the steps that were left for later as one, whose requests occur once per step."""
+        if self._rested:
+            (ids, tokens, contexts), self._rested = zip(*self._rested, strict=True), []
+            request_ids = [request_id for of_step in ids for request_id in of_step]
+            at, none = np.arange(len(request_ids)), np.zeros(len(request_ids), np.int32)
+            step = Step(
+                request_ids, np.concatenate(tokens), at, at + 1, np.concatenate(contexts).astype(np.int32), none, none,
+                widths=None, previous=None, history=lambda _: none[:0],  # a later step has it
+            )  # fmt: skip
+            self._take(step, self.method.update, "cost")
+
     def draft(self, step: Step, *, count: bool = True) -> DraftBatch | None:
         """See `Method.draft`; None after a failure and during a pause. count: whether to count the step now; otherwise
         the caller calls `count` when nothing waits for it."""
+        self._catch_up()
         if self._paused > 0:
             self._paused -= 1
             self._count_failed(step)
@@ -168,11 +192,11 @@ class GuardedMethod:
 
     def _count_undrafted(self, step: Step, reason: str, rows: NDArray[np.bool_] | bool = True) -> None:
         """Count requests without a draft (rows: bool [B], or all): for `reason`, unless their clients want none."""
-        out: NDArray[np.bool_] = np.zeros(step.batch_size, np.bool_)
         if self._opted_out:
-            out[:] = [request_id in self._opted_out for request_id in step.request_ids]
-        for why, those in (("off", out & rows), (reason, ~out & rows)):
-            self.metrics.undrafted(why).inc(np.count_nonzero(those))
+            out = np.array([request_id in self._opted_out for request_id in step.request_ids], np.bool_)
+            self.metrics.undrafted("off").inc(np.count_nonzero(out & rows))
+            rows = ~out & rows
+        self.metrics.undrafted(reason).inc(step.batch_size if rows is True else np.count_nonzero(rows))
 
     def _count(self, step: Step) -> None:
         self.method.record_acceptance(step)
@@ -180,6 +204,7 @@ class GuardedMethod:
         self._report.add(step, self.method.controller.speedup)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None = None, aborted: bool = False) -> None:
+        self._catch_up()
         self.running.discard(request_id)
         self.in_prompt.discard(request_id)
         self._opted_out.discard(request_id)

@@ -85,6 +85,11 @@ class Method:
         reserve memory for their CUDA graphs."""
         return 0
 
+    def rests(self) -> bool:
+        """Whether the next step needs no call: the method drafts nothing, and takes the tokens later, in an `update` in
+        which a request occurs once per step. Asked once per step, after one without drafts."""
+        return False
+
     @final
     def draft(self, step: Step, *, verify: bool = True) -> DraftBatch:
         """The drafts to verify, rows in the order of the step: at most `capacities[b]` draft tokens each, and with

@@ -69,6 +69,8 @@ class Metrics:
         drafted, accepted = step.drafted[rows], step.accepted[rows]
         self.request_steps.inc(len(drafted))
         self.tokens.inc(int(step.gained[rows].sum()))
+        if not drafted.any():
+            return
         self.drafted.inc(int(drafted.sum()))
         self.accepted.inc(int(accepted.sum()))
         for length, requests in enumerate(np.bincount(accepted[drafted > 0]).tolist()):

@@ -185,6 +185,9 @@ class SssdMethod(Method):
         super().record_acceptance(step, rows)
         self.source_metrics.add(self.drafter.sourced)
 
+    def rests(self) -> bool:
+        return self.controller.rests()
+
     @property
     def learns(self) -> bool:
         return self.live is not None

@@ -52,6 +52,19 @@ class Fragile(Method):
         self._call("finish")
 
 
+class Resting(Fragile):
+    """Needs no calls."""
+
+    needs_logits = True
+
+    def rests(self) -> bool:
+        return True
+
+    def update(self, step: Step) -> None:
+        self._call("update")
+        self.taken = list(step.request_ids), step.tokens[step.starts].tolist(), step.contexts.tolist()
+
+
 @pytest.fixture
 def guarded() -> GuardedMethod:
     return GuardedMethod(MethodSpec("fragile", f"{__name__}:Fragile", PluginOptions), PluginOptions(), EngineContext())
@@ -197,3 +210,25 @@ def test_a_rank_whose_device_fails_in_a_draft_pass_raises_that(caplog: pytest.Lo
 
 def test_what_leaves_the_device_alone_is_survived(guarded: GuardedMethod) -> None:
     assert [guarded.call(fail, error) for error in PASSING] == [None] * len(PASSING)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_of_a_rest_are_taken_at_once_before_anything_else(fails: bool) -> None:
+    """In order, and counted, also where taking them fails."""
+    spec = MethodSpec("fragile", f"{__name__}:Resting", PluginOptions)
+    guarded = GuardedMethod(spec, PluginOptions(), EngineContext())
+    guarded.method.fails = {"update"} if fails else set()
+    reason = "failure" if fails else "cost"
+    before = [value(name) for name in ("request_steps_total", "tokens_total")]
+    undrafted = value("undrafted_requests_total", reason=reason)
+    assert guarded.rests() and guarded.needs_logits
+    guarded.rest(["a", "b"], np.array([5, 6], np.int32), np.array([3, 9]))
+    guarded.rest(["a"], np.array([7], np.int32), np.array([4]))
+    assert not guarded.method.calls and not guarded.needs_logits
+    guarded.finish("a")
+    assert guarded.method.calls[0] == "update" and guarded.method.calls[-1] == "finish"
+    assert fails or guarded.method.taken == (["a", "b", "a"], [5, 6, 7], [3, 9, 4])
+    after = [value(name) for name in ("request_steps_total", "tokens_total")]
+    assert [now - was for now, was in zip(after, before, strict=True)] == [3, 3]
+    assert value("undrafted_requests_total", reason=reason) - undrafted == 3
+    assert guarded.rests() == (not fails), "during a pause nothing rests"

@@ -59,6 +59,12 @@ class Auto(Costs):
     def min_score(self) -> float:
         return 0.0
 
+    def rests(self) -> bool:
+        if self.acceptance.follows or not self.explorer.rests():
+            return False
+        self._ended = None  # of the steps of a pause, one is timed
+        return True
+
     def plan(self, step: Step, *, verify: bool = True) -> int:
         batch = step.batch_size
         self.budget = 0

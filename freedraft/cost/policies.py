@@ -60,6 +60,10 @@ class Controller(ABC):
     def learn(self, step: Step) -> None:
         """Learn the time and accepted tokens of the last step."""
 
+    def rests(self) -> bool:
+        """Whether the next step needs no calls: nothing is drafted for it or learnt from it. Asked once per step."""
+        return False
+
     @abstractmethod
     def plan(self, step: Step, *, verify: bool = True) -> int:
         """Draft tokens per request to request from the drafter; 0: do not draft. verify: whether the step verifies

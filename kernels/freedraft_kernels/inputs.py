@@ -66,8 +66,8 @@ def tree_inputs(
     valid = tree.valid()
     input_ids = torch.where(valid, tree.tokens, 0).to(torch.int64)
     positions = seq_lens[:, None].to(torch.int64) + torch.where(valid, tree.depths, 0)
-    mask = ancestors(tree)
-    if layout == "full":
+    mask = ancestors(tree) if nodes > 1 else torch.ones(shape, dtype=torch.bool, device=tree.device)
+    if layout == "full" and nodes > 1:
         mask = _full_mask(mask, seq_lens.to(torch.int64), *shape)
     return TreeInputs(input_ids.view(-1), positions.view(-1), mask)
 

@@ -96,6 +96,8 @@ class V1(Engine):
         return Auto(roofline, self.most, **options)
 
     def draft(self, ids: list[str], gained: list[list[int]]) -> np.ndarray:
+        if self.previous == (len(ids), len(ids)) and self.controller.rests():
+            return np.zeros(len(ids), int)
         return self.method.draft(make_step(ids, gained, capacities=self.most, previous=self.previous)).counts - 1
 
     def end_step(self, batch: int, drafted: int, seconds: float) -> None:

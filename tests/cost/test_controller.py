@@ -110,6 +110,24 @@ def test_passes_and_steps_are_timed_apart() -> None:
     assert float(auto.step_seconds(1, 2)) == pytest.approx(0.05, rel=0.05)
 
 
+def test_a_rest_begins_when_nothing_is_left_to_learn_from_and_is_not_timed() -> None:
+    now = 0.0
+    auto = Auto(ROOFLINE, 8, clock=lambda: now)
+    step = make_step(["a"], [[1]], previous=(1, 1))
+    auto.learn(step)
+    auto.acceptance.follow(chains([[0.5]]))
+    auto.explorer.rest(1.0, 1.0)
+    assert not auto.rests(), "the outcome of a draft is not known"
+    auto.learn(step)
+    assert auto.plan(step) == 0, "it rests all the same"
+    auto.done(step)
+    rested = 0
+    while auto.rests():
+        rested, now = rested + 1, now + 0.02
+    auto.learn(step)
+    assert rested > 10 and auto.times.seen == 0 and auto.plan(step) > 0
+
+
 def test_a_step_that_did_other_work_teaches_no_time() -> None:
     now = 0.0
     auto = Auto(ROOFLINE, 8, clock=lambda: now)

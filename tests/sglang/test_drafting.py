@@ -355,6 +355,40 @@ def test_drafts_are_the_same_in_a_thread():
             assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
+def test_steps_of_a_rest_make_no_step_and_lose_no_token():
+    """Neither of a request that ends in a rest nor of one that comes after it."""
+    from sssd_plugin.method import SPEC
+    from sssd_plugin.options import SssdOptions
+
+    options = SssdOptions(live="off", policy="fixed")
+    context = EngineContext(vocab_size=VOCAB_SIZE, max_draft_tokens=5, widths=(1, NODES), gives_logits=True)
+    seam = Drafting(GuardedMethod(SPEC, options, context), context.widths, 4, AcceptedTokens(256, NODES))
+    guarded, method = seam.guarded, seam.guarded.method
+    taken, counted = [], guarded.metrics.tokens._value.get()
+    update, method.update = method.update, lambda step: (taken.append(list(step.request_ids)), update(step))
+    a, b, c = request("a", [1, 2]), request("b", [3]), request("c", [4])
+    seam.begin([a, b])
+    batches = [[a, b]] * 6 + [[b]] * 3 + [[b, c]] * 3
+    for number, requests in enumerate(batches):
+        if requests[-1] is c and number == 9:
+            seam.interrupt()
+            seam.begin([c])
+        method.controller.rests = lambda number=number: number not in (0, 4)
+        gained = {r: [10 + 3 * number + i] for i, r in enumerate(requests)}  # nothing to draft from
+        tree = step(seam, gained)
+        assert tree.counts.tolist() == [1] * len(requests)
+        assert tree.tokens[:, 0].tolist() == [new for (new,) in gained.values()]
+        assert guarded.needs_logits == (number in (0, 4, 6, 9)), "of other steps nobody drafts next"
+        if number == 5:
+            seam.finish("a")
+    for row in (b, c):
+        guarded._catch_up()
+        known = method.drafter.tokens(row.rid).tolist()
+        assert known == [*row.origin_input_ids, *row.output_ids]
+    assert taken == [["a", "b"], ["a", "b"] * 3, ["a", "b"], ["a", "b"], ["b"], ["b"] * 2, ["b", "c"], ["b", "c"] * 2]
+    assert guarded.metrics.tokens._value.get() - counted == sum(map(len, batches))
+
+
 @pytest.mark.parametrize("threaded", [False, True], ids=["inside", "thread"])
 def test_nothing_is_counted_before_verification_is_launched(threaded):
     """But then all is, also of a request that ends."""

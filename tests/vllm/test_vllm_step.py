@@ -143,3 +143,41 @@ def test_no_stop_string_costs_more_than_a_few_readings_of_the_output(demo_model)
         tokenizer = Counting()
         assert len(output_of(SamplingParams(max_tokens=None, stop=stops), tokens, tokenizer)) in ends
         assert tokenizer.decoded < 8 * len(tokens)
+
+
+def test_a_step_of_a_rest_makes_no_call_and_its_tokens_come_with_the_next():
+    """Unless it did more than decode one token of each request."""
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.worker.gpu_input_batch import InputBatch
+
+    from freedraft.engines.vllm.v1.runner import MethodProposer
+    from freedraft.guarded_method import GuardedMethod
+    from freedraft.step import EngineContext
+    from sssd_plugin.method import SPEC
+    from sssd_plugin.options import SssdOptions
+
+    batch = InputBatch(ROWS, MAX_MODEL_LEN, 64, torch.device("cpu"), 1000, [MAX_MODEL_LEN], [1])
+    proposer = MethodProposer.__new__(MethodProposer)
+    options, context = SssdOptions(live="off", policy="fixed"), EngineContext(vocab_size=1000, max_draft_tokens=4)
+    guarded = proposer.guarded = GuardedMethod(SPEC, options, context)
+    proposer.limits = {"a": MAX_MODEL_LEN, "b": MAX_MODEL_LEN}
+    guarded.method.controller.rests = lambda: True
+    for name, text in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8])):
+        batch.add_request(request_of(name, text[:2], text[2:]))
+        guarded.begin(name, np.array(text[:-1], np.int32))
+    scheduled = SchedulerOutput.make_empty()
+    config = SimpleNamespace(num_speculative_tokens=4)
+    runner = SimpleNamespace(input_batch=batch, max_model_len=MAX_MODEL_LEN, speculative_config=config)
+    arguments = {"scheduler_output": scheduled, "sampled_token_ids": [[5], [8]]}
+    scheduled.total_num_scheduled_tokens = 2
+    assert proposer.draft(runner, arguments) == [[], []]
+    assert guarded.method.drafter.tokens("a").tolist() == [1, 2, 3, 4], "later"
+    batch.token_ids_cpu[0, 5], batch.num_tokens_no_spec[0] = 9, 6
+    scheduled.total_num_scheduled_tokens = 3  # one of them reads its prompt
+    arguments["sampled_token_ids"] = [[9], []]
+    proposer.draft(runner, arguments)
+    assert guarded.method.drafter.tokens("a").tolist() == [1, 2, 3, 4, 5, 9]
+    assert guarded.method.drafter.tokens("b").tolist() == [6, 7, 8]

@@ -129,8 +129,15 @@ class Drafting:
     def prepare(self, batch: Any) -> torch.Tensor:
         """Prepare drafts for the next decoding step of SGLang's ScheduleBatch, and wait for the previous step, which
         may still be running. Returns the number of tokens in the KV cache of each request, int64 [B]."""
-        drafts_of = self.guarded.call(self._prepare, batch)
+        ids = [request.rid for request in batch.reqs]
+        same = self._thread is None and self._previous == (len(ids), len(ids)) and list(self._drafted) == ids
+        rests = same and self.guarded.rests()
+        drafts_of = None if rests else self.guarded.call(self._prepare, batch)
         gained = self.accepted.read(batch.req_pool_indices_cpu.numpy())
+        if rests:
+            self._logits = LogitsCopy()
+            padding = [self._requests.get(i, UNTRACKED).padding for i in ids]
+            self.guarded.rest(ids, gained.tokens[gained.ends - 1], gained.seq_lens + 1 - padding)
         self._prepared = gained, drafts_of
         if self._thread is not None and drafts_of is not None:
             self._drafts = self._thread.start(partial(drafts_of, gained))
@@ -216,6 +223,8 @@ class Drafting:
     def _cut(self, draft: DraftBatch, capacities: NDArray[np.int32], roots: NDArray[np.int32]) -> DraftBatch:
         """Truncate trees to the nodes that requests and attention allow, at the smallest prepared width. capacities,
         roots: int32 [B]; the engine's roots replace those of the method."""
+        if draft.counts.max() <= 1 == self._widths[0]:
+            return DraftBatch.roots(roots)
         counts = np.clip(draft.counts, 1, capacities + 1)
         if self._chains:
             follows = draft.parents[:, 1:] == np.arange(draft.max_nodes - 1)

@@ -60,7 +60,11 @@ class TreeVerifier:
         LogitsProcessorOutput; its logits (float [B * n, V]) are processed in place."""
         self._process_logits(batch, output.next_token_logits, host_tree)
         targets = self._targets(batch, tree, int(host_tree.counts.sum()), output.next_token_logits)
-        outcome, sampling = verify(tree, targets.view(tree.tokens.shape)), batch.sampling_info
+        if tree.max_nodes == 1:
+            outcome = Verification(tree.parents + 1, tree.counts, targets.view(-1, 1).to(torch.int32))
+        else:
+            outcome = verify(tree, targets.view(tree.tokens.shape))
+        sampling = batch.sampling_info
         # SGLang's own rule for sharing tokens: these ranks have bitwise equal logits.
         alike = sampling.is_all_greedy and not batch.has_grammar and not SYNC_TOKEN_IDS_ACROSS_TP
         return outcome if alike else self._ranks.share_outcome(outcome)

@@ -51,7 +51,7 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
         ):
             # In the request's row, the slots of the nodes follow those of the cached tokens.
             slots = slots_of[row, : length + nodes]
-            mask = torch.cat((masks.new_ones(nodes, length), masks[i]), 1)
+            mask = torch.cat((masks.new_ones(nodes, length), masks[i]), 1) if nodes > 1 or window > -1 else None
             if window > -1:
                 at = torch.cat((torch.arange(length), positions[i]))
                 mask &= at >= positions[i][:, None] - window

@@ -107,6 +107,9 @@ class MethodProposer:
         batch, sampled = runner.input_batch, arguments["sampled_token_ids"]
         ids = batch.req_ids[: len(sampled)]
         rows = [row for row, tokens in enumerate(sampled) if len(tokens) and ids[row] in self.limits]
+        if len(rows) == len(ids) == arguments["scheduler_output"].total_num_scheduled_tokens and self.guarded.rests():
+            self.guarded.rest(ids, np.array(sampled, np.int32).ravel(), batch.num_tokens_no_spec[: len(ids)].copy())
+            return [[] for _ in ids]
         step = make_step(
             batch,
             V1StepState(runner, arguments, np.array(rows, np.intp)),
