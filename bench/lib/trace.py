@@ -54,10 +54,6 @@ class Trace:
         return [output for _, output in self.rows[:STORE_ROWS]]
 
     @property
-    def snapshot(self) -> Snapshot:
-        return store_of(self.documents, self.vocab_size)
-
-    @property
     def test_rows(self) -> list[Row]:
         return replayed(self.rows[STORE_ROWS:])
 
