@@ -81,7 +81,7 @@ def cells(batches: Sequence[int], rounds: int, texts: int) -> dict[int, range]:
     are too few texts."""
     sizes = [max(LEAST, max(2, rounds) * batch) for batch in batches]
     if (need := sum(sizes) + max(batches)) > texts:
-        raise ValueError(f"{need} answers are needed, {texts} are there: fewer --batches or --rounds, or a longer file")
+        raise ValueError(f"{need} answers are needed, {texts} fit: fewer --batches or --rounds, or a larger --prompt")
     return {batch: range(end - size, end) for batch, size, end in zip(batches, sizes, accumulate(sizes), strict=True)}
 
 

@@ -70,7 +70,7 @@ def test_figures():
 
 def test_each_text_is_asked_once():
     assert forced.cells([1, 8], 3, 40) == {1: range(8), 8: range(8, 32)}
-    with pytest.raises(ValueError, match=r"^40 answers are needed, 39 are there"):
+    with pytest.raises(ValueError, match=r"^40 answers are needed, 39 fit"):
         forced.cells([1, 8], 3, 39)
 
 
