@@ -1,14 +1,25 @@
 #!/usr/bin/env bash
 # The measured page of a machine with one NVIDIA GPU: stock vLLM and SGLang, an 8B model, and all rivals.
 #
-#   bench/gpu.sh                                   everything: about 18 hours on an H100 by our estimate
+#   bench/gpu.sh minutes   about ten: kernels; tokens and logits against plain vLLM; speed with recorded answers (TRACE)
+#   bench/gpu.sh hour      the same with all drafters and SGLang; plain and sssd, served, at 1, 16 and 64 requests
+#   bench/gpu.sh           everything, a night: about 18 hours on an H100 by our estimate
 #   REPEATS=1 LIMIT=16 CONCURRENCY='1 16 64' bench/gpu.sh      three hours; MODEL=meta-llama/Llama-3.1-8B-Instruct for one
+#
+# Times are estimates, without installation and download of the model.
 #
 # Broken off, it goes on with the pass that it was in; what is missing for it is said at the start. The page is
 # $OUT/report.md. It says which cells lie within 1 % of the best fixed draft length, and which below plain.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+WHAT=${1:-night}
+case $WHAT in
+    minutes) ;;
+    hour) REPEATS=${REPEATS:-1} LIMIT=${LIMIT:-8} CONCURRENCY=${CONCURRENCY:-1 16 64} QUESTIONS=${QUESTIONS:-long agent quotes} ;;
+    night) ;;
+    *) echo "error: '$WHAT' is not minutes, hour or night" >&2; exit 2 ;;
+esac
 MODEL=${MODEL:-Qwen/Qwen3-8B}                  # a folder, or a name that the hub or its cache knows
 OUT=${OUT:-build/gpu}
 QUESTIONS=${QUESTIONS:-spec-bench long agent quotes}  # also sessions:FILE, and files in Spec-Bench's format
@@ -17,6 +28,7 @@ LIMIT=${LIMIT:-40}                             # questions of each group, but ei
 TOKENS=${TOKENS:-256}
 MAX_MODEL_LEN=${MAX_MODEL_LEN:-32768}
 REPEATS=${REPEATS:-2}                          # passes of each arm: their spread is on the page
+TRACE=${TRACE:-}                               # recorded answers, JSONL with "prompt" and "output", for bench/forced.py
 SKIP_SET=${SKIP_SET:-}                         # for layerskip and freedraft, from `freedraft calibrate`; else a search
 NO_THINKING='{"enable_thinking": false}'       # else the answers' first tokens are thoughts, whatever is asked
 TEMPLATE=${TEMPLATE:-$NO_THINKING}             # arguments of the chat template; those that it does not know do nothing
@@ -35,6 +47,7 @@ command -v nvcc > /dev/null || [ -x "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" ] \
     || missing 'nvcc (on PATH or in CUDA_HOME/bin), with which SGLang compiles what NGRAM needs'
 free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1048576) }')
 [ -e "$SGLANG/ready" ] || [ "$free" -ge "$DISK_GB" ] || missing "$DISK_GB GB of disk here; $free are free (DISK_GB)"
+[ -z "$TRACE" ] || [ -f "$TRACE" ] || missing "the file $TRACE (TRACE)"
 [ -z "$SKIP_SET" ] || [ -f "$SKIP_SET" ] || missing "the file $SKIP_SET"
 why_no_model() { # nothing is said where it is a folder, in the cache, or to be had from the hub
     [ -f "$MODEL/config.json" ] && return
@@ -65,7 +78,7 @@ if "$PYTHON" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11
     why=$(why_no_model)
     [ -z "$why" ] || missing "the model $MODEL: $why (MODEL)"
     # shellcheck disable=SC2086
-    why=$("$PYTHON" -m bench.lib.questions $QUESTIONS --concurrency $CONCURRENCY 2>&1) \
+    [ "$WHAT" = minutes ] || why=$("$PYTHON" -m bench.lib.questions $QUESTIONS --concurrency $CONCURRENCY 2>&1) \
         || missing "$why (QUESTIONS, CONCURRENCY)"
 else
     missing "Python >= 3.11 with venv (PYTHON=$PYTHON)"
@@ -82,10 +95,11 @@ install() { # folder, engine, version: an environment with it, what it compiles 
     touch "$1/ready"
 }
 install "$VLLM" vllm 0.32.0
-install "$SGLANG" sglang 0.5.23
-[ -d "$MODEL" ] || "$VLLM/bin/hf" download "$MODEL" --exclude 'original/*' > /dev/null \
+[ "$WHAT" = minutes ] || install "$SGLANG" sglang 0.5.23
+folder=$MODEL
+[ -d "$MODEL" ] || folder=$("$VLLM/bin/hf" download "$MODEL" --exclude 'original/*' | tail -n 1) \
     || { echo "error: the model $MODEL cannot be had whole" >&2; exit 2; }
-[ -d build/arctic/arctic_inference ] || PYTHON="$VLLM/bin/python" bench/arctic.sh build/arctic \
+[ "$WHAT" = minutes ] || [ -d build/arctic/arctic_inference ] || PYTHON="$VLLM/bin/python" bench/arctic.sh build/arctic \
     || echo 'arm suffix will be named as failed: arctic-inference was not built' >&2
 
 failed=0
@@ -94,8 +108,20 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv > "$OUT/gpu
 "$VLLM/bin/freedraft" doctor || true
 "$VLLM/bin/python" bench/kernels.py --json "$OUT/kernels.json" || failed=1
 "$VLLM/bin/freedraft" profile --out "$OUT/profile.yaml" --force || true
-"$VLLM/bin/python" bench/first_hour.py --model "$MODEL" --json "$OUT/first-hour.json" \
-    --arms plain-bf16 auto-bf16 tree-bf16 8b-plain 8b-chain 8b-auto 8b-chain-mp || failed=1
+arms='chain-bf16 tree-bf16'
+[ "$WHAT" = minutes ] || arms="$arms auto-bf16 chain auto auto-v1"
+# shellcheck disable=SC2086
+"$VLLM/bin/python" bench/identity.py --model "$folder" --json "$OUT/identity.json" --arms $arms || failed=1
+forced() { # engine, python, further options: random weights of the model's shape, answers of any model
+    [ -n "$TRACE" ] || { echo "TRACE is not set: nothing is measured with recorded answers on $1" >&2; return; }
+    local name=$1 python=$2
+    shift 2
+    "$python" bench/forced.py --engine "$name" --trace "$TRACE" --tokenizer "$folder" --shape "$folder/config.json" \
+        --json "$OUT/forced-$name.json" "$@" || failed=1
+}
+[ "$WHAT" = minutes ] && { forced vllm "$VLLM/bin/python" --arms plain chain tree; exit "$failed"; }
+forced vllm "$VLLM/bin/python" --batches 1 8 32 128 --rounds 2
+forced sglang "$SGLANG/bin/python" --batches 1 8 32 128 --rounds 2
 
 # One server at a time: an engine takes most of the device's memory. bf16 and CUDA graphs, as people serve. Each arm runs
 # on the model runner that its users get; plain is stock plain.
@@ -116,9 +142,15 @@ fixed() { # engine, draft tokens: sssd that always drafts so many
 }
 layers() { # method, draft tokens, window: by the skip set that was given, or by a search while serving
     local how='"selection": "swift"'
-    [ -z "$SKIP_SET" ] || how="\"skip_set\": \"$SKIP_SET\""
+[ -z "$SKIP_SET" ] || how="\"skip_set\": \"$SKIP_SET\""
     echo "{\"method\": \"$1\", \"num_speculative_tokens\": $2, \"window\": \"$3\", $how}"
 }
+if [ "$WHAT" = hour ]; then
+    run serve-vllm plain sssd
+    run serve-sglang sglang sglang-sssd
+    "$VLLM/bin/python" bench/report.py "$OUT"
+    exit "$failed"
+fi
 on_gpu='{"method": "ngram_gpu", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}'
 run serve-vllm plain ngram "ngram_gpu=$on_gpu" suffix sssd "fixed1=$(fixed vllm 1)" "fixed2=$(fixed vllm 2)" "fixed4=$(fixed vllm 4)" \
     "fixed8=$(fixed vllm 8)" "layerskip=$(layers layerskip 5 2048)" "freedraft=$(layers freedraft 8 auto)"

@@ -70,13 +70,12 @@ def start_vllm(arm: Arm, folder: Path) -> None:
     given = {"method": arm["method"]} | options(arm, folder)
     if arm["length"] is not None:
         given["num_speculative_tokens"] = arm["length"]
-    engine: dict[str, Any] = {
-        "load_format": "dummy",
-        "max_model_len": 1024,
-        "gpu_memory_utilization": 0.3,
+    engine: dict[str, Any] = {"load_format": "dummy", "max_model_len": 1024, "gpu_memory_utilization": 0.3}
+    engine |= {
+        "attention_config": {"backend": arm["attention"]},
+        "enable_lora": arm["lora"],
         "skip_tokenizer_init": True,
     }
-    engine |= {"attention_config": {"backend": arm["attention"]}, "enable_lora": arm["lora"]}
     if not arm["compiled"]:
         engine["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if arm["requests"] is not None:

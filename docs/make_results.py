@@ -447,6 +447,36 @@ def launches(result: Any) -> str:
     return pivot(rows, "operations + kernels={phase}", "arm", "{cell}")
 
 
+@section(f"{ON_A_GPU}recorded answers", "forced-vllm.json forced-sglang.json", CHAPTERS[6])
+def gpu_forced(*results: Any) -> str:
+    """A model with random weights, whose answers are forced to be recorded ones in every arm (`bench/forced.py`):
+    drafts are accepted as by the model that was recorded, but for those from recycled logits; time is the engine's. By
+    requests at a time: tokens per second (ms of a step; tokens per step; share of verified rows that were accepted)."""
+    cell = "{tokens_per_s:,.0f} ({step_ms:.2f}; {tokens_per_step:.2f}; {accepted:.0%})"
+    rows = [
+        {"engine": result["engine"], "drafts": name} | row
+        for result in results
+        for name, found in result["arms"].items()
+        for row in found["cells"]
+    ]
+    shapes = {
+        f"{r['device']}, {r['shape']['num_hidden_layers']} layers of {r['shape']['hidden_size']}" for r in results
+    }
+    return f"{pivot(rows, 'engine={engine} | drafts={drafts}', 'batch', cell)}\n\n{'; '.join(sorted(shapes))}."
+
+
+@section(f"{ON_A_GPU}tokens and logits", "identity.json", CHAPTERS[6])
+def gpu_identity(result: Any) -> str:
+    """Answers with exactly the tokens of plain vLLM in the same dtype: prompts asked twice in a batch of 12, 8 asked
+    alone, 12 sampled with seeds. Logits: the differences of the log-probabilities of plain's tokens, which are forced.
+    Plain's own line is the control: asked alone against asked in a batch."""
+    kinds = ("greedy", "one", "seeded")
+    rows = [r | {kind: "{} of {}".format(*r[kind]) if kind in r else "" for kind in kinds} for r in result["identical"]]
+    form = "arm={arm} | batches of 12, twice={greedy} | alone={one} | seeded={seeded}"
+    found = table(rows, f"{form} | largest difference={{largest:.4f}} | mean={{mean:.5f}}")
+    return f"{found}\n\n{result['model']} on {result['device']}."
+
+
 @section("Starts on CUDA, without a GPU", "starts-vllm.json starts-sglang.json", CHAPTERS[6])
 def starts(*results: Any) -> str:
     """Which starts succeed or are refused in one line (`bench/starts.py`), by attention and shape of drafts. No kernel

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from bench.lib.results import ROOT
-from bench.lib.servers import in_process_environment
+from bench.lib.servers import in_process_environment, programs_first
 from freedraft.draft import DraftBatch
 from freedraft.step import Step
 
@@ -157,6 +157,15 @@ class SglangEngine:
         return Run([o["output_ids"] for o in outputs], calls, calls[-1].began - calls[0].began, decoded)
 
 
+def plugin(folder: Path, entry_point: str) -> Path:
+    """Write to a folder, which is then to be on PYTHONPATH, what makes SGLang's processes call this function."""
+    info = folder / "freedraft_bench-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: freedraft-bench\nVersion: 0\n")
+    (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nbench = {entry_point}\n")
+    return folder
+
+
 @contextmanager
 def engine_of(
     name: str, model: Path, speculative: dict[str, Any], *, requests: int, length: int = 1024
@@ -175,25 +184,24 @@ def engine_of(
     options |= {"dtype": "bfloat16", "max_running_requests": requests}
     options |= {"max_total_tokens": max(8192, 2 * requests * length)}
     with tempfile.TemporaryDirectory() as folder:
-        log, plugin = Path(folder) / "calls.jsonl", Path(folder) / "plugin"
-        info = plugin / "freedraft_bench-0.dist-info"  # its entry point is called in the engine's processes
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: freedraft-bench\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nbench = {__name__}:register\n")
-        paths = [str(plugin), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        log, installed = Path(folder) / "calls.jsonl", plugin(Path(folder) / "plugin", f"{__name__}:register")
+        paths = [str(installed), str(ROOT), os.environ.get("PYTHONPATH", "")]
         env |= {LOG: str(log), "PYTHONPATH": os.pathsep.join(paths)}
-        sys.path.insert(0, str(plugin))
+        sys.path.insert(0, str(installed))
         try:
             with sglang_engine(model, env=env, **options) as engine:
                 yield SglangEngine(engine, log)
         finally:
-            sys.path.remove(str(plugin))
+            sys.path.remove(str(installed))
 
 
-def in_process(script: str, *options: object) -> Any:
-    """Run a script in a process set up for a CPU engine; return the JSON on the last line of its output."""
+def in_process(script: str, *options: object, env: dict[str, str] | None = None) -> Any:
+    """Run a script in a process set up for a vLLM CPU engine, or with `env`; return the JSON on the last line of its
+    output. Raises SystemExit: it failed; its last line is the error."""
     command = [sys.executable, script, *map(str, options)]
-    done = subprocess.run(command, env=in_process_environment(), capture_output=True, text=True)
+    env = programs_first(in_process_environment() if env is None else env)
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+        errors = [line for line in (done.stdout + done.stderr).splitlines() if "Error: " in line]
+        raise SystemExit("\n".join([f"{' '.join(command)} failed:", done.stderr[-3000:], *errors[-1:]]))
     return json.loads(done.stdout.splitlines()[-1])

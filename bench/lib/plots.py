@@ -19,14 +19,14 @@ COLOURS = {"sssd": "#0072B2", "plain": "#555555", "ngram": "#E69F00", "suffix": 
 COLOURS |= {"sglang": "#999999", "sglang-sssd": "#56B4E9", "sglang-ngram": "#CC79A7"}
 SPARE = ("#CC79A7", "#F0E442", "#56B4E9", "#000000")
 GROUPS = {"mt_bench": "MT-Bench", "qa": "QA", "rag": "RAG", "math_reasoning": "math", "summarization": "summaries"}
-STYLE: dict[Any, Any] = {
-    "figure.dpi": 100,
-    "savefig.dpi": 160,
-    "font.size": 11,
-    "legend.frameon": False,
+STYLE: dict[Any, Any] = {"figure.dpi": 100, "savefig.dpi": 160, "font.size": 11, "legend.frameon": False}
+STYLE |= {
     "axes.grid": True,
+    "grid.color": "#e6e6e6",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
 }
-STYLE |= {"grid.color": "#e6e6e6", "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False}
 plt.rcParams.update(STYLE)
 
 

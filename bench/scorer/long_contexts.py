@@ -15,13 +15,8 @@ Tokens = NDArray[np.int32]
 
 EDITS = ("replace", "insert", "delete", "mixed")
 COPIED = 600
-KINDS = {
-    "copy": ("replace", 0.0, 0),
-    "copy under way": ("replace", 0.0, 8),
-    "replace": ("replace", 0.05, 0),
-    "insert": ("insert", 0.05, 0),
-    "delete": ("delete", 0.05, 0),
-}
+KINDS = {"copy": ("replace", 0.0, 0), "copy under way": ("replace", 0.0, 8), "replace": ("replace", 0.05, 0)}
+KINDS |= {"insert": ("insert", 0.05, 0), "delete": ("delete", 0.05, 0)}
 """Of `copies`: kind of edit, share of edited tokens, number of the answer's tokens that already end the prompt."""
 
 

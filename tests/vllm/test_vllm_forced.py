@@ -1,0 +1,30 @@
+"""bench/forced.py on vLLM: every arm gives the recorded answers, and drafts are accepted. Its processes are its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.forced import forced
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": "off"}
+
+
+@pytest.mark.extended
+def test_on_model_runner_v1(demo_model, tmp_path):
+    found = forced("vllm", tmp_path, demo_model, {"plain": None, "ngram": NGRAM, "chain": SSSD | {"shape": "chain"}})
+    assert found["plain"]["tokens_per_step"] == 1.0 and found["plain"]["accepted"] is None
+    for arm in ("ngram", "chain"):
+        assert found[arm]["tokens_per_step"] > 1.2 and 0 < found[arm]["accepted"] <= 1
+
+
+@pytest.mark.extended
+def test_trees_on_model_runner_v2(demo_model, tmp_path):
+    pytest.importorskip("triton")
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1", "INTERPRETED_ATTENTION": "triton"}
+    environment["PYTHONPATH"] = os.fspath(Path(__file__).parent / "v2_interpreted")
+    found = forced("vllm", tmp_path, demo_model, {"tree": SSSD | {"shape": "tree"}}, **environment)
+    assert found["tree"]["tokens_per_step"] > 1.2 and 0 < found["tree"]["accepted"] <= 1
