@@ -39,10 +39,6 @@ class Method:
     needs_prompt_states: bool = False
     """Whether the engine must call `set_prompt_state`."""
 
-    draft_timeout: float = 0.0
-    """Seconds that a step waits for its drafts if a drafter thread makes them (SGLang), which then makes all calls of
-    the method; 0: the engine's own thread drafts."""
-
     @property
     def learns(self) -> bool:
         """Whether finished outputs are used to draft for other requests. If so, `finish` must get exactly the tokens

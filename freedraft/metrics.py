@@ -47,7 +47,6 @@ class Metrics:
 
         budget = "Draft tokens allowed in the last step, over the whole batch"
         speedup = "Estimated tokens per second over plain decoding, by policy auto; NaN for other policies"
-        late = "Steps without drafts because drafting took too long"
         failures = "Drafter calls that raised an exception; each is followed by a pause"
         undrafted = "Requests decoded that got no draft for their next step"
         self.requests = one("Gauge", "requests", "Requests held by the drafter", multiprocess_mode="livesum")
@@ -58,7 +57,6 @@ class Metrics:
         self.drafted = one("Counter", "draft_tokens", "Draft tokens verified by the target")
         self.accepted = one("Counter", "accepted_tokens", "Draft tokens accepted by the target")
         self.seconds = one("Summary", "drafting_seconds", "Time spent drafting, per step")
-        self.late = one("Counter", "late_steps", late)
         self.failures = one("Counter", "failures", failures)
         # Functions of a label's value: the number of accepted draft tokens; the reason.
         self.accepted_lengths = by("length", "accepted_lengths", "Drafts verified, by number of accepted tokens")

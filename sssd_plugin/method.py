@@ -107,7 +107,6 @@ class SssdMethod(Method):
         assert context.vocab_size is not None
         default = 0.0 if context.lengths is not None else self.controller.min_score
         self.min_score = default if options.min_score is None else options.min_score
-        self.draft_timeout = 1e-3 * options.draft_timeout_ms
         self._corpora: dict[str, SubIndex] = {}
         self._lock = threading.Lock()  # corpora are added in a thread of the engine
         # The front-end process has verified every byte.

@@ -65,8 +65,6 @@ class SssdOptions(PluginOptions):
         recycle: draft from the logits of verified nodes, too: "auto" on SGLang and vLLM's model runner V2, where they
             come without a wait; "on" logs a warning where there are none; "off".
         recycle_megabytes: memory for recycled logits; the oldest are replaced first.
-        draft_timeout_ms: milliseconds that a step of SGLang waits for drafts of a drafter thread, before it goes on
-            without. 0: SGLang's own thread drafts.
         metrics_port: serve Prometheus metrics of the engine process at this port (0 picks a free one).
         metrics_host: address to serve them on; anyone who reaches it can read the amount of traffic.
     """
@@ -89,7 +87,6 @@ class SssdOptions(PluginOptions):
     min_score: float | None = Field(default=None, ge=0.0, le=1.0)
     recycle: Literal["auto", "on", "off"] = "auto"
     recycle_megabytes: int = Field(default=64, ge=1, le=1 << 16)
-    draft_timeout_ms: float = Field(default=0.0, ge=0.0, le=1e6)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     metrics_host: str = Field(default=LOCAL, min_length=1)
 

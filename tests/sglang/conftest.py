@@ -21,7 +21,6 @@ ENVIRONMENT = {
     "FREEDRAFT_POLICY": "fixed",
     "FREEDRAFT_SCORING": "paper",
     "FREEDRAFT_LIVE": "off",  # the same prompts are asked again
-    "FREEDRAFT_DRAFT_TIMEOUT_MS": "60000",  # what is counted is not to depend on how busy the machine is
 }
 
 GREEDY = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}

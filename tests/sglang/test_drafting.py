@@ -71,12 +71,6 @@ class Recorder(Method):
         return log
 
 
-class Threaded(Recorder):
-    """Drafts in a thread of its own."""
-
-    needs_prompt_states, draft_timeout = False, 60.0
-
-
 def drafting(widths=(1, 2, 4, NODES), max_batch=4, method="Recorder", **given):
     spec = MethodSpec("recorder", f"{__name__}:{method}", PluginOptions)
     guarded = GuardedMethod(spec, None, EngineContext(widths=widths))
@@ -314,47 +308,6 @@ def test_widths_that_could_not_be_prepared(nodes, width):
     assert method.controller.widths.tolist() == [4, NODES]
 
 
-def test_drafts_are_the_same_in_a_thread():
-    """Of sssd under its default options, with requests that come and go; prepared before the tokens are known."""
-    from sssd_plugin.method import SPEC
-    from sssd_plugin.options import SssdOptions
-
-    def run(timeout):
-        options = SssdOptions(draft_timeout_ms=timeout, live=True, isolation="shared", policy="fixed", recycle="off")
-        context = EngineContext(vocab_size=VOCAB_SIZE, max_draft_tokens=NODES - 1, widths=(1, 2, 4, NODES))
-        seam = Drafting(GuardedMethod(SPEC, options, context), context.widths, 4, AcceptedTokens(256, NODES))
-        assert (seam._thread is not None) == (timeout > 0)
-        rng, running, trees = np.random.default_rng(5), {}, []
-        text = np.tile(rng.integers(1, VOCAB_SIZE, 40), 20)  # so that there is something to draft
-        for number in range(60):
-            if len(running) < 4 and rng.random() < 0.4:
-                new = request(str(number), text[: rng.integers(5, 60)].tolist())
-                running[new] = len(new.origin_input_ids)
-                seam.begin([new])
-            if not running:
-                continue
-            gained = {r: text[at : at + rng.integers(1, NODES)].tolist() for r, at in running.items()}
-            batch = decoding_batch(gained, seam.accepted)
-            if rng.random() < 0.7:  # without overlap nothing is prepared
-                seam.prepare(batch)
-            trees.append(seam.draft(batch))
-            seam.note(batch, trees[-1])
-            read_result(gained)
-            for r, new in gained.items():
-                running[r] += len(new)
-                if running[r] > 300:
-                    del running[r]
-                    seam.finish(r.rid)
-        seam.guarded.close()
-        return trees
-
-    inside, outside = run(0), run(60_000)
-    assert sum(int(tree.counts.sum()) - len(tree.counts) for tree in inside) > 200
-    for one, other in zip(inside, outside, strict=True):
-        for name in ("tokens", "parents", "depths", "counts"):
-            assert np.array_equal(getattr(one, name), getattr(other, name))
-
-
 def test_steps_of_a_rest_make_no_step_and_lose_no_token():
     """Neither of a request that ends in a rest nor of one that comes after it."""
     from sssd_plugin.method import SPEC
@@ -389,12 +342,10 @@ def test_steps_of_a_rest_make_no_step_and_lose_no_token():
     assert guarded.metrics.tokens._value.get() - counted == sum(map(len, batches))
 
 
-@pytest.mark.parametrize("threaded", [False, True], ids=["inside", "thread"])
-def test_nothing_is_counted_before_verification_is_launched(threaded):
+def test_nothing_is_counted_before_verification_is_launched():
     """But then all is, also of a request that ends."""
-    seam, method = drafting(method="Threaded" if threaded else "Recorder")
+    seam, method = drafting()
     metrics = seam.guarded.metrics
-    assert (seam._thread is not None) == threaded
     method.nodes = {"a": 4}
     a, b = request("a", [1, 2], stop_token_ids=[9]), request("b", [3])
     seam.begin([a, b])
@@ -411,8 +362,7 @@ def test_nothing_is_counted_before_verification_is_launched(threaded):
     assert metrics.tokens._value.get() - before[0] == 4, "counted twice"
 
 
-@pytest.mark.parametrize("method", ["Recorder", "Threaded"])
-def test_an_error_of_the_driver_in_a_step_is_the_engines(method, caplog, monkeypatch):
+def test_an_error_of_the_driver_in_a_step_is_the_engines(caplog, monkeypatch):
     """Raised as it is, without a line of ours before it: by the wait for a step's tokens, and by drafting. One that
     leaves the device as it was costs drafts."""
     monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
@@ -422,7 +372,7 @@ def test_an_error_of_the_driver_in_a_step_is_the_engines(method, caplog, monkeyp
         raise error
 
     def drafted(error, waits):
-        seam, made = drafting(method=method)
+        seam, made = drafting()
         a = request("a", [1])
         seam.begin([a])
         batch, made.draft = decoding_batch({a: [5]}, seam.accepted), lambda step: fail(error)

@@ -40,7 +40,7 @@ def pair(arm, model, folder, room=1024):
         made = servers.build(name, engine, model, folder / f"{name}.log", speculative=speculative, **sizes)
         made.command += FLAGS[engine]
         made.env["OMP_NUM_THREADS"] = "1"
-        made.env |= {"VLLM_SERVER_DEV_MODE": "1", "FREEDRAFT_DRAFT_TIMEOUT_MS": "60000", "TORCHDYNAMO_DISABLE": "1"}
+        made.env |= {"VLLM_SERVER_DEV_MODE": "1", "TORCHDYNAMO_DISABLE": "1"}
         if arm in PLUGINS:
             path = [str(ROOT / PLUGINS[arm]), str(ROOT), os.environ.get("PYTHONPATH", "")]
             made.env |= {"PYTHONPATH": os.pathsep.join(path), "VLLM_USE_V2_MODEL_RUNNER": "1", "SERVED_AS_ON_GPUS": "1"}

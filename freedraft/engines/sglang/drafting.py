@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from freedraft.draft_thread import DraftThread
 from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.sglang.accepted import AcceptedTokens, Gained
 from freedraft.engines.sglang.requests import UNTRACKED, Tracked, extra_of, output_of, tenant_of, tokens_of, was_aborted
@@ -24,8 +22,7 @@ NOTHING = np.zeros(0, np.int32)
 class Drafting:
     """Drafting of one scheduler, in its tensor-parallel rank 0. B requests, N = maximum nodes of a request.
 
-    State is kept by request id, never by batch row. A method on the host may draft in a `DraftThread`: the scheduler's
-    thread then prepares a step while the previous one is being verified, and collects the drafts when it needs them.
+    State is kept by request id, never by batch row.
 
     Args:
         widths: supported numbers of nodes per request, root included; ascending.
@@ -45,12 +42,7 @@ class Drafting:
         self._drafted: dict[str, int] = {}  # draft tokens in verification, by request
         self._previous: tuple[int, int] | None = None
         self._logits = LogitsCopy()
-        timeout = self.guarded.method.draft_timeout
-        # Prompt states are computed on the stream of the engine's thread.
-        threaded = timeout > 0.0 and not self.guarded.needs_prompt_states
-        self._thread = DraftThread(timeout, self.guarded.metrics.late.inc) if threaded else None
         self._prepared: Any = None  # tokens of the last step, and what proposes drafts for the next one
-        self._drafts: Any = None  # the thread's future of these drafts
 
     def keep_widths(self, widths: Sequence[int]) -> None:
         """Restrict verification to `widths`, those that could be prepared."""
@@ -72,7 +64,7 @@ class Drafting:
                 length = len(request.origin_input_ids) + len(request.output_ids)
                 if tracked.request is not request or tracked.length != length:
                     self._track(request)
-                    self._tell(self._begin(request, tokens_of(request)))
+                    self._begin(request, tokens_of(request))
 
         self.guarded.call(begin_each)
 
@@ -80,15 +72,8 @@ class Drafting:
         self._requests[request.rid] = Tracked.of(request)
         self._drafted.pop(request.rid, None)
 
-    def _begin(self, request: Any, tokens: NDArray[np.int32]) -> Callable[[], None]:
-        """Return the call that adds the request; the request is read now."""
-        return partial(self.guarded.begin, request.rid, tokens, tenant_of(request), extra_of(request))
-
-    def _tell(self, work: Callable[[], Any]) -> None:
-        if self._thread is None:
-            work()
-        else:
-            self._thread.call(work)
+    def _begin(self, request: Any, tokens: NDArray[np.int32]) -> None:
+        self.guarded.begin(request.rid, tokens, tenant_of(request), extra_of(request))
 
     def take_states(self, requests: Sequence[Any], states: torch.Tensor) -> None:
         """Store the last hidden state of each prompt, up to the chunk just read. states: float [B, H]."""
@@ -105,7 +90,7 @@ class Drafting:
     def _forget(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
         for held in (self._requests, self._states, self._drafted):
             held.pop(request_id, None)
-        self._tell(partial(self.guarded.finish, request_id, output, aborted))
+        self.guarded.finish(request_id, output, aborted)
 
     def _sweep(self, ids: Sequence[str]) -> None:
         """Finish requests outside of this step if far more are tracked than can run: SGLang does not report requests
@@ -130,7 +115,7 @@ class Drafting:
         """Prepare drafts for the next decoding step of SGLang's ScheduleBatch, and wait for the previous step, which
         may still be running. Returns the number of tokens in the KV cache of each request, int64 [B]."""
         ids = [request.rid for request in batch.reqs]
-        same = self._thread is None and self._previous == (len(ids), len(ids)) and list(self._drafted) == ids
+        same = self._previous == (len(ids), len(ids)) and list(self._drafted) == ids
         rests = same and self.guarded.rests()
         drafts_of = None if rests else self.guarded.call(self._prepare, batch)
         gained = self.accepted.read(batch.req_pool_indices_cpu.numpy())
@@ -139,22 +124,15 @@ class Drafting:
             padding = [self._requests.get(i, UNTRACKED).padding for i in ids]
             self.guarded.rest(ids, gained.tokens[gained.ends - 1], gained.seq_lens + 1 - padding)
         self._prepared = gained, drafts_of
-        if self._thread is not None and drafts_of is not None:
-            self._drafts = self._thread.start(partial(drafts_of, gained))
-            if self._drafts is None:  # earlier drafts are late: pass on this step's requests, logits and states
-                self._thread.call(partial(drafts_of, gained, late=True))
         return torch.tensor(gained.seq_lens)
 
     def draft(self, batch: Any) -> DraftBatch:
         """Return trees [B, n] for SGLang's ScheduleBatch, n the smallest prepared width that holds all of them; roots
-        only if drafting fails or is late."""
+        only if drafting fails."""
         if self._prepared is None:
             self.prepare(batch)
-        (gained, drafts_of), drafts = self._prepared, self._drafts
-        self._prepared = self._drafts = None
-        draft = None
-        if drafts_of is not None:
-            draft = drafts_of(gained) if self._thread is None else self._thread.result(drafts)
+        (gained, drafts_of), self._prepared = self._prepared, None
+        draft = None if drafts_of is None else self.guarded.call(drafts_of, gained)
         if draft is None:
             roots = gained.tokens[gained.ends - 1]
             draft = self._cut(DraftBatch.roots(roots), np.zeros(len(roots), np.int32), roots)
@@ -162,16 +140,15 @@ class Drafting:
 
     def note(self, batch: Any, draft: DraftBatch) -> None:
         """Record a step after its verification was launched, so that the device does not wait for this work."""
-        self._tell(self.guarded.count)
+        self.guarded.count()
         for request in batch.reqs:
             if request.finished():  # with a grammar, SGLang runs a request once more after its end
                 self._forget(request.rid, NOTHING, was_aborted(request))
         self._drafted = dict(zip((r.rid for r in batch.reqs), (draft.counts - 1).tolist(), strict=True))
         self._previous = draft.tokens.shape[0], draft.tokens.size
 
-    def _prepare(self, batch: Any) -> Callable[..., DraftBatch | None]:
-        """Return a function that drafts for the step, in any thread: it takes the tokens of the previous step and reads
-        nothing else from the scheduler. With `late` it only passes on new requests, logits and prompt states."""
+    def _prepare(self, batch: Any) -> Callable[[Gained], DraftBatch | None]:
+        """Return a function that drafts for the step, once it gets the tokens of the previous one."""
         requests = list(batch.reqs)
         ids = [request.rid for request in requests]
         new = [row for row, r in enumerate(requests) if r.rid not in self._requests and not r.finished()]
@@ -184,18 +161,18 @@ class Drafting:
         drafted = np.fromiter((self._drafted.get(i, 0) for i in ids), np.int32, len(ids))
         previous = self._previous
 
-        def draft(gained: Gained, late: bool) -> DraftBatch | None:
+        def draft(gained: Gained) -> DraftBatch | None:
             step = self._step(batch, requests, gained, tracked, drafted, previous)
             for row in new:
-                self._begin(requests[row], step.history(row)[: -int(step.gained[row])])()
+                self._begin(requests[row], step.history(row)[: -int(step.gained[row])])
             if (node_logits := logits.take()) is not None:
                 self.guarded.recycle(node_logits)
             if states:
                 self.guarded.set_prompt_states(states, torch.stack(list(states.values())))
-            proposed = None if late else self.guarded.draft(step, count=False)
+            proposed = self.guarded.draft(step, count=False)
             return None if proposed is None else self._cut(proposed, step.capacities, step.roots)
 
-        return lambda gained, late=False: self.guarded.call(draft, gained, late)
+        return draft
 
     def _step(
         self, batch: Any, requests: Sequence[Any], gained: Gained, tracked: NDArray[np.int64],
