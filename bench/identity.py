@@ -112,7 +112,7 @@ def main() -> int:
                 errors[name] = str(error)[-2000:]
             print(errors.get(name) or rows[-1], flush=True)
     figures = {"device": device or machine()["cpu"], "model": args.model.name, "identical": rows, "errors": errors}
-    write_json(args.json, rounded(figures, 6))
+    write_json(args.json, rounded(figures, 9))
     return int(bool(errors))
 
 
