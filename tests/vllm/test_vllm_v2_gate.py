@@ -92,6 +92,10 @@ def test_a_gate_that_nobody_opens_opens_itself_and_is_then_given_up(caplog):
         device.gate.close()
         device.gate.open()
         assert device.passed() and device.gate.usable
+    watch = device.gate._watch
+    device.gate.end()
+    watch.join(5.0)
+    assert not watch.is_alive() and not device.gate.usable
 
 
 def test_writing_is_never_interrupted():

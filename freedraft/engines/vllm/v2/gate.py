@@ -19,12 +19,9 @@ import triton.language as tl
 logger = logging.getLogger(__name__)
 
 LONGEST = 0.05  # seconds that a gate stays shut
-_LOOK = LONGEST / 2  # seconds between looks at it
 _PATIENCE = 8  # late drafts in a row after which the gate is not used any more
-_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
-Wait = Callable[[int], None]
-"""Makes the stream wait until the flag has at least this number."""
+Wait = Callable[[int], None]  # makes the stream wait until the flag has at least this number
 
 
 @triton.jit(do_not_specialize=["number"])
@@ -50,7 +47,9 @@ def stream_wait(flag: torch.Tensor) -> Wait:
     wait.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
 
     def by_driver(number: int) -> None:
-        if wait(torch.cuda.current_stream(flag.device).cuda_stream, flag.data_ptr(), number, _GEQ):
+        if wait(
+            torch.cuda.current_stream(flag.device).cuda_stream, flag.data_ptr(), number, 0
+        ):  # CU_STREAM_WAIT_VALUE_GEQ
             raise OSError("the driver does not wait for values in streams")
 
     try:
@@ -114,9 +113,13 @@ class Gate:
         with self._lock:
             self._flag[0] = self._number
 
+    def end(self) -> None:
+        """End the thread; the gate is not used any more."""
+        self._late = _PATIENCE
+
     def _open_late(self) -> None:
         while self.usable:
-            time.sleep(_LOOK)
+            time.sleep(LONGEST / 2)
             with self._lock:
                 if self.shut and time.monotonic() - self._shut_at > LONGEST:
                     self._flag[0] = self._number

@@ -81,7 +81,9 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         """Release all memory: the process may outlive the engine."""
         if self.guarded is not None:
             self.guarded.close()
-        self.guarded = self.runner = self.draft_model = self.trees = None
+        if self.gate is not None:
+            self.gate.end()
+        self.gate = self.guarded = self.runner = self.draft_model = self.trees = None
 
     def warm_up(self, now: bool) -> None:
         """Set whether vLLM runs dummy requests now, to compile kernels; their outcomes are ignored."""
@@ -198,7 +200,8 @@ class MethodSpeculator(Drafting, BaseSpeculator):
     def launch(self, replay: Callable[[], Any]) -> Any:
         """The result of `replay`, which runs the CUDA graph of the present step. It is queued before the last step's
         tokens are awaited and drafted for; the stream waits for drafts at the gate."""
-        if not self.opens_late:
+        late, self.full_graph = self.opens_late, False  # a dummy step may follow, which has no requests
+        if not late:
             return replay()
         assert self.gate is not None and self._awaited is not None
         (slots, most), self._awaited = self._awaited, None
