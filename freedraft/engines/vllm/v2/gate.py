@@ -26,7 +26,7 @@ Wait = Callable[[int], None]  # makes the stream wait until the flag has at leas
 
 @triton.jit(do_not_specialize=["number"])
 def wait_kernel(flag, number):
-    """Spin until int32 [1] `flag`, written by the host, has at least `number`. For one program of one warp."""
+    """Spin until int32 [1] `flag`, written by the host, has at least `number`."""
     value = tl.load(flag, volatile=True)
     while value < number:
         value = tl.load(flag, volatile=True)
@@ -60,16 +60,14 @@ def stream_wait(flag: torch.Tensor) -> Wait:
 
 
 def why_no_gate(vllm_config: Any) -> str | None:
-    """Why drafts of this engine must be there before a step is launched, in words for the user; None if they need
-    not."""
+    """Why drafts must be there before a step is launched, in words for the user; None if they need not."""
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") != "0":
         return "CUDA_LAUNCH_BLOCKING is set: unset it"
     return "a KV connector may wait for the device" if vllm_config.kv_transfer_config is not None else None
 
 
 class Gate:
-    """One step at a time: `close`, queue what reads drafts, write them in `writing`, `open`. flag: int32 [1], pinned
-    memory; wait: see `Wait`.
+    """One step at a time: `close`, queue what reads drafts, write them in `writing`, `open`. flag: int32 [1], pinned.
 
     A thread opens a gate that is shut for `LONGEST` seconds: late drafts are lost, tokens are not.
     """
@@ -114,7 +112,6 @@ class Gate:
             self._flag[0] = self._number
 
     def end(self) -> None:
-        """End the thread; the gate is not used any more."""
         self._late = _PATIENCE
 
     def _open_late(self) -> None:
