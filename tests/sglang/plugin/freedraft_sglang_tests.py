@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def register():
 
         verify.MAX_PROBABILITIES = int(os.environ["TREE_TEST_PROBABILITIES"])
     take_seeds_on_cpu()
-    if os.environ.get("TREE_TEST_ADAPTERS"):
+    if os.environ.get("TREE_TEST_ADAPTERS") and multiprocessing.parent_process() is not None:  # not in the tests' own
         take_adapters_on_cpu()
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle"))
     register(MethodSpec("wild", f"{__name__}:make_wild", SssdOptions))
