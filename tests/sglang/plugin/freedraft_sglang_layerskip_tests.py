@@ -54,8 +54,8 @@ def make_any(options, context, controller):
             totals["mixed"] += 0 < len(rows) < len(allowed)
             return rows if self.passes.begin_round(pays=True) else rows[:0], rest
 
-        def draft(self, step):
-            tree = super().draft(step)
+        def draft(self, step, **how):
+            tree = super().draft(step, **how)
             tree.check()
             for b in range(tree.batch_size):
                 nodes = int(tree.counts[b]) - 1
@@ -65,7 +65,7 @@ def make_any(options, context, controller):
             return tree
 
     method = Any(options, context, controller)
-    fix(method.costs.times, 0.001, 0.01)
+    fix(method.auto.times, 0.001, 0.01)
     return method
 
 
