@@ -57,11 +57,11 @@ def make_selecting(options, context, controller):
                 "knn": lambda: Knn(Domains.load(folder / "knn.json", layers)),
                 # Drafts that cost next to nothing, so that some sets pay.
                 "knapspec": lambda: KnapSpec(
-                    layers, self._matchness, self.propose, lambda: PassTimes(1.0, 1.0, 0.0, lambda n: 100.0 + n)
+                    layers, self._matchness, self.propose_sets, lambda: PassTimes(1.0, 1.0, 0.0, lambda n: 100.0 + n)
                 ),
             }
 
-        def propose(self, weights, most, base):
+        def propose_sets(self, weights, most, base):
             """As the method does, and the same sets in one pass each: the same tokens."""
             scorer, decoder = self._scorer, self.paged.decoder
 
