@@ -120,7 +120,7 @@ class GuardedMethod:
         self._rested.append((request_ids, tokens, contexts))
 
     def _catch_up(self) -> None:
-        """Take the steps that were left for later as one, whose requests occur once per step."""
+        """Take the steps that `rest` kept, all as one step. A request occurs in it once for each of them."""
         if self._rested:
             (ids, tokens, contexts), self._rested = zip(*self._rested, strict=True), []
             request_ids = [request_id for of_step in ids for request_id in of_step]

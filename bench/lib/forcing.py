@@ -211,7 +211,7 @@ class Vllm:
 
 
 class Sglang:
-    """SGLang with random weights. Its processes are told the folder by the variable `FOLDER`."""
+    """SGLang with random weights. The variable `FOLDER` tells its processes the folder."""
 
     def __init__(self, folder: Path, texts: Sequence[Text], **options: Any) -> None:
         import sglang

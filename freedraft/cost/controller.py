@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +22,7 @@ from freedraft.cost.costs import Costs
 from freedraft.cost.hardware import HardwareProfile, choose_profile
 from freedraft.cost.policies import Controller, Fixed, Knee, Policy
 from freedraft.cost.probes import Explorer
-from freedraft.cost.roofline import Roofline, knee_of, roofline_of
+from freedraft.cost.roofline import knee_of, roofline_of
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, row_of
 from freedraft.draft import DraftBatch
 
@@ -39,20 +37,12 @@ _GAIN_RATE = 0.1
 class Auto(Costs):
     """Policy "auto". Arguments: see `Costs`."""
 
-    def __init__(
-        self,
-        roofline: Roofline,
-        max_draft_tokens: int,
-        widths: Sequence[int] | None = None,
-        *,
-        path: Path | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        super().__init__(roofline, max_draft_tokens, widths, path=path, clock=clock)
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
         self.explorer = Explorer()
         self.gain = 0.0
         self.drafting_seconds = 0.0
-        self._longest = float(max_draft_tokens)
+        self._longest = float(self.max_draft_tokens)
         self._drafts_pay = False
 
     @property

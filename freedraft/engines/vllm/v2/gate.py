@@ -47,9 +47,8 @@ def stream_wait(flag: torch.Tensor) -> Wait:
     wait.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
 
     def by_driver(number: int) -> None:
-        if wait(
-            torch.cuda.current_stream(flag.device).cuda_stream, flag.data_ptr(), number, 0
-        ):  # CU_STREAM_WAIT_VALUE_GEQ
+        stream = torch.cuda.current_stream(flag.device).cuda_stream
+        if wait(stream, flag.data_ptr(), number, 0):  # CU_STREAM_WAIT_VALUE_GEQ
             raise OSError("the driver does not wait for values in streams")
 
     try:

@@ -68,6 +68,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         self.verifying: Any = None  # vLLM's InputBatch, once its inputs are prepared
         self.full_graph = False  # whether the present step is the replay of a CUDA graph
         self.gate: Gate | None = None
+        self._sent: Any = None  # event behind the last copy of drafts, if there is a gate
         self.warming_up = False  # see `warm_up`
         if getattr(config, ADAPTIVE, False):
             self.verify_adaptively(device)
@@ -134,6 +135,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
             from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 
             flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+            self._sent = torch.cuda.Event()
             self.gate = Gate(flag, stream_wait(get_accelerator_view_from_cpu_tensor(flag)))
 
     @torch.inference_mode()
@@ -205,6 +207,8 @@ class MethodSpeculator(Drafting, BaseSpeculator):
             return replay()
         assert self.gate is not None and self._awaited is not None
         (slots, most), self._awaited = self._awaited, None
+        if self._sent is not None:  # the drafts of the step before may not have been read yet
+            self._sent.synchronize()
         self._proposed_on_host(len(slots))[:] = 0  # chains of the token 0, if drafts come too late
         self.gate.close()
         try:
@@ -223,6 +227,8 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         if self.guarded is not None:
             if drafted:
                 packed.copy_(self._of_batch(self._proposed, len(slots)), non_blocking=True)
+                if self._sent is not None:
+                    self._sent.record()
             else:
                 packed[1:].zero_()
             if confidences is not None:
