@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from bench.lib.machine import rounded
 from bench.lib.results import write_json
 from bench.lib.trace import Row, Trace
-from freedraft.cost.controller import Auto
+from freedraft.cost.auto import Auto
+from freedraft.cost.controller import Controller, Fixed, Knee
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
-from freedraft.cost.policies import Controller, Fixed, Knee
 from freedraft.cost.roofline import Roofline
 from freedraft.step import Step
 from sssd_plugin.drafter import Drafter

@@ -16,7 +16,7 @@ from freedraft.metrics import Metrics
 from freedraft.step import EngineContext, NodeLogits, Step
 
 if TYPE_CHECKING:
-    from freedraft.cost.policies import Controller
+    from freedraft.cost.controller import Controller
     from freedraft.cost.schedule import Schedule
     from freedraft.draft_model import DraftModel
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.config import ConfigError
-from freedraft.cost.controller import make_controller
+from freedraft.cost.auto import make_controller
+from freedraft.cost.controller import Controller
 from freedraft.cost.costs import Costs
-from freedraft.cost.policies import Controller
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch

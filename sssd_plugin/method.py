@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import await_compilation, compile_ahead
 from freedraft.cost.acceptance import Acceptance
+from freedraft.cost.controller import Controller
 from freedraft.cost.hardware import choose_profile
-from freedraft.cost.policies import Controller
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
 from freedraft.method import Method, MethodSpec

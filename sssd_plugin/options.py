@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, field_validator
 
 from freedraft.config import LOCAL, PluginOptions, UserPath, expand_path
-from freedraft.cost.policies import Controller, Policy
+from freedraft.cost.controller import Controller, Policy
 from freedraft.step import EngineContext
 from sssd_plugin.datastore.disk.format import Isolation
 
@@ -115,7 +115,7 @@ class SssdOptions(PluginOptions):
 
     def make_controller(self, context: EngineContext) -> Controller:
         """Build the controller of these options. Raises ConfigError: `hardware` names no profile."""
-        from freedraft.cost.controller import make_controller
+        from freedraft.cost.auto import make_controller
 
         policy = self.effective_policy
         return make_controller(context, policy, hardware=self.hardware, knee=self.knee, step_times=self.step_times)

@@ -11,8 +11,8 @@ import torch
 from prometheus_client import REGISTRY
 
 from freedraft.config import PluginOptions
+from freedraft.cost.controller import Fixed
 from freedraft.cost.hardware import HardwareProfile
-from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.guarded_method import FIRST_PAUSE, FORGIVEN, LONGEST_PAUSE, EngineMustEnd, GuardedMethod

@@ -10,7 +10,7 @@ import pytest
 
 from freedraft.config import ConfigError
 from freedraft.cost.acceptance import PASS_KINDS
-from freedraft.cost.controller import make_controller
+from freedraft.cost.auto import make_controller
 from freedraft.draft import DraftBatch
 from freedraft.draft_pass import DraftPassEstimate
 from freedraft.hybrid import method as hybrid_method

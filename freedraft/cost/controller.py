@@ -1,177 +1,153 @@
-"""`Auto`: the draft tokens that maximise expected tokens per second over the batch, step by step.
-
-`Acceptance` estimates the probability p of every draft node, `StepTimes` the step time t by query tokens. With the n
-likeliest nodes of the batch, a step yields b + p_1 + ... + p_n tokens in t(b + n) seconds; the n of the best ratio is
-verified; it may be 0 (the tokens per time of KnapSpec, over a batch).
-"""
+"""`Controller`: decides how much a step drafts; `Knee` (SSSD paper, section 3.2) and `Fixed`."""
 
 from __future__ import annotations
 
-import logging
 import math
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.config import ConfigError
-from freedraft.cost.allocation import FREE, allocate, allocate_width
-from freedraft.cost.batch_lengths import BatchLengths
-from freedraft.cost.costs import Costs
-from freedraft.cost.hardware import HardwareProfile, choose_profile
-from freedraft.cost.policies import Controller, Fixed, Knee, Policy
-from freedraft.cost.probes import Explorer
-from freedraft.cost.roofline import knee_of, roofline_of
-from freedraft.cost.step_times import MAX_QUERY_TOKENS, row_of
+from freedraft.cost.hardware import HardwareProfile
 from freedraft.draft import DraftBatch
 
 if TYPE_CHECKING:
-    from freedraft.step import EngineContext, Step
+    from freedraft.step import Step
 
-logger = logging.getLogger(__name__)
-
-_GAIN_RATE = 0.1
+Policy = Literal["auto", "knee", "fixed"]
 
 
-class Auto(Costs):
-    """Policy "auto". Arguments: see `Costs`."""
+def holding(nodes: NDArray[Any], widths: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The smallest width that holds each number of nodes, or the largest there is."""
+    return widths[np.minimum(np.searchsorted(widths, nodes), len(widths) - 1)]
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.explorer = Explorer()
-        self.gain = 0.0
-        self.drafting_seconds = 0.0
-        self._longest = float(self.max_draft_tokens)
-        self._drafts_pay = False
+
+class Controller(ABC):
+    """Decides how much is drafted, possibly nothing. Calls per step: `learn`, `plan`, then `cut` if something was
+    drafted, `done`.
+
+    Args:
+        max_draft_tokens: most draft tokens per request, roots not counted.
+        widths: see `Step`.
+
+    Attributes:
+        budget: draft tokens allowed in the last step, over the whole batch.
+        speedup: estimated tokens per second over plain decoding; NaN without an estimate.
+    """
+
+    speedup = math.nan
+
+    def __init__(self, profile: HardwareProfile, max_draft_tokens: int, widths: Sequence[int] | None = None) -> None:
+        if max_draft_tokens < 0:
+            raise ValueError(f"max_draft_tokens must be at least 0, not {max_draft_tokens}")
+        self.profile, self.max_draft_tokens = profile, max_draft_tokens
+        self.widths = None if widths is None else np.array(widths, np.int32)
+        self.budget = 0
 
     @property
     def min_score(self) -> float:
-        return 0.0
+        """Default probability of acceptance below which a draft token is not verified: the profile's cost of a token,
+        where lengths may differ by request."""
+        return self.profile.token_cost if self.widths is None else 0.0
+
+    def max_tokens_per_request(self, batch_size: int) -> int:
+        """Most draft tokens of a request by the profile's caps, without the root."""
+        cap = self.profile.max_nodes(batch_size)
+        return self.max_draft_tokens if cap is None else min(self.max_draft_tokens, cap - 1)
+
+    def learn(self, step: Step) -> None:
+        """Learn the time and accepted tokens of the last step."""
 
     def rests(self) -> bool:
-        if self.acceptance.follows or not self.explorer.rests():
-            return False
-        self._ended = None  # of the steps of a pause, one is timed
-        return True
+        """Whether the next step needs no calls: nothing is drafted for it or learnt from it. Asked once per step."""
+        return False
+
+    @abstractmethod
+    def plan(self, step: Step, *, verify: bool = True) -> int:
+        """Draft tokens per request to request from the drafter; 0: do not draft. verify: whether the step verifies
+        drafts; if not, they are only learnt from."""
+
+    @abstractmethod
+    def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
+        """Shorten the first of these drafts of the same requests (its counts, in place) to the nodes to verify, and
+        remember all of them for `learn`. Their arrays must not change until then. verify: see `plan`."""
+
+    def done(self, step: Step) -> None:
+        """The drafts of this step are decided; its time starts."""
+
+    def warm_up(self) -> None:
+        """Compile, or load from the cache, everything that a step calls."""
+
+    def interrupt(self) -> None:
+        """Steps follow that this controller does not see."""
+
+    def save(self) -> None:
+        """Save learnt state to its file, if one is configured."""
+
+    def _fitting(self, draft_len: int) -> int:
+        if self.widths is None:
+            return max(0, draft_len)
+        fitting = int(np.searchsorted(self.widths, draft_len + 1, side="right"))
+        return int(self.widths[fitting - 1]) - 1 if fitting else 0
+
+
+class Fixed(Controller):
+    """Every request always drafts `max_draft_tokens`, or its maximum if that is less."""
+
+    def plan(self, step: Step, *, verify: bool = True) -> int:
+        return self._draft_len(step, self.max_draft_tokens, step.batch_size * self.max_draft_tokens) if verify else 0
+
+    def _draft_len(self, step: Step, most: int, free: int) -> int:
+        """most: draft tokens per request; free: of the whole batch, where requests may differ."""
+        draft_len = self._fitting(min(most, int(step.capacities.max(initial=0))))
+        self.budget = max(0, min(free, step.batch_size * draft_len))
+        return draft_len if self.budget else 0
+
+    def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
+        if verify and self.widths is None and drafts[0].draft_tokens > self.budget:
+            self._allocate(drafts[0])
+
+    def warm_up(self) -> None:
+        draft = DraftBatch.empty(1, 1)
+        draft.counts[:] = 1
+        self._allocate(draft)
+
+    def _allocate(self, draft: DraftBatch) -> None:
+        from freedraft.cost.allocation import allocate
+
+        allocate(draft.scores, draft.counts, np.ones(draft.scores.size + 1), 0.0, self.budget)
+
+
+class Knee(Fixed):
+    """The query tokens of a step, over the whole batch, stay at the ridge of the roofline, where they cost about as
+    much as one: b * s_q = I_knee (paper, section 3.2), with caps for small batches."""
+
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        max_draft_tokens: int,
+        widths: Sequence[int] | None = None,
+        knee: int | None = None,
+    ) -> None:
+        super().__init__(profile, max_draft_tokens, widths)
+        if knee is not None and knee < 1:
+            raise ValueError(f"knee must be at least 1, not {knee}")
+        self.knee = profile.ridge if knee is None else knee
+
+    def speculation_length(self, batch_size: int) -> int:
+        """s_q of the paper: nodes per request, root included, I_knee / b; at least 1."""
+        return max(1, round(self.knee / max(1, batch_size)))
+
+    def length(self, batch_size: int) -> int:
+        """Draft tokens per request, the same for all: s_q, capped."""
+        return min(self.max_tokens_per_request(batch_size), self.speculation_length(batch_size) - 1)
 
     def plan(self, step: Step, *, verify: bool = True) -> int:
         batch = step.batch_size
-        self.budget = 0
-        if batch == 0 or not verify:
+        if not verify:
             return 0
-        if self.explorer.rests():
-            self.speedup = 1.0
-            return 0
-        draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max()), int(2.0 * self._longest) + 2)
-        return self._fitting(min(draft_len, MAX_QUERY_TOKENS // batch - 1))
-
-    def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
-        draft = drafts[0]
-        batch = draft.batch_size
-        p, seconds = self.acceptance.probabilities(draft), self._seconds(draft)
-        self.acceptance.follow(*drafts)
-        forced = self._probe(batch, seconds)
-        chosen, gain, longest = self._allocate(p, draft.counts, seconds, forced)
-        self.budget = chosen if self.widths is None else batch * (max(chosen, 1) - 1)
-        if forced == FREE:
-            self.gain += _GAIN_RATE * (gain - self.gain)
-        self._drafts_pay = self.budget > 0
-        self.speedup = 1.0 + self.gain if self._drafts_pay else 1.0
-        self._longest = max(longest - 1.0, 0.97 * self._longest)
-
-    def done(self, step: Step) -> None:
-        batch = step.batch_size
-        if self.acceptance.follows:
-            spent = self._clock() - self._began
-            if 0.0 < spent < 1.0:
-                rate = 0.5 if self.drafting_seconds == 0.0 else 0.05
-                self.drafting_seconds += rate * (min(spent, 4 * self.drafting_seconds or spent) - self.drafting_seconds)
-            if self.gain < 0.0 and not self.acceptance.rises:
-                self.explorer.rest(self.drafting_seconds, float(self.step_seconds(batch, batch)))
-        super().done(step)
-
-    def exclude(self, seconds: float) -> None:
-        """Exclude seconds since `learn` from the drafting time: draft passes are priced separately."""
-        self._began += seconds
-
-    def estimate(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """Preview `cut` without changing the draft. Returns float64 [B, N], the estimated probability of each draft
-        node, 0 elsewhere; int32 [B], nodes that would be kept, roots included."""
-        p, counts = self.acceptance.probabilities(draft), draft.counts.copy()
-        self._allocate(p, counts, self._seconds(draft))
-        nodes = np.arange(draft.max_nodes)
-        return np.where((nodes > 0) & (nodes < draft.counts[:, None]), p, 0.0), counts
-
-    def _seconds(self, draft: DraftBatch) -> NDArray[np.float64]:
-        """Step time by number of verified draft nodes; with widths, of a step without drafts and of each width."""
-        batch = draft.batch_size
-        if self.widths is None:
-            return self.step_seconds(batch, batch + np.arange(draft.draft_tokens + 1))
-        return self.step_seconds(batch, batch * np.concatenate([[1], self.widths]))
-
-    def _allocate(
-        self, p: NDArray[np.float64], counts: NDArray[np.int32], seconds: NDArray[np.float64], forced: int = FREE
-    ) -> tuple[int, float, int]:
-        if self.widths is None:
-            return allocate(p, counts, seconds, self.drafting_seconds, forced)
-        return allocate_width(p, counts, seconds, self.drafting_seconds, forced, self.widths)
-
-    def _probe(self, batch: int, seconds: NDArray[np.float64]) -> int:
-        """Now and then, a random number of draft tokens (an index of widths) instead of the best."""
-        if len(seconds) < 2 or not self.explorer.due(row_of(batch, self.context), eager=self._drafts_pay):
-            return FREE
-        affordable = len(self.explorer.affordable(seconds))
-        if self.widths is not None:
-            return int(self.explorer.random.integers(max(1, affordable - 1)))
-        octaves = math.log2(max(1, affordable - 1))
-        return int(2 ** (self.explorer.random.random() * (octaves + 1)) - 1)
-
-    def warm_up(self) -> None:
-        super().warm_up()
-        seconds = np.ones(2 if self.widths is None else 1 + len(self.widths))
-        self._allocate(np.ones((1, 2)), np.full(1, 2, np.int32), seconds)
-
-
-def make_controller(
-    context: EngineContext,
-    policy: Policy = "auto",
-    *,
-    hardware: str = "auto",
-    knee: int | None = None,
-    step_times: Path | None = None,
-    decide: bool = True,
-) -> Controller:
-    """The controller of a policy, for an engine. Where the model's configuration cannot be read, "knee" decides instead
-    of "auto", with one warning.
-
-    Args:
-        decide: of policy "auto"; False: the drafter decides how much it drafts, by these `Costs`.
-        hardware: name or file of a profile, or "auto".
-        knee: of policy "knee"; replaces the profile's ridge.
-        step_times: of policy "auto": file to keep the step times in.
-
-    Raises:
-        ConfigError: `hardware` names no usable profile.
-    """
-    controller = _controller(context, policy, choose_profile(hardware, context.device), knee, step_times, decide)
-    controller.warm_up()
-    return controller
-
-
-def _controller(
-    context: EngineContext, policy: Policy, profile: HardwareProfile, knee: int | None, step_times: Path | None,
-    decide: bool,
-) -> Controller:  # fmt: skip
-    max_draft_tokens, widths = context.max_draft_tokens, context.widths
-    if policy == "fixed" or (context.lengths is not None and (policy != "auto" or len(context.lengths) == 1)):
-        return Fixed(profile, max_draft_tokens, widths)
-    if policy == "auto":
-        try:
-            roofline = roofline_of(context, profile)
-            if context.lengths is not None:
-                return BatchLengths(roofline, context.lengths, path=step_times)
-            return (Auto if decide else Costs)(roofline, max_draft_tokens, widths, path=step_times)
-        except ConfigError as error:
-            logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
-    return Knee(profile, max_draft_tokens, widths, knee or knee_of(context, profile))
+        if self.widths is not None:  # one width for all: the nearest to the knee
+            return self._draft_len(step, self.length(batch), batch * self.max_draft_tokens)
+        return self._draft_len(step, self.max_tokens_per_request(batch), self.knee - batch)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from freedraft.cost.acceptance import Acceptance
-from freedraft.cost.policies import Controller
+from freedraft.cost.controller import Controller
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import StepTimes
 from freedraft.draft import DraftBatch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from freedraft.config import ConfigError
-from freedraft.cost.policies import Knee
+from freedraft.cost.controller import Knee
 from freedraft.cost.roofline import Roofline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -8,9 +8,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from freedraft.config import ConfigError
-from freedraft.cost.batch_lengths import BatchLengths, Rows, candidate_lengths
+from freedraft.cost.auto_by_batch import BatchLengths, Rows, candidate_lengths
+from freedraft.cost.controller import Knee, Policy
 from freedraft.cost.hardware import choose_profile
-from freedraft.cost.policies import Knee, Policy
 from freedraft.cost.roofline import knee_of, roofline_of
 from freedraft.step import EngineContext
 
@@ -30,7 +30,7 @@ def draft_lengths(
     context: EngineContext, policy: Policy, *, hardware: str = "auto", knee: int | None = None
 ) -> Schedule | None:
     """Draft tokens per request by batch size; None if one fixed number is used. policy, hardware, knee: as in
-    `freedraft.cost.controller.make_controller`. Raises ConfigError: `hardware` names no usable profile."""
+    `freedraft.cost.auto.make_controller`. Raises ConfigError: `hardware` names no usable profile."""
     if policy == "fixed":
         return None
     profile, max_tokens = choose_profile(hardware, context.device), context.max_draft_tokens

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.config import ConfigError
-from freedraft.cost.controller import Auto
-from freedraft.cost.policies import Controller, holding
+from freedraft.cost.auto import Auto
+from freedraft.cost.controller import Controller, holding
 from freedraft.draft import DraftBatch
 from freedraft.draft_pass import RestOfBatch
 from freedraft.hybrid.options import NAME, HybridOptions

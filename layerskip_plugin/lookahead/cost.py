@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.acceptance import PASS_KINDS
+from freedraft.cost.controller import holding
 from freedraft.cost.costs import Costs
-from freedraft.cost.policies import holding
 from freedraft.cost.step_times import row_of
 from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, Lookahead

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from known import ROOFLINE
 
-from freedraft.cost.batch_lengths import BatchLengths, candidate_lengths
-from freedraft.cost.controller import Auto
-from freedraft.cost.policies import Controller
+from freedraft.cost.auto import Auto
+from freedraft.cost.auto_by_batch import BatchLengths, candidate_lengths
+from freedraft.cost.controller import Controller
 from freedraft.cost.roofline import Roofline
 from freedraft.draft import DraftBatch
 from freedraft.method import Method

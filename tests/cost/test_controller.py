@@ -1,234 +1,130 @@
-"""The parts of policy "auto": shares against plain enumeration, acceptance, times and lengths."""
-
 from __future__ import annotations
 
-import copy
-import itertools
-from typing import Any
+from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from known import LLAMA3_8B, ROOFLINE, engine_context
+from known import LLAMA3_8B, engine_context, profile
 
-from freedraft.cost.acceptance import SIZE, Acceptance
-from freedraft.cost.allocation import allocate, allocate_width
-from freedraft.cost.batch_lengths import BatchLengths, candidate_lengths
-from freedraft.cost.controller import Auto, make_controller
-from freedraft.cost.policies import Fixed, Knee
-from freedraft.draft import DraftBatch
-from layerskip_plugin.skip_set import SkipSet
-from sssd_plugin.drafter import Drafter
-from tests.support.continuations import observe
+from freedraft.config import ConfigError
+from freedraft.cost import hardware
+from freedraft.cost.auto import make_controller
+from freedraft.cost.controller import Controller, Fixed, Knee
+from freedraft.cost.hardware import HardwareProfile, choose_profile
 from tests.support.steps import chains, make_step
 
-LENGTHS = candidate_lengths(8)
-growth = st.lists(st.floats(0.0, 0.4), min_size=16, max_size=16)
-probabilities = st.lists(st.lists(st.floats(0.01, 0.99), max_size=4), min_size=1, max_size=3)
+
+def budget(controller: Controller, batch: int) -> int:
+    """Draft tokens over the whole batch that a step of `batch` requests gets."""
+    controller.plan(make_step([f"r{i}" for i in range(batch)], [[1]] * batch))
+    return controller.budget
 
 
-def paths(p: list[list[float]]) -> np.ndarray:
-    """float64 [B, 5]: probability of every node of chains; 0 beyond their ends."""
-    return np.cumprod([[1.0, *row, *[0.0] * (4 - len(row))] for row in p], axis=1)
+def width(controller: Controller, batch: int) -> int:
+    return controller.plan(make_step([f"r{i}" for i in range(batch)], [[1]] * batch)) + 1
 
 
-@settings(max_examples=200, deadline=None)
-@given(probabilities, growth, st.just(-1) | st.integers(0, 12))
-def test_shares_are_the_best_of_all(p: list[list[float]], growth: list[float], forced: int) -> None:
-    batch, path, counts = len(p), paths(p), chains(p).counts
-    seconds = np.cumprod(1 + np.array(growth)) * 0.02  # by query tokens
-
-    def tokens(cut: tuple[int, ...]) -> float:
-        return sum(path[b, : n + 1].sum() for b, n in enumerate(cut))
-
-    def rate(cut: tuple[int, ...]) -> float:
-        return tokens(cut) / seconds[batch + sum(cut)]
-
-    cuts = list(itertools.product(*(range(len(row) + 1) for row in p)))
-    chosen, gain, longest = allocate(path, counts, seconds[batch:], 0.0, forced)
-    cut = tuple((counts - 1).tolist())
-    assert sum(cut) == chosen and longest == max(cut) + 1
-    if forced >= 0:
-        assert chosen == min(forced, sum(map(len, p)))
-        assert tokens(cut) == pytest.approx(max(tokens(c) for c in cuts if sum(c) == chosen))
-    else:
-        assert rate(cut) == pytest.approx(max(map(rate, cuts)))
-        assert gain == pytest.approx(rate(cut) / rate((0,) * batch) - 1) and gain >= 0
+def test_the_papers_example() -> None:
+    """165 TFLOP/s and 0.95 TB/s: free up to b * s_q = 174, s_q = 22 at b = 8; with 1/h in it, as in the equation,
+    181."""
+    assert profile().ridge == 174 and round(1 / (0.95 / 165 - 1 / 4096)) == 181
+    assert width(Knee(profile(), 63, range(1, 64)), 8) == 22
+    assert width(Knee(profile(), 63, (1, 2, 4, 8, 16, 32)), 8) == 16
 
 
-@settings(max_examples=100, deadline=None)
-@given(probabilities, growth)
-def test_the_width_is_the_best_of_all(p: list[list[float]], growth: list[float]) -> None:
-    batch, path, counts = len(p), paths(p), chains(p).counts
-    before, widths = counts.copy(), np.array([1, 2, 4, 5], np.int32)
-    seconds = np.cumprod(1 + np.array(growth)) * 0.02  # by query tokens
-    candidates = [w for i, w in enumerate(widths) if i == 0 or widths[i - 1] < before.max()]
-    rates = {w: path[:, :w].sum() / seconds[batch * w] for w in candidates}
-    width, gain, longest = allocate_width(path, counts, seconds[batch * np.array([1, *widths])], 0.0, -1, widths)
-    assert rates[width] == pytest.approx(max(rates.values()))
-    assert gain == pytest.approx(rates[width] / rates[1] - 1)
-    assert np.array_equal(counts, np.minimum(before, width)) and longest == counts.max()
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 0), (1, 5), (2, 4), (3, 3), (5, 1), (6, 0), (7, 0), (100, 0)])
+def test_budget_on_the_cpu(batch: int, tokens: int) -> None:
+    assert budget(Knee(HardwareProfile.load("cpu"), 8), batch) == tokens
 
 
-def test_acceptance_learns_what_scores_are_worth() -> None:
-    acceptance, rng = Acceptance(), np.random.default_rng(0)
-    draft = chains([[0.6, 0.6]], kinds=3)
-    assert acceptance.probabilities(draft)[0] == pytest.approx([1, 0.6, 0.36])
-    for _ in range(1500):
-        hits = list(itertools.takewhile(lambda p: rng.random() < p, (0.2, 0.9)))
-        observe(acceptance, draft, [[*range(1, len(hits) + 1), 99]])
-    after = acceptance.probabilities(draft)[0]
-    assert after[1] == pytest.approx(0.2, abs=0.1)
-    assert after[2] / after[1] == pytest.approx(0.9, abs=0.12)
+@settings(deadline=None)
+@given(st.integers(1, 500), st.integers(0, 64), st.integers(1, 300), st.integers(1, 40))
+def test_budget_keeps_the_batch_at_the_knee(knee: int, longest: int, batch: int, cap: int) -> None:
+    machine = profile(knee=knee, max_nodes_by_batch={1: cap})
+    tokens = budget(Knee(machine, longest), batch)
+    assert 0 <= tokens <= batch * longest
+    assert tokens == 0 or batch + tokens <= knee
+    widest = width(Knee(machine, longest, (1, 2, 4, 8, 16, 32)), batch)
+    assert widest == 1 or (batch * (widest - 0.5) <= knee and widest <= min(longest + 1, cap))
 
 
-def test_an_outcome_counts_once_per_child_of_the_true_path() -> None:
-    tree = DraftBatch.empty(1, 6)
-    # root -> 1 (token 10), 2 (token 11); 2 -> 3 (token 12), 4 (token 13); 1 -> 5 (token 14), not on the true path
-    tree.parents[0], tree.depths[0], tree.counts[0] = [-1, 0, 0, 2, 2, 1], [0, 1, 1, 2, 2, 2], 6
-    tree.tokens[0], tree.scores[0] = [9, 10, 11, 12, 13, 14], [1, 0.5, 0.3, 0.1, 0.1, 0.2]
-    acceptance = Acceptance()
-    assert [observe(acceptance, tree, [tokens]) for tokens in ([11, 13, 5], [8], [])] == [4, 2, 0]
-    assert np.isfinite(acceptance.bias).all() and acceptance.bias.shape == (SIZE,)
+@settings(deadline=None)
+@given(st.lists(st.lists(st.floats(0.01, 0.99), max_size=6), min_size=1, max_size=5), st.integers(1, 20))
+def test_the_best_nodes_of_the_batch_get_the_budget(p: list[list[float]], knee: int) -> None:
+    draft = chains(p)
+    before = [draft.scores[b, 1 : draft.counts[b]].tolist() for b in range(len(p))]
+    controller = Knee(profile(knee=knee), 6)
+    tokens = budget(controller, len(p))
+    controller.cut(draft)
+    kept = draft.draft_tokens
+    assert kept == min(tokens, sum(map(len, p))) == int((draft.counts - 1).sum())
+    taken = sum(sum(scores[: n - 1]) for scores, n in zip(before, draft.counts.tolist(), strict=True))
+    assert taken == pytest.approx(sum(sorted((p for scores in before for p in scores), reverse=True)[:kept]), rel=1e-5)
 
 
-def test_passes_and_steps_are_timed_apart() -> None:
-    """A pass takes .4 of a step."""
-    now, recipe = 0.0, SkipSet(30, frozenset({1}), frozenset())
-    auto = Auto(ROOFLINE, 8, clock=lambda: now)
-    for number in range(200):
-        previous = (1, 2 if number % 3 == 1 else 1) if number else None
-        step = make_step(["a"], [[3]], previous=previous, texts=[[1, 2, 3]])
-        auto.learn(step)
-        if number % 3 == 0:
-            now += 0.02
-            auto.record_pass(recipe, 1, 0.02)
-        auto.done(step)
-        now += 0.05
-    assert float(auto.pass_seconds(recipe, 1)) == pytest.approx(0.02, rel=0.05)
-    assert float(auto.step_seconds(1, 2)) == pytest.approx(0.05, rel=0.05)
+def test_what_a_request_may_have_limits_every_policy() -> None:
+    step = make_step(["a", "b"], [[1], [2]], capacities=[0, 3])
+    for controller in (Fixed(profile(), 8), Knee(profile(knee=100), 8), Fixed(profile(), 8, (1, 2, 4, 8))):
+        assert controller.plan(step) == 3
+    assert Fixed(profile(), 8).plan(make_step(["a"], [[1]], capacities=0)) == 0
 
 
-def test_a_rest_begins_when_nothing_is_left_to_learn_from_and_is_not_timed() -> None:
-    now = 0.0
-    auto = Auto(ROOFLINE, 8, clock=lambda: now)
-    step = make_step(["a"], [[1]], previous=(1, 1))
-    auto.learn(step)
-    auto.acceptance.follow(chains([[0.5]]))
-    auto.explorer.rest(1.0, 1.0)
-    assert not auto.rests(), "the outcome of a draft is not known"
-    auto.learn(step)
-    assert auto.plan(step) == 0, "it rests all the same"
-    auto.done(step)
-    rested = 0
-    while auto.rests():
-        rested, now = rested + 1, now + 0.02
-    auto.learn(step)
-    assert rested > 10 and auto.times.seen == 0 and auto.plan(step) > 0
+def test_shipped_profiles() -> None:
+    names = HardwareProfile.shipped()
+    assert set(names) >= {"cpu", "h200", "h100", "a100", "l40s", "rtx4090"}
+    for name in names:
+        loaded = HardwareProfile.load(name.upper())
+        assert loaded.name == name
+        assert loaded.source == ("measured" if name == "cpu" else "datasheet")
+        assert loaded.max_nodes(1) in (32, None)
 
 
-def test_a_step_that_did_other_work_teaches_no_time() -> None:
-    now = 0.0
-    auto = Auto(ROOFLINE, 8, clock=lambda: now)
-    for previous in ((1, 1), None, None):
-        step = make_step(["a"], [[1]], previous=previous)
-        auto.learn(step)
-        auto.done(step)
-        now += 0.02
-    auto.interrupt()
-    auto.learn(make_step(["a"], [[1]], previous=(1, 1)))
-    assert auto.times.seen == 0, "what lies between is not known"
+DEVICES = {
+    "NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-80GB": "a100", "NVIDIA L40S": "l40s",
+    "NVIDIA GeForce RTX 4090": "rtx4090", "NVIDIA GeForce GTX 1080": "a100", None: "cpu",
+}  # fmt: skip
 
 
-def test_steps_without_drafts_are_known_though_the_width_of_one_node_is_left_out() -> None:
-    auto = Auto(ROOFLINE, 15, widths=np.array([4, 16], np.int32))
-    assert not auto.baseline_known(2)
-    for _ in range(20):
-        auto.times.update(2, 8, 1.0, 1e-2)
-    assert auto.baseline_known(2)
+def test_auto_takes_the_profile_of_the_device(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for device, name in DEVICES.items():
+        monkeypatch.setattr(hardware, "device_name", lambda device=device: device)
+        assert choose_profile("auto").name == name
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and "GTX 1080" in caplog.text
 
 
-def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made() -> None:
-    """Of drafts of 3 that are all accepted, and of 1 that is not."""
-    for asked, gained in ((3, [1, 2, 3, 99]), (1, [99])):
-        lengths = BatchLengths(ROOFLINE, LENGTHS)
-        for _ in range(300):
-            step = make_step(["a"], [gained], capacities=asked)
-            lengths.learn(step)
-            lengths.cut(chains([[0.5] * lengths.plan(step)]))
-        tokens = dict(zip(LENGTHS, lengths.tokens().tolist(), strict=True))
-        accepted = asked > 1
-        assert tokens[3] == pytest.approx(1 + 3 * accepted, abs=0.3) and tokens[8] >= tokens[3]
-        assert tokens[8] == pytest.approx(1 + 8 * accepted, abs=1.7)
-
-
-def test_a_drafter_that_stops_early_is_expected_to_stop_there() -> None:
-    lengths = BatchLengths(ROOFLINE, LENGTHS)
-    for _ in range(300):
-        step = make_step(["a"], [[1, 99]], capacities=8)
-        lengths.learn(step)
-        assert lengths.plan(step) == 8
-        lengths.cut(chains([[0.5]]))
-    assert lengths.tokens() == pytest.approx([1.0, *[2.0] * (len(LENGTHS) - 1)], abs=0.3)
-
-
-def test_one_tree_says_what_all_shorter_lengths_bring() -> None:
-    """The drafter's tree of fewer nodes is the first part of the larger one, and is expected to bring as much alone."""
-    drafter, names = Drafter(vocab_size=8, max_nodes=9), ["a", "b"]
-    for name, seed in zip(names, (1, 2), strict=True):
-        drafter.replace(name, np.random.default_rng(seed).integers(0, 8, 300).astype(np.int32))
-
-    def looked_at(length: int) -> tuple[dict[int, float], DraftBatch]:
-        lengths = BatchLengths(ROOFLINE, LENGTHS)
-        lengths.plan(make_step(names, [[1], [1]], capacities=length))
-        draft = drafter.draft(names, max_nodes=length + 1, shape="tree")
-        lengths.cut(draft)
-        return dict(zip(LENGTHS, lengths.tokens().tolist(), strict=True)), copy.deepcopy(draft)
-
-    by_length, whole = looked_at(8)
-    assert (whole.counts == 9).all() and (whole.parents[:, 1:] != np.arange(8)).any(), "trees, and no chains"
-    for length in LENGTHS[1:]:
-        alone, part = looked_at(length)
-        for field in ("tokens", "parents", "depths", "scores", "kinds"):
-            assert np.array_equal(getattr(part, field)[:, : length + 1], getattr(whole, field)[:, : length + 1]), field
-        assert alone[length] == pytest.approx(by_length[length])
-
-
-def test_large_batches_have_lengths_that_can_be_priced() -> None:
-    lengths = BatchLengths(ROOFLINE, LENGTHS)
-    assert len(lengths.seconds(1024, 300.0)) == 3, "none of 8"
-    assert len(lengths.seconds(9000, 300.0)) == 1
-    assert lengths.decide(9000, 300.0)[-1][2] == 0
+GOOD = "name: mine\npeak_flops: 1.0e+12\nbandwidth: 1.0e+11\nsource: measured\n"
 
 
 @pytest.mark.parametrize(
-    ("longest", "lengths"),
-    [(1, (0, 1)), (2, (0, 1, 2)), (5, (0, 1, 3, 5)), (8, (0, 1, 3, 8)), (31, (0, 1, 3, 7, 15, 31))],
-)
-def test_a_large_bound_keeps_the_short_lengths(longest: int, lengths: tuple[int, ...]) -> None:
-    assert candidate_lengths(longest) == lengths
-
-
-@pytest.mark.parametrize(
-    ("policy", "lengths", "config", "kind"),
+    ("content", "word"),
     [
-        ("auto", None, LLAMA3_8B, Auto),
-        ("auto", None, {}, Knee),  # with a warning
-        ("knee", None, LLAMA3_8B, Knee),
-        ("fixed", None, LLAMA3_8B, Fixed),
-        ("auto", LENGTHS, LLAMA3_8B, BatchLengths),
-        ("auto", (8,), LLAMA3_8B, Fixed),  # the user's own table
-        ("knee", LENGTHS, LLAMA3_8B, Fixed),
-        ("fixed", LENGTHS, LLAMA3_8B, Fixed),
+        (GOOD.replace("1.0e+11", "0"), "bandwidth"),
+        (GOOD.replace("1.0e+12", "-1"), "peak_flops"),
+        (GOOD.replace("1.0e+12", ".nan"), "peak_flops"),
+        (GOOD.replace("measured", "guessed"), "source"),
+        (GOOD + "dtype: bf16\n", "dtype"),
+        (GOOD + "max_nodes_by_batch: {0: 3}\n", "max_nodes_by_batch"),
+        ("", "peak_flops"),
     ],
 )
-def test_the_controller_of_an_engine(
-    policy: Any, lengths: tuple[int, ...] | None, config: dict, kind: type, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Where the model cannot be read, the rule answers."""
-    controller = make_controller(engine_context(config, lengths=lengths), policy)
-    assert type(controller) is kind
-    warnings = [record for record in caplog.records if "policy 'knee' decides" in record.message]
-    assert len(warnings) == (not config)
-    assert controller.plan(make_step(["a"], [[1]])) > 0
+def test_a_profile_of_ones_own_and_nonsense_in_it(tmp_path: Path, content: str, word: str) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(GOOD)
+    assert choose_profile(str(path)).ridge == 10
+    path.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        choose_profile(str(path))
+    assert word in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("bits", "ridge"), [(None, 295), (8, 148), (4, 74)])
+def test_the_knee_of_quantised_weights(bits: int | None, ridge: int) -> None:
+    """A quarter of the bytes is read in a quarter of the time, and as much is computed with it."""
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": bits}} if bits else {}
+    context = engine_context(LLAMA3_8B | quantised)
+    assert make_controller(context, "knee", hardware="h100").knee == ridge
+    assert make_controller(context, "knee", hardware="h100", knee=7).knee == 7
+    assert make_controller(context, "knee", hardware="cpu").knee == 6, "a measured knee stays"

@@ -11,8 +11,8 @@ import pytest
 from prometheus_client import REGISTRY
 from transformers import LlamaConfig
 
-from freedraft.cost.controller import Auto
-from freedraft.cost.policies import Fixed, Knee
+from freedraft.cost.auto import Auto
+from freedraft.cost.controller import Fixed, Knee
 from freedraft.step import EngineContext
 from freedraft.tenants import parse_tenant, tenant_key
 from sssd_plugin.method import SssdMethod

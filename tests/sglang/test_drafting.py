@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from freedraft.config import PluginOptions
+from freedraft.cost.controller import Fixed
 from freedraft.cost.hardware import choose_profile
-from freedraft.cost.policies import Fixed
 from freedraft.draft import DraftBatch
 from freedraft.engines.sglang.accepted import AcceptedTokens
 from freedraft.engines.sglang.drafting import Drafting

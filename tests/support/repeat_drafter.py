@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.config import PluginOptions
+from freedraft.cost.controller import Controller, Fixed
 from freedraft.cost.hardware import choose_profile
-from freedraft.cost.policies import Controller, Fixed
 from freedraft.draft import DraftBatch
 from freedraft.method import Method, MethodSpec
 from freedraft.step import EngineContext, Step

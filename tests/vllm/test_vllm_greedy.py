@@ -114,7 +114,7 @@ def test_scheduled_draft_length_is_honoured(sssd, demo_prompts, plain_demo, monk
 
 
 def test_lengths_that_the_controller_chooses(sssd, demo_prompts, plain_demo, monkeypatch):
-    from freedraft.cost.controller import make_controller
+    from freedraft.cost.auto import make_controller
 
     proposer, chosen = runner_of(sssd).drafter, list[int]()
     method = proposer.guarded.method

@@ -274,8 +274,8 @@ def test_recurrent_layers_are_served_by_the_second_runner_only(tiny_model, tmp_p
 def test_replicas_that_share_experts_draft_one_length(tiny_model, tmp_path):
     from transformers import MixtralConfig
 
-    from freedraft.cost.controller import make_controller
-    from freedraft.cost.policies import Fixed
+    from freedraft.cost.auto import make_controller
+    from freedraft.cost.controller import Fixed
     from freedraft.engines.vllm.context import context_of_engine
 
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,

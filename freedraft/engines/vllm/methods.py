@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
-from freedraft.cost.batch_lengths import candidate_lengths
+from freedraft.cost.auto_by_batch import candidate_lengths
 from freedraft.engines.hooks import Hook, check, stop_start
 from freedraft.engines.vllm import guards
 from freedraft.engines.vllm.configured import ADAPTIVE, ATTRIBUTE, SCHEDULE, Configured, configured

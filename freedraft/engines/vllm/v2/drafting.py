@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft.cost.batch_lengths import BatchLengths, Rows
+from freedraft.cost.auto_by_batch import BatchLengths, Rows
 from freedraft.engines.hooks import check
 from freedraft.engines.logits_copy import LogitsCopy
 from freedraft.engines.vllm.configured import configured

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from freedraft.cost.batch_lengths import Rows
+from freedraft.cost.auto_by_batch import Rows
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.patching import before, wrap_once
 from freedraft.method import METHODS

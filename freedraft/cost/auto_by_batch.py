@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.acceptance import Acceptance
+from freedraft.cost.controller import Fixed
 from freedraft.cost.explain import CHAIN_TOKENS_PER_STEP, expected_tokens
-from freedraft.cost.policies import Fixed
 from freedraft.cost.probes import Explorer
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, context_bucket, row_of

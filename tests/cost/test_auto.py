@@ -1,0 +1,234 @@
+"""The parts of policy "auto": shares against plain enumeration, acceptance, times and lengths."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from known import LLAMA3_8B, ROOFLINE, engine_context
+
+from freedraft.cost.acceptance import SIZE, Acceptance
+from freedraft.cost.allocation import allocate, allocate_width
+from freedraft.cost.auto import Auto, make_controller
+from freedraft.cost.auto_by_batch import BatchLengths, candidate_lengths
+from freedraft.cost.controller import Fixed, Knee
+from freedraft.draft import DraftBatch
+from layerskip_plugin.skip_set import SkipSet
+from sssd_plugin.drafter import Drafter
+from tests.support.continuations import observe
+from tests.support.steps import chains, make_step
+
+LENGTHS = candidate_lengths(8)
+growth = st.lists(st.floats(0.0, 0.4), min_size=16, max_size=16)
+probabilities = st.lists(st.lists(st.floats(0.01, 0.99), max_size=4), min_size=1, max_size=3)
+
+
+def paths(p: list[list[float]]) -> np.ndarray:
+    """float64 [B, 5]: probability of every node of chains; 0 beyond their ends."""
+    return np.cumprod([[1.0, *row, *[0.0] * (4 - len(row))] for row in p], axis=1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(probabilities, growth, st.just(-1) | st.integers(0, 12))
+def test_shares_are_the_best_of_all(p: list[list[float]], growth: list[float], forced: int) -> None:
+    batch, path, counts = len(p), paths(p), chains(p).counts
+    seconds = np.cumprod(1 + np.array(growth)) * 0.02  # by query tokens
+
+    def tokens(cut: tuple[int, ...]) -> float:
+        return sum(path[b, : n + 1].sum() for b, n in enumerate(cut))
+
+    def rate(cut: tuple[int, ...]) -> float:
+        return tokens(cut) / seconds[batch + sum(cut)]
+
+    cuts = list(itertools.product(*(range(len(row) + 1) for row in p)))
+    chosen, gain, longest = allocate(path, counts, seconds[batch:], 0.0, forced)
+    cut = tuple((counts - 1).tolist())
+    assert sum(cut) == chosen and longest == max(cut) + 1
+    if forced >= 0:
+        assert chosen == min(forced, sum(map(len, p)))
+        assert tokens(cut) == pytest.approx(max(tokens(c) for c in cuts if sum(c) == chosen))
+    else:
+        assert rate(cut) == pytest.approx(max(map(rate, cuts)))
+        assert gain == pytest.approx(rate(cut) / rate((0,) * batch) - 1) and gain >= 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(probabilities, growth)
+def test_the_width_is_the_best_of_all(p: list[list[float]], growth: list[float]) -> None:
+    batch, path, counts = len(p), paths(p), chains(p).counts
+    before, widths = counts.copy(), np.array([1, 2, 4, 5], np.int32)
+    seconds = np.cumprod(1 + np.array(growth)) * 0.02  # by query tokens
+    candidates = [w for i, w in enumerate(widths) if i == 0 or widths[i - 1] < before.max()]
+    rates = {w: path[:, :w].sum() / seconds[batch * w] for w in candidates}
+    width, gain, longest = allocate_width(path, counts, seconds[batch * np.array([1, *widths])], 0.0, -1, widths)
+    assert rates[width] == pytest.approx(max(rates.values()))
+    assert gain == pytest.approx(rates[width] / rates[1] - 1)
+    assert np.array_equal(counts, np.minimum(before, width)) and longest == counts.max()
+
+
+def test_acceptance_learns_what_scores_are_worth() -> None:
+    acceptance, rng = Acceptance(), np.random.default_rng(0)
+    draft = chains([[0.6, 0.6]], kinds=3)
+    assert acceptance.probabilities(draft)[0] == pytest.approx([1, 0.6, 0.36])
+    for _ in range(1500):
+        hits = list(itertools.takewhile(lambda p: rng.random() < p, (0.2, 0.9)))
+        observe(acceptance, draft, [[*range(1, len(hits) + 1), 99]])
+    after = acceptance.probabilities(draft)[0]
+    assert after[1] == pytest.approx(0.2, abs=0.1)
+    assert after[2] / after[1] == pytest.approx(0.9, abs=0.12)
+
+
+def test_an_outcome_counts_once_per_child_of_the_true_path() -> None:
+    tree = DraftBatch.empty(1, 6)
+    # root -> 1 (token 10), 2 (token 11); 2 -> 3 (token 12), 4 (token 13); 1 -> 5 (token 14), not on the true path
+    tree.parents[0], tree.depths[0], tree.counts[0] = [-1, 0, 0, 2, 2, 1], [0, 1, 1, 2, 2, 2], 6
+    tree.tokens[0], tree.scores[0] = [9, 10, 11, 12, 13, 14], [1, 0.5, 0.3, 0.1, 0.1, 0.2]
+    acceptance = Acceptance()
+    assert [observe(acceptance, tree, [tokens]) for tokens in ([11, 13, 5], [8], [])] == [4, 2, 0]
+    assert np.isfinite(acceptance.bias).all() and acceptance.bias.shape == (SIZE,)
+
+
+def test_passes_and_steps_are_timed_apart() -> None:
+    """A pass takes .4 of a step."""
+    now, recipe = 0.0, SkipSet(30, frozenset({1}), frozenset())
+    auto = Auto(ROOFLINE, 8, clock=lambda: now)
+    for number in range(200):
+        previous = (1, 2 if number % 3 == 1 else 1) if number else None
+        step = make_step(["a"], [[3]], previous=previous, texts=[[1, 2, 3]])
+        auto.learn(step)
+        if number % 3 == 0:
+            now += 0.02
+            auto.record_pass(recipe, 1, 0.02)
+        auto.done(step)
+        now += 0.05
+    assert float(auto.pass_seconds(recipe, 1)) == pytest.approx(0.02, rel=0.05)
+    assert float(auto.step_seconds(1, 2)) == pytest.approx(0.05, rel=0.05)
+
+
+def test_a_rest_begins_when_nothing_is_left_to_learn_from_and_is_not_timed() -> None:
+    now = 0.0
+    auto = Auto(ROOFLINE, 8, clock=lambda: now)
+    step = make_step(["a"], [[1]], previous=(1, 1))
+    auto.learn(step)
+    auto.acceptance.follow(chains([[0.5]]))
+    auto.explorer.rest(1.0, 1.0)
+    assert not auto.rests(), "the outcome of a draft is not known"
+    auto.learn(step)
+    assert auto.plan(step) == 0, "it rests all the same"
+    auto.done(step)
+    rested = 0
+    while auto.rests():
+        rested, now = rested + 1, now + 0.02
+    auto.learn(step)
+    assert rested > 10 and auto.times.seen == 0 and auto.plan(step) > 0
+
+
+def test_a_step_that_did_other_work_teaches_no_time() -> None:
+    now = 0.0
+    auto = Auto(ROOFLINE, 8, clock=lambda: now)
+    for previous in ((1, 1), None, None):
+        step = make_step(["a"], [[1]], previous=previous)
+        auto.learn(step)
+        auto.done(step)
+        now += 0.02
+    auto.interrupt()
+    auto.learn(make_step(["a"], [[1]], previous=(1, 1)))
+    assert auto.times.seen == 0, "what lies between is not known"
+
+
+def test_steps_without_drafts_are_known_though_the_width_of_one_node_is_left_out() -> None:
+    auto = Auto(ROOFLINE, 15, widths=np.array([4, 16], np.int32))
+    assert not auto.baseline_known(2)
+    for _ in range(20):
+        auto.times.update(2, 8, 1.0, 1e-2)
+    assert auto.baseline_known(2)
+
+
+def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made() -> None:
+    """Of drafts of 3 that are all accepted, and of 1 that is not."""
+    for asked, gained in ((3, [1, 2, 3, 99]), (1, [99])):
+        lengths = BatchLengths(ROOFLINE, LENGTHS)
+        for _ in range(300):
+            step = make_step(["a"], [gained], capacities=asked)
+            lengths.learn(step)
+            lengths.cut(chains([[0.5] * lengths.plan(step)]))
+        tokens = dict(zip(LENGTHS, lengths.tokens().tolist(), strict=True))
+        accepted = asked > 1
+        assert tokens[3] == pytest.approx(1 + 3 * accepted, abs=0.3) and tokens[8] >= tokens[3]
+        assert tokens[8] == pytest.approx(1 + 8 * accepted, abs=1.7)
+
+
+def test_a_drafter_that_stops_early_is_expected_to_stop_there() -> None:
+    lengths = BatchLengths(ROOFLINE, LENGTHS)
+    for _ in range(300):
+        step = make_step(["a"], [[1, 99]], capacities=8)
+        lengths.learn(step)
+        assert lengths.plan(step) == 8
+        lengths.cut(chains([[0.5]]))
+    assert lengths.tokens() == pytest.approx([1.0, *[2.0] * (len(LENGTHS) - 1)], abs=0.3)
+
+
+def test_one_tree_says_what_all_shorter_lengths_bring() -> None:
+    """The drafter's tree of fewer nodes is the first part of the larger one, and is expected to bring as much alone."""
+    drafter, names = Drafter(vocab_size=8, max_nodes=9), ["a", "b"]
+    for name, seed in zip(names, (1, 2), strict=True):
+        drafter.replace(name, np.random.default_rng(seed).integers(0, 8, 300).astype(np.int32))
+
+    def looked_at(length: int) -> tuple[dict[int, float], DraftBatch]:
+        lengths = BatchLengths(ROOFLINE, LENGTHS)
+        lengths.plan(make_step(names, [[1], [1]], capacities=length))
+        draft = drafter.draft(names, max_nodes=length + 1, shape="tree")
+        lengths.cut(draft)
+        return dict(zip(LENGTHS, lengths.tokens().tolist(), strict=True)), copy.deepcopy(draft)
+
+    by_length, whole = looked_at(8)
+    assert (whole.counts == 9).all() and (whole.parents[:, 1:] != np.arange(8)).any(), "trees, and no chains"
+    for length in LENGTHS[1:]:
+        alone, part = looked_at(length)
+        for field in ("tokens", "parents", "depths", "scores", "kinds"):
+            assert np.array_equal(getattr(part, field)[:, : length + 1], getattr(whole, field)[:, : length + 1]), field
+        assert alone[length] == pytest.approx(by_length[length])
+
+
+def test_large_batches_have_lengths_that_can_be_priced() -> None:
+    lengths = BatchLengths(ROOFLINE, LENGTHS)
+    assert len(lengths.seconds(1024, 300.0)) == 3, "none of 8"
+    assert len(lengths.seconds(9000, 300.0)) == 1
+    assert lengths.decide(9000, 300.0)[-1][2] == 0
+
+
+@pytest.mark.parametrize(
+    ("longest", "lengths"),
+    [(1, (0, 1)), (2, (0, 1, 2)), (5, (0, 1, 3, 5)), (8, (0, 1, 3, 8)), (31, (0, 1, 3, 7, 15, 31))],
+)
+def test_a_large_bound_keeps_the_short_lengths(longest: int, lengths: tuple[int, ...]) -> None:
+    assert candidate_lengths(longest) == lengths
+
+
+@pytest.mark.parametrize(
+    ("policy", "lengths", "config", "kind"),
+    [
+        ("auto", None, LLAMA3_8B, Auto),
+        ("auto", None, {}, Knee),  # with a warning
+        ("knee", None, LLAMA3_8B, Knee),
+        ("fixed", None, LLAMA3_8B, Fixed),
+        ("auto", LENGTHS, LLAMA3_8B, BatchLengths),
+        ("auto", (8,), LLAMA3_8B, Fixed),  # the user's own table
+        ("knee", LENGTHS, LLAMA3_8B, Fixed),
+        ("fixed", LENGTHS, LLAMA3_8B, Fixed),
+    ],
+)
+def test_the_controller_of_an_engine(
+    policy: Any, lengths: tuple[int, ...] | None, config: dict, kind: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the model cannot be read, the rule answers."""
+    controller = make_controller(engine_context(config, lengths=lengths), policy)
+    assert type(controller) is kind
+    warnings = [record for record in caplog.records if "policy 'knee' decides" in record.message]
+    assert len(warnings) == (not config)
+    assert controller.plan(make_step(["a"], [[1]])) > 0
