@@ -16,6 +16,16 @@ PREFIX = "FREEDRAFT_"
 LOCAL = "127.0.0.1"  # default address of metrics: this machine only
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML with the booleans `true` and `false` alone, since `off` is a value of options."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if first in "tTfF" or not tag.endswith(":bool")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 class ConfigError(ValueError):
     """An unusable configuration. The message is one line: the option or file, and the remedy."""
 
@@ -32,7 +42,7 @@ def configs_dir() -> Path:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file. Raises ConfigError for one that is missing, unreadable, not YAML or no mapping."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}; give the path of a YAML file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -23,21 +23,12 @@ def _store(value: object) -> object:
 StorePath = Annotated[Path | str | None, BeforeValidator(_store)]
 
 
-def _live(value: object) -> object:
-    """Accept the boolean values that `live` had before, from a flag, a file or the environment."""
-    return {"true": "store", "1": "store", "false": "off", "0": "off"}.get(str(value).strip().lower(), value)
-
-
-Live = Annotated[Literal["memory", "store", "off"], BeforeValidator(_live)]
-
-
 class SssdOptions(PluginOptions):
     """Options of SSSD.
 
     Attributes:
         live: learn from finished requests: their outputs are drafted from at the next step. "memory": until the server
-            ends; "store" (or true): also kept in the folder of the datastore or at its URL, which may be empty at
-            first; "off" (or false).
+            ends; "store": also kept in the folder of the datastore or at its URL, which may be empty at first; "off".
         datastore: folder of `freedraft datastore build`, or its URL for fsspec (copied to a local cache); None: only
             text of requests. With `live: store`, servers with the same URL learn from each other.
         datastore_sha256: required digest of the datastore, as shown by `freedraft datastore info`, if others could
@@ -71,7 +62,7 @@ class SssdOptions(PluginOptions):
 
     source_name: ClassVar[str] = "sssd"
 
-    live: Live = "memory"
+    live: Literal["memory", "store", "off"] = "memory"
     datastore: StorePath = None
     datastore_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
     live_tokens: int = Field(default=1 << 22, ge=1 << 14, le=1 << 30)

@@ -18,10 +18,10 @@ def refusal(options: type[PluginOptions], flags: dict, environ: dict[str, str]) 
 def test_flags_win_over_file_over_environment(tmp_path: Path) -> None:
     """Values of the environment are converted, and those of others with the prefix are no mistake."""
     file = tmp_path / "options.yaml"
-    file.write_text("knee: 20\nmin_score: 0.25\n")
+    file.write_text("knee: 20\nmin_score: 0.25\nlive: off\n")
     environ = {"FREEDRAFT_CONFIG": str(file), "FREEDRAFT_KNEE": "3", "FREEDRAFT_SCORING": "paper", "HOME": "x"}
     options = SssdOptions.read({"min_score": 0.5}, environ)
-    assert (options.knee, options.min_score, options.scoring) == (20, 0.5, "paper")
+    assert (options.knee, options.min_score, options.scoring, options.live) == (20, 0.5, "paper", "off")
     options = SssdOptions.read({}, {"FREEDRAFT_KNEE": "7", "FREEDRAFT_DATASTORE": "~/store", "FREEDRAFT_WEIGHTS": ""})
     assert (options.knee, options.datastore, options.weights) == (7, Path.home() / "store", None)
     assert SssdOptions.read({}, {"FREEDRAFT_TEST_MODEL": "m", "FREEDRAFT_CACHE": "c"}) == SssdOptions()

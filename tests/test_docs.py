@@ -25,7 +25,7 @@ from tests.support import repeat_drafter
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md")])
-COMMAND_PAGES = [page for page in PAGES if page.name not in ("results.md", "CHANGELOG.md")]  # of former commands
+COMMAND_PAGES = [page for page in PAGES if page.name != "results.md"]
 OPTIONS = {"sssd": {*SssdOptions.model_fields}, "layerskip": {*LayerSkipOptions.model_fields}}
 OPTIONS["freedraft"] = OPTIONS["sssd"] | OPTIONS["layerskip"]
 ENGINE_KEYS = {"method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size"}

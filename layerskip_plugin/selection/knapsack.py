@@ -61,7 +61,7 @@ class Plan:
         with undamaged("knapsack plan", path):
             choices = tuple(
                 Choice(SkipSet.from_dict(e["set"], str(path)), int(e["length"]), float(e["tokens_per_second"]),
-                       int(e.get("trial_length", 0)))  # older plans have none
+                       int(e["trial_length"]))
                 for e in values["entries"]
             )  # fmt: skip
             plan = cls(tuple(int(e["context"]) for e in values["entries"]), choices, str(values["hardware"]))

@@ -78,8 +78,8 @@ def test_options_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.Monkey
     monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
     options = SssdOptions.read({"datastore": url}, {})
     assert options.static_store is not None and options.static_store.parent.parent == tmp_path / "cache"
-    environment = {"FREEDRAFT_DATASTORE": url, "FREEDRAFT_LIVE": "true"}  # each is read for itself
-    for fleet in (SssdOptions.read({"datastore": url, "live": True}, {}), SssdOptions.read({}, environment)):
+    environment = {"FREEDRAFT_DATASTORE": url, "FREEDRAFT_LIVE": "store"}  # each is read for itself
+    for fleet in (SssdOptions.read({"datastore": url, "live": "store"}, {}), SssdOptions.read({}, environment)):
         assert (fleet.datastore, fleet.static_store) == (url, None)
     with refused("no datastore at memory://nowhere"):
         _ = SssdOptions.read({"datastore": "memory://nowhere"}, {}).static_store

@@ -27,7 +27,7 @@ CONFIG = LlamaConfig(vocab_size=VOCAB)
 
 def method(widths: tuple[int, ...] | None = (1, NODES), **options: Any) -> SssdMethod:
     context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, max_draft_tokens=NODES - 1, widths=widths)
-    return SssdMethod(SssdOptions(**({"policy": "fixed", "live": True} | options)), context)
+    return SssdMethod(SssdOptions(**({"policy": "fixed", "live": "store"} | options)), context)
 
 
 def draft(method: SssdMethod, name: str, text: list[int], gained: list[int]) -> list[int]:
@@ -122,7 +122,7 @@ def test_one_line_says_who_learns_from_whom(caplog: pytest.LogCaptureFixture, tm
     caplog.set_level("INFO")
     for options, words in (
         ({}, "in memory, up to 4194304 tokens; isolation 'salt': .*, and so do those without one"),
-        ({"live": True, "datastore": tmp_path}, f"in {tmp_path}, "),
+        ({"live": "store", "datastore": tmp_path}, f"in {tmp_path}, "),
         ({"isolation": "strict"}, "isolation 'strict': .* neither teach nor are taught"),
         ({"isolation": "shared"}, "isolation 'shared': all requests share"),
     ):
@@ -130,7 +130,7 @@ def test_one_line_says_who_learns_from_whom(caplog: pytest.LogCaptureFixture, tm
         SssdMethod(SssdOptions.parse({"policy": "fixed"} | options), EngineContext(vocab_size=VOCAB)).close()
         (line,) = [r.getMessage() for r in caplog.records if "learning from finished requests" in r.getMessage()]
         assert re.search(words, line)
-    assert SssdMethod(SssdOptions.parse({"live": "false"}), EngineContext(vocab_size=VOCAB)).live is None
+    assert SssdMethod(SssdOptions.parse({"live": "off"}), EngineContext(vocab_size=VOCAB)).live is None
 
 
 def test_a_folder_served_with_another_isolation(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_replica_on_another_host_learns_in_memory(tmp_path: Path, monkeypatch,
     one = method(datastore=tmp_path, isolation="shared")
     monkeypatch.setattr(folder, "_host", lambda: b"1 elsewhere")
     context = EngineContext(vocab_size=VOCAB, max_draft_tokens=NODES - 1, widths=(1, NODES), rank=1)
-    options = SssdOptions(policy="fixed", live=True, datastore=tmp_path, isolation="shared")
+    options = SssdOptions(policy="fixed", live="store", datastore=tmp_path, isolation="shared")
     other = SssdMethod(options, context)
     assert "learns in memory only" in caplog.text
     serve(other, "a", [1, 2], [20, 21, 22])

@@ -14,7 +14,7 @@ TOKENS, EACH = 30, 12
 # On a CPU vLLM gives requests without an adapter, beside others with one, the adapter in the last place: here none.
 SETTINGS = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 6, "enable_lora": True, "max_loras": 4}
 SETTINGS |= {"max_num_batched_tokens": 256, "enable_prefix_caching": True}
-SSSD = {"method": "sssd", "policy": "fixed", "recycle": "off", "live": True}
+SSSD = {"method": "sssd", "policy": "fixed", "recycle": "off", "live": "store"}
 ASKED = parameters(TOKENS, ignore_eos=True, detokenize=False)
 
 

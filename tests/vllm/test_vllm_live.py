@@ -53,7 +53,7 @@ def test_learns_from_what_it_said(tiny_model, tiny_answers, live_prompts, tmp_pa
     prompts, plain = live_prompts, tiny_answers
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4}
     method = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed", "recycle": "off"}
-    method |= {"live": True, "datastore": str(tmp_path)}
+    method |= {"live": "store", "datastore": str(tmp_path)}
 
     def accepted(salt=None):
         """Draft tokens accepted while all prompts are answered."""
@@ -116,7 +116,7 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(tiny
             given[i] = {"prompt_embeds": embedding(torch.tensor(live_prompts[i]["prompt_token_ids"]))}
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4, "enable_prompt_embeds": True}
     method = {"method": "sssd", "num_speculative_tokens": 6, "policy": "fixed"}
-    method |= {"live": True, "isolation": "shared"}
+    method |= {"live": "store", "isolation": "shared"}
     with engine(tiny_model, speculative_config=method, **settings) as llm:
         proposer = runner_of(llm).drafter
         texts: set[tuple[int, ...]] = set()
@@ -141,7 +141,7 @@ def test_embeddings_in_place_of_a_prompt_are_neither_drafted_for_nor_learnt(tiny
 
 
 def test_what_stands_behind_a_stop_string_is_not_learnt(demo_model):
-    method = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed", "live": True, "isolation": "shared"}
+    method = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed", "live": "store", "isolation": "shared"}
     with engine(demo_model, speculative_config=method, max_model_len=256, max_num_seqs=2) as llm:
         text = "Once upon a time, in a village by the sea, there lived"
 

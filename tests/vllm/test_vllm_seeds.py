@@ -11,7 +11,7 @@ from vllm_engines import engine
 @pytest.fixture(scope="module")
 def sssd(plain_tiny, tiny_model):
     """Depends on `plain_tiny` so that the engines do not exist at the same time."""
-    config = {"method": "sssd", "num_speculative_tokens": 5, "policy": "fixed", "live": True, "isolation": "shared"}
+    config = {"method": "sssd", "num_speculative_tokens": 5, "policy": "fixed", "live": "store", "isolation": "shared"}
     small = {"max_num_seqs": 8, "block_size": 32, "num_gpu_blocks_override": 9}
     with engine(tiny_model, speculative_config=config, **SAMPLING_ENGINE | small) as llm:
         yield llm

@@ -24,7 +24,7 @@ from tests.support.waiting import wait_until
 
 @pytest.fixture(scope="module")
 def server(demo_model, tmp_path_factory):
-    speculative = {"method": "sssd", "num_speculative_tokens": 8, "knee": 24, "live": True}
+    speculative = {"method": "sssd", "num_speculative_tokens": 8, "knee": 24, "live": "store"}
     flags = "--per-request-spec-decode-metrics summary --enable-auto-tool-choice --tool-call-parser minicpm5"
     with serving(demo_model, tmp_path_factory.mktemp("server"), speculative, *flags.split()) as made:
         yield made

@@ -18,7 +18,7 @@ from tests.support.prompts import SHORT, random_ids
 
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
-SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True, "isolation": "shared"}
+SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": "store", "isolation": "shared"}
 PROMPTS = random_ids([12] * 4, 500, first=2, seed=3)
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 # Heads of 64, which vLLM's CPU attention has, and enough of them for two ranks.

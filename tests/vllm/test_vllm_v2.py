@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 TOKENS = 30
 SMALL = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_batched_tokens": 64}
 CRAMPED = {"num_gpu_blocks_override": 9, "block_size": 32}
-SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": True}
+SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": "store"}
 
 
 def serve(model, timeout=840, attention="", **given):
@@ -167,7 +167,7 @@ def test_off_for_one_request(tiny_model, extra_args):
     texts, off = np.tile(np.arange(2, 12, dtype=np.int32), (2, 20)), extra_args["freedraft"] == "off"
     waited: list[int] = []
     for rows in (2, 1):
-        decoding = Decoding(tiny_model, texts[:rows], 40, SSSD | {"live": False}, extra_args)
+        decoding = Decoding(tiny_model, texts[:rows], 40, SSSD | {"live": "off"}, extra_args)
         count = decoding.drafting.guarded.metrics.undrafted("off")._value
         before = count.get()
         waited.clear()
@@ -188,7 +188,7 @@ def test_an_error_of_the_driver_in_a_step_is_the_engines(tiny_model, caplog, mon
     pytest.importorskip("triton")
     monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
     texts = np.tile(np.arange(2, 12, dtype=np.int32), (2, 20))
-    decoding = Decoding(tiny_model, texts, 40, SSSD | {"live": False})
+    decoding = Decoding(tiny_model, texts, 40, SSSD | {"live": "off"})
 
     def fail(error):
         raise error
@@ -375,7 +375,7 @@ def test_recurrent_layers(tmp_path):
     ids = texts.random_ids([12, 12, 30, 5], 24, first=2, seed=3)
     cases = {"few": greedy_case(token_prompts(ids), 16), "aborted": greedy_case(token_prompts(ids), 16, abort=6)}
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 3, 0], [4, 64, 3]]}
-    given = {"cases": cases, "speculative_config": SSSD | {"live": False} | schedule, "max_num_seqs": 8}
+    given = {"cases": cases, "speculative_config": SSSD | {"live": "off"} | schedule, "max_num_seqs": 8}
     found = run("recurrent.py", model, given | SMALL | {"max_model_len": 128})
     plain = continuations(model, ids, 16)
     assert found["few"] == plain and found["aborted"] == plain
@@ -455,7 +455,7 @@ def test_structured_output(demo_model):
     ids = tokenizer(prompt)["input_ids"][:40] if isinstance(prompt, str) else prompt
     parameters = {"temperature": 0, "max_tokens": 12, "structured_outputs": {"choice": ["red, red, red", "blue"]}}
     given = {"cases": {"choice": {"prompts": [ids], "parameters": parameters}}, "max_model_len": 128}
-    options = SSSD | {"live": False, "policy": "knee", "knee": 12}
+    options = SSSD | {"live": "off", "policy": "knee", "knee": 12}
     found = serve(demo_model, speculative_config=options, max_num_seqs=2, **given)
     assert tokenizer.decode(found["choice"][0], skip_special_tokens=True) in ("red, red, red", "blue")
     assert not found["engine"]["failures"]

@@ -115,11 +115,11 @@ class ChecksummedManifest(BaseModel, frozen=True):
         if not isinstance(content, dict) or content.get("format") != cls.model_fields["format"].default:
             raise DatastoreError(f"{path} does not describe {cls.DESCRIBES}: correct the path, or {cls.REMEDY}")
         version, known = content.get("format_version"), cls.model_fields["format_version"].default
-        if isinstance(version, int) and version != known:
-            newer = version > known
-            remedy = f"upgrade freedraft, or {cls.ALTERNATIVE}" if newer else cls.REMEDY
-            order = f"{'newer' if newer else 'older'} than the {known} that {ours} reads"
-            raise DatastoreError(f"{path} has format version {version}, {order}: {remedy}")
+        if isinstance(version, int) and version > known:
+            newer = f"newer than the {known} that {ours} reads"
+            raise DatastoreError(
+                f"{path} has format version {version}, {newer}: upgrade freedraft, or {cls.ALTERNATIVE}"
+            )
         if content.pop("checksum", None) != checksum(content):
             raise DatastoreError(f"{path} is corrupted: its checksum does not match; restore it, or {cls.REMEDY}")
         required = content.get("requires")

@@ -38,7 +38,7 @@ class LiveManifest(ChecksummedManifest, frozen=True):
     ALTERNATIVE: ClassVar[str] = "choose another datastore"
 
     format: Literal["freedraft-live"] = "freedraft-live"
-    format_version: Literal[2] = 2
+    format_version: Literal[1] = 1
     vocab_size: int
     fingerprint: str | None = None
     key: Digest = Field(default_factory=lambda: secrets.token_hex(16))  # of the digests that replace tenants' names
