@@ -86,7 +86,6 @@ def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make
     """Decode recorded answers in a batch that is kept full while answers are left; return the tokens per second."""
     (seconds_of, shape), now = MACHINES[machine], 0.0
     policy = make(Roofline(shape, HardwareProfile.load(machine)), lambda: now)
-    min_score = policy.profile.token_cost if isinstance(policy, Knee) else 0.0
     rng = np.random.default_rng(batch)
     waiting, free = list(range(len(rows)))[::-1], list(range(batch))[::-1]
     longest = max(len(p) + len(o) for p, o in rows) + 1
@@ -117,7 +116,7 @@ def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make
             for b in drafter.update(names, step.tokens, step.starts, step.ends, lengths):
                 drafter.replace(names[b], step.history(b)[: lengths[b]])
             now += DRAFTING * n
-            drafts = drafter.draft(names, max_nodes=length + 1, shape="chain", min_score=min_score)
+            drafts = drafter.draft(names, max_nodes=length + 1, shape="chain")
             policy.cut(drafts)
             counts, tokens = np.maximum(drafts.counts, 1), drafts.tokens
         policy.done(step)

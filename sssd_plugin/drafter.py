@@ -151,16 +151,13 @@ class Drafter:
         with self._lock:
             self._index.replace(request_id, tokens)
 
-    def draft(
-        self, request_ids: Sequence[str], *, max_nodes: int, shape: Shape = "tree", min_score: float = 0.0
-    ) -> DraftBatch:
+    def draft(self, request_ids: Sequence[str], *, max_nodes: int, shape: Shape = "tree") -> DraftBatch:
         """Draft the best trees, or chains, for these requests.
 
         Args:
             request_ids: an unknown or empty request gets a tree of 0 nodes.
             max_nodes: per request, root included.
             shape: `chain` gives every node at most one child.
-            min_score: drop nodes that do not score higher.
 
         Returns:
             Views that the next call overwrites. Nodes are in order of descending score, so any prefix of a row is a
@@ -186,7 +183,7 @@ class Drafter:
                 _values(self._owners, request_ids),
                 out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds,
             )  # fmt: skip
-            view, limits = self._view, (max_nodes, shape == "chain", min_score)
+            view, limits = self._view, (max_nodes, shape == "chain")
             arrays_of_view = view.table, view.bounds, view.static_rows, view.widest
             same: tuple[Any, ...] = self._index.slots, arrays_of_view, self._entries, limits, self._weights
             draft_batch = (paper if self._weights is None else learned).draft_batch

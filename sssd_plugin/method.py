@@ -105,8 +105,6 @@ class SssdMethod(Method):
         await_compilation()
         super().__init__(options, context, controller or options.make_controller(context), NAME)
         assert context.vocab_size is not None
-        default = 0.0 if context.lengths is not None else self.controller.min_score
-        self.min_score = default if options.min_score is None else options.min_score
         self._corpora: dict[str, SubIndex] = {}
         self._lock = threading.Lock()  # corpora are added in a thread of the engine
         # The front-end process has verified every byte.
@@ -201,7 +199,7 @@ class SssdMethod(Method):
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         branches = step.trees or (step.widths is not None and not self.context.chains)
         shape: Shape = "tree" if branches and self.options.shape != "chain" else "chain"
-        return self.drafter.draft(step.request_ids, max_nodes=max_draft_len + 1, shape=shape, min_score=self.min_score)
+        return self.drafter.draft(step.request_ids, max_nodes=max_draft_len + 1, shape=shape)
 
     def close(self) -> None:
         super().close()

@@ -51,8 +51,6 @@ class SssdOptions(PluginOptions):
         step_times: file that keeps the step times of "auto" between starts; None: not kept.
         shape: shape of drafts, "tree" or "chain"; "auto" is "tree" if the engine's attention verifies trees in all its
             steps (with vLLM's FlashAttention, freedraft's kernel verifies trees, on "tree" only).
-        min_score: minimum estimated probability of acceptance of verified draft tokens. None: 0, but under "knee" and
-            "fixed" on vLLM's model runner V1 the cost of a token by the hardware profile.
         recycle: draft from the logits of verified nodes, too: "auto" on SGLang and vLLM's model runner V2, where they
             come without a wait; "on" logs a warning where there are none; "off".
         recycle_megabytes: memory for recycled logits; the oldest are replaced first.
@@ -75,7 +73,6 @@ class SssdOptions(PluginOptions):
     policy: Policy | None = None
     step_times: UserPath = None
     shape: Literal["auto", "tree", "chain"] = "auto"
-    min_score: float | None = Field(default=None, ge=0.0, le=1.0)
     recycle: Literal["auto", "on", "off"] = "auto"
     recycle_megabytes: int = Field(default=64, ge=1, le=1 << 16)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)

@@ -18,10 +18,13 @@ def refusal(options: type[PluginOptions], flags: dict, environ: dict[str, str]) 
 def test_flags_win_over_file_over_environment(tmp_path: Path) -> None:
     """Values of the environment are converted, and those of others with the prefix are no mistake."""
     file = tmp_path / "options.yaml"
-    file.write_text("knee: 20\nmin_score: 0.25\nlive: off\n")
+    file.write_text("knee: 20
+live_max_age: 0.25
+live: off
+")
     environ = {"FREEDRAFT_CONFIG": str(file), "FREEDRAFT_KNEE": "3", "FREEDRAFT_SCORING": "paper", "HOME": "x"}
-    options = SssdOptions.read({"min_score": 0.5}, environ)
-    assert (options.knee, options.min_score, options.scoring, options.live) == (20, 0.5, "paper", "off")
+    options = SssdOptions.read({"live_max_age": 0.5}, environ)
+    assert (options.knee, options.live_max_age, options.scoring, options.live) == (20, 0.5, "paper", "off")
     options = SssdOptions.read({}, {"FREEDRAFT_KNEE": "7", "FREEDRAFT_DATASTORE": "~/store", "FREEDRAFT_WEIGHTS": ""})
     assert (options.knee, options.datastore, options.weights) == (7, Path.home() / "store", None)
     assert SssdOptions.read({}, {"FREEDRAFT_TEST_MODEL": "m", "FREEDRAFT_CACHE": "c"}) == SssdOptions()
@@ -35,8 +38,8 @@ def test_flags_win_over_file_over_environment(tmp_path: Path) -> None:
         ({"knee": 0}, {}, ["'knee'", "greater than or equal to 1", "0"]),
         ({"knee": 2.5}, {}, ["'knee'", "2.5"]),
         ({"scoring": "best"}, {}, ["'scoring'", "'learned' or 'paper'", "best"]),
-        ({"min_score": float("nan")}, {}, ["'min_score'", "finite"]),
-        ({"min_score": 1.5}, {}, ["'min_score'", "1.5"]),
+        ({"live_max_age": float("nan")}, {}, ["'live_max_age'", "finite"]),
+        ({"live_max_age": -1.5}, {}, ["'live_max_age'", "-1.5"]),
         ({"weights": "/no/such/file"}, {}, ["'weights'", "/no/such/file", "bench/scorer"]),
         ({"metrics_port": 70000}, {}, ["'metrics_port'", "70000"]),
         ({}, {"FREEDRAFT_KNEE": "six"}, ["FREEDRAFT_KNEE", "six"]),

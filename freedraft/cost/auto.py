@@ -21,7 +21,7 @@ from freedraft.cost.auto_by_batch import BatchLengths
 from freedraft.cost.controller import Controller, Fixed, Knee, Policy
 from freedraft.cost.costs import Costs
 from freedraft.cost.hardware import HardwareProfile, choose_profile
-from freedraft.cost.probes import Explorer
+from freedraft.cost.probes import Probes
 from freedraft.cost.roofline import knee_of, roofline_of
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, row_of
 from freedraft.draft import DraftBatch
@@ -39,15 +39,11 @@ class Auto(Costs):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.explorer = Explorer()
+        self.explorer = Probes()
         self.gain = 0.0
         self.drafting_seconds = 0.0
         self._longest = float(self.max_draft_tokens)
         self._drafts_pay = False
-
-    @property
-    def min_score(self) -> float:
-        return 0.0
 
     def rests(self) -> bool:
         if self.acceptance.follows or not self.explorer.rests():

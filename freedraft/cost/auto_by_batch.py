@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.controller import Fixed
-from freedraft.cost.explain import CHAIN_TOKENS_PER_STEP, expected_tokens
-from freedraft.cost.probes import Explorer
+from freedraft.cost.priors import CHAIN_TOKENS_PER_STEP, expected_tokens
+from freedraft.cost.probes import Probes
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, context_bucket, row_of
 from freedraft.draft import DraftBatch
@@ -69,7 +69,7 @@ class BatchLengths(Fixed):
         self.lengths: NDArray[np.int64] = np.unique([0, *lengths])
         self.times = StepTimes(roofline, path, clock)
         self.acceptance = Acceptance()
-        self.explorer = Explorer()
+        self.explorer = Probes()
         self._clock = clock
         # ln(measured / predicted) of steps, and their number, by range of batch sizes, length and bucket of contexts.
         # Step times by query tokens alone do not include waiting for drafts.

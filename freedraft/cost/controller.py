@@ -46,12 +46,6 @@ class Controller(ABC):
         self.widths = None if widths is None else np.array(widths, np.int32)
         self.budget = 0
 
-    @property
-    def min_score(self) -> float:
-        """Default probability of acceptance below which a draft token is not verified: the profile's cost of a token,
-        where lengths may differ by request."""
-        return self.profile.token_cost if self.widths is None else 0.0
-
     def max_tokens_per_request(self, batch_size: int) -> int:
         """Most draft tokens of a request by the profile's caps, without the root."""
         cap = self.profile.max_nodes(batch_size)

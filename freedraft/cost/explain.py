@@ -8,14 +8,10 @@ import numpy as np
 
 from freedraft.config import ConfigError
 from freedraft.cost.controller import Knee
+from freedraft.cost.priors import TOKENS_PER_STEP, expected_tokens
 from freedraft.cost.roofline import Roofline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# Tokens per step by nodes: SSSD's trees on recorded answers of Llama-3.1-8B (bench/results/replay.json)
-TOKENS_PER_STEP = {1: 1.0, 4: 1.546, 8: 1.708, 16: 1.823, 32: 1.926}
-
-# Of SSSD's chains, at first; learnt while serving
-CHAIN_TOKENS_PER_STEP = {1: 1.0, 2: 1.307, 3: 1.425, 5: 1.491, 9: 1.52, 17: 1.527, 33: 1.529}
 
 
 def parse_curve(text: str) -> dict[int, float]:
@@ -69,8 +65,3 @@ def explain(
                 float(tokens[best] / seconds[best] * seconds[0]))
         )  # fmt: skip
     return rows
-
-
-def expected_tokens(lengths: np.ndarray, curve: dict[int, float]) -> np.ndarray:
-    """Tokens per step for each length; constant beyond the last known one."""
-    return np.interp(np.log2(lengths), np.log2(list(curve)), list(curve.values()))

@@ -29,8 +29,6 @@ class HardwareProfile(BaseModel):
         source: "datasheet" or "measured".
         peak_flops_by_dtype: FLOP/s of other number formats (float32, float16, bfloat16, float8, int8).
         knee: query tokens per step, over the whole batch, that cost about as much as one; None: derived.
-        token_cost: share of a step that one more query token below the knee adds: draft tokens with a lower probability
-            of acceptance do not pay. For policy "knee"; policy "auto" measures it.
         max_nodes_by_batch: the paper's caps: most nodes per request (root included) from this batch size up to the next
             larger entry.
         devices: parts of the device names that torch reports, by which `hardware: auto` finds this profile.
@@ -44,7 +42,6 @@ class HardwareProfile(BaseModel):
     source: Literal["datasheet", "measured"]
     peak_flops_by_dtype: dict[Dtype, PositiveFloat] = {}
     knee: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    token_cost: float = Field(default=0.0, ge=0.0, le=1.0)
     max_nodes_by_batch: dict[PositiveInt, PositiveInt] = {}
     devices: tuple[str, ...] = ()
 

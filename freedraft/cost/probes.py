@@ -1,4 +1,4 @@
-"""Exploration: `ProbeSchedule` decides when, `Explorer` of the controllers also what to try."""
+"""Exploration: `ProbeSchedule` decides when, `Probes` of the controllers also what to try."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ProbeSchedule:
         self._intervals.pop(key, None)
 
 
-class Explorer(ProbeSchedule):
+class Probes(ProbeSchedule):
     """Probes of draft lengths other than the best, which keep step times fresh; and, while nothing is verified, pauses
     between drafts that only measure what drafting would bring."""
 

@@ -238,7 +238,7 @@ def draft_tree(sources, weights, limits, tree, scratch):
             for i in range(first, m):
                 value = path_scores[current] * probabilities[i]
                 pending = _insert(frontier, pending, capacity, value, current, candidates[shortlist[i]].token, kind)
-        if n >= max_nodes or pending == 0 or frontier[0].score <= limits.min_score:
+        if n >= max_nodes or pending == 0:
             return n
         leaf = frontier[0]
         add_node(tree, n, leaf.token, leaf.parent, leaf.score, leaf.kind)

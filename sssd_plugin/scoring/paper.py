@@ -155,8 +155,6 @@ def draft_tree(request, store, limits, tree, tries):
         _push_children(nodes, source, source, INPUT_DISCOUNT if source else 1.0, 0, heap)
     while len(heap) > 0 and n < limits.max_nodes:
         negative, parent, node, source = heapq.heappop(heap)
-        if -negative <= limits.min_score:
-            break
         token, here = nodes[node].token, parent + 1
         while here < n and not (tree.parents[here] == parent and tree.tokens[here] == token):
             here += 1

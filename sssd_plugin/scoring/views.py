@@ -23,7 +23,6 @@ class Limits(NamedTuple):
 
     max_nodes: int  # root included
     chain: bool  # extend only the newest node, by its best candidate
-    min_score: float  # drop nodes that do not score higher
 
 
 class Tree(NamedTuple):

@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from freedraft.cli import app
 from freedraft.config import ConfigError
 from freedraft.cost import profiling
-from freedraft.cost.explain import CHAIN_TOKENS_PER_STEP, TOKENS_PER_STEP, expected_tokens, explain, parse_curve
+from freedraft.cost.explain import explain, parse_curve
 from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.priors import CHAIN_TOKENS_PER_STEP, TOKENS_PER_STEP, expected_tokens
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.schedule import CONTEXT, draft_lengths
 from tests.support.disks import full_disk

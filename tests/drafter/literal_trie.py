@@ -78,7 +78,6 @@ def check(
     *,
     max_nodes: int,
     shape: str = "tree",
-    min_score: float = 0.0,
 ) -> None:
     """Each row is a draft by Algorithm 3."""
     batch.check()
@@ -101,20 +100,19 @@ def check(
         for path, score, source in zip(paths[1:], scores[1:], batch.kinds[b, 1:count], strict=True):
             assert np.isclose(score, best[path], TOLERANCE, 0), path
             assert np.isclose(score, sources[source][path], TOLERANCE, 0), path
-            assert score > min_score * (1 - TOLERANCE)
         assert (np.diff(scores) <= 0).all()
-        check_left_out(best, paths, scores, max_nodes, shape, min_score)
+        check_left_out(best, paths, scores, max_nodes, shape)
 
 
 def check_left_out(
-    best: Scores, paths: list[Path], scores: NDArray[np.float64], max_nodes: int, shape: str, min_score: float
+    best: Scores, paths: list[Path], scores: NDArray[np.float64], max_nodes: int, shape: str
 ) -> None:
     """No path that could have been drafted instead has a higher score; in a chain only those beside its nodes could."""
-    last = scores[-1] if len(paths) == max_nodes else min_score
+    last = scores[-1] if len(paths) == max_nodes else 0.0
     bar = dict.fromkeys(paths, last)  # by parent
     if shape == "chain":
         assert [path[:-1] for path in paths[1:]] == paths[:-1]
-        bar = dict(zip(paths, [*scores[1:], min_score], strict=True))
+        bar = dict(zip(paths, [*scores[1:], 0.0], strict=True))
         if len(paths) == max_nodes:
             del bar[paths[-1]]
     for path, score in best.items():

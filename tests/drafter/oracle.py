@@ -474,7 +474,6 @@ def learned_tree(
     weights: Weights,
     max_nodes: int,
     chain: bool,
-    min_score: float,
     logits: Logits | None,
 ) -> Tree:
     tree = Tree()
@@ -499,7 +498,7 @@ def learned_tree(
             else:
                 frontier += [(base * p, current, x) for x, p in scored]
                 frontier = sorted(frontier, key=lambda entry: -entry[0])[:room]  # stable: older ones win ties
-        if not frontier or frontier[0][0] <= min_score:
+        if not frontier:
             break
         value, parent, token = frontier.pop(0)
         current = tree.add(token, parent, value)
@@ -516,7 +515,6 @@ def draft(
     weights: Weights,
     max_nodes: int,
     shape: str = "tree",
-    min_score: float = 0.0,
     logits: Sequence[Logits] | None = None,
 ) -> list[Tree]:
     """One tree per request; `logits` are what each request sees of recycled ones."""
@@ -524,5 +522,5 @@ def draft(
     for b, request in enumerate(requests):
         tokens = [int(t) for t in request]
         own = logits[b] if logits else None
-        trees.append(learned_tree(store, tokens, weights, max_nodes, shape == "chain", min_score, own))
+        trees.append(learned_tree(store, tokens, weights, max_nodes, shape == "chain", own))
     return trees

@@ -48,7 +48,6 @@ def options(data: st.DataObject) -> dict:
     return {
         "max_nodes": data.draw(st.sampled_from([16, 2, 1, 3, 8, 32])),
         "shape": data.draw(st.sampled_from(["tree", "chain"])),
-        "min_score": data.draw(st.sampled_from([0.0, 0.0, 0.02, 0.3])),
     }
 
 

@@ -250,11 +250,7 @@ POLICIES = [({"policy": "auto"}, Auto), ({"policy": "knee"}, Knee), ({"policy": 
     ("options", "kind"), [*POLICIES, ({"policy": None}, Auto), ({"policy": None, "knee": 7}, Knee)]
 )
 def test_policies(options: dict[str, Any], kind: type) -> None:
-    sssd = method(None, **options)
-    assert type(sssd.controller) is kind
-    assert sssd.min_score == (0.0 if kind is Auto else sssd.controller.profile.token_cost)
-    assert method(None, **options, min_score=0.3).min_score == 0.3
-    assert method(**options).min_score == 0.0
+    assert type(method(None, **options).controller) is kind
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def counted(name: str) -> Counter[str]:
 def test_every_step_counts_what_it_verified_and_accepted(scoring: Any, drafts: str) -> None:
     rng, names = np.random.default_rng(2), [f"r{i}" for i in range(5)]
     context = EngineContext(vocab_size=VOCAB, max_draft_tokens=8)
-    method = SssdMethod(SssdOptions(scoring=scoring, policy="fixed", min_score=0.0), context)
+    method = SssdMethod(SssdOptions(scoring=scoring, policy="fixed"), context)
     method.add_corpus("c", [int32(rng.permutation(np.arange(240) % 40))])
     source_of = method.drafter._source_of
     texts = {name: rng.integers(0, VOCAB, 9).tolist() for name in names}

@@ -124,13 +124,13 @@ def test_layers_that_are_skipped_are_not_compiled_ahead_of_time(tiny_model, monk
 
 
 def test_the_method_is_rewritten_and_options_travel(tiny_model):
-    given = GOOD | {"knee": 11, "min-score": 0.25}
+    given = GOOD | {"knee": 11, "live-max-age": 0.25}
     config = config_of(tiny_model, copy.deepcopy(given))
     assert config.speculative_config.method == "custom_class"
     assert config.speculative_config.num_speculative_tokens == 8
     ours = methods.configured(pickle.loads(pickle.dumps(config)))
     assert ours.name == "sssd" and not ours.lengths
-    assert ours.options["knee"] == 11 and ours.options["min_score"] == 0.25 and ours.options["scoring"] == "paper"
+    assert ours.options["knee"] == 11 and ours.options["live_max_age"] == 0.25 and ours.options["scoring"] == "paper"
     # Compiled graphs are kept for other options.
     assert config.compute_hash() == config_of(tiny_model, GOOD | {"metrics_port": 4711}).compute_hash()
 
