@@ -18,10 +18,7 @@ def refusal(options: type[PluginOptions], flags: dict, environ: dict[str, str]) 
 def test_flags_win_over_file_over_environment(tmp_path: Path) -> None:
     """Values of the environment are converted, and those of others with the prefix are no mistake."""
     file = tmp_path / "options.yaml"
-    file.write_text("knee: 20
-live_max_age: 0.25
-live: off
-")
+    file.write_text("knee: 20\nlive_max_age: 0.25\nlive: off\n")
     environ = {"FREEDRAFT_CONFIG": str(file), "FREEDRAFT_KNEE": "3", "FREEDRAFT_SCORING": "paper", "HOME": "x"}
     options = SssdOptions.read({"live_max_age": 0.5}, environ)
     assert (options.knee, options.live_max_age, options.scoring, options.live) == (20, 0.5, "paper", "off")
