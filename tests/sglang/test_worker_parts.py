@@ -1,6 +1,4 @@
-"""Pieces of the worker that need no engine: CUDA graphs of draft passes that cannot be captured, trees on their way to
-other ranks; and against slow, obvious versions rows of `req_to_token` for windowed passes, links of trees and documents
-of chunks."""
+"""Pieces of the worker against slow, obvious versions: rows of `req_to_token` for windows, and links of trees."""
 
 from __future__ import annotations
 
@@ -8,67 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from freedraft.draft import DraftBatch
 from freedraft.draft_pass import Window
-from freedraft.engines.draft_ranks import DraftRanks
 from tests.support.random_trees import random_batch
-
-
-@pytest.fixture(scope="module")
-def group(tmp_path_factory):
-    """SGLang's group of one tensor-parallel rank."""
-    from sglang.srt.distributed import parallel_state
-
-    address = f"file://{tmp_path_factory.mktemp('ranks') / 'store'}"
-    parallel_state.init_distributed_environment(1, 0, address, 0, "gloo")
-    yield parallel_state.init_model_parallel_group([[0]], 0, "gloo", use_custom_allreduce=False)
-    parallel_state.destroy_distributed_environment()
-
-
-class Runner:
-    """As much of SGLang's ModelRunner, which takes a model and a device, as says that graphs are captured."""
-
-    decode_cuda_graph_runner = object()
-
-
-def test_a_rank_that_cannot_capture_leaves_no_other_waiting(group, monkeypatch):
-    """One of several ends the engine, whose ranks capture together; alone it runs passes eagerly."""
-    from freedraft.engines.sglang import draft_model
-    from freedraft.guarded_method import EngineMustEnd
-
-    def fail(runner, width):
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(draft_model, "capture", fail)
-    model = draft_model.PagedDraftModel.__new__(draft_model.PagedDraftModel)
-    model.runner, model.ranks, model._model, model.decoder = Runner(), DraftRanks(group), torch.nn.Module(), None
-    model._to_capture, model._graphs = {("one",): None}, {("before",): None}
-    model.capture()
-    assert not model._graphs
-    monkeypatch.setattr(group, "world_size", 2)
-    monkeypatch.setattr(group, "rank_in_group", 1)
-    model.ranks, model._to_capture = DraftRanks(group), {("one",): None}
-    with pytest.raises(EngineMustEnd):
-        model.capture()
-
-
-def test_trees_reach_other_ranks_in_shared_memory(group, monkeypatch):
-    """By SGLang's message queue, which its groups of several ranks have; no collective makes a rank wait for others."""
-    from sglang.srt.distributed.device_communicators.shm_broadcast import MessageQueue
-
-    from freedraft.engines.sglang.ranks import Ranks
-
-    monkeypatch.setattr(torch.distributed, "broadcast", None)
-    drafted = DraftBatch.empty(3, 5)
-    drafted.tokens[:], drafted.counts[:] = np.arange(15).reshape(3, 5), [5, 1, 2]
-    monkeypatch.setattr(group, "world_size", 2)
-    writer = MessageQueue(1, 1)
-    monkeypatch.setattr(group, "mq_broadcaster", writer)
-    assert Ranks(group).share_draft(drafted) is drafted
-    monkeypatch.setattr(group, "mq_broadcaster", MessageQueue.create_from_handle(writer.export_handle(), 0))
-    monkeypatch.setattr(group, "rank_in_group", 1)
-    shared = Ranks(group).share_draft(None)
-    assert shared.tokens.tolist() == drafted.tokens.tolist() and shared.counts.tolist() == [5, 1, 2]
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -133,6 +133,8 @@ def test_the_method_is_rewritten_and_options_travel(tiny_model):
     assert ours.options["knee"] == 11 and ours.options["live_max_age"] == 0.25 and ours.options["scoring"] == "paper"
     # Compiled graphs are kept for other options.
     assert config.compute_hash() == config_of(tiny_model, GOOD | {"metrics_port": 4711}).compute_hash()
+    graphs = config_of(tiny_model, GOOD, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"})
+    assert methods.configured(graphs).graph_mode_given and not ours.graph_mode_given
 
 
 def test_one_line_says_what_decides_the_speed(tiny_model):
@@ -143,31 +145,6 @@ def test_one_line_says_what_decides_the_speed(tiny_model):
     assert "\n" not in line and all(words in line for words in said) and "data" not in line and "not test" not in line
     config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 8), (9, 99, 0)]
     assert "8 from 1 on, 0 from 9 on" in start_line(config, "sssd", v2=True)
-
-
-def test_full_graphs_for_every_step_where_attention_allows_it(tiny_model):
-    from vllm.config import CompilationConfig, CUDAGraphMode
-    from vllm.v1.attention.backend import AttentionCGSupport
-
-    from freedraft.engines.vllm.v1.runner import prefer_full_graphs
-
-    def resolved(given, support, *, preferred):
-        config = CompilationConfig(mode=3, cudagraph_mode=given, cudagraph_capture_sizes=[9, 18])
-        config.max_cudagraph_capture_size = 18
-        config.set_splitting_ops_for_v1("", data_parallel_size=1)
-        if preferred:
-            prefer_full_graphs(config)
-        return CUDAGraphMode(config.resolve_cudagraph_mode_and_sizes(support, "a backend", 9)).name
-
-    by_default = "FULL_AND_PIECEWISE"
-    assert resolved(by_default, AttentionCGSupport.ALWAYS, preferred=True) == "FULL"
-    assert resolved(by_default, AttentionCGSupport.ALWAYS, preferred=False) == by_default
-    for support in (AttentionCGSupport.UNIFORM_BATCH, AttentionCGSupport.NEVER):
-        assert resolved(by_default, support, preferred=True) == resolved(by_default, support, preferred=False) != "FULL"
-    assert resolved("PIECEWISE", AttentionCGSupport.ALWAYS, preferred=True) == "PIECEWISE"
-    assert not methods.configured(config_of(tiny_model, GOOD)).graph_mode_given
-    chosen = config_of(tiny_model, GOOD, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"})
-    assert methods.configured(chosen).graph_mode_given
 
 
 def test_the_short_flags(tiny_model):
