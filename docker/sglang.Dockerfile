@@ -8,7 +8,7 @@ RUN python3 -m pip install --no-cache-dir /srv/install/freedraft-*.whl && rm -r 
     && useradd --create-home --home-dir /srv/freedraft --uid 10001 freedraft
 USER 10001
 WORKDIR /srv/freedraft
-ENV HF_HOME=/srv/freedraft/.cache/huggingface NUMBA_CACHE_DIR=/srv/freedraft/.cache/numba FREEDRAFT_LIVE=true
+ENV HF_HOME=/srv/freedraft/.cache/huggingface NUMBA_CACHE_DIR=/srv/freedraft/.cache/numba
 EXPOSE 30000
 HEALTHCHECK --interval=15s --timeout=5s --start-period=15m \
     CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:30000/health', timeout=4)"]

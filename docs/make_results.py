@@ -551,7 +551,7 @@ figure is the measured one.
   benchmark alone, -23, -9 and 8 % if the preparation of a step takes 1.5 ms; 102, 93 and 105 % if it takes 7 ms, longer
   than the pass (4d4efe39b90f).
 - **Building datastores** of 8 M tokens: 0.30 to 0.34 us and 18.4 bytes of memory per token, 8.3 bytes on disk, 14 to
-  20 ms to open; 66 M tokens from text in 94 s on two cores, killed halfway and resumed, within 1.1 GiB (1dc2e084e014).
+  20 ms to open; 66 M tokens from text in 94 s on two cores, within 1.1 GiB (1dc2e084e014).
 - **Kills** (`kill -9`), 100 each, of a process that learns in a folder, erases a tenant or rewrites the file: no wrong
   data, nothing erased came back, the oldest loss 0.24 s old; 3 of vLLM's server while it answers: no wrong document
   (937816107692). At a URL that is read every 0.1 s (2 s by default), while learning, erasing (47 times) and finishing

@@ -72,7 +72,6 @@ def test_token_files_need_no_tokenizer(tmp_path: Path) -> None:
         (("--sub-index-tokens", "3"), "--sub-index-tokens must be from"),
         (("--vocab-size", "-5"), "vocabulary size must be from 1"),
         (("--field", "body"), "has no field 'body'"),
-        (("--ray", "auto", "--workers", "2"), "not both"),
     ],
 )
 def test_bad_values(

@@ -1,28 +1,20 @@
-"""A build that ends early, however it ends, leaves the target absent, or what it was, or whole.
-
-With --resume it goes on where it was, and makes the same store.
-"""
+"""A build that ends early, however it ends, leaves the target absent, or what it was, or whole."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from sssd_plugin.datastore.build.builder import StoreBuilder
-from sssd_plugin.datastore.build.sources import BuildCheckpoint, Piece, find_inputs
-from sssd_plugin.datastore.tokenizer import load
-from tests.support.stores import build_store, documents_at, leftovers, one_line, read_only_folder, refused, run
+from tests.support.stores import build_store, documents_at, leftovers, read_only_folder, refused
 from tests.support.waiting import wait_until
 
 BUILD_FOREVER = """
@@ -168,106 +160,3 @@ def test_only_datastores_are_replaced(tmp_path: Path) -> None:
 def test_a_folder_that_may_not_be_written() -> None:
     with read_only_folder() as folder, refused("cannot write .*Permission denied; give this user access"):
         build_store(folder / "store", [[1]], 10)
-
-
-STOPPING = """
-import sys, time
-from sssd_plugin.datastore.build import sources
-sources.BATCH_CHARS, sources.CHECKPOINT_SECONDS = 500, 0.0
-original = sources.read_pieces
-def stopping(*arguments):
-    for number, piece in enumerate(original(*arguments)):
-        time.sleep(60 if number >= int(sys.argv[1]) else 0)
-        yield piece
-sources.read_pieces = stopping
-from sssd_plugin.datastore.cli import app
-app(sys.argv[2:])
-"""
-
-
-@pytest.fixture
-def inputs(tmp_path: Path, text: str) -> Path:
-    folder = tmp_path / "inputs"
-    folder.mkdir()
-    for number in range(3):
-        rows = [text[a : a + 700] for a in range(number, 20_000, 700)]
-        (folder / f"{number}.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-        (folder / f"{number}.txt").write_text(text[number : number + 5_000])
-    np.save(folder / "ids.npy", np.tile(np.array([1, 2, 3, 4, -1]), 500))
-    return folder
-
-
-def test_a_killed_build_goes_on(tmp_path: Path, inputs: Path, tokenizer_folder: Path) -> None:
-    common = [str(inputs), "--tokenizer", str(tokenizer_folder), "--sub-index-tokens", "5000", "--quiet"]
-    assert run("build", tmp_path / "plain", *common).exit_code == 0
-    target = tmp_path / "store"
-    progress, kept = tmp_path / ".store.resume" / "progress.json", []
-    for stop in (12, 30, 60):
-        process = start("-c", STOPPING, str(stop), "build", str(target), *common, "--resume")
-        wait_until(lambda stop=stop: progress.exists() and json.loads(progress.read_text())["pieces"] > stop - 5, 60)
-        assert process.poll() is None
-        process.kill()
-        process.communicate()
-        kept.append(json.loads(progress.read_text())["pieces"])
-    assert kept[0] < kept[1] < kept[2] and not target.exists()
-    result = run("build", target, *common, "--resume")
-    assert result.exit_code == 0 and "going on after" in result.stderr, result.output
-    assert documents_at(target) == documents_at(tmp_path / "plain")
-    assert not (tmp_path / ".store.resume").exists() and leftovers(tmp_path) == []
-    assert run("verify", target, "--full").exit_code == 0
-
-
-def test_changed_inputs_begin_anew(tmp_path: Path, inputs: Path, tokenizer_folder: Path) -> None:
-    tokenizer = load(tokenizer_folder)
-
-    def checkpoint() -> BuildCheckpoint:
-        return BuildCheckpoint(tmp_path / "store", find_inputs([inputs]), ["text"], None, 1000)
-
-    def read(what: BuildCheckpoint) -> list[int]:
-        with contextlib.closing(what):
-            return np.concatenate([block.tokens for block in what.blocks(tokenizer)]).tolist()
-
-    first = checkpoint()
-    tokens = read(first)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sssd_plugin.datastore.build.sources.read_pieces", None)  # nothing is read twice
-        assert read(checkpoint()) == tokens and first.n_tokens == len(tokens)
-    (inputs / "0.txt").write_text("another text")
-    assert checkpoint().n_tokens == 0
-
-
-@pytest.mark.parametrize("stop", range(4))
-def test_a_mixed_batch_is_not_cut(tmp_path: Path, tokenizer_folder: Path, monkeypatch, stop: int) -> None:
-    """Text that waits for its batch while token ids come: what is not in the file must not count as read."""
-    pieces = [Piece("def return", True, 10), Piece(np.array([1, 2]), False, 8), Piece("self import", True, 11),
-              Piece(np.array([3, -1]), True, 8)]  # fmt: skip
-    (tmp_path / "x.txt").write_text("x")
-    monkeypatch.setattr("sssd_plugin.datastore.build.sources.CHECKPOINT_SECONDS", 0.0)
-    tokenizer = load(tokenizer_folder)
-
-    def tokens(target: str, stops: bool = False) -> list[int]:
-        def read(*arguments: object) -> Iterator[Piece]:
-            yield from pieces[: stop if stops else None]
-            if stops:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr("sssd_plugin.datastore.build.sources.read_pieces", read)
-        checkpoint = BuildCheckpoint(tmp_path / target, find_inputs([tmp_path / "x.txt"]), ["text"], None, 1000)
-        with contextlib.closing(checkpoint):
-            return np.concatenate([block.tokens for block in checkpoint.blocks(tokenizer)]).tolist()
-
-    with pytest.raises(KeyboardInterrupt):
-        tokens("store", stops=True)
-    assert tokens("store") == tokens("plain")
-
-
-def test_one_build_at_a_time_and_ids_are_checked(tmp_path: Path) -> None:
-    np.save(tmp_path / "ids.npy", np.array([1, 5, 99]))
-    arguments = ("build", tmp_path / "store", tmp_path / "ids.npy", "--resume", "--quiet", "--vocab-size")
-    assert "99 is outside the vocabulary" in one_line(*arguments, 50)
-    held = BuildCheckpoint(tmp_path / "store", find_inputs([tmp_path / "ids.npy"]), ["text"], None, 100)
-    assert "another build uses" in one_line(*arguments, 100)
-    held.close()
-    assert run(*arguments, 100).exit_code == 0
-    assert documents_at(tmp_path / "store") == [[1, 5, 99]]
-    assert not (tmp_path / ".store.resume").exists()

@@ -28,7 +28,7 @@ def test_learns_for_its_tenant(tiny, tmp_path, overlap):
     from sssd_plugin.datastore.live.maintenance import forget
 
     store, counts = tmp_path / "store", tmp_path / "counts.json"
-    env = {"FREEDRAFT_LIVE": "true", "FREEDRAFT_DATASTORE": str(store)}
+    env = {"FREEDRAFT_LIVE": "store", "FREEDRAFT_DATASTORE": str(store)}
     options = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": 8, "disable_radix_cache": True}
     with sglang_engine(tiny, counts, env, disable_overlap_schedule=not overlap, **options) as engine:
         prompt = "one two three four"

@@ -87,7 +87,7 @@ def test_seeded_requests_have_the_tokens_of_stock_sglang(seeded, tmp_path, overl
     """While the drafter learns from their answers: what is drafted changes, and what is said does not."""
     model, cases = seeded
     counts, options = tmp_path / "counts.json", {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": 8}
-    env = {"FREEDRAFT_LIVE": "true", "FREEDRAFT_DATASTORE": str(tmp_path / "store")}
+    env = {"FREEDRAFT_LIVE": "store", "FREEDRAFT_DATASTORE": str(tmp_path / "store")}
     env["TREE_TEST_PROBABILITIES"] = str(ROWS * SEEDED_VOCAB)  # batches are sampled in parts
     with seeded_engine(model, counts, env, disable_overlap_schedule=not overlap, **options) as engine:
         for given, expected in cases:

@@ -66,7 +66,7 @@ def steps(folder, rank=0):
 
 
 def test_two_ranks(tiny, plain, tmp_path):
-    env = {"FREEDRAFT_LIVE": "true", "FREEDRAFT_ISOLATION": "shared"}
+    env = {"FREEDRAFT_LIVE": "store", "FREEDRAFT_ISOLATION": "shared"}
     with two_ranks(tiny, tmp_path, env=env, speculative_algorithm="sssd_cycle") as engine:
         assert ids(engine.generate(PROMPTS[:4], GREEDY)) == plain
         assert not (tmp_path / "shared").exists(), "greedy outcomes are broadcast"
@@ -153,7 +153,7 @@ def test_two_replicas(tiny, plain, tmp_path):
     """Each has metrics of its own, and one of them writes what is learnt."""
     port = free_port()  # the second replica takes the next one
     env = {"FREEDRAFT_METRICS_PORT": str(port), "SGLANG_CPU_OMP_THREADS_BIND": BINDING}
-    env |= {"FREEDRAFT_LIVE": "true", "FREEDRAFT_DATASTORE": str(tmp_path / "store")}
+    env |= {"FREEDRAFT_LIVE": "store", "FREEDRAFT_DATASTORE": str(tmp_path / "store")}
     with sglang_engine(tiny, env=env, speculative_algorithm="sssd", dp_size=2) as engine:
         for _ in range(2):
             assert ids(engine.generate(PROMPTS[:4], GREEDY)) == plain

@@ -1,1 +1,1 @@
-"""Building a datastore: inputs, sorting in bounded memory, checkpoints, and atomic publishing."""
+"""Building a datastore: inputs, sorting in bounded memory, and atomic publishing."""

@@ -18,7 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.files import FileLock, fsync_folder
-from sssd_plugin.datastore.build.sorting import DEFAULT_MEMORY, SORT_BYTES, Sorter, resident_bytes, sub_index_memory
+from sssd_plugin.datastore.build.sorting import (
+    DEFAULT_MEMORY,
+    SORT_BYTES,
+    resident_bytes,
+    start_sorting,
+    sub_index_memory,
+)
 from sssd_plugin.datastore.disk.checksum import NewFile
 from sssd_plugin.datastore.disk.format import (
     LIVE,
@@ -49,7 +55,7 @@ class StoreBuilder:
         memory: bytes that this process may use in total; None: 2 GiB more than it uses now.
         sub_index_tokens: largest sub-index, regardless of memory; at most 512 Mi.
         replace: whether a datastore at `target` may be replaced.
-        sorter: where sub-indices are sorted; None for this process. Closed when the build ends.
+        workers: sub-indices that are sorted at a time, in threads; if several, while more is read.
 
     Attributes:
         on_phase: called with the name of each phase.
@@ -60,8 +66,7 @@ class StoreBuilder:
 
     def __init__(
         self, target: Path | str, *, vocab_size: int, tokenizer: TokenizerEntry | None = None,
-        memory: int | None = None, sub_index_tokens: int | None = None, replace: bool = False,
-        sorter: Sorter | None = None,
+        memory: int | None = None, sub_index_tokens: int | None = None, replace: bool = False, workers: int = 1,
     ) -> None:  # fmt: skip
         if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
             raise DatastoreError(f"the vocabulary size must be from 1 to {MAX_VOCAB_SIZE}, not {vocab_size}")
@@ -70,9 +75,8 @@ class StoreBuilder:
             raise DatastoreError(f"--sub-index-tokens must be from {low} to {high}, not {sub_index_tokens}")
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         self.on_phase: Callable[[str], object] = lambda phase: None
-        self._sorter = sorter or Sorter()
-        memory = resident_bytes() + DEFAULT_MEMORY if memory is None else memory
-        self._memory = sub_index_memory(memory, self._sorter.in_memory)
+        self._workers = workers
+        self._memory = sub_index_memory(resident_bytes() + DEFAULT_MEMORY if memory is None else memory, workers)
         self._limit = min(self._memory // SORT_BYTES, sub_index_tokens or high)
         self._closed: list[Future[SubIndexEntry]] = []
         self._file: NewFile | None = None  # token file of the present sub-index
@@ -127,7 +131,6 @@ class StoreBuilder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._sorter.close()
         if self._file is not None:
             self._file.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -155,13 +158,14 @@ class StoreBuilder:
     def _close_sub_index(self) -> None:
         if self._file is None:
             return
-        self._await_sorting(max(0, self._sorter.beside - 1))
+        self._await_sorting(self._workers - 1)
         with self._file as file:
             file.append(PADDING if self._last == SEPARATOR else np.append(PADDING, PADDING[:1]))
         self._file, self._length, self._last = None, 0, SEPARATOR
         folder = Path(file.name).parent
-        self._closed.append(self._sorter.sort(folder, direct_buckets(self._vocab_size), self._memory))
-        self._await_sorting(self._sorter.beside)
+        self._closed.append(start_sorting(folder, direct_buckets(self._vocab_size), self._memory))
+        if self._workers == 1:
+            self._await_sorting(0)
         self.on_phase("reading")
 
     def _await_sorting(self, max_sorting: int) -> None:

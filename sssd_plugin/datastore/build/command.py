@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +16,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build.builder import StoreBuilder
-from sssd_plugin.datastore.build.sorting import RaySorter, Sorter, format_size, parse_size, peak_resident_bytes
-from sssd_plugin.datastore.build.sources import Block, BuildCheckpoint, find_inputs, read_pieces, tokenize
+from sssd_plugin.datastore.build.sorting import format_size, parse_size, peak_resident_bytes
+from sssd_plugin.datastore.build.sources import Block, find_inputs, read_pieces, tokenize
 from sssd_plugin.datastore.disk.format import Manifest, TokenizerEntry
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live.runs import SEARCHED
@@ -69,35 +69,25 @@ def build(
     vocab_size: Annotated[int | None, typer.Option(
         metavar="N", help="Upper bound of token ids (default: the tokenizer's; required without one).")] = None,
     force: ForceOption = False,
-    resume: Annotated[bool, typer.Option(
-        "--resume",
-        help="If interrupted, keep tokens read so far next to OUT, and continue with them next time.")] = False,
     workers: Annotated[int, typer.Option(
         metavar="N", min=1, max=1024, help="Threads that sort sub-indices, sharing the memory.")] = 1,
-    ray: Annotated[str | None, typer.Option(
-        metavar="ADDRESS", help="Sort on this Ray cluster; --memory is then what each task may use.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:  # fmt: skip
-    """Build a datastore. OUT appears when it is whole; an interrupted build leaves nothing (but see --resume).
+    """Build a datastore. OUT appears when it is whole; an interrupted build leaves nothing.
 
     Reading and tokenising use the cores of this machine (one where TOKENIZERS_PARALLELISM is false). Sorting takes one
-    thread for each sub-index: with --workers or --ray, several are sorted while more is read.
+    thread for each sub-index: with --workers, several are sorted while more is read.
     """
     start = time.monotonic()
     with building():
         files, fields = find_inputs(inputs, glob), field or ["text"]
         loaded, entry, size = _vocabulary(tokenizer, vocab_size, all(file.kind == "npy" for file in files))
-        # fmt: off
-        with (
-            StoreBuilder(out, vocab_size=size, tokenizer=entry, memory=parse_size(memory), replace=force,
-                         sub_index_tokens=sub_index_tokens, sorter=_sorter(workers, ray, memory)) as builder,
-            BuildCheckpoint(out, files, fields, entry.fingerprint if entry else None, size)
-            if resume else nullcontext() as checkpoint,
-        ):
-            # fmt: on
-            kept = checkpoint.n_tokens if checkpoint else 0
-            blocks = checkpoint.blocks(loaded) if checkpoint else tokenize(read_pieces(files, fields), loaded)
-            manifest = _fill(builder, blocks, kept, sum(file.size for file in files), quiet)
+        with StoreBuilder(
+            out, vocab_size=size, tokenizer=entry, memory=parse_size(memory), replace=force,
+            sub_index_tokens=sub_index_tokens, workers=workers,
+        ) as builder:  # fmt: skip
+            blocks = tokenize(read_pieces(files, fields), loaded)
+            manifest = _fill(builder, blocks, sum(file.size for file in files), quiet)
     seconds, n = time.monotonic() - start, len(manifest.sub_indices)
     rate, peak = f"{seconds / manifest.n_tokens * 1e6:.2f} us/token", format_size(peak_resident_bytes())
     typer.echo(f"{out}: {contents(manifest)}; built in {seconds:.1f} s ({rate}), peak memory {peak}")
@@ -119,18 +109,7 @@ def _vocabulary(path: Path | None, size: int | None, only_ids: bool) -> tuple[An
     return None, None, size
 
 
-def _sorter(workers: int, ray: str | None, memory: str) -> Sorter:
-    if ray is None:
-        return Sorter(workers)
-    if workers > 1:
-        raise DatastoreError("give --workers or --ray, not both: Ray decides how many tasks run at a time")
-    return RaySorter(ray, parse_size(memory))
-
-
-def _fill(builder: StoreBuilder, blocks: Iterable[Block], kept: int, n_bytes: int, quiet: bool) -> Manifest:
-    """Build the store of `blocks`, of which the first `kept` tokens were read by an earlier build."""
-    if kept:
-        typer.echo(f"going on after {kept:,} tokens that were read before", err=True)
+def _fill(builder: StoreBuilder, blocks: Iterable[Block], n_bytes: int, quiet: bool) -> Manifest:
     progress = Progress(
         TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
         TextColumn("{task.fields[tokens]:.1f} M tokens, {task.fields[rate]:.2f} M/s"),
@@ -144,6 +123,6 @@ def _fill(builder: StoreBuilder, blocks: Iterable[Block], kept: int, n_bytes: in
         for block in blocks:
             builder.append(block.tokens)
             n_tokens += len(block.tokens)
-            rate = max(0, n_tokens - kept) / (time.monotonic() - start) / 1e6
+            rate = n_tokens / (time.monotonic() - start) / 1e6
             progress.update(task, advance=block.n_bytes, tokens=n_tokens / 1e6, rate=rate)
         return builder.finish()
