@@ -114,7 +114,7 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
     while position < len(truth):
         index.replace("r", truth[:position])
         position, filled = _replay(
-            index.slots, index.slot_ids(["r"])[0], truth, position, store, Limits(max_nodes, is_chain, 0.0),
+            index.slots, index.slot_ids(["r"])[0], truth, position, store, Limits(max_nodes, is_chain),
             (weights.layer, weights.out), tree, space, lesson.recycled, len(answer.prompt), answer.top_tokens,
             answer.top_log_probs, examples, filled,
         )  # fmt: skip
