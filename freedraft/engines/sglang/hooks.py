@@ -31,6 +31,7 @@ HOOKS = table("""
     sglang.srt.distributed.parallel_state:GroupCoordinator has rank_in_group, world_size, cpu_group, broadcast
     sglang.srt.distributed.parallel_state.GroupCoordinator:broadcast_object(obj, src)
     sglang.srt.plugins.hook_registry.HookRegistry:register(target, hook)
+    sglang.srt.plugins.hook_registry:HookType has AROUND
     sglang.srt.utils.hf_transformers_utils:get_config(model, trust_remote_code, revision)
     # the KV of drafts
     sglang.srt.speculative.base_spec_worker.BaseSpecWorker:alloc_memory_pool(req_to_token_pool,
@@ -68,6 +69,8 @@ HOOKS = table("""
         init_new_workspace, prefill_attention_backend_str, decode_attention_backend_str, sliding_window_size,
         max_running_requests, model_config, sampler, server_args
     sglang.srt.model_executor.model_runner.ModelRunner:init_decode_cuda_graph
+    sglang.srt.model_executor.model_runner:SamplingPrewarmResult
+    sglang.srt.layers.attention.hybrid_attn_backend:HybridAttnBackend
     sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner:__init__(attn_backend,
         speculative_num_steps, speculative_num_draft_tokens)
     sglang.srt.runtime_context:get_context
@@ -128,7 +131,7 @@ MODEL_HOOKS = table("""
     sglang.srt.model_executor.model_runner.ModelRunner:forward(forward_batch)
     sglang.srt.model_executor.forward_batch_info:get_server_return_hidden_states_mode
     sglang.srt.model_executor.forward_batch_info:CaptureHiddenMode has LAST, is_full
-    sglang.srt.distributed.communication_op:tensor_model_parallel_all_reduce(input_)
+    sglang.srt.distributed:tensor_model_parallel_all_reduce(input_)
     sglang.srt.layers.linear:RowParallelLinear has reduce_results
     sglang.srt.models.llama.LlamaDecoderLayer:forward
     sglang.srt.models.llama.LlamaMLP:forward
@@ -144,6 +147,10 @@ CPU_HOOKS = table("""
     sglang.srt.layers.attention.attention_registry:register_attention_backend(name)
     sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend:forward_extend
     sglang.srt.platforms.interface.SRTPlatform:get_kv_pool_cls(kind)
+    sglang.srt.platforms.interface:PlatformCapabilities
+    sglang.srt.platforms.cpu:CpuDeviceMixin
+    sglang.srt.platforms.device_mixin:PlatformEnum
+    sglang.srt.mem_cache.memory_pool:KVWriteLoc
     sglang.srt.mem_cache.memory_pool.MHATokenToKVPool:_move_kv_cache_impl
     sglang.srt.mem_cache.allocation:assign_req_to_token_pool_func(req_pool_indices, req_to_token, out_cache_loc)
     # the KV of drafts

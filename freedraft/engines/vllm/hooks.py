@@ -31,6 +31,13 @@ RUNNER_HOOKS = table("""
     # method names and options
     vllm.config:SpeculativeConfig has method, model, num_speculative_tokens
     vllm.config:VllmConfig has speculative_config
+    vllm.config:CUDAGraphMode has FULL
+    vllm.envs
+    vllm.platforms.current_platform
+    vllm.tokenizers:cached_tokenizer_from_config
+    vllm.triton_utils:HAS_TRITON
+    vllm.triton_utils.dispatcher
+    vllm.distributed:get_tp_group
     # drafting
     vllm.v1.spec_decode.custom_class_proposer:create_custom_proposer(vllm_config)
     vllm.v1.worker.gpu_model_runner.GPUModelRunner:propose_draft_token_ids(scheduler_output, sampled_token_ids)
@@ -48,6 +55,7 @@ RUNNER_HOOKS = table("""
     vllm.v1.outputs:LogprobsTensors has logprob_token_ids, logprobs, selected_token_ranks
     vllm.v1.sample.logits_processor:LogitsProcessors has all
     vllm.v1.sample.logits_processor:MinTokensLogitsProcessor has min_toks, update_state
+    vllm.v1.sample.logits_processor:LogitBiasLogitsProcessor
     # min_p and logit_bias in model runner V1
     vllm.v1.worker.gpu_model_runner:build_logitsprocs(vllm_config, device, is_pin_memory, custom_logitsprocs)
     vllm.v1.sample.logits_processor:BUILTIN_LOGITS_PROCESSORS
@@ -71,9 +79,14 @@ MODEL_HOOKS = table("""
     vllm.v1.worker.utils.AttentionGroup:build_metadata_for_drafting(common_attn_metadata, draft_index)
     vllm.forward_context:create_forward_context(attn_metadata, vllm_config)
     vllm.forward_context:override_forward_context
+    vllm.forward_context:set_forward_context(attn_metadata, vllm_config)
+    vllm.distributed:tensor_model_parallel_all_gather(input_)
+    vllm.model_executor.layers.layernorm:RMSNorm
     # compiled draft passes
     vllm.compilation.decorators:support_torch_compile(dynamic_arg_dims)
     vllm.compilation.backends:set_model_tag(tag)
+    vllm.config:CompilationMode
+    vllm.config:set_current_vllm_config(vllm_config)
     # CUDA graphs of draft passes
     vllm.config.CompilationConfig has cudagraph_capture_sizes
     vllm.v1.worker.gpu_model_runner.GPUModelRunner:capture_model
@@ -161,6 +174,10 @@ V2_TREE_HOOKS = table("""
     vllm.v1.attention.backends.flash_attn.FlashAttentionImpl:forward(query, kv_cache, attn_metadata, output)
     vllm.v1.attention.backends.flash_attn.FlashAttentionMetadataBuilder:build(common_prefix_len, common_attn_metadata)
     vllm.v1.attention.backends.registry:register_backend
+    vllm.v1.attention.backends.registry:AttentionBackendEnum has TRITON_ATTN, FLASH_ATTN
+    vllm.v1.attention.backend:AttentionBackend
+    vllm.v1.attention.backends.triton_attn:TritonAttentionBackend
+    vllm.v1.attention.backends.flash_attn:FlashAttentionBackend
     vllm.v1.kv_cache_interface:FullAttentionSpec
 """)
 
