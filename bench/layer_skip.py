@@ -2,7 +2,7 @@
 
     python bench/layer_skip.py --model build/model --json build/layer-skip.json
     python bench/layer_skip.py --engine sglang --json build/layer-skip-sglang.json      # in SGLang's environment
-    python bench/layer_skip.py --only composed --json build/composed.json
+    python bench/layer_skip.py --only hybrid --json build/hybrid.json
     python bench/layer_skip.py --only windows --contexts 4000 --json build/windows.json
 
 Parts, each in its own engine, bf16, compiled on vLLM; prefill is not timed:
@@ -12,7 +12,7 @@ Parts, each in its own engine, bf16, compiled on vLLM; prefill is not timed:
   steps; and the share reached of M alpha / ((M - 1) c + alpha).
 - demo (vLLM): the demo model, too small for layer skipping to pay: the controller has to switch drafting off.
 - windows (on request, alone): the demo model with `window: auto`, at prompts of --contexts tokens.
-- composed (vLLM, on request): method "freedraft" on both models, by kind of prompt: no drafts, n-grams only, layer
+- hybrid (vLLM, on request): method "hybrid" on both models, by kind of prompt: no drafts, n-grams only, layer
   skipping only and both, alternating prompt by prompt.
 """
 
@@ -34,7 +34,7 @@ from bench.lib.results import ROOT, write_json
 from freedraft.draft import DraftBatch
 from freedraft.hybrid.method import HybridMethod
 
-K, COMPOSED_K = 5, 8
+K, HYBRID_K = 5, 8
 PARTS = {"vllm": ["deep", "demo"], "sglang": ["deep"]}
 ARMS = {"plain": (), "sssd": ("sssd",), "layerskip": ("layerskip",), "both": ("sssd", "layerskip")}
 
@@ -94,9 +94,9 @@ def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def composed(args: argparse.Namespace) -> dict[str, Any]:
+def hybrid(args: argparse.Namespace) -> dict[str, Any]:
     """Return ratios to plain decoding by kind of prompt: medians over prompts and rounds, with quartiles."""
-    speculative = {"method": "freedraft", "live": "off", "num_speculative_tokens": COMPOSED_K}
+    speculative = {"method": "hybrid", "live": "off", "num_speculative_tokens": HYBRID_K}
     engine = VllmEngine(args.model, speculative | {"skip_set": str(args.skip_set)})
     method: HybridMethod = engine.method
     off = {
@@ -139,12 +139,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="output tokens per prompt")
     parser.add_argument("--rounds", type=int, default=3, help="repeats of each group of prompts, both ways")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4000], help="tokens of each prompt, part windows")
-    parser.add_argument("--only", nargs="*", choices=(*PARTS["vllm"], "composed", "windows"), help="parts")
+    parser.add_argument("--only", nargs="*", choices=(*PARTS["vllm"], "hybrid", "windows"), help="parts")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        print(json.dumps((composed if args.part == "composed" else settled)(args)), flush=True)
+        print(json.dumps((hybrid if args.part == "hybrid" else settled)(args)), flush=True)
         return
     if not (args.deep_model / "config.json").is_file():
         build(args.model, args.deep_model)
@@ -158,7 +158,7 @@ def main() -> None:
     names = args.only or PARTS[args.engine]
     figures: dict[str, Any] = {"output_tokens": args.tokens}
     for part in names:
-        if part == "composed":
+        if part == "hybrid":
             figures |= {"demo model": measured(part, *demo), "deep model": measured(part, *deep)}
         elif part == "windows":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB

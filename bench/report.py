@@ -15,7 +15,7 @@ from bench.lib import plots, summary, tables
 from bench.lib.plots import Plot, Rows, names, nice
 from bench.lib.results import checked
 
-METHODS = ("sssd", "layerskip", "freedraft")
+METHODS = ("sssd", "layerskip", "hybrid")
 COLUMNS = (
     "group={name} | at a time={concurrency} | arm={arm} | tokens/s={?tokens_per_second:.1f} | by pass={by_pass}",
     "over plain={?ratio:.2f} | 95 %={interval} | ms/token={ms_per_token:.1f} | TTFT p50={?ttft_ms:.0f}",

@@ -337,11 +337,11 @@ def windowed_speed(*results: Any) -> str:
     return f"{cells}\n\nCells in which every answer is plain's, token by token: {same}."
 
 
-@section("Both together", "composed-vllm-cpu.json")
-def composed(result: Any) -> str:
+@section("Both together", "hybrid-vllm-cpu.json")
+def hybrid(result: Any) -> str:
     """Speed over plain decoding, quartiles in brackets; vLLM V1, bf16, compiled, one request at a time, at most 8 draft
     tokens, no datastore; three prompts of each kind, twice."""
-    names = {"sssd": "sssd", "layerskip": "layerskip", "both": "freedraft"}
+    names = {"sssd": "sssd", "layerskip": "layerskip", "both": "hybrid"}
     rows = [
         arms[arm] | {"model": model, "kind": kind, "name": name}
         for model in ("demo model", "deep model")
@@ -484,7 +484,8 @@ def starts(*results: Any) -> str:
     result has a size that a kernel computes, ran on the host. Everything else of a start did: Triton's compilations and
     the capture of all graphs, at most 8 requests; vLLM's compilation of the model where a method is started as by
     default. torch was 2.11, older than both engines require, SGLang's kernels 0.4.6. With LoRA and the default of draft
-    tokens, the number of requests is the default, too. Random weights, a Llama of four layers, bf16."""
+    tokens, the number of requests is the default, too. Random weights, a Llama of four layers, bf16. `freedraft` is
+    method `hybrid` by its former name."""
     rows, lines = [], dict[str, int]()
     for arm in (arm for result in results for arm in result["starts"].values()):
         said = arm["outcome"]
@@ -635,7 +636,7 @@ figure is the measured one.
   1.81.
 - **Layer skipping on SGLang, in turns with commit 4323d4f**, deep model at batch 1, 2 and 4: 1.48, 1.59 and 1.61
   there, 1.70, 1.84 and 1.54, then 1.48, 1.69 and 1.55 at ff756db1493c.
-- **Method `freedraft` in turns with commit 4323d4f**, deep model, as in "Both together", one round on an Intel Xeon
+- **Method `hybrid` in turns with commit 4323d4f**, deep model, as in "Both together", one round on an Intel Xeon
   (4f3c0ced), quarters in brackets: copying 3.08 (2.74-3.26), code 1.68 (1.57-2.84), chat 1.37 (1.36-1.47), story 1.44
   (1.41-1.46) times plain, there 2.50 (2.49-2.93), 1.67 (1.52-2.52), 1.36 (1.33-1.40) and 1.40 (1.39-1.43).
 - **The demo in turns with commit 843d594**, on an Intel Xeon, two runs each (4f3c0ced), times plain: copying 2.74 and

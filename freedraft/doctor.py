@@ -46,7 +46,7 @@ def examine(engine: str) -> Report:
     if not any(point.value.startswith("sssd_plugin.") for point in entry_points(group=table.ENTRY_POINT_GROUP)):
         problems.append(f"no entry point of freedraft in group '{table.ENTRY_POINT_GROUP}': reinstall freedraft")
     if of_model:
-        notes.append(f"'sssd' can draft, 'layerskip' and 'freedraft' cannot: {'; '.join(of_model)}")
+        notes.append(f"'sssd' can draft, 'layerskip' and 'hybrid' cannot: {'; '.join(of_model)}")
     optional: Sequence[Hook] = getattr(table, "OPTIONAL_HOOKS", ())
     notes += [f"{problem}: no {hook.purpose}" for hook in optional if (problem := hook.problem())]
     found, tested = installed_version(table.DISTRIBUTIONS), getattr(table, "TESTED_VERSIONS", ())

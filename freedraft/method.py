@@ -171,7 +171,7 @@ class MethodSpec:
     default_length: int | None = None  # default maximum of draft tokens per request; None if the user must set one
 
     def make(self, options: PluginOptions, context: EngineContext, controller: Controller | None = None) -> Any:
-        """Build the `Method`. controller: the hybrid method's, which its parts share. Raises ValueError: the method
+        """Build the `Method`. controller: in place of the one that the options name. Raises ValueError: the method
         cannot work."""
         module, _, name = self.factory.partition(":")
         return getattr(importlib.import_module(module), name)(options, context, controller)

@@ -74,7 +74,7 @@ def test_what_not_all_drafting_needs_is_told_and_no_failure(engine: types.Module
     code, text = diagnose()
     assert code == 0 and "all 3 hooks are there" in text and "profile '" in text
     assert "toy_engine.Newer is missing: no drafting in newer runners" in text
-    assert "'sssd' can draft, 'layerskip' and 'freedraft' cannot: toy_engine.Runner.draft_pass is missing" in text
+    assert "'sssd' can draft, 'layerskip' and 'hybrid' cannot: toy_engine.Runner.draft_pass is missing" in text
 
 
 @pytest.mark.parametrize(

@@ -14,18 +14,16 @@ from freedraft.config import ConfigError
 from freedraft.cost.auto import Auto
 from freedraft.cost.controller import Controller, holding
 from freedraft.draft import DraftBatch
+from freedraft.draft_model import DraftModel
 from freedraft.draft_pass import RestOfBatch
 from freedraft.hybrid.options import NAME, HybridOptions
 from freedraft.method import Method
-from freedraft.step import EngineContext, Step
+from freedraft.step import EngineContext, NodeLogits, Step
 from layerskip_plugin.method import LayerSkipMethod
 from sssd_plugin.method import SssdMethod
 
 LEAST_YIELD = 1.0  # expected accepted n-gram tokens below which a request drafts by passes
 MARGIN = 1.1  # required ratio of gain to cost of passes; compensates for errors of estimates
-# Methods that only one of the drafters implements.
-OF_PASSES = "prepare", "set_prompt_state"
-OF_NGRAMS = "recycle", "add_corpus", "remove_corpus", "corpora"
 FADE = float(np.exp(-1 / 12))  # decay per step of a request's recent speed: 1/e after 12 steps
 
 
@@ -53,9 +51,6 @@ class HybridMethod(Method):
         self.auto = auto
         self.passes = LayerSkipMethod(of_passes, context, auto)
         self.needs_prompt_states = self.passes.needs_prompt_states
-        for drafter, names in ((self.passes, OF_PASSES), (self.ngrams, OF_NGRAMS)):
-            for name in names:
-                setattr(self, name, getattr(drafter, name))
         self._speeds: dict[str, tuple[float, float]] = {}  # fading sums of tokens and seconds
         self._by_model = self._verified_by_model = set[str]()
         self._previous: tuple[frozenset[str], float] = frozenset(), 0.0
@@ -141,9 +136,29 @@ class HybridMethod(Method):
         self.ngrams.close()
         self.passes.close()
 
+    # What one of the two serves alone.
+
     learns = property(lambda self: self.ngrams.learns)
     needs_logits = property(lambda self: self.ngrams.needs_logits)
     optimized_passes = property(lambda self: self.passes.optimized_passes)
+
+    def prepare(self, model: DraftModel) -> None:
+        self.passes.prepare(model)
+
+    def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
+        self.passes.set_prompt_state(request_id, state)
+
+    def recycle(self, logits: NodeLogits) -> None:
+        self.ngrams.recycle(logits)
+
+    def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
+        return self.ngrams.add_corpus(corpus_id, documents)
+
+    def remove_corpus(self, corpus_id: str) -> None:
+        self.ngrams.remove_corpus(corpus_id)
+
+    def corpora(self) -> dict[str, int]:
+        return self.ngrams.corpora()
 
 
 def replaced(draft: DraftBatch, other: DraftBatch, rows: NDArray[np.intp]) -> DraftBatch:

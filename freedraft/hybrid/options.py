@@ -12,7 +12,7 @@ from layerskip_plugin.options import check as check_layerskip
 from sssd_plugin.method import check as check_sssd
 from sssd_plugin.options import SssdOptions
 
-NAME = "freedraft"
+NAME = "hybrid"
 
 
 class HybridOptions(SssdOptions, LayerSkipOptions):

@@ -94,7 +94,7 @@ def test_sampled_distribution(six, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def composed(tmp_path_factory):
+def hybrid(tmp_path_factory):
     """An engine with the hybrid method, which gives draft passes to random requests."""
     folder = make_model(tmp_path_factory.mktemp("llama"), "Llama")
     changed = {"FREEDRAFT_POLICY": "auto", "FREEDRAFT_SCORING": "learned"}
@@ -104,15 +104,15 @@ def composed(tmp_path_factory):
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-def test_any_choice_of_drafters(composed, batch):
+def test_any_choice_of_drafters(hybrid, batch):
     """n-grams and layer skip in one engine: outputs do not depend on which of them drafts for a request."""
     # Prompts that repeat themselves, so that n-grams have something to say.
     given = [(prompt * 8)[:96] for prompt in prompts()]
-    expected = continuations(composed.folder, given, GREEDY["max_new_tokens"])
+    expected = continuations(hybrid.folder, given, GREEDY["max_new_tokens"])
     got = []
     for start in range(0, len(given), batch):
-        got += ids(composed.generate(input_ids=given[start : start + batch], sampling_params=GREEDY))
+        got += ids(hybrid.generate(input_ids=given[start : start + batch], sampling_params=GREEDY))
     assert got == expected
-    log = json.loads(composed.log.read_text())
+    log = json.loads(hybrid.log.read_text())
     assert log["of the model"] > 50 and log["of n-grams"] > 10
     assert batch == 1 or log["mixed"] > 5

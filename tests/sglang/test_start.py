@@ -94,7 +94,7 @@ def test_adapters_go_with_drafts_of_the_host(resolved, monkeypatch):
     adapters = ON_GPU | {"enable_lora": True, "lora_paths": ["a=b"]}
     args = resolved(**adapters)
     assert args.enable_lora and args.speculative_algorithm == "SSSD"
-    for name in ("layerskip", "freedraft"):
+    for name in ("layerskip", "hybrid"):
         with pytest.raises(ConfigError, match="--speculative-algorithm sssd") as caught:
             resolved(**adapters, speculative_algorithm=name)
         assert "LoRA" in str(caught.value) and "\n" not in str(caught.value)
@@ -109,8 +109,8 @@ def test_adapters_go_with_drafts_of_the_host(resolved, monkeypatch):
         ("sssd", {"SHAPE": "chain"}, 1),
         ("layerskip", WINDOW, 2),
         ("layerskip", WINDOW | {"TREE": "false"}, 1),
-        ("freedraft", WINDOW | {"SHAPE": "chain"}, 2),
-        ("freedraft", WINDOW | {"SHAPE": "chain", "TREE": "false"}, 1),
+        ("hybrid", WINDOW | {"SHAPE": "chain"}, 2),
+        ("hybrid", WINDOW | {"SHAPE": "chain", "TREE": "false"}, 1),
     ],
 )
 def test_chains_do_without_the_second_call_of_fa3(resolved, monkeypatch, name, options, topk):
@@ -127,13 +127,13 @@ def test_the_backend_that_does_not_verify_may_be_any(resolved):
 
 
 def test_ranks(resolved, monkeypatch):
-    for name, nodes in {"sssd": 32, "layerskip": 16, "freedraft": 16}.items():
+    for name, nodes in {"sssd": 32, "layerskip": 16, "hybrid": 16}.items():
         if name != "sssd":
             monkeypatch.setenv("FREEDRAFT_WINDOW", "512")
         args = resolved(**ON_GPU, tp_size=2, speculative_algorithm=name)
         assert args.tp_size == 2 and args.speculative_num_draft_tokens == nodes
     monkeypatch.setenv("FREEDRAFT_SELECTION", "swift")
-    for name in ("layerskip", "freedraft"):
+    for name in ("layerskip", "hybrid"):
         with pytest.raises(ValueError, match=r"selection 'swift'.* rank only, not 2: .*'knn'"):
             resolved(**ON_GPU, tp_size=2, speculative_algorithm=name)
 
@@ -164,7 +164,7 @@ def test_the_variable_alone_chooses_the_cpu_and_a_start_without_gpu_names_it(res
     assert "SGLANG_PLATFORM=freedraft_cpu" in line
 
 
-@pytest.mark.parametrize("name", ["layerskip", "freedraft"])
+@pytest.mark.parametrize("name", ["layerskip", "hybrid"])
 def test_drafting_with_the_whole_model_is_refused(resolved, name):
     with pytest.raises(ConfigError, match=r"the whole model: set option 'skip_set', 'window' or"):
         resolved(**ON_CPU, speculative_algorithm=name)

@@ -19,7 +19,7 @@ from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS, set
 
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
 SKIPPING = {"method": "layerskip", "num_speculative_tokens": 3, "window": 512}
-BOTH = SKIPPING | {"method": "freedraft"}
+BOTH = SKIPPING | {"method": "hybrid"}
 KV_TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
@@ -162,7 +162,7 @@ def test_a_runner_that_the_method_cannot_have(tiny_model, monkeypatch):
     assert config_of(tiny_model, dict(GOOD)).speculative_config.method == "custom_class"
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     message = refusal(tiny_model, BOTH)
-    assert "'freedraft'" in message and "VLLM_USE_V2_MODEL_RUNNER" in message and "custom_class" not in message
+    assert "'hybrid'" in message and "VLLM_USE_V2_MODEL_RUNNER" in message and "custom_class" not in message
     monkeypatch.setattr(methods, "V2_HOOKS", (*methods.V2_HOOKS, Hook("vllm.no_such_module", purpose="a test")))
     message = refusal(tiny_model, dict(GOOD))
     assert "'sssd'" in message and "vllm.no_such_module" in message and "VLLM_USE_V2_MODEL_RUNNER" in message

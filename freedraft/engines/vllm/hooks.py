@@ -214,7 +214,7 @@ def settings() -> list[str]:
     needs = [command] if installed_version(DISTRIBUTIONS[:1]) == "?" else []
     if HAS_TRITON and not check(V2_HOOKS):
         runner = (
-            "methods 'sssd' and 'layerskip' are served by model runner V2, with async scheduling; 'freedraft', and "
+            "methods 'sssd' and 'layerskip' are served by model runner V2, with async scheduling; 'hybrid', and "
             "'layerskip' with options that need the times of passes, by V1, without"
         )
     else:

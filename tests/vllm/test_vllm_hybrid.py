@@ -14,7 +14,7 @@ from layerskip_plugin.skip_set import SkipSet
 def llm(plain_demo, demo_model, demo_fingerprint, tmp_path_factory):
     path = tmp_path_factory.mktemp("sets") / "some.json"
     SkipSet(30, frozenset({7, 12, 20, 29}), frozenset({5, 12, 24}), demo_fingerprint).save(path)
-    config = {"method": "freedraft", "num_speculative_tokens": 5, "skip_set": str(path), "hardware": "cpu"}
+    config = {"method": "hybrid", "num_speculative_tokens": 5, "skip_set": str(path), "hardware": "cpu"}
     with engine(demo_model, max_model_len=MAX_MODEL_LEN, max_num_seqs=8, speculative_config=config) as made:
         yield made
 
