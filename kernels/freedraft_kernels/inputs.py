@@ -44,20 +44,13 @@ def tree_inputs(
         layout: of the mask, see `TreeInputs`.
         seq_lens_sum: the sum of `seq_lens`, or an upper bound, on the host; required by the full layout. The mask is
             undefined beyond the true sum, and truncated by a smaller one.
-
-    Raises:
-        ValueError: an unknown layout, or a full one without `seq_lens_sum`.
     """
     batch, nodes = tree.batch_size, tree.max_nodes
     assert seq_lens.shape == (batch,) and seq_lens.device == tree.device
-    if layout == "query":
-        shape: tuple[int, ...] = (batch, nodes, nodes)
-    elif layout == "full":
-        if seq_lens_sum is None or seq_lens_sum < 0:
-            raise ValueError(f"seq_lens_sum is {seq_lens_sum}: the full layout needs it, at least 0")
+    shape: tuple[int, ...] = (batch, nodes, nodes)
+    if layout == "full":
+        assert seq_lens_sum is not None and seq_lens_sum >= 0
         shape = (nodes * (seq_lens_sum + batch * nodes),)
-    else:
-        raise ValueError(f"layout is {layout!r}: use 'full' or 'query'")
     if use_triton(tree.device, backend):
         from freedraft_kernels.device.inputs import launch_tree_inputs
 

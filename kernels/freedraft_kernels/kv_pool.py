@@ -29,21 +29,12 @@ class KVPool:
                 are not copied, and must not move while this object is used.
 
         Raises:
-            ValueError: no buffers, or one that differs in slots or device or has rows that are not contiguous.
+            ValueError: the rows of a buffer are not contiguous.
         """
-        if not buffers:
-            raise ValueError("a KVPool needs at least one buffer")
-        first = buffers[0]
-        for i, buffer in enumerate(buffers):
-            if buffer.dim() < 2:
-                raise ValueError(f"KV buffer {i} has shape {list(buffer.shape)}, expected [slots, ...]")
-            if buffer.shape[0] != first.shape[0] or buffer.device != first.device:
-                raise ValueError(
-                    f"KV buffer {i} has {buffer.shape[0]} slots on {buffer.device}, "
-                    f"buffer 0 has {first.shape[0]} on {first.device}"
-                )
-            if buffer.shape[0] and not buffer[0].is_contiguous():
-                raise ValueError(f"the rows of KV buffer {i} are not contiguous (strides {buffer.stride()})")
+        assert len({(len(b), b.device) for b in buffers}) == 1 and min(b.dim() for b in buffers) >= 2
+        for buffer in buffers:  # an engine chooses its layout
+            if len(buffer) and not buffer[0].is_contiguous():
+                raise ValueError(f"the rows of the KV cache are not contiguous (strides {buffer.stride()})")
         self._buffers = tuple(buffers)
         self._row_bytes = max(b[0].numel() * b.element_size() if b.shape[0] else 0 for b in buffers)
         self._table: Tensor | None = None

@@ -98,8 +98,7 @@ def tree_attention(
     assert min(len(queries.prefixes), len(queries.masks)) >= tokens
     segments = split_keys(requests, heads, keys.shape[2], max_queries, max_seq_len)
     needed = requests * max_queries * heads * segments * (size + 2) if segments > 1 else 0
-    if scratch is not None and scratch.numel() < needed:
-        raise ValueError(f"scratch has {scratch.numel()} numbers, expected {needed}: see scratch_size")
+    assert scratch is None or scratch.numel() >= needed
     if use_triton(query.device, backend):
         from freedraft_kernels.device.tree_attention import launch_tree_attention
 

@@ -36,12 +36,6 @@ ints = lambda *values: torch.tensor(values, dtype=torch.int32)
 tree = k.TreeBatch(ints([5, 7]), ints([-1, 0]), ints([0, 1]), ints(2))
 assert k.verify(tree, torch.tensor([[7, 8]])).tokens.tolist() == [[7, 8]]
 assert not use_triton(torch.device("cuda"))
-try:
-    k.verify(tree, torch.tensor([[7, 8]]), backend="triton")
-except ValueError as error:
-    assert "not installed" in str(error)
-else:
-    raise AssertionError
 """
     source = Path(sys.modules["freedraft_kernels"].__file__ or "").parent.parent
     subprocess.run([sys.executable, "-c", program], check=True, cwd=source)
