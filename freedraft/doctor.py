@@ -19,7 +19,7 @@ ENGINES = ("vllm", "sglang")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class EngineReport:
     """The state of one engine. Problems and notes are one line each."""
 
     engine: str
@@ -33,14 +33,14 @@ class Report:
         return self.version is not None and not self.problems
 
 
-def examine(engine: str) -> Report:
+def examine(engine: str) -> EngineReport:
     """Look for an engine and everything in `freedraft.engines.<engine>.hooks`."""
     if find_spec(engine) is None:
-        return Report(engine)
+        return EngineReport(engine)
     try:
         table = importlib.import_module(f"freedraft.engines.{engine}.hooks")
     except Exception as error:  # an incomplete installation may raise anything
-        return Report(engine, "?", problems=(f"{error!r}: reinstall {engine}",))
+        return EngineReport(engine, "?", problems=(f"{error!r}: reinstall {engine}",))
     for_model: Sequence[Hook] = getattr(table, "MODEL_HOOKS", ())
     problems, of_model, notes = check(table.HOOKS), check(for_model), []
     if not any(point.value.startswith("sssd_plugin.") for point in entry_points(group=table.ENTRY_POINT_GROUP)):
@@ -55,7 +55,7 @@ def examine(engine: str) -> Report:
     if not problems and hasattr(table, "settings"):
         notes += table.settings()
     there = len(table.HOOKS) + (0 if of_model else len(for_model))
-    return Report(engine, found, there, tuple(problems), tuple(notes))
+    return EngineReport(engine, found, there, tuple(problems), tuple(notes))
 
 
 def run(console: Console | None = None) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.draft_pass import Recipe
+from freedraft.recipe import Recipe
 from freedraft.step import Step
 
 if TYPE_CHECKING:

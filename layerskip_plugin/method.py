@@ -20,7 +20,6 @@ from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel, MatchnessScorer
-from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 from freedraft.method import Method, MethodSpec
 from freedraft.metrics import serve, where_to_look
 from freedraft.step import EngineContext, Step
@@ -30,7 +29,7 @@ from layerskip_plugin.lookahead import Cost
 from layerskip_plugin.lookahead.records import TOP
 from layerskip_plugin.options import LayerSkipOptions, check
 from layerskip_plugin.pass_times import PassTimes, serving_times
-from layerskip_plugin.rounds import Recipes, Round
+from layerskip_plugin.rounds import DraftPassEstimate, Recipes, RestOfBatch, Round
 from layerskip_plugin.selection.online_search import OnlineSearch
 from layerskip_plugin.skip_set import SkipSet
 

@@ -11,9 +11,9 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import LOCAL, PluginOptions, UserPath
 from freedraft.cost.costs import Costs
-from freedraft.draft_pass import Window
 from freedraft.extras import require
 from freedraft.metrics import check_address
+from freedraft.recipe import Window
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, Recorder
 from layerskip_plugin.lookahead.disco import Classifier

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft_model import Drafted
-from freedraft.draft_pass import Window
+from freedraft.recipe import Window
 from freedraft.step import Step
 from layerskip_plugin.skip_set import SkipSet
 
@@ -21,6 +21,23 @@ Flags = NDArray[np.bool_]
 MAX_DRAFT_LEN = 64
 _MEMORY = 64.0  # rounds of a recipe after which a round's weight is 1/e
 _PRIOR_WEIGHT = 6.0  # weight of the prior, in rounds
+
+
+class RestOfBatch(NamedTuple):
+    """The requests of a step that take no part in a round of draft passes."""
+
+    requests: int
+    query_tokens: int  # in the verifying step
+    rate: float | None  # expected tokens per second of the whole step; None without an estimate
+    most_nodes: int = 1  # of any one of their drafts, root included
+
+
+class DraftPassEstimate(NamedTuple):
+    """Expected gain and time of a round of draft passes, by maximum draft length m = 1 .. M."""
+
+    gain: NDArray[np.float64]  # [M], accepted tokens of these requests together
+    tokens: NDArray[np.float64]  # [M], their draft tokens together
+    seconds: NDArray[np.float64]  # [M], of the passes
 
 
 class Candidate(NamedTuple):

@@ -12,13 +12,13 @@ from freedraft.config import ConfigError
 from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.cost.auto import make_controller
 from freedraft.draft import DraftBatch
-from freedraft.draft_pass import DraftPassEstimate
 from freedraft.hybrid import method as hybrid_method
 from freedraft.hybrid.method import HybridMethod
 from freedraft.hybrid.options import HybridOptions
 from freedraft.method import Method
 from freedraft.step import EngineContext, Step
 from layerskip_plugin.options import LayerSkipOptions
+from layerskip_plugin.rounds import DraftPassEstimate
 from sssd_plugin.options import SssdOptions
 from tests.support.steps import chains, make_step
 

@@ -15,7 +15,7 @@ from freedraft.cost.controller import Controller
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import StepTimes
 from freedraft.draft import DraftBatch
-from freedraft.draft_pass import Recipe
+from freedraft.recipe import Recipe
 
 if TYPE_CHECKING:
     from freedraft.step import Step

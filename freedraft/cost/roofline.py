@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from freedraft.config import ConfigError
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
-from freedraft.draft_pass import Recipe
+from freedraft.recipe import Recipe
 
 if TYPE_CHECKING:
     from freedraft.step import EngineContext

@@ -35,7 +35,7 @@ class DraftRanks:
 
     @contextmanager
     def leading(self) -> Iterator[None]:
-        """Context of rank 0's calls: the other ranks repeat them in `follow`, which ends with it."""
+        """Context of rank 0's calls: the other ranks repeat them in `serve`, which ends with it."""
         try:
             yield
         except Exception:
@@ -55,7 +55,7 @@ class DraftRanks:
             self._group.broadcast_object((self._calls, name, arguments), src=0)
         return self._calls
 
-    def follow(self, build: Callable[..., Any], start: Callable[..., DraftRound]) -> None:
+    def serve(self, build: Callable[..., Any], start: Callable[..., DraftRound]) -> None:
         """In worker ranks: repeat the calls that rank 0 broadcasts, by `build` and `start`. A failure ends drafting in
         this step on all ranks. Raises EngineMustEnd: see `together`."""
         round_: DraftRound | None = None

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from freedraft.draft_model import Drafted, DraftRound
-from freedraft.draft_pass import Window
 from freedraft.engines.draft_ranks import DraftRanks
+from freedraft.recipe import Window
 
 
 class DraftPass(NamedTuple):

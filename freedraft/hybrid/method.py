@@ -15,11 +15,11 @@ from freedraft.cost.auto import Auto
 from freedraft.cost.controller import Controller, holding
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel
-from freedraft.draft_pass import RestOfBatch
 from freedraft.hybrid.options import NAME, HybridOptions
 from freedraft.method import Method
 from freedraft.step import EngineContext, NodeLogits, Step
 from layerskip_plugin.method import LayerSkipMethod
+from layerskip_plugin.rounds import RestOfBatch
 from sssd_plugin.method import SssdMethod
 
 LEAST_YIELD = 1.0  # expected accepted n-gram tokens below which a request drafts by passes

@@ -31,7 +31,7 @@ class Rule(NamedTuple):
     max_length: int
 
 
-class Rounds:
+class RecordedRounds:
     """Recorded verifications by round: R rounds of at most L judged tokens."""
 
     def __init__(self, records: Verifications) -> None:
@@ -101,11 +101,11 @@ def train(records: Verifications, prices: Prices, seed: int = 0) -> tuple[Classi
         probability = raw.probability(features(part.top, part.entropy, part.position))
         return probability, part.top[:, 0], np.ones(len(part), np.float32)
 
-    rounds = Rounds(chosen)
+    rounds = RecordedRounds(chosen)
     rules = [rounds.best_rule(score, prices) for score in scores(chosen)]
     threshold, max_length = rules[0]
     classifier = replace(raw, threshold=max(threshold, 0.0), max_length=max_length)
-    rounds = Rounds(tested)
+    rounds = RecordedRounds(tested)
     outcomes = [rounds.outcome(score, rule, prices) for score, rule in zip(scores(tested), rules, strict=True)]
     return classifier, _compare(outcomes, rounds.request, rng)
 
@@ -147,7 +147,7 @@ def fit(records: Verifications, seed: int) -> Classifier:
 
 
 def _compare(outcomes: list[Any], request: NDArray[Any], rng: np.random.Generator, draws: int = 200) -> Comparison:
-    """outcomes: of the classifier, a confidence threshold and a fixed length, see `Rounds.outcome`."""
+    """outcomes: of the classifier, a confidence threshold and a fixed length, see `RecordedRounds.outcome`."""
     _, number = np.unique(request, return_inverse=True)
     sums = np.stack([[np.bincount(number, weights=part) for part in outcome] for outcome in outcomes])  # [3, 2, Q]
     rates = sums[:, 0].sum(1) / sums[:, 1].sum(1)

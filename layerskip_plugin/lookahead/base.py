@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from freedraft.cost.acceptance import PASS_KINDS
-from freedraft.draft_pass import RestOfBatch
-from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome
+from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome, RestOfBatch
 from layerskip_plugin.skip_set import SkipSet
 
 ALONE = RestOfBatch(0, 0, None)

@@ -12,10 +12,19 @@ from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.cost.controller import holding
 from freedraft.cost.costs import Costs
 from freedraft.cost.step_times import row_of
-from freedraft.draft_pass import DraftPassEstimate, RestOfBatch
 from layerskip_plugin.lookahead.base import ALONE, Lookahead
-from layerskip_plugin.lookahead.explorer import Explorer
-from layerskip_plugin.rounds import MAX_DRAFT_LEN, Candidate, Flags, Floats, Ints, Outcome, RecipeRecord
+from layerskip_plugin.lookahead.trials import Trials
+from layerskip_plugin.rounds import (
+    MAX_DRAFT_LEN,
+    Candidate,
+    DraftPassEstimate,
+    Flags,
+    Floats,
+    Ints,
+    Outcome,
+    RecipeRecord,
+    RestOfBatch,
+)
 from layerskip_plugin.skip_set import SkipSet
 
 PRIOR = 0.8  # initial rate of acceptance
@@ -66,7 +75,7 @@ class Cost(Lookahead):
         self.records = {recipe: RecipeRecord(PRIOR, kind) for recipe, kind in zip(recipes, kinds, strict=True)}
         for record in self.records.values():
             self.costs.acceptance.forget(record.kind)
-        self.explorer, self._steps_left = Explorer(), 0
+        self.trials, self._steps_left = Trials(), 0
 
     # -- before a round ------------------------------------------------------------------------------------------------
 
@@ -120,8 +129,8 @@ class Cost(Lookahead):
         if self._best is None:
             return None
         if self.on:
-            return self.explorer.beside(self._best, self._recipes)
-        return self.explorer.trial(self._recipes, self._row)
+            return self.trials.beside(self._best, self._recipes)
+        return self.trials.trial(self._recipes, self._row)
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
@@ -175,7 +184,7 @@ class Cost(Lookahead):
         if record is not None:
             verified = outcome.verified > 0
             if verified.any() and not self.on:
-                self.explorer.judge(record, outcome.verified[verified], outcome.path[verified])
+                self.trials.judge(record, outcome.verified[verified], outcome.path[verified])
             record.update(outcome)
         if not self.on:
             self._steps_left = 0

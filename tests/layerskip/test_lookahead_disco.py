@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lookahead_tools import RECIPE, outcome
 
-from layerskip_plugin.calibrate.disco import Prices, Rounds, train
+from layerskip_plugin.calibrate.disco import Prices, RecordedRounds, train
 from layerskip_plugin.lookahead import Disco, Recorder, Verifications
 from layerskip_plugin.lookahead.disco import Classifier, features
 from tests.support.disks import full_disk
@@ -54,7 +54,7 @@ def test_where_nothing_tells_anything_a_fixed_length_is_as_good() -> None:
         d = np.arange(1, 9)
         best = ((1 - 0.8 ** (d + 1)) / 0.2 / (1 + price * d)).max()
         assert comparison.fixed == pytest.approx(best, rel=0.05)
-        lengths.append(Rounds(data).best_rule(np.ones(len(data), np.float32), Prices(price, 0.0)).max_length)
+        lengths.append(RecordedRounds(data).best_rule(np.ones(len(data), np.float32), Prices(price, 0.0)).max_length)
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
 
 

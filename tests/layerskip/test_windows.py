@@ -10,10 +10,10 @@ import pytest
 from lookahead_tools import Driver, KnownCosts, Line, share
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
-from freedraft.draft_pass import Window
+from freedraft.recipe import Window
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import Cost
-from layerskip_plugin.lookahead.explorer import FIRST_TRIALS
+from layerskip_plugin.lookahead.trials import FIRST_TRIALS
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.rounds import Candidate, Recipes
 from layerskip_plugin.skip_set import SkipSet

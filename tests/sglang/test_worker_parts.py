@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from freedraft.draft_pass import Window
+from freedraft.recipe import Window
 from tests.support.random_trees import random_batch
 
 

@@ -8,7 +8,7 @@ from test_vllm_v2 import serve
 from vllm_cases import TINY, greedy_case, token_prompts
 from windowed_reference import Reference
 
-from freedraft.draft_pass import Window
+from freedraft.recipe import Window
 from tests.support.models import continuations, save, tiny_model
 from tests.support.prompts import random_ids
 

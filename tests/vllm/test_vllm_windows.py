@@ -12,9 +12,9 @@ from vllm_cases import TINY, generate, save_sets, token_prompts
 from vllm_engines import cramped, engine, runner_of, spied
 from windowed_reference import Reference
 
-from freedraft.draft_pass import Window
 from freedraft.engines.vllm.draft_passes import PagedDraftRound
 from freedraft.engines.vllm.forward import Pages
+from freedraft.recipe import Window
 from tests.support.models import continuations, save, tiny_model
 from tests.support.prompts import random_ids
 

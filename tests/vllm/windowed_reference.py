@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from freedraft.draft_pass import Window
+from freedraft.recipe import Window
 
 
 class Reference:

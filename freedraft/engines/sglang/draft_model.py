@@ -13,14 +13,14 @@ from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_f
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from freedraft.draft_model import DraftModel
-from freedraft.draft_pass import Recipe, Window
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.draft_round import DraftPass, RankedRound, most_likely, on_device, run_kept
-from freedraft.engines.many_sets import SetScores
+from freedraft.engines.matchness import SetScores
 from freedraft.engines.sglang.graphs import Captured, capture, free_bytes
 from freedraft.engines.sglang.layers import Stages, stages_of
 from freedraft.engines.sglang.passes import HiddenOf, Passes, Tokens, WindowedRead
 from freedraft.guarded_method import is_device_fault
+from freedraft.recipe import Recipe, Window
 from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
@@ -92,10 +92,10 @@ class PagedDraftModel(Passes, DraftModel):
         self.ranks.tell("start", draft_pass.number, max_draft_len)
         return PagedRound(self, step.engine, draft_pass, max_draft_len)
 
-    def follow(self, batch: Any = None) -> None:
+    def serve(self, batch: Any = None) -> None:
         """Worker ranks: run the commands of rank 0 until it signals the end. batch: SGLang's ScheduleBatch of the step;
         None before the first step."""
-        self.ranks.follow(self.build, partial(PagedRound, self, batch))
+        self.ranks.serve(self.build, partial(PagedRound, self, batch))
 
     def scorer(self, window: int) -> SetScores:
         # SGLang has memory for one row per request, which bounds the recipes of a pass and the tokens of each.

@@ -9,7 +9,7 @@ import torch
 from sglang.srt.distributed import tensor_model_parallel_all_reduce
 
 from freedraft.config import ConfigError
-from freedraft.draft_pass import Recipe
+from freedraft.recipe import Recipe
 
 Stage = tuple[Any, Any, bool]  # A sublayer that runs; see `run_kept`
 Stages = tuple[Stage, ...]

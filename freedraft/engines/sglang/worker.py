@@ -111,7 +111,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         if not self._ranks.first:
             self._reads_states = self._ranks.agree(True)
             if self._draft_model is not None:
-                self._draft_model.follow()
+                self._draft_model.serve()
             return
         context = context_of_worker(self._target_worker, self.widths, chains=chains)
         guarded = GuardedMethod(self._spec, self._spec.options.read(), context)
@@ -227,7 +227,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             with nullcontext() if model is None else self._ranks.leading():
                 drafted = self._drafting.draft(batch)
         elif model is not None:
-            model.follow(batch)
+            model.serve(batch)
         if model is not None:
             # SGLang waits for this event before it writes attention inputs; a captured draft pass ends earlier.
             self.model_runner.shared_read_done_event = None

@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft_model import DraftModel
-from freedraft.draft_pass import Recipe
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.draft_round import DraftPass
-from freedraft.engines.many_sets import SetScores
+from freedraft.engines.matchness import SetScores
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_passes import PagedDraftRound
 from freedraft.engines.vllm.forward import Forward, Pages
 from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
 from freedraft.guarded_method import GuardedMethod
+from freedraft.recipe import Recipe
 from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class PagedDraftModel(Forward, DraftModel):
         self.ranks.tell("start", draft_pass.number, pages.rows, first, max_draft_len)
         return PagedDraftRound(self, self.graphs, draft_pass, pages, first, max_draft_len)
 
-    def follow(self, pages: Callable[[], Pages] | None = None) -> None:
+    def serve(self, pages: Callable[[], Pages] | None = None) -> None:
         """Worker-rank loop: repeat rank 0's calls until it ends. pages: of the present step; None before the first
         one."""
 
@@ -83,7 +83,7 @@ class PagedDraftModel(Forward, DraftModel):
             assert pages is not None
             return PagedDraftRound(self, self.graphs, draft_pass, pages()._replace(rows=rows), first, max_draft_len)
 
-        self.ranks.follow(self.build, start)
+        self.ranks.serve(self.build, start)
 
     def scorer(self, window: int) -> SetScores:
         most = min(self.runner.max_num_reqs, self.runner.max_num_tokens // window)
@@ -110,7 +110,7 @@ def prepare_passes(runner: Any, vllm_config: Any, guarded: GuardedMethod | None)
         logger.exception("freedraft: draft passes could not be built, so none are run; please report this")
         return None
     if guarded is None:
-        model.follow()
+        model.serve()
         return model
     with model.ranks.leading():
         guarded.prepare(model)

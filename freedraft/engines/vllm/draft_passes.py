@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft.draft_pass import Window
 from freedraft.engines.draft_round import DraftPass, RankedRound
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.forward import BlockTables, Forward, Pages
+from freedraft.recipe import Window
 
 
 class _Ready(NamedTuple):

@@ -229,7 +229,7 @@ def _propose(original: Callable[..., Any]) -> Callable[..., Any]:
             with nullcontext() if model is None else model.ranks.leading():
                 drafts = ours.guarded.call(ours.draft, self, arguments)
         elif model is not None:
-            model.follow(V1StepState(self, arguments, np.zeros(0, np.intp)).pages)
+            model.serve(V1StepState(self, arguments, np.zeros(0, np.intp)).pages)
         return drafts or [[] for _ in arguments["sampled_token_ids"]]
 
     return propose_draft_token_ids

@@ -234,7 +234,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
             if confidences is not None:
                 confidences.send(len(slots)) if drafted else confidences.device[: len(slots)].zero_()
         elif self.draft_model is not None:
-            self.draft_model.follow(V2StepState(self.runner.block_tables, self._states, np.zeros(0, np.intp)).pages)
+            self.draft_model.serve(V2StepState(self.runner.block_tables, self._states, np.zeros(0, np.intp)).pages)
         if self._ranks.world_size > 1:
             self._ranks.broadcast(packed, src=0)
             if confidences is not None:

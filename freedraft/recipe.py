@@ -1,9 +1,8 @@
-"""Draft passes of the target model: their layers and KV window (`Recipe`, `Window`), and estimates of a round."""
+"""`Recipe`: the layers that a draft pass of the target model skips, and the `Window` of the KV cache that it reads."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -65,21 +64,3 @@ class Recipe(Protocol, Hashable):
     @property
     def bits(self) -> tuple[bool, ...]:
         """2L flags, True where skipped, in the order attention 0, MLP 0, attention 1, ..."""
-
-
-@dataclass(frozen=True, slots=True)
-class DraftPassEstimate:
-    """Expected gain and time of a round of draft passes, by maximum draft length m = 1 .. M."""
-
-    gain: NDArray[np.float64]  # [M], accepted tokens of these requests together
-    tokens: NDArray[np.float64]  # [M], their draft tokens together
-    seconds: NDArray[np.float64]  # [M], of the passes
-
-
-class RestOfBatch(NamedTuple):
-    """The requests of a step that take no part in a round of draft passes."""
-
-    requests: int
-    query_tokens: int  # in the verifying step
-    rate: float | None  # expected tokens per second of the whole step; None without an estimate
-    most_nodes: int = 1  # of any one of their drafts, root included

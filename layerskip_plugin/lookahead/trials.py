@@ -1,4 +1,4 @@
-"""`Explorer`: occasional rounds that are not expected to pay, or not to be the best, to keep estimates fresh."""
+"""`Trials`: occasional rounds that are not expected to pay, or not to be the best, to keep estimates fresh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SURPRISE, GOOD, DOUBTFUL = 0.5, 0.9, 0.7
 DOUBTED_WEIGHT = 3.0
 
 
-class Explorer:
+class Trials:
     def __init__(self) -> None:
         self._again = False  # the last trial surprised, so another one follows at once
         self._last: SkipSet | None = None

@@ -1,5 +1,5 @@
-"""A pre-norm decoder under several skip sets at once, in one pass or sublayer by sublayer; and `SetScores`: how well
-recipes would have drafted the newest tokens of a request."""
+"""`SetScores`: how well recipes would have drafted the newest tokens of a request, by a pre-norm decoder under several
+skip sets at once, sublayer by sublayer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from freedraft.draft_model import MatchnessScorer, T, Visit
-from freedraft.draft_pass import Recipe
+from freedraft.recipe import Recipe
 from freedraft.step import Step
 
 
@@ -59,30 +59,13 @@ def run_sublayer(sublayers: Sequence[Sublayer], passes: int, index: int, states:
     return states + torch.cat(added).view_as(states)
 
 
-def forward(hidden: torch.Tensor, sublayers: Sequence[Sublayer], skipped: NDArray[np.bool_]) -> torch.Tensor:
-    """The residual stream after all sublayers.
-
-    If any set keeps an attention sublayer, it runs for all sets, so that its metadata is the same in all layers, and
-    unwanted results are dropped; MLPs run for the sets that keep them.
-
-    Args:
-        hidden: float [J, W, H], embedded tokens under each of J sets.
-        sublayers: all 2L, in order.
-        skipped: bool [J, 2L].
-    """
-    stream = hidden.clone()
-    count, width, size = stream.shape
-    for index, (norm, run, is_attention) in enumerate(sublayers):
-        keep = np.flatnonzero(~skipped[:, index])
-        if not len(keep):
-            continue
-        kept = torch.from_numpy(keep).to(stream.device)
-        rows = stream if is_attention or len(keep) == count else stream[kept]
-        added = run(norm(rows.reshape(-1, size))).view(-1, width, size)
-        if len(keep) == count:
-            stream = stream + added
-        else:
-            stream = stream.index_add(0, kept, added[kept] if is_attention else added)
+def forward(stream: torch.Tensor, sublayers: Sequence[Sublayer], skipped: NDArray[np.bool_]) -> torch.Tensor:
+    """The residual stream, in place, after all 2L sublayers: float [J, W, H], of embedded tokens under each of J sets,
+    which skip bool [J, 2L]."""
+    for index in range(len(sublayers)):
+        keep = torch.from_numpy(np.flatnonzero(~skipped[:, index])).to(stream.device)
+        if len(keep):
+            stream[keep] = run_sublayer(sublayers, len(stream), index, stream[keep])
     return stream
 
 
