@@ -104,9 +104,7 @@ def check(
         check_left_out(best, paths, scores, max_nodes, shape)
 
 
-def check_left_out(
-    best: Scores, paths: list[Path], scores: NDArray[np.float64], max_nodes: int, shape: str
-) -> None:
+def check_left_out(best: Scores, paths: list[Path], scores: NDArray[np.float64], max_nodes: int, shape: str) -> None:
     """No path that could have been drafted instead has a higher score; in a chain only those beside its nodes could."""
     last = scores[-1] if len(paths) == max_nodes else 0.0
     bar = dict.fromkeys(paths, last)  # by parent
