@@ -60,7 +60,7 @@ help:
 	@echo 'make test         lint, types, the tests of what must not break, on both engines (15 minutes on two cores)'
 	@echo 'make test-all     all tests: also several ranks, model families, fuzzing, a fresh install (35 minutes)'
 	@echo 'make serve        start an OpenAI-compatible server with SSSD on 127.0.0.1:$(PORT), ENGINE=vllm or sglang; make stop ends it'
-	@echo 'make report       the page and plots of the measured results, build/report.md'
+	@echo 'make report       the page, pictures and tables of the measured results, docs/results.md'
 	@echo 'make compare      all kinds of request to plain and drafting servers of both engines: docs/compare.md (an hour)'
 	@echo 'make wheel        dist/freedraft-*.whl, which the images in docker/ install'
 	@echo 'make versions     which versions of the engines have what is hooked; make versions-run: tests on older vLLMs'
@@ -133,7 +133,7 @@ stop:
 	@if [ -f build/server.json ]; then $(PYTHON) -m bench.demo.server stop; fi
 
 report: $(VLLM)/project.done
-	@$(VLLM)/bin/python bench/report.py bench/results --out build/report.md
+	@$(VLLM)/bin/python docs/make_results.py
 
 COMPARE := docs/make_compare.py
 compare: $(VLLM)/project.done $(SGLANG)/project.done $(MODEL)/config.json

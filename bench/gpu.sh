@@ -9,7 +9,7 @@
 # Times are estimates, without installation and download of the model.
 #
 # Broken off, it goes on with the pass that it was in; what is missing for it is said at the start. The page is
-# $OUT/report.md. It says which cells lie within 1 % of the best fixed draft length, and which below plain.
+# $OUT/results.md. It says which cells lie within 1 % of the best fixed draft length, and which below plain.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -148,7 +148,7 @@ layers() { # method, draft tokens, window: by the skip set that was given, or by
 if [ "$WHAT" = hour ]; then
     run serve-vllm plain sssd
     run serve-sglang sglang sglang-sssd
-    "$VLLM/bin/python" bench/report.py "$OUT"
+    "$VLLM/bin/python" docs/make_results.py "$OUT"
     exit "$failed"
 fi
 on_gpu='{"method": "ngram_gpu", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}'
@@ -156,5 +156,5 @@ run serve-vllm plain ngram "ngram_gpu=$on_gpu" suffix sssd "fixed1=$(fixed vllm 
     "fixed8=$(fixed vllm 8)" "layerskip=$(layers layerskip 5 2048)" "freedraft=$(layers freedraft 8 auto)"
 run serve-sglang sglang sglang-ngram sglang-sssd "sglang-fixed4=$(fixed sglang 4)" "sglang-fixed8=$(fixed sglang 8)" \
     "sglang-fixed16=$(fixed sglang 16)"
-"$VLLM/bin/python" bench/report.py "$OUT"
+"$VLLM/bin/python" docs/make_results.py "$OUT"
 exit "$failed"

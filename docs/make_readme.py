@@ -5,28 +5,16 @@ python docs/make_readme.py            # --check only reports whether they are up
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from bench.lib.plots import nice
-from bench.lib.results import ROOT, checked
+from pages import FOLDER, ROOT, nice, result
 
 PAGE = ROOT / "README.md"
-FOLDER = ROOT / "bench" / "results"
 SERVED = "serve-vllm-cpu.json"
 BY = "written by docs/make_readme.py"
 MARKS = {name: (f"<!-- {name}: {BY} -->\n", f"<!-- end of {name} -->") for name in ("figures", "worst")}
-
-
-def result(name: str) -> Any:
-    """Return the contents of a result file. Raises ValueError: it is not as its benchmark wrote it."""
-    checked(FOLDER / name)
-    return json.loads((FOLDER / name).read_text(encoding="utf-8"))
 
 
 def served() -> list[dict[str, Any]]:
