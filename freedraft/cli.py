@@ -163,8 +163,10 @@ def explain(
     dtype: Annotated[str | None, typer.Option(help="The engine's dtype (default: the model's).")] = None,
     tokens_per_step: Annotated[str | None, typer.Option(
         metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")] = None,
+    shape: Annotated[str, typer.Option(
+        metavar="chain|tree", help="Shape of drafts: vLLM's FlashAttention verifies chains, SGLang trees.")] = "chain",
 ) -> None:  # fmt: skip
-    """Print step times and draft lengths of the cost model by batch size, from the roofline alone."""
+    """Estimate how many draft tokens pay at each batch size, without running a model."""
     from rich.console import Console
     from rich.table import Table
 
@@ -174,10 +176,12 @@ def explain(
     from freedraft.cost.roofline import Roofline
 
     roofline = Roofline(ModelShape.load(model, dtype), choose_profile(hardware), tensor_parallel)
-    curve = explanation.parse_curve(tokens_per_step) if tokens_per_step else None
+    if shape not in explanation.CURVES:
+        raise ValueError(f"--shape '{shape}': write {' or '.join(explanation.CURVES)}")
+    curve = explanation.parse_curve(tokens_per_step) if tokens_per_step else explanation.CURVES[shape]
     rows = explanation.explain(roofline, context, curve=curve)
     table = Table(title=f"{model} on {roofline.profile.name} ({roofline.profile.source}), context {context:,}")
-    for heading in ("batch", "plain ms", "rule s_q", "ms", "best s_q", "ms", "tokens/s", "gain"):
+    for heading in ("requests", "step ms", "SSSD's rule", "ms", "best", "ms", "tokens/s", "speed-up"):
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(
@@ -186,9 +190,10 @@ def explain(
         )  # fmt: skip
     Console().print(table)
     typer.echo(
-        "s_q counts nodes per request, root included. Rule: I_knee / b, capped. Best: most tokens per second, if "
-        + ", ".join(f"{n} nodes give {t:g}" for n, t in (curve or explanation.TOKENS_PER_STEP).items() if n > 1)
-        + " tokens per step. While serving, policy 'auto' measures both."
+        "An estimate: real steps are slower than the profile's peak speeds say. SSSD's rule and the best length count "
+        "nodes per request, root included. Tokens per step are taken to be "
+        + ", ".join(f"{t:g} for {n} nodes" for n, t in curve.items() if n > 1)
+        + " (--shape, --tokens-per-step). While serving, policy 'auto' measures both."
     )
 
 

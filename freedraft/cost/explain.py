@@ -8,10 +8,11 @@ import numpy as np
 
 from freedraft.config import ConfigError
 from freedraft.cost.controller import Knee
-from freedraft.cost.priors import TOKENS_PER_STEP, expected_tokens
+from freedraft.cost.priors import CHAIN_TOKENS_PER_STEP, TOKENS_PER_STEP, expected_tokens
 from freedraft.cost.roofline import Roofline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CURVES = {"chain": CHAIN_TOKENS_PER_STEP, "tree": TOKENS_PER_STEP}
 
 
 def parse_curve(text: str) -> dict[int, float]:

@@ -88,7 +88,10 @@ def model(tmp_path: Path) -> Path:
 def test_the_command_prints(model: Path) -> None:
     result = CliRunner().invoke(app, ["explain", "--model", str(model), "--hardware", "h100"])
     assert result.exit_code == 0, result.output
-    assert "gain" in result.output and "256" in result.output
+    assert "speed-up" in result.output and "256" in result.output
+    assert "1.529 for 33 nodes" in " ".join(result.output.split()), "chains, as vLLM's FlashAttention verifies them"
+    trees = CliRunner().invoke(app, ["explain", "--model", str(model), "--hardware", "h100", "--shape", "tree"])
+    assert trees.exit_code == 0 and "1.926 for 32 nodes" in " ".join(trees.output.split())
 
 
 @pytest.mark.parametrize(
@@ -97,6 +100,7 @@ def test_the_command_prints(model: Path) -> None:
         (["--hardware", "h1000"], "did you mean"),
         (["--hardware", "h100", "--dtype", "int7"], "int7"),
         (["--hardware", "h100", "--tokens-per-step", "x"], "--tokens-per-step"),
+        (["--hardware", "h100", "--shape", "bush"], "chain or tree"),
     ],
 )
 def test_wrong_arguments_are_named(model: Path, arguments: list[str], word: str) -> None:
