@@ -103,6 +103,7 @@ app = typer.Typer(
     name="freedraft",
     cls=PluginGroup,
     help="Training-free speculative decoding for stock vLLM and SGLang.",
+    epilog="Begin with 'freedraft doctor', which says what to type next.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -124,11 +125,11 @@ def root(
 
 
 @app.command()
-def doctor() -> None:
-    """Check which engines are installed, and that they have everything that freedraft hooks."""
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Check that vLLM or SGLang is here and works with freedraft, and say how to start it. Exit code 1 if not."""
     from freedraft.doctor import run
 
-    raise typer.Exit(run())
+    raise typer.Exit(run(as_json=as_json))
 
 
 @app.command()
@@ -199,16 +200,17 @@ def explain(
 
 @app.command()
 def top(
-    port: Annotated[int, typer.Argument(min=1, max=65535, help="Value of option 'metrics_port'.")],
+    port: Annotated[int, typer.Argument(min=1, max=65535, help="Value of option 'metrics_port'.")] = 9100,
     host: Annotated[str, typer.Option(help="Host of the server, or of a proxy of its metrics.")] = "127.0.0.1",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print totals since the server's start, and exit.")]
     = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
 ) -> None:  # fmt: skip
-    """Show drafting of a running server, from its metrics."""
+    """Watch a running server: its speed-up, tokens per step, accepted drafts."""
     from freedraft.top import run
 
-    raise typer.Exit(run(f"http://{host}:{port}/metrics", interval, once))
+    raise typer.Exit(run(f"http://{host}:{port}/metrics", interval, once, as_json))
 
 
 @app.command()

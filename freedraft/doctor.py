@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 
@@ -16,6 +17,12 @@ from freedraft.cost.hardware import HardwareProfile, device_name
 from freedraft.engines.hooks import Hook, check, installed_version, is_tested
 
 ENGINES = ("vllm", "sglang")
+TESTED = "vLLM 0.32, SGLang 0.5.23"
+START = {
+    "vllm": """vllm serve MODEL --speculative-config '{"method": "sssd", "metrics_port": 9100}'""",
+    "sglang": "FREEDRAFT_METRICS_PORT=9100 python -m sglang.launch_server --model-path MODEL "
+    "--speculative-algorithm sssd",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,36 +65,47 @@ def examine(engine: str) -> EngineReport:
     return EngineReport(engine, found, there, tuple(problems), tuple(notes))
 
 
-def run(console: Console | None = None) -> int:
+def run(console: Console | None = None, as_json: bool = False) -> int:
     """Print the reports; return 0 if at least one engine is installed and none lacks a hook, else 1."""
     console = console or Console(highlight=False, soft_wrap=True)
-    console.print(f"freedraft {__version__}")
     reports = [examine(engine) for engine in ENGINES]
-    for report in reports:
-        name = f"  {report.engine} {report.version}"
-        if report.version is None:
-            console.print(f"  {report.engine}: not installed")
-        elif report.usable:
-            console.print(f"{name}: all {report.hooks} hooks are there", style="green")
-            for note in report.notes:
-                console.print(f"    - {note}", markup=False)
-        else:
-            console.print(f"{name}: freedraft cannot draft here", style="red")
-            for problem in report.problems:
-                console.print(f"    - {problem}", style="red", markup=False)
-            console.print("    The engine runs without freedraft. Install a version of it that docs/versions.md names.")
-    complete = all(report.usable for report in reports if report.version is not None)
+    installed = [report for report in reports if report.version is not None]
+    complete = bool(installed) and all(report.usable for report in installed)
     try:
         profile = HardwareProfile.detect()
-        console.print(
-            f"  hardware: {device_name() or 'CPU'}, profile '{profile.name}' ({profile.source}): "
-            f"{profile.ridge} query tokens per step are about free"
+        speeds = (
+            f"profile '{profile.name}' ({profile.source}): {profile.ridge} tokens per step cost about as much as one"
         )
+        hardware = f"{device_name() or 'CPU'}, {speeds}"
     except ConfigError as error:
-        console.print(f"  hardware: {error}", style="red", markup=False)
-        complete = False
-    if all(report.version is None for report in reports):
-        remedy = "in the clone of freedraft, pip install '.[vllm]' or pip install '.[sglang]'"
-        console.print(f"Install an engine: {remedy}", markup=False)
-        complete = False
+        hardware, complete = str(error), False
+    if as_json:
+        found = {report.engine: asdict(report) | {"usable": report.usable} for report in reports}
+        console.print_json(
+            json.dumps({"freedraft": __version__, "ok": complete, "engines": found, "hardware": hardware})
+        )
+        return 0 if complete else 1
+    console.print(f"freedraft {__version__}")
+    for report in reports:
+        _show(console, report)
+    console.print(f"  hardware: {hardware}", markup=False)
+    for report in installed:
+        if report.usable:
+            console.print(f"Next: {START.get(report.engine, '')}", markup=False)
+    if not installed:
+        console.print("Next: in the clone of freedraft, pip install '.[vllm]' or pip install '.[sglang]'", markup=False)
     return 0 if complete else 1
+
+
+def _show(console: Console, report: Report) -> None:
+    name = f"  {report.engine} {report.version}"
+    if report.version is None:
+        console.print(f"  {report.engine}: not installed")
+    elif report.usable:
+        console.print(f"{name}: OK, it has all {report.hooks} functions that freedraft uses", style="green")
+    else:
+        console.print(f"{name}: freedraft cannot draft here", style="red")
+    for note in (*report.problems, *report.notes):
+        console.print(f"    - {note}", markup=False)
+    if report.problems:
+        console.print(f"    The engine runs without freedraft. Versions that are tested: {TESTED}.")

@@ -91,7 +91,7 @@ def check_address(port: int | None, host: str) -> None:
 
 def where_to_look(port: int | None) -> str:
     """Text for the log: how to watch drafting."""
-    return f"'freedraft top {port}' shows what it brings" if port else "set metrics_port to see what it brings"
+    return f"watch it with 'freedraft top {port}'" if port else "set metrics_port to watch it"
 
 
 def serve(port: int | None, rank: int = 0, host: str = LOCAL) -> int | None:

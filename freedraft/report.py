@@ -58,9 +58,9 @@ class Report:
             return
         self._off = off
         if off:
-            brings = f"drafting is off: nothing was drafted for {1 - share:.0%} of decoded requests"
+            brings = f"drafting is off, since it gains nothing now: {1 - share:.0%} of requests had no draft"
         else:
-            brings = f"{sums.tokens / sums.requests:.2f} tokens per step and request"
+            brings = f"{sums.tokens / sums.requests:.2f} tokens per step"
             if sums.compared:
-                brings += f", an estimated {sums.speedups / sums.compared:.2f} times plain decoding"
+                brings = f"about {sums.speedups / sums.compared:.2f} times as fast as without drafts; {brings}"
         logger.info("freedraft: %s, last %.0f minutes: %s", self._method, (self._clock() - sums.since) / 60, brings)

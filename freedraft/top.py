@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,10 +21,14 @@ Samples = Mapping[tuple[str, str], float]
 
 PREFIX, START = "freedraft_", "process_start_time_seconds"
 SOURCES = {
-    "input": "prompt and output",
-    "store": "datastore and what was learnt",
+    "input": "prompt and answer",
+    "store": "datastore and earlier answers",
     "other": "recycled logits and other",
 }
+REASONS = {"cost": "would cost more than it gains", "no match": "nothing similar found", "off": "the client wants none"}
+SPEEDUP, ACCEPTED, UNDRAFTED = "speed-up, estimated", "draft tokens accepted", "requests without a draft"
+TOKENS, SECONDS = "tokens per step (1 without drafts)", "ms to draft, per step"
+FORMS = {SPEEDUP: ",.2f", TOKENS: ",.2f", SECONDS: ",.2f", ACCEPTED: ".0%", UNDRAFTED: ".0%"}
 
 
 def read(url: str) -> dict[tuple[str, str], float]:
@@ -46,37 +51,46 @@ def read(url: str) -> dict[tuple[str, str], float]:
     return samples
 
 
-def view(now: Samples, before: Samples, seconds: float) -> Table:
-    """The drafter's activity since `before`, `seconds` ago; since the server's start if there was none."""
+def numbers(now: Samples, before: Samples, seconds: float) -> dict[str, dict[str, float]]:
+    """What is shown, by title and method: the drafter's activity since `before`, `seconds` ago. NaN is not known."""
     gained: defaultdict[tuple[str, str], float] = defaultdict(float)
     gained.update({key: value - before.get(key, 0.0) for key, value in now.items()})
-    methods = sorted(label for name, label in now if name == "request_steps_total")
+    requests = sum(value for (name, _), value in gained.items() if name == "request_steps_total") or math.nan
+    reasons = sorted({label.partition("/")[2] for name, label in now if name == "undrafted_requests_total"})
+
+    def of(method: str) -> dict[str, float]:
+        def ratio(above: str, below: str) -> float:
+            return gained[above, method] / (gained[below, method] or math.nan)
+
+        # Those of a hybrid's parts are its own, so they are shares of the requests of all methods.
+        undrafted = [gained["undrafted_requests_total", f"{method}/{reason}"] / requests for reason in reasons]
+        return {
+            SPEEDUP: now.get(("speedup", method), math.nan),
+            TOKENS: ratio("tokens_total", "request_steps_total"),
+            "tokens per second": gained["tokens_total", method] / seconds,
+            "running requests": now.get(("requests", method), 0),
+            ACCEPTED: ratio("accepted_tokens_total", "draft_tokens_total"),
+            UNDRAFTED: sum(undrafted),
+            **{f"  {REASONS.get(r, r)}": share for r, share in zip(reasons, undrafted, strict=True)},
+            "draft tokens allowed per step": now.get(("budget_tokens", method), 0),
+            SECONDS: 1e3 * ratio("drafting_seconds_sum", "drafting_seconds_count"),
+            "failures since the start": now.get(("failures_total", method), 0),
+        }
+
+    by_method = {label: of(label) for name, label in sorted(now) if name == "request_steps_total"}
+    titles = next(iter(by_method.values()), {})
+    return {title: {method: values[title] for method, values in by_method.items()} for title in titles}
+
+
+def view(now: Samples, before: Samples, seconds: float) -> Table:
+    """The table of `numbers`."""
+    shown = numbers(now, before, seconds)
     table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for method in methods:
-        table.add_column(method, justify="right")
-
-    def row(title: str, cell: Callable[[str], float], form: str = ",.2f") -> None:
-        values = [cell(method) for method in methods]
-        table.add_row(title, *("-" if math.isnan(value) else format(value, form) for value in values))
-
-    def ratio(above: str, below: str, method: str) -> float:
-        divisor = gained[below, method]
-        return gained[above, method] / divisor if divisor else math.nan
-
-    row("requests", lambda m: now.get(("requests", m), 0), ".0f")
-    row("tokens per second", lambda m: gained["tokens_total", m] / seconds)
-    row("tokens per request and step", lambda m: ratio("tokens_total", "request_steps_total", m))
-    row("over plain, by policy auto", lambda m: now.get(("speedup", m), math.nan))
-    row("draft tokens per step, allowed now", lambda m: now.get(("budget_tokens", m), 0), ".0f")
-    requests = sum(gained["request_steps_total", method] for method in methods)  # those of a hybrid's parts are its own
-    for reason in sorted({label.partition("/")[2] for name, label in now if name == "undrafted_requests_total"}):
-        undrafted = {m: gained["undrafted_requests_total", f"{m}/{reason}"] / (requests or math.nan) for m in methods}
-        row(f"of requests, without a draft: {reason}", undrafted.__getitem__)
-    row("of draft tokens, accepted", lambda m: ratio("accepted_tokens_total", "draft_tokens_total", m))
-    drafting = "drafting_seconds_sum", "drafting_seconds_count"
-    row("microseconds to draft, per step", lambda m: 1e6 * ratio(*drafting, m), ",.0f")
-    row("failures, in all", lambda m: now.get(("failures_total", m), 0), ".0f")
+    for column, method in enumerate(["", *next(iter(shown.values()), {})]):
+        table.add_column(method, justify="right" if column else "left")
+    for title, values in shown.items():
+        form = FORMS.get(title, ".0%" if title.startswith("  ") else ",.0f")
+        table.add_row(title, *("-" if math.isnan(value) else format(value, form) for value in values.values()))
     return table
 
 
@@ -88,8 +102,8 @@ def sources(now: Samples, before: Samples) -> Table | None:
     total = sum(accepted.values())
     if not total:
         return None
-    table = Table("accepted tokens, from", box=None, pad_edge=False)
-    for title in ("share", "of drafted, in all"):
+    table = Table("accepted tokens come from", box=None, pad_edge=False)
+    for title in ("share", "accepted of drafted"):
         table.add_column(title, justify="right")
     for source, title in SOURCES.items():
         drafted = now.get(("sourced_draft_tokens_total", source), 0)
@@ -98,12 +112,18 @@ def sources(now: Samples, before: Samples) -> Table | None:
     return table
 
 
-def run(url: str, interval: float, once: bool) -> int:
-    """Show the view until interrupted, or once, since the server's start."""
+def run(url: str, interval: float, once: bool, as_json: bool) -> int:
+    """Show the view until interrupted, or once, since the server's start; as JSON, null for what is not known."""
     console = Console()
     before, at = read(url), time.monotonic()
+    age = time.time() - before.get((START, ""), math.nan)
+    if as_json:
+        shown = numbers(before, {}, age)
+        known = {t.strip(): {m: None if math.isnan(v) else v for m, v in row.items()} for t, row in shown.items()}
+        console.print_json(json.dumps(known))
+        return 0
     if once:
-        console.print(_shown(before, {}, time.time() - before.get((START, ""), math.nan)))
+        console.print(_shown(before, {}, age))
         return 0
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -111,7 +131,11 @@ def run(url: str, interval: float, once: bool) -> int:
     ):
         while True:
             time.sleep(interval)
-            now, then = read(url), time.monotonic()
+            try:
+                now, then = read(url), time.monotonic()
+            except ValueError as error:
+                live.update(f"{error}; waiting for it", refresh=True)
+                continue
             live.update(_shown(now, before, then - at), refresh=True)
             before, at = now, then
     return 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import subprocess
 import sys
 import types
@@ -9,8 +10,9 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
-from freedraft import doctor
+from freedraft import cli, doctor
 from freedraft.engines.hooks import Hook, check
 
 ENGINE = """
@@ -72,7 +74,7 @@ def test_what_not_all_drafting_needs_is_told_and_no_failure(engine: types.Module
     engine.OPTIONAL_HOOKS = (Hook("toy_engine.Newer", "draft", purpose="drafting in newer runners"),)
     engine.MODEL_HOOKS = (Hook("toy_engine.Runner", "propose"), Hook("toy_engine.Runner", "draft_pass"))
     code, text = diagnose()
-    assert code == 0 and "all 3 hooks are there" in text and "profile '" in text
+    assert code == 0 and "OK, it has all 3 functions" in text and "profile '" in text
     assert "toy_engine.Newer is missing: no drafting in newer runners" in text
     assert "'sssd' can draft, 'layerskip' and 'hybrid' cannot: toy_engine.Runner.draft_pass is missing" in text
 
@@ -99,7 +101,16 @@ def test_no_engine_at_all_or_one_that_does_not_see_our_entry_point(engine: types
     assert code == 1 and "toy.plugins" in text and "reinstall" in text
     monkeypatch.setattr(doctor, "ENGINES", ("no_such_engine",))
     code, text = diagnose()
-    assert code == 1 and "not installed" in text and "pip install" in text
+    assert code == 1 and "not installed" in text and "Next: in the clone of freedraft, pip install" in text
+
+
+def test_the_next_command_and_json(engine: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "START", {"toy_engine": "toy serve"})
+    code, text = diagnose()
+    assert code == 0 and text.endswith("Next: toy serve\n")
+    done = CliRunner().invoke(cli.app, ["doctor", "--json"])
+    report = json.loads(done.output)
+    assert done.exit_code == 0 and report["ok"] and report["engines"]["toy_engine"]["hooks"] == 3
 
 
 def test_settings_and_an_untested_version_are_told(engine: types.ModuleType) -> None:

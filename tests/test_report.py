@@ -27,10 +27,10 @@ def test_it_says_what_drafting_brings_when_that_changes(caplog: pytest.LogCaptur
         now[0] += 3600.0  # the engine starts
         assert serve([4, 0], 2, 1.5, seconds=1.0) == [], "too early"
         (line,) = serve([4, 0], 2, 1.5)
-        assert "sssd, last 3 minutes: 2.00 tokens per step and request, an estimated 1.50 times plain" in line
+        assert "sssd, last 3 minutes: about 1.50 times as fast as without drafts; 2.00 tokens per step" in line
         assert serve([4, 4], 3, 1.9) == [], "it is still on"
         (line,) = serve([0, 0], 1, 1.0)
-        assert "drafting is off: nothing was drafted for 100% of decoded requests" in line
+        assert "drafting is off, since it gains nothing now: 100% of requests had no draft" in line
         assert serve([0, 0], 1, 1.0) == []
         (line,) = serve([0, 4], 2, math.nan)  # another policy
-        assert line.endswith("2.00 tokens per step and request")
+        assert line.endswith("2.00 tokens per step")
