@@ -28,34 +28,43 @@ HEAD = f"""\
 
 <!-- Written by docs/make_configuration.py from the options' models: change those, then run it. -->
 
-Options come from three sources, each checked by itself: an unknown option (among variables only one that resembles an
-option) or a wrong value stops the engine with a line that names it. If an option is set in several sources, the first
-of these applies:
+Options come from three places. If one is set twice, the first of these applies:
 
-1. the engine's flags: on vLLM, keys of `--speculative-config` next to `method` and `num_speculative_tokens`;
-2. the YAML file that `{CONFIG_VARIABLE}` names, with lines `option: value`;
-3. environment variables `{PREFIX}<OPTION>`, e.g. `{PREFIX}DATASTORE`.
+1. **Flags.** On vLLM: keys of `--speculative-config`, beside `method` and `num_speculative_tokens`. SGLang has none.
+2. **A file** that `{CONFIG_VARIABLE}` names, with one line `option: value` each (YAML).
+3. **Variables** `{PREFIX}<OPTION>`, such as `{PREFIX}DATASTORE`.
 
-SGLang has no flag for them: use the file or the variables.
+A wrong value or an unknown option stops the engine, with a line that names it. Most servers need only the first table
+of a method. An example of a file:
 
-| engine | method | maximum of draft tokens |
+```yaml
+metrics_port: 9100
+isolation: strict
+datastore: /data/store
+```
+
+| | vLLM | SGLang |
 |---|---|---|
-| vLLM | `"method": "sssd"` | `"num_speculative_tokens"`, 1 to 64, default 31 for sssd, or what a batch holds: \
-draft tokens of a request, chain or tree, root not counted |
-| SGLang | `--speculative-algorithm sssd` | `--speculative-num-draft-tokens`, 1 to 256, default 32 for sssd, else 16: \
-nodes of a tree, root included |
+| method | `"method": "sssd"` | `--speculative-algorithm sssd` |
+| most draft tokens of a request | `"num_speculative_tokens"` | `--speculative-num-draft-tokens`, root included |
+| values | 1 to 64 | 1 to 256 |
+| default for `sssd` | 31, or what a batch holds | 32 |
+| default for others | none: set one | 16 |
 
-`policy` (sssd) and `lookahead` (layerskip) decide how many of these a step drafts; see
-[how much to draft](cost-model.md). Method `{HYBRID}` drafts with both.
+[How much of it a step drafts](design.md#cost-model).
 """
 
 HYBRID_SECTION = f"""
 ## {HYBRID}
 
-`"method": "{HYBRID}"`, in SGLang `--speculative-algorithm {HYBRID}`, accepts the options of both methods.
-`policy` must be `auto`, without a `knee`, and `lookahead` must be `cost`: the drafters are compared by measured times.
-One `metrics_port` serves the metrics of both.
+`"method": "{HYBRID}"`, in SGLang `--speculative-algorithm {HYBRID}`, takes the options of both methods.
+`policy` must be `auto`, without a `knee`, and `lookahead` must be `cost`. One `metrics_port` serves both.
 """
+
+BASIC = {
+    "sssd": ("metrics_port", "isolation", "datastore", "live", "policy"),
+    "layerskip": ("metrics_port", "skip_set", "window", "selection", "selection_file"),
+}
 
 
 def descriptions(model: type[PluginOptions]) -> dict[str, str]:
@@ -114,13 +123,16 @@ def page() -> str:
     """
     parts = [HEAD]
     for spec in PARTS:
-        model = spec.options
-        meanings = descriptions(model)
-        parts.append(f"\n## {spec.name}\n\n| option | value | default | meaning |\n|---|---|---|---|\n")
-        for name, info in model.model_fields.items():
-            meaning = meanings[name][0].upper() + meanings[name][1:]
-            value = type_name(info.annotation) + limits(info)
-            parts.append(f"| `{name}` | {value} | {default(info)} | {meaning.replace('|', chr(92) + '|')} |\n")
+        fields, meanings = spec.options.model_fields, descriptions(spec.options)
+        basic = BASIC[spec.name]
+        for title, names in ((f"## {spec.name}", basic), ("Others:", [n for n in fields if n not in basic])):
+            parts.append(f"\n{title}\n\n| option | value | default | meaning |\n|---|---|---|---|\n")
+            for name in names:
+                meaning = meanings[name][0].upper() + meanings[name][1:]
+                value = type_name(fields[name].annotation) + limits(fields[name])
+                parts.append(
+                    f"| `{name}` | {value} | {default(fields[name])} | {meaning.replace('|', chr(92) + '|')} |\n"
+                )
     return "".join([*parts, HYBRID_SECTION])
 
 

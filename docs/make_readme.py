@@ -82,27 +82,20 @@ def on_a_gpu() -> str:
         return " of ".join(str(sum(share[i] for share in shares)) for i in (0, 1))
 
     fp32 = [row["arm"] for row in hour["identical"] if "bf16" not in row["arm"]]
-    step = {row["arm"]: row["step_ms"] for row in hour["steps"] if (row["batch"], row["temperature"]) == (1, 0.0)}
     return bullet(
         f"**On an H200**, vLLM: in fp32 {same(fp32)} answers are identical. In bf16 {same(['auto-bf16'])} are, and "
-        f"{same(['tree-bf16'])} with `shape: tree`; two runs without freedraft were not compared there. A step of one "
-        f"request of an 8B shape takes {step['8b-plain']:.1f} ms. With 8 draft tokens it takes {step['8b-chain']:.1f} ms."
+        f"{same(['tree-bf16'])} with `shape: tree`. Two runs without freedraft were not compared there."
     )
 
 
 def figures() -> str:
-    shared = result("exchange.json")["vllm"]
     skipping = result("layer-skip-vllm-cpu.json")
     deep, small = (skipping[f"{model} model, bf16, compiled"]["batch 1"]["ratio"] for model in ("deep", "demo"))
-    learning = bullet(
-        f"**Servers learn from each other**: {shared['wait_seconds']:.0f} s after one server answered, another one makes "
-        f"{shared['other_server']:.1f} tokens per step of that answer. Before, it made {shared['first_answer']:.1f}."
-    )
     layers = bullet(
-        f"**`layerskip`**: {small:.2f} with SmolLM2, which has no layers to spare. It is {deep:.2f} with a model that was "
-        "built to have them. Both are in bf16, where some answers differ."
+        f"**`layerskip`**: {small:.2f} with SmolLM2, which has no layers to spare, and {deep:.2f} with a model that "
+        "was built to have them. In bf16 some answers differ."
     )
-    return f"{demo()}\n{rivals()}\n{against_suffix()}{learning}{layers}{on_a_gpu()}"
+    return f"{demo()}\n{rivals()}\n{against_suffix()}{layers}{on_a_gpu()}"
 
 
 def of_sssd() -> Iterator[tuple[float, str]]:
@@ -114,7 +107,7 @@ def of_sssd() -> Iterator[tuple[float, str]]:
     for engine in ("vllm", "sglang"):
         for row in result(f"demo-{engine}-cpu.json")["rows"]:
             yield row["ratio"], f"CPU, {row['kind']}"
-    for cells in result("composed-vllm-cpu.json").values():
+    for cells in result("hybrid-vllm-cpu.json").values():
         for kind, row in cells.items() if isinstance(cells, dict) else ():
             yield row["sssd"]["ratio"], f"CPU, {kind}"
 

@@ -97,7 +97,7 @@ def run(console: Console | None = None, as_json: bool = False) -> int:
     return 0 if complete else 1
 
 
-def _show(console: Console, report: Report) -> None:
+def _show(console: Console, report: EngineReport) -> None:
     name = f"  {report.engine} {report.version}"
     if report.version is None:
         console.print(f"  {report.engine}: not installed")

@@ -3,11 +3,13 @@ among it; examples run, images pass the linter."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from prometheus_client import REGISTRY
 
 from freedraft import cli
 from freedraft.config import PREFIX
+from freedraft.method import Method
 from freedraft.metrics import Metrics
 from layerskip_plugin.options import LayerSkipOptions
 from sssd_plugin.options import SssdOptions
@@ -90,6 +93,12 @@ def test_the_drafter_of_the_page_is_the_tested_one() -> None:
     names = dict(vars(repeat_drafter))
     exec(test, names)
     names["test_it_repeats"]()
+
+
+def test_the_step_of_the_page_is_the_one_of_the_code() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert shown == textwrap.dedent(inspect.getsource(Method.draft)).removeprefix("@final\n")
 
 
 @pytest.mark.parametrize("image", sorted((ROOT / "docker").glob("*.Dockerfile")), ids=lambda p: p.name)
