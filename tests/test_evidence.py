@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "bench" / "results"
-WORDS = {"results": 1_300}
+WORDS = {"results": 1_300, "papers": 1_250}
 PICTURES = sorted((DOCS / "img").glob("*.svg"))
 
 
@@ -26,7 +26,9 @@ def prose(page: Path) -> str:
 
 @pytest.mark.parametrize("name", WORDS)
 def test_a_page_stays_short(name: str) -> None:
-    assert len((DOCS / f"{name}.md").read_text(encoding="utf-8").split()) <= WORDS[name]
+    """Bars of tables are no words."""
+    words = (DOCS / f"{name}.md").read_text(encoding="utf-8").replace("|", " ").split()
+    assert len(words) <= WORDS[name]
 
 
 @pytest.mark.parametrize("name", WORDS)

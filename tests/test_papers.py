@@ -1,7 +1,9 @@
-"""docs/papers.md: the numbers that its tables of departures give for us are those of the code."""
+"""docs/departures.csv: the numbers that it gives for us are those of the code. docs/papers.md: its claims, verdicts and
+figures are those of bench/results/claims.csv."""
 
 from __future__ import annotations
 
+import csv
 import inspect
 import re
 from pathlib import Path
@@ -17,7 +19,7 @@ from layerskip_plugin.selection import bit_search, online_search
 from layerskip_plugin.selection.online_search import KnapSpec, Swift
 from sssd_plugin.scoring import paper
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "papers.md"
+ROOT = Path(__file__).resolve().parents[1]
 NUMBER = re.compile(r"(?<![\w.])\d*\.?\d[\d,]*")
 
 
@@ -85,31 +87,37 @@ HERE: dict[str, dict[str, list[float]]] = {
 }  # fmt: skip
 
 
-def departures() -> dict[str, dict[str, str]]:
-    """By paper and row, the cell "here" without its reason."""
-    found: dict[str, dict[str, str]] = {}
-    for section in re.split(r"^## ", PAGE.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
-        name, text = section.split("\n", 1)
-        (part,) = re.findall(r"^### Departures.*?\n(.*?)(?=^### )", text, re.MULTILINE | re.DOTALL)
-        lines = [line.strip("| ") for line in part.splitlines() if line.startswith("| ")]
-        rows = [[cell.strip() for cell in line.split(" | ")] for line in lines]
-        found[name] = {row[0]: row[-1].split(": ")[0] for row in rows if row[0]}
-    return found
+def rows(path: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((ROOT / path).open(encoding="utf-8")))
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number.replace(",", "")) for number in NUMBER.findall(text)]
 
 
 @pytest.mark.parametrize("name", HERE)
 def test_numbers_of_departures_are_those_of_the_code(name: str) -> None:
-    written = {
-        row: [float(number.replace(",", "")) for number in NUMBER.findall(cell)]
-        for row, cell in departures()[name].items()
-    }
-    assert {row: numbers for row, numbers in written.items() if numbers} == {
-        row: pytest.approx(numbers) for row, numbers in HERE[name].items()
+    written = {row["what"]: numbers(row["here"]) for row in rows("docs/departures.csv") if row["paper"] == name}
+    assert {row: found for row, found in written.items() if found} == {
+        row: pytest.approx(found) for row, found in HERE[name].items()
     }
 
 
-def test_every_paper_has_its_departures() -> None:
-    assert departures().keys() == HERE.keys()
+def test_claims_of_the_page_are_those_of_the_file() -> None:
+    """One line per claim, whose figures are among those of the file."""
+    page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
+    sections = dict(part.split("\n", 1) for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:])
+    assert sections.keys() == HERE.keys()
+    claims = rows("bench/results/claims.csv")
+    for name, text in sections.items():
+        shown = re.findall(r"^\| (?!claim |---)(.*) \|$", text, re.MULTILINE)
+        mine = [row for row in claims if row["paper"] == name]
+        assert shown == [" | ".join((r["claim"], ": ".join(filter(None, (r["verdict"], r["figure"]))))) for r in mine]
+        for row in mine:
+            given = numbers(f"{row['here']} {row['in the paper']} {row['claim']}")
+            assert [
+                n for n in numbers(row["figure"].replace("SmolLM2", "").replace("128 k", "128")) if n not in given
+            ] == []
 
 
 def test_candidates_by_confidence_are_swifts() -> None:
