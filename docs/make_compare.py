@@ -7,59 +7,42 @@ python docs/make_compare.py vllm build/model      # ask a plain and a drafting s
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import pages
+from pages import FOLDER, result
 
 import freedraft.compare as run
-from bench.lib.results import checked, write_json
+from bench.lib.results import write_json
 
 PAGE = Path(__file__).with_name("compare.md")
-FOLDER = Path(__file__).resolve().parents[1] / "bench" / "results"
 ARMS = {"vllm": "vLLM", "vllm-v2": "vLLM, model runner V2", "sglang": "SGLang"}
-OUTCOMES = {run.SAME: "same", run.BOTH: "refused", run.DIFFERS: "**differs**", run.ONE: "**refused by one**"}
-OUTCOMES[run.ITSELF] = "plain differs from itself"
-
+OUTCOMES = {run.SAME: "same", run.BOTH: "refused by both", run.ITSELF: "plain differs from itself"}
+OUTCOMES |= {run.DIFFERS: "differs", run.ONE: "refused by one"}
 MARKS = "<!-- table: written by docs/make_compare.py -->\n", "<!-- end of table -->"
 
 
-def result(arm: str) -> dict[str, Any]:
-    name = FOLDER / f"compare-{arm}-cpu.json"
-    checked(name)
-    found: dict[str, Any] = json.loads(name.read_text(encoding="utf-8"))
-    return found
-
-
 def table() -> str:
-    arms = {arm: result(arm) for arm in ARMS if (FOLDER / f"compare-{arm}-cpu.json").exists()}
-    rows = {arm: {row["kind"]: row for row in found["rows"]} for arm, found in arms.items()}
-    text = ""
-    for arm, found in arms.items():
-        counts = ", ".join(f"{n} {OUTCOMES[name].strip('*')}" for name, n in found["outcomes"].items())
-        text += f"- {ARMS[arm]}: {len(found['rows'])} kinds: {counts}\n"
-    text += f"\n| kind of request | {' | '.join(ARMS[arm] for arm in arms)} |\n|---|{'---|' * len(arms)}\n"
-
-    def cell(row: dict[str, Any] | None) -> str:
-        return f"{OUTCOMES[row['outcome']]} ({row['accepted']})" if row else ""
-
-    for kind in dict.fromkeys(kind["kind"] for kind in run.load({})):
-        if any(kind in of for of in rows.values()):
-            text += f"| {kind} | {' | '.join(cell(of.get(kind)) for of in rows.values())} |\n"
+    """Return the number of kinds by engine and outcome, and the kinds that differ or that one server alone refuses."""
+    found = {name: FOLDER / f"compare-{arm}-cpu.json" for arm, name in ARMS.items()}
+    rows = {name: result(path.name)["rows"] for name, path in found.items() if path.exists()}
+    text = f"| engine | kinds | {' | '.join(OUTCOMES.values())} |\n|---|{'---|' * (1 + len(OUTCOMES))}\n"
+    for name, kinds in rows.items():
+        counts = [sum(kind["outcome"] == outcome for kind in kinds) for outcome in OUTCOMES]
+        link = f"[{name}](../bench/results/{found[name].name})"
+        text += f"| {link} | {len(kinds)} | {' | '.join(map(str, counts))} |\n"
+    for outcome in (run.DIFFERS, run.ONE):
+        for name, kinds in rows.items():
+            if those := [kind["kind"] for kind in kinds if kind["outcome"] == outcome]:
+                text += f"\n{name}, {OUTCOMES[outcome]}: {', '.join(those)}.\n"
     return text
 
 
-def page() -> str:
-    """Return compare.md. Raises ValueError: a result is not as it was written, or the marks are gone."""
-    before, found, rest = PAGE.read_text(encoding="utf-8").partition(MARKS[0])
-    _, closed, after = rest.partition(MARKS[1])
-    if not (found and closed):
-        raise ValueError("the marks around the table are gone")
-    return before + found + table() + closed + after
+def files() -> dict[Path, str]:
+    return {PAGE: pages.between(PAGE.read_text(encoding="utf-8"), *MARKS, table())}
 
 
 def measure(arm: str, model: Path) -> None:
@@ -78,23 +61,9 @@ def measure(arm: str, model: Path) -> None:
     write_json(FOLDER / f"compare-{arm}-cpu.json", done | {"rows": rows})
 
 
-def main() -> int:
-    arguments = [word for word in sys.argv[1:] if word != "--check"]
-    try:
-        if arguments:
-            measure(arguments[0], Path(arguments[1]))
-            return 0
-        text = page()
-    except (ValueError, OSError, KeyError, TypeError, IndexError) as error:
-        print(f"error: compare.md: {error!r}", file=sys.stderr)
-        return 2
-    if "--check" not in sys.argv:
-        PAGE.write_text(text, encoding="utf-8")
-    elif PAGE.read_text(encoding="utf-8") != text:
-        print("compare.md is out of date: run python docs/make_compare.py", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    arguments = [word for word in sys.argv[1:] if word != "--check"]
+    if arguments:
+        measure(arguments[0], Path(arguments[1]))
+    else:
+        sys.exit(pages.main(files))

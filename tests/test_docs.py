@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("name", ["configuration", "results", "readme", "compare"])
+@pytest.mark.parametrize("name", ["configuration", "results", "readme", "compare", "compatibility"])
 def test_generated_pages_are_up_to_date(name: str) -> None:
     script = ROOT / "docs" / f"make_{name}.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
@@ -69,19 +70,18 @@ def test_files_that_are_named_exist(page: Path) -> None:
         assert (ROOT / name).exists(), f"{name} is not there"
 
 
-@pytest.mark.parametrize("name", ["promises.md", "gpu.md"])
-def test_every_promise_is_kept_by_tests_that_exist(name: str) -> None:
+@pytest.mark.parametrize(("name", "kind"), [("promises", "promise"), ("gpu_findings", "finding")])
+def test_every_promise_is_kept_by_tests_that_exist(name: str, kind: str) -> None:
     """Those with a * run in `make test-all` only, and all others in `make test`."""
-    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    for row in re.findall(r"^\| (?!promise |finding |---)(.*?) \| (.*) \|$", page, re.MULTILINE):
-        tests = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`(\*?)", row[1])
-        assert tests or not row[1].startswith(("mended", "`tests")), row[0]
-        assert tests or name != "promises.md", row[0]
-        for path, test, later in tests:
+    for row in tomllib.loads((ROOT / "tests" / f"{name}.toml").read_text(encoding="utf-8"))[kind]:
+        assert row["tests"] or (kind == "finding" and not row["state"].startswith("fixed")), row["says"]
+        for test in row["tests"]:
+            path, _, function = test.rstrip("*").partition("::")
             source = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
-            found = re.search(rf"^((?:@.*\n|[ )].*\n)*)def {test}\(", source, re.MULTILINE)
-            assert found, f"{row[0]}: no test {path}::{test}"
-            assert ("\n@pytest.mark.extended" in "\n" + found[1]) == bool(later), f"{path}::{test}: with a * or without"
+            found = re.search(rf"^((?:@.*\n|[ )].*\n)*)def {function}\(", source, re.MULTILINE)
+            assert found, f"{row['says']}: no test {test}"
+            later = "\n@pytest.mark.extended" in "\n" + found[1]
+            assert later == test.endswith("*"), f"{test}: with a * or without"
 
 
 def test_the_drafter_of_the_page_is_the_tested_one() -> None:

@@ -7,14 +7,17 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
+from freedraft.engines.sglang.guards import BACKENDS
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "bench" / "results"
-WORDS = {"results": 1_300, "papers": 1_250}
+WORDS = {"results": 1_300, "papers": 1_250, "benchmarks": 700, "gpu": 470, "compare": 650, "compatibility": 860}
 PICTURES = sorted((DOCS / "img").glob("*.svg"))
 
 
@@ -27,7 +30,7 @@ def prose(page: Path) -> str:
 @pytest.mark.parametrize("name", WORDS)
 def test_a_page_stays_short(name: str) -> None:
     """Bars of tables are no words."""
-    words = (DOCS / f"{name}.md").read_text(encoding="utf-8").replace("|", " ").split()
+    words = re.findall(r"[^\s|]*\w[^\s|]*", (DOCS / f"{name}.md").read_text(encoding="utf-8"))
     assert len(words) <= WORDS[name]
 
 
@@ -60,6 +63,36 @@ def test_pictures_keep_their_marks_inside_and_their_text_readable(picture: Path)
         assert float(element.attrib.get("font-size", 14)) >= 13, element.text
         for name, most in places.items():
             assert 0 <= float(element.attrib.get(name, 0)) <= most, element.attrib
+
+
+def test_the_evidence_of_the_matrix_is_there() -> None:
+    """A test, a result file, or words of the line that refuses; what is not tested has none."""
+    for feature in tomllib.loads((DOCS / "compatibility.toml").read_text(encoding="utf-8"))["feature"]:
+        for column, (word, *evidence) in (item for item in feature.items() if item[0] not in ("part", "name")):
+            place = f"{feature['name']}, {column}"
+            assert bool(evidence) == (word not in ("not tested", "-")), place
+            for one in evidence:
+                path, _, words = one.partition(": ")
+                path, _, test = path.partition("::")
+                source = (ROOT / path).read_text(encoding="utf-8")
+                assert not test or f"def {test}(" in source, f"{place}: no test {one}"
+                assert words in re.sub(r'"\n\s*f?"', "", source), f"{place}: nothing says {one}"
+
+
+def test_attention_on_sglang_is_as_the_guards_say() -> None:
+    page = (DOCS / "compatibility.md").read_text(encoding="utf-8")
+    shapes = {
+        name: ["tree", *(str(one or "refused") for one in (able.mla, able.windows))] for name, able in BACKENDS.items()
+    }
+    found = {name: shape for name in shapes for shape in re.findall(rf"^\| {name} \| (.*) \|$", page, re.MULTILINE)}
+    assert found == {name: " | ".join(shape) for name, shape in shapes.items()}
+
+
+def test_figures_of_the_page_on_gpus_are_those_of_the_results() -> None:
+    page, shown = ((DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("gpu", "results"))
+    for figure in ("174 of 176", "39 of 44", "1.37", "2.21"):
+        assert figure in page and figure in shown
+    assert f"{(ROOT / 'tests' / 'gpu_findings.toml').read_text(encoding='utf-8').count('[[finding]]')} findings" in page
 
 
 def made(*arguments: str) -> subprocess.CompletedProcess[str]:
