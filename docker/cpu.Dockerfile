@@ -25,5 +25,5 @@ ENV LD_PRELOAD=/usr/local/lib/libiomp5.so VLLM_CPU_KVCACHE_SPACE=1 VLLM_USE_AOT_
 EXPOSE 8000
 HEALTHCHECK --interval=15s --timeout=5s --start-period=5m \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
-ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "/srv/model", "--served-model-name", "demo", "--host", "0.0.0.0", "--port", "8000", "--max-model-len", "2048", "--max-num-seqs", "8", "--speculative-config", "{\"method\": \"sssd\", \"num_speculative_tokens\": 8}"]
+ENTRYPOINT ["python", "-m", "vllm.entrypoints.openai.api_server", "--model", "/srv/model", "--served-model-name", "demo", "--host", "0.0.0.0", "--port", "8000", "--max-model-len", "2048", "--max-num-seqs", "8", "--speculative-config", "{\"method\": \"sssd\"}"]
 CMD ["--dtype", "bfloat16"]

@@ -14,5 +14,5 @@ ENV HF_HOME=/srv/freedraft/.cache/huggingface NUMBA_CACHE_DIR=/srv/freedraft/.ca
 EXPOSE 8000
 HEALTHCHECK --interval=15s --timeout=5s --start-period=15m \
     CMD ["python3", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
-ENTRYPOINT ["vllm", "serve", "--host", "0.0.0.0", "--port", "8000", "--speculative-config", "{\"method\": \"sssd\", \"num_speculative_tokens\": 8}"]
+ENTRYPOINT ["vllm", "serve", "--host", "0.0.0.0", "--port", "8000", "--speculative-config", "{\"method\": \"sssd\"}"]
 CMD ["--model", "Qwen/Qwen3-8B"]

@@ -51,6 +51,32 @@ def test_generated_pages_are_up_to_date(name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+WORDS = {  # most words of a page
+    "README": 1_020, "guide": 780, "install": 470, "configuration": 1_310, "operating": 1_100, "troubleshooting": 1_110,
+    "security": 970, "sssd": 1_130, "layerskip": 1_150, "design": 1_400, "add-a-drafter": 1_090, "docker": 190,
+    "CONTRIBUTING": 380, "CHANGELOG": 450,
+}  # fmt: skip
+SHORT = {page: page.parent.name if page.stem == "README" and page.parent != ROOT else page.stem for page in PAGES}
+
+
+@of_pages([page for page in PAGES if SHORT[page] in WORDS])
+def test_a_page_is_short_and_so_are_its_sentences(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert len(text.split()) <= WORDS[SHORT[page]]
+    text = re.sub(r"^```.*?^```|<!--.*?-->|^#.*?$", "\n\n", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    blocks = re.split(r"\n\s*\n|\n(?= *[-\d|>])|\|", text)
+    sentences = [one for block in blocks for one in re.split(r"(?<=[.!?:])\s", " ".join(block.split()))]
+    assert [one for one in sentences if len(one.split()) > 35] == []
+
+
+def test_a_cell_of_the_readme_has_one_number_and_the_page_110_lines() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 110
+    cells = [cell for line in re.findall(r"^\|(.*)\|$", text, re.MULTILINE) for cell in line.split("|")]
+    assert [cell for cell in cells if len(re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])", cell)) > 1] == []
+
+
 @of_pages(PAGES)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
