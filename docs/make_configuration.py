@@ -34,8 +34,7 @@ Options come from three places. If one is set twice, the first of these applies:
 2. **A file** that `{CONFIG_VARIABLE}` names, with one line `option: value` each (YAML).
 3. **Variables** `{PREFIX}<OPTION>`, such as `{PREFIX}DATASTORE`.
 
-A wrong value or an unknown option stops the engine, with a line that names it. Most servers need only the first table
-of a method. An example of a file:
+A wrong value or an unknown option stops the engine, with a line that names it. An example of a file:
 
 ```yaml
 metrics_port: 9100
@@ -63,7 +62,7 @@ HYBRID_SECTION = f"""
 
 BASIC = {
     "sssd": ("metrics_port", "isolation", "datastore", "live", "policy"),
-    "layerskip": ("metrics_port", "skip_set", "window", "selection", "selection_file"),
+    "layerskip": ("skip_set", "window", "selection", "selection_file"),
 }
 
 
@@ -125,7 +124,11 @@ def page() -> str:
     for spec in PARTS:
         fields, meanings = spec.options.model_fields, descriptions(spec.options)
         basic = BASIC[spec.name]
-        for title, names in ((f"## {spec.name}", basic), ("Others:", [n for n in fields if n not in basic])):
+        # What both methods have is explained once.
+        known = {} if spec is SSSD else descriptions(SSSD.options)
+        others = [name for name in fields if name not in basic and meanings[name] != known.get(name)]
+        told = "Others:" if spec is SSSD else "Others, besides `metrics_port` and `metrics_host` as above:"
+        for title, names in ((f"## {spec.name}", basic), (told, others)):
             parts.append(f"\n{title}\n\n| option | value | default | meaning |\n|---|---|---|---|\n")
             for name in names:
                 meaning = meanings[name][0].upper() + meanings[name][1:]

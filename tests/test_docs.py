@@ -12,6 +12,7 @@ import sys
 import textwrap
 import tomllib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -52,8 +53,8 @@ def test_generated_pages_are_up_to_date(name: str) -> None:
 
 
 WORDS = {  # most words of a page
-    "README": 1_020, "guide": 780, "install": 470, "configuration": 1_310, "operating": 1_100, "troubleshooting": 1_110,
-    "security": 970, "sssd": 1_130, "layerskip": 1_150, "design": 1_400, "add-a-drafter": 1_090, "docker": 190,
+    "README": 1_020, "guide": 780, "install": 460, "configuration": 1_240, "operating": 1_000, "troubleshooting": 1_040,
+    "security": 960, "sssd": 1_060, "layerskip": 1_110, "design": 1_230, "add-a-drafter": 1_060, "docker": 190,
     "CONTRIBUTING": 380, "CHANGELOG": 450,
 }  # fmt: skip
 SHORT = {page: page.parent.name if page.stem == "README" and page.parent != ROOT else page.stem for page in PAGES}
@@ -143,8 +144,9 @@ def commands(page: Path) -> Iterator[list[str]]:
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     lines += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL))
     for line in lines:
-        if re.match(r"(\S+/)?(freedraft|make|python|vllm|FREEDRAFT_\w+=\S+)\s", line):
-            yield shlex.split(re.sub(r"\s#\s.*", "", line))
+        if re.match(r"([A-Z_]+=\S+ )*(\S+/)?(freedraft|make|python|vllm)\s", line):
+            words = shlex.split(re.sub(r"\s#\s.*", "", line))
+            yield words[next(i for i, word in enumerate(words) if not re.match("[A-Z_]+=", word)) :]
 
 
 def command_of(words: list[str]) -> tuple[typer.core.TyperCommand, list[str]]:
@@ -180,6 +182,16 @@ def test_commands_of_ours(page: Path) -> None:
         elif program == "python" and len(words) > 1 and words[1].startswith("bench/"):
             source = (ROOT / words[1]).read_text(encoding="utf-8")
             assert all(f'"{flag}"' in source for flag in flags(words[2:])), words
+        elif program == "python" and words[1:2] == ["-m"] and words[2].partition(".")[0] not in ("vllm", "sglang"):
+            assert find_spec(words[2]), words
+        if "--speculative-algorithm" in words:
+            assert words[words.index("--speculative-algorithm") + 1] in {*OPTIONS, "repeat"}, words
+
+
+@of_pages(PAGES)
+def test_requests_are_json(page: Path) -> None:
+    bodies = re.findall(r"^curl .*?-d '(.*?)'$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert all(json.loads(body)["model"] == "MODEL" for body in bodies)
 
 
 @of_pages(COMMAND_PAGES)
