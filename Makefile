@@ -220,8 +220,8 @@ test-sglang: $(SGLANG)/project.done $(MODEL)/config.json
 
 # Which versions of the engines have what we hook, read from their wheels.
 versions: $(VLLM)/project.done
-	@$(VLLM)/bin/python -m bench.versions vllm --folder build/wheels
-	@$(VLLM)/bin/python -m bench.versions sglang --folder build/wheels
+	@$(VLLM)/bin/python -m tests.support.versions vllm --folder build/wheels
+	@$(VLLM)/bin/python -m tests.support.versions sglang --folder build/wheels
 
 VLLM_VERSIONS := 0.29.0 0.31.0 0.32.0
 versions-run: $(VLLM)/project.done $(MODEL)/config.json $(VLLM_VERSIONS:%=.venv/vllm-%/torch.done)

@@ -327,6 +327,10 @@ def cells() -> Iterator[tuple[str, Value, str]]:
     for name, said in (("vllm-cpu", "vLLM"), ("vllm-cpu-bf16", "bf16"), ("sglang-cpu", "SGLang")):
         for r in result(f"windowed-{name}.json")["rows"]:
             yield f"window {r['context'] / 1000:g}k {said}, {r['batch']}", of(r, "ratio_quartiles"), "layerskip"
+    for engine in ENGINES:
+        mixed = result(f"layer-skip-{engine}-cpu.json")["mixed_sets"]
+        bounds = "ratio_quarters" if engine == "vllm" else "ratio_spread"
+        yield f"{ENGINES[engine]}, four sets, 4", of(mixed, bounds), "layerskip"
     for model, found in result("layer-skip-vllm-cpu.json").items():
         if isinstance(found, dict) and "bf16" in model:
             for at, r in found.items():

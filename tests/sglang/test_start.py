@@ -237,10 +237,10 @@ def test_all_hooks_are_there():
 
 
 def test_the_source_tells_what_the_installed_engine_tells():
-    """As `bench.versions` reads wheels that are not installed."""
+    """As `tests.support.versions` reads wheels that are not installed."""
     from importlib.util import find_spec
 
-    from bench.versions import Source, parts
+    from tests.support.versions import Source, parts
 
     root = Path(find_spec("sglang").origin).parent
     texts = {str(path.relative_to(root.parent)): path.read_text() for path in root.rglob("*.py")}

@@ -74,8 +74,8 @@ def texts():
 
 
 def test_the_source_tells_what_the_installed_engine_tells(texts):
-    """As `bench.versions` reads wheels that are not installed."""
-    from bench.versions import Source, parts
+    """As `tests.support.versions` reads wheels that are not installed."""
+    from tests.support.versions import Source, parts
 
     source = Source(texts)
     hooks = [hook for table in parts("vllm").values() for hook in table]
@@ -99,7 +99,7 @@ def test_the_source_tells_what_the_installed_engine_tells(texts):
 )
 def test_doctor_knows_what_is_read_of_model_runner_v2(texts, module, said):
     """In vLLM's own files, in which this attribute has another name."""
-    from bench.versions import Source
+    from tests.support.versions import Source
 
     name, path = said.split()[-1], f"vllm/v1/worker/gpu/{module}.py"
     source = Source(texts | {path: re.sub(rf"\bself\.{name}\b", "self.renamed", texts[path])})

@@ -1,7 +1,7 @@
 """Engine versions that have every name that freedraft hooks: reads the Python files of their wheels, installs nothing.
 
-    python -m bench.versions vllm            # a table in Markdown
-    python -m bench.versions sglang 0.5.22 0.5.23
+    python -m tests.support.versions vllm            # a table in Markdown
+    python -m tests.support.versions sglang 0.5.22 0.5.23
 
 Wheels are downloaded with pip into --folder and kept there. Their code is not run: a version that passes is one that
 the tables of hooks (`freedraft/engines/*/hooks.py`) would accept, not one that was tested.
