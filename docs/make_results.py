@@ -96,7 +96,7 @@ def one_request(*results: Any) -> Screen:
         else "some answers differ from plain's"
     )
     return Screen(
-        f"Text that repeats itself is up to {ordered[0][1]['vLLM'].at:.1f} times as fast, free text is not faster.",
+        f"Text that repeats itself is up to {ordered[0][1]['vLLM'].at:.1f} times as fast, free text hardly faster.",
         intervals(
             "Repetitive text is two to three times as fast, free text is not",
             "speed over plain, one request at a time; lines: range of the repeats",
