@@ -32,7 +32,7 @@ HEAD = """\
 INTRODUCTION = """\
 Nine questions, each with one picture. Unless it says GPU, a figure comes from two CPU cores: gains on a GPU will
 differ. Plain means the same engine without freedraft. A ratio compares arms that took turns in one run. Lines through
-a mark are intervals; the text says which. All figures are in the CSV files, beside the JSON files of the benchmarks.
+a mark are intervals; the text says which. The figures are in the CSV files, beside the JSON files of the benchmarks.
 [files.csv](../bench/results/files.csv) has commit, date, machine, versions and command of each. The scripts behind
 [earlier.csv](../bench/results/earlier.csv) are in the history. How it is measured, and how to measure yours:
 [benchmarks](benchmarks.md).
@@ -259,7 +259,7 @@ def cost(measured: Any) -> Screen:
             value = Value(*(took[key] / 1e3 for key in ("median", "p5", "p95")))
             found.setdefault(f"store of {store} tokens", {})[int(batch.removeprefix("batch "))] = value
     large = found["store of 8 M tokens"]
-    steps = earlier("Host time in a step (vLLM")
+    longer = {row["at"]: row["value"] for row in sorted(earlier("Host time in a step (vLLM"), key=lambda r: r["value"])}
     return Screen(
         f"A draft takes {large[1].at:.2f} ms of the host for one request.",
         lines(
@@ -268,7 +268,7 @@ def cost(measured: Any) -> Screen:
             {"": found}, names=list(found), across="requests", scale="milliseconds",
         ),
         "AMD EPYC, two threads. A whole step of vLLM's model runner V1 took the host "
-        f"{steps[0]['value']} ms longer with one request, {steps[1]['value']} ms with {steps[1]['at']}. A store takes "
+        f"{longer['1']} ms longer with one request, {longer['32']} ms with 32. A store takes "
         f"{min(measured['store_bytes_per_token'].values()):.1f} bytes per token. Streams through all parsers are those "
         "of single tokens: parsers-vllm.csv, parsers-sglang.csv.",
     )  # fmt: skip
