@@ -98,7 +98,9 @@ def await_compilation(limit_s: float = 300.0) -> None:
 
 @cache
 def _warn(problem: str) -> None:
-    logger.warning("code is not kept on disk and compiled at every start (NUMBA_CACHE_DIR): %s", problem)
+    logger.warning(
+        "freedraft: every start compiles, about 25 s: set NUMBA_CACHE_DIR to a writable folder (%s)", problem
+    )
 
 
 class _File(IndexDataCacheFile):

@@ -164,7 +164,7 @@ class ModelShape:
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             what = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)
-            raise ConfigError(f"{source} is no decoder that the cost model can read ({what})") from None
+            raise ConfigError(f"{source}: the cost model does not know this architecture ({what})") from None
 
 
 def _dtype(config: Mapping[str, Any], dtype: str | None) -> str:

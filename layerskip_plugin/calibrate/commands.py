@@ -109,7 +109,7 @@ def knapsack(
     try:
         lengths = sorted({int(c) for c in contexts.split(",")})
     except ValueError:
-        raise ValueError(f"contexts: {contexts!r} is no list of numbers with commas") from None
+        raise ValueError(f"contexts: {contexts!r} must be numbers separated by commas") from None
     sample = run.sample()
     protected = sorted(protected_sublayers(run.model, sample))
     choices, details = [], []
@@ -208,7 +208,7 @@ def inspect(file: Annotated[Path, typer.Argument(help="Output of another calibra
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{file} is no file of freedraft calibrate") from None
+        raise ValueError(f"{file} was not written by freedraft calibrate") from None
     if form == FORMAT:
         sets = {file.stem: SkipSet.load(file)}
     elif form == knn.FORMAT:

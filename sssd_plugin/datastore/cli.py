@@ -98,7 +98,7 @@ def verify(
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(CHECK_FAILED) from None
     order = "every suffix in order" if full else "suffix order sampled"
-    typer.echo(f"{store}: good. {command.contents(manifest)}; checksums match, {order}")
+    typer.echo(f"{store}: OK. {command.contents(manifest)}; checksums match, {order}")
 
 
 @app.command()

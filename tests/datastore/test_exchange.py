@@ -417,7 +417,10 @@ def test_damaged_and_hostile_files_are_left_out_in_one_line(folder_url: str, cap
     assert texts_of(other) == [[1, 2, 3]] and texts_of(other) == []
     said = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     assert len(said) == 4 and not any("\n" in line for line in said)
-    assert sum("is damaged" in line for line in said) == 1 and sum("is no batch" in line for line in said) == 3
+    assert (
+        sum("is damaged" in line for line in said) == 1
+        and sum("is not a file of freedraft" in line for line in said) == 3
+    )
     for wrong in (-1, VOCAB):
         name, sealed = seal("0" * 16, [(0, Record(b"", 5, np.array([1, wrong], np.int32)))])
         with refused("beyond the vocabulary"):

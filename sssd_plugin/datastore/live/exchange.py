@@ -271,7 +271,7 @@ class Exchange:
         """List the URL and apply its erasures: from then on erased documents are not taken, published or kept."""
         listing = Listing.of(self._folder.names())
         for name in sorted(listing.strange - self._strange):
-            logger.error("freedraft: %s/learnt/%s is no batch; it is left out", self.url, name[:200])
+            logger.error("freedraft: %s/learnt/%s is not a file of freedraft: ignored", self.url, name[:200])
         self._strange, self._until = listing.strange, {}
         for erasure in listing.erasures:
             self._until[erasure.tenant] = max(erasure.until, self._until.get(erasure.tenant, 0))

@@ -88,7 +88,7 @@ class LiveStore(LearntRuns):
             raise
         self.settle(timeout=1e9)
         self._stats = LiveStats()
-        logger.info("freedraft: %d live tokens ready in %.2f s", self._held, time.perf_counter() - started)
+        logger.info("freedraft: loaded %s learnt tokens in %.2f s", f"{self._held:,}", time.perf_counter() - started)
 
     @property
     def key(self) -> bytes | None:
