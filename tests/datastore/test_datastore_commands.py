@@ -51,7 +51,7 @@ def test_build_info_verify(tmp_path: Path, source: Path, tokenizer_folder: Path)
 
     for options in [(), ("--full",), ("--tokenizer", tokenizer_folder), ("--vocab-size", manifest.vocab_size)]:
         result = run("verify", out, *options)
-        assert result.exit_code == 0 and "good" in result.stdout, result.output
+        assert result.exit_code == 0 and "OK" in result.stdout, result.output
 
 
 def test_token_files_need_no_tokenizer(tmp_path: Path) -> None:
