@@ -11,7 +11,7 @@ from typing import NamedTuple
 WIDTH, LEFT, RIGHT = 800, 190, 64
 # Okabe and Ito's colours, safe for the colour-blind; the second of each pair is for dark backgrounds.
 COLOURS = [("#0072B2", "#56B4E9"), ("#D55E00", "#F28E4B"), ("#B07700", "#E6B43C"), ("#007A5A", "#35C99F")]
-COLOURS += [("#6E7781", "#9AA4AE"), ("#A8467F", "#E38DBF")]
+COLOURS += [("#6E7781", "#9AA4AE"), ("#A8467F", "#E38DBF"), ("#7A4B34", "#C99B84"), ("#4B4BA8", "#A3A3F5")]
 PAGE = {"bg": ("#ffffff", "#12171e"), "ink": ("#1f2328", "#e6edf3"), "soft": ("#59636e", "#9aa4ae")}
 PAGE["grid"] = ("#e4e7eb", "#2b333d")
 

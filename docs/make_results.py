@@ -387,7 +387,7 @@ def said_of_cells(found: dict[str, Any]) -> str:
 
 def served_on_gpu(engine: str, found: Any) -> Screen:
     arms = [row["arm"] for row in found["rows"] if "ratio" in row]
-    arms = [arm for arm in dict.fromkeys(arms) if not arm.startswith(("fixed", "sglang-fixed"))][:6]
+    arms = [arm for arm in dict.fromkeys(arms) if not arm.startswith(("fixed", "sglang-fixed"))][:8]
     panel: dict[str, dict[float, Value]] = {}
     for row in found["rows"]:
         if row["group"] == summary.ALL and row["arm"] in arms and "ratio" in row:
@@ -405,16 +405,39 @@ def served_on_gpu(engine: str, found: Any) -> Screen:
 
 def forced_on_gpu(found: Any) -> Screen:
     panel = {
-        arm: {r["batch"]: Value(r["tokens_per_s"]) for r in of_arm["cells"]} for arm, of_arm in found["arms"].items()
+        arm: {row["batch"]: Value(row["tokens_per_s"]) for row in of_arm["cells"]}
+        for arm, of_arm in found["arms"].items()
     }
+    plain = panel.get("plain", {})
+    ratios = [(v.at / plain[n].at, arm, n) for arm, of_arm in panel.items() for n, v in of_arm.items() if n in plain]
+    best = "At best `{1}` is {0:.2f} times as fast, with {2} concurrent requests.".format(*max(ratios)) if plain else ""
     return Screen(
-        f"Tokens per second of {ENGINES[found['engine']]} on {found['device']}, by drafts.",
+        best or "Nothing to compare with: the plain engine did not run.",
         lines(
-            "Speed with recorded answers", "tokens per second by concurrent requests", {"": panel},
+            f"Speed with recorded answers, {ENGINES[found['engine']]} on {found['device']}",
+            "tokens per second by concurrent requests", {"": panel},
             names=list(panel), across="requests", scale="tokens per second",
         ),
         "Random weights; answers are forced to be recorded ones in every arm, so drafts are accepted as by the model "
         "that was recorded, but for those of recycled logits.",
+    )  # fmt: skip
+
+
+@question("Are the tokens those of plain vLLM?", "identity", "identity.json")
+def identity(found: Any) -> Screen:
+    kinds = {"greedy": "in batches", "one": "alone", "seeded": "seeded"}
+    arms = [
+        (row["arm"], {kinds[kind]: Value(row[kind][0] / row[kind][1]) for kind in kinds if kind in row})
+        for row in found["identical"]
+    ]
+    same, asked = (sum(r[k][i] for r in found["identical"] for k in kinds if k in r) for i in (0, 1))
+    return Screen(
+        f"{same} of {asked} answers have exactly the tokens of plain vLLM in the same dtype.",
+        intervals(
+            "Answers with exactly the tokens of plain vLLM", "share by arm; a plain arm is the control: alone and in "
+            "batches", arms, names=list(kinds.values()), scale="share of answers", bars=True, log=False,
+        ),
+        f"{found['model']} on {found['device']}. The CSV file also has how far the log-probabilities lie apart.",
     )  # fmt: skip
 
 
@@ -501,7 +524,7 @@ def files(folder: Path) -> dict[Path, str]:
     found: dict[Path, str] = {}
     origins = []
     known = {name for one in QUESTIONS for name in (*one.files, *one.more)}
-    known |= {"identity.json", *(path.name for path in folder.glob("compare-*.json"))}
+    known |= {path.name for path in folder.glob("compare-*.json")}
     for path in sorted(folder.glob("*.json")):
         if ours and path.name not in known:
             raise ValueError(f"no question shows {path.name}")
@@ -517,6 +540,10 @@ def files(folder: Path) -> dict[Path, str]:
             number = 1 + sum("\n## " in part for part in parts) if ours else 0
             text, found[page.parent / "img" / f"{one.picture}.svg"] = section(one, number, folder, up)
             parts.append(text)
+    if not ours:
+        parts.append(
+            f"\nAll files: {', '.join(f'[{path.name}]({path.name})' for path in found if path.suffix == '.csv')}.\n"
+        )
     if not any("\n## " in part for part in parts):
         raise ValueError(f"no results in {folder}: run bench/serve.py first")
     return found | {page: "".join(parts)}

@@ -103,12 +103,13 @@ def made(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_results_of_a_gpu_become_a_page(tmp_path: Path) -> None:
     for folder in (RESULTS, RESULTS / "manifests"):
         (tmp_path / folder.relative_to(RESULTS)).mkdir(exist_ok=True)
-        for old, new in (("serve-vllm-cpu", "serve-vllm"), ("kernels", "kernels")):
+        for old, new in (("serve-vllm-cpu", "serve-vllm"), ("kernels", "kernels"), ("first-hour", "first-hour")):
             shutil.copy(folder / f"{old}.json", tmp_path / folder.relative_to(RESULTS) / f"{new}.json")
     done = made(str(tmp_path))
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert "How fast is vLLM on a GPU?" in page and "Cells more than 1 % below plain: ngram 4 of 22" in page
+    assert "(kernels.csv)" in page and "8 draft tokens" in (tmp_path / "img" / "gpu.svg").read_text(encoding="utf-8")
     assert "ngram" in (tmp_path / "img" / "served-vllm.svg").read_text(encoding="utf-8")
     assert "1,all" in (tmp_path / "serve-vllm.csv").read_text(encoding="utf-8")
     (tmp_path / "serve-vllm.json").write_text("{}")

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import csv
 import inspect
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,6 +120,49 @@ def test_claims_of_the_page_are_those_of_the_file() -> None:
             assert [
                 n for n in numbers(row["figure"].replace("SmolLM2", "").replace("128 k", "128")) if n not in given
             ] == []
+
+
+def test_figures_of_claims_are_those_of_the_results() -> None:
+    """Of claims whose results are here as JSON."""
+
+    def result(name: str) -> Any:
+        return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+    def only(rows: list[dict[str, Any]], key: str, **where: object) -> float:
+        (found,) = (row[key] for row in rows if all(row[name] == value for name, value in where.items()))
+        return found
+
+    replayed, policies = result("replay-paper"), result("lookahead")["rows"]
+    llama = {"trace": "replay_llama31_8b.jsonl", "budget": 32}
+    alone, store, both = (
+        only(replayed, "tokens_per_step", arm=arm, **llama) - 1 for arm in ("paper-alone", "paper-store", "paper")
+    )
+    qwen = {"trace": "replay_qwen2_72b.jsonl", "scoring": "paper"}
+    own, other = (
+        only(result("replay-stores"), "tokens_per_step", store=f"replay_{name}.jsonl", **qwen) - 1
+        for name in ("qwen2_72b", "llama31_8b")
+    )
+    drafts = result("drafter-stores")["draft_us_per_call"]
+    copy = only(result("long-copies-paper"), "tokens_per_step", kind="copy", shape="chain", context=128_000)
+    costs = sorted({row["c"] for row in policies})
+    rate = {(row["policy"], row["c"]): row["tokens_per_time"] for row in policies}
+    fixed = max(value for (policy, c), value in rate.items() if policy.startswith("fixed") and c == 0.3)
+    by_cost = [rate["DISCO", c] / rate["dynHeur", c] - 1 for c in costs]
+    figures = {
+        "request and datastore complement": f"{both / (alone + store):.0%}",
+        "retrieval hardly slows": f"{drafts['4 x 128 M, paper, 16 nodes, batch 1']['median']:.0f} us",
+        "the model's own answers": f"{own / other - 1:.0%}",
+        "quality does not depend": f"{copy:.1f} tokens",
+        "the adaptive threshold": f"{rate['Draft & Verify', 0.05]:.2f} times plain",
+        "an oracle gains": f"{rate['oracle', 0.3] / fixed - 1:.0%}",
+        "DISCO gains": f"{rate['DISCO', 0.3] / fixed - 1:.0%}",
+        "31 % over dynHeur": f"{100 * min(by_cost):.0f} to {max(by_cost):.0%}",
+        "its F1": f"{only(policies, 'f1', policy='DISCO', c=0.05):.2f} at",
+    }
+    claims = {row["claim"]: row["figure"] for row in rows("bench/results/claims.csv")}
+    for claim, figure in figures.items():
+        (shown,) = (text for name, text in claims.items() if name.startswith(claim))
+        assert figure.replace("%", " %") in shown, claim
 
 
 def test_candidates_by_confidence_are_swifts() -> None:
