@@ -409,8 +409,13 @@ def forced_on_gpu(found: Any) -> Screen:
         for arm, of_arm in found["arms"].items()
     }
     plain = panel.get("plain", {})
-    ratios = [(v.at / plain[n].at, arm, n) for arm, of_arm in panel.items() for n, v in of_arm.items() if n in plain]
-    best = "At best `{1}` is {0:.2f} times as fast, with {2} concurrent requests.".format(*max(ratios)) if plain else ""
+    ratios = [
+        (v.at / plain[n].at, arm, n)
+        for arm, of_arm in panel.items()
+        for n, v in of_arm.items()
+        if arm != "plain" and n in plain
+    ]
+    best = "At best `{1}` is {0:.2f} times as fast, with {2} concurrent requests.".format(*max(ratios)) if ratios else ""
     return Screen(
         best or "Nothing to compare with: the plain engine did not run.",
         lines(
