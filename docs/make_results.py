@@ -415,9 +415,9 @@ def forced_on_gpu(found: Any) -> Screen:
         for n, v in of_arm.items()
         if arm != "plain" and n in plain
     ]
-    best = "At best `{1}` is {0:.2f} times as fast, with {2} concurrent requests.".format(*max(ratios)) if ratios else ""
+    said = "At best `{1}` is {0:.2f} times as fast, with {2} concurrent requests."
     return Screen(
-        best or "Nothing to compare with: the plain engine did not run.",
+        said.format(*max(ratios)) if ratios else "There is nothing to compare with plain.",
         lines(
             f"Speed with recorded answers, {ENGINES[found['engine']]} on {found['device']}",
             "tokens per second by concurrent requests", {"": panel},
