@@ -146,7 +146,7 @@ def of_sessions(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str,
 
         def learn(prompt: Tokens, answer: Tokens, live: LiveStore = live) -> None:
             live.insert(to_learn(prompt, answer, LEADING))
-            live.settle()
+            live.runs.settle()
 
         draft = make(cell, [], sessions.vocab_size, arguments.weights, live)
         found = {

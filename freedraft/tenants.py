@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -11,6 +12,15 @@ def tenant_key(cache_salt: str | None, extra_key: str | None = None, *adapter: s
     adapter: what names the LoRA adapter in the engine's prefix cache; nothing for the model alone."""
     fields = [cache_salt or "", extra_key or "", *adapter]
     return json.dumps(fields) if any(fields) else None
+
+
+def tenant_number(secret: bytes, key: str | None) -> int:
+    """Return what a tenant is called in memory, in files and at URLs: 1 to 2^63 - 1, by a keyed digest of its key; 0
+    without a key. Whoever has no `secret` cannot find a key by its number, nor two keys with one number."""
+    if not key:
+        return 0
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8, key=secret).digest()
+    return max(1, int.from_bytes(digest, "big") >> 1)
 
 
 def names_client(key: str | None) -> bool:

@@ -75,7 +75,6 @@ class Drafter:
         self._drafted_for: Sequence[str] = ()
         self._entries = recycled_logits.entries(recycle_megabytes)
         self._recycle_clock = np.zeros(1, np.int64)
-        self._owners: dict[str, int] = {}  # owners of recycled logits, by request
         self._tenants: dict[str, int] = {}  # tenants, by request
         self._index = RequestIndex()
         self._lock = threading.Lock()
@@ -85,27 +84,25 @@ class Drafter:
         self._threads = min(MAX_THREADS, cores)
         self._live = live
         if live is not None:
-            live.on_erased = self._forget_others
-        self._view = View.of(snapshot) if live is None else live.view()[0]
+            live.runs.on_erased = self._forget_others
+        self._view = View.of(snapshot) if live is None else live.runs.view_of()
         self._warm_up()
 
     def use(self, snapshot: Snapshot) -> None:
         """Replace the static snapshot, from the next call on; learnt text is still used."""
         if self._live is not None:
-            self._live.use_static(snapshot)
+            self._live.runs.use_static(snapshot)
             return
         with self._lock:
             self._view = View.of(snapshot)
 
     def set_tenant(self, request_id: str, tenant: int) -> None:
-        """Draft for the request from its tenant's (`LiveStore.tenant`) text, until it finishes."""
+        """Draft for the request from texts and logits of this tenant (`tenant_number`; 0: of requests without one)
+        alone, until it finishes. A negative number is that of a request which shares nothing."""
         if tenant:
             self._tenants[request_id] = tenant
-
-    def set_owner(self, request_id: str, owner: int) -> None:
-        """Share this request's recycled logits with requests of the same owner only (`recycled_logits.owner_of`)."""
-        if owner:
-            self._owners[request_id] = owner
+        else:
+            self._tenants.pop(request_id, None)
 
     def recycle(self, logits: NodeLogits) -> None:
         """Keep the likeliest next tokens at every verified node."""
@@ -115,14 +112,10 @@ class Drafter:
         trees, likeliest = (draft.tokens, draft.parents, draft.counts), (logits.top_tokens, logits.top_log_probs)
         with self._lock:
             contexts = np.full(len(ids), -1) if logits.contexts is None else logits.contexts.astype(np.int64)
-            requests = self._index.slot_ids(ids), _values(self._owners, ids), contexts
+            requests = self._index.slot_ids(ids), _values(self._tenants, ids), contexts
             recycled_logits.put_trees(
                 self._index.slots, requests, self._entries, trees, likeliest, self.vocab_size, self._recycle_clock
             )
-
-    def tenant_of(self, request_id: str) -> int:
-        """Return the tenant of a request; 0 for none."""
-        return self._tenants.get(request_id, 0)
 
     def update(
         self, request_ids: Sequence[str], tokens: NDArray[np.int32], starts: NDArray[np.int64],
@@ -175,12 +168,11 @@ class Drafter:
                     self._batch = DraftBatch.empty(2 * n, self.max_nodes)
                 self._out = self._batch.head(n)
             self._drafted_for = list(request_ids)
-            out, groups = self._out, None
+            out, groups, tenants = self._out, np.zeros(n, np.int64), _values(self._tenants, request_ids)
             if self._live is not None:
-                self._view, groups = self._live.view(_values(self._tenants, request_ids) if self._tenants else None)
+                self._view, groups = self._live.runs.view(tenants)
             arrays = (
-                self._index.slot_ids(request_ids), np.zeros(n, np.int64) if groups is None else groups,
-                _values(self._owners, request_ids),
+                self._index.slot_ids(request_ids), groups, tenants,
                 out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds,
             )  # fmt: skip
             view, limits = self._view, (max_nodes, shape == "chain")
@@ -210,7 +202,6 @@ class Drafter:
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._tenants.pop(request_id, None)
-            self._owners.pop(request_id, None)
         with self._lock:
             self._index.finish(request_ids)
 
@@ -222,9 +213,8 @@ class Drafter:
         return len(self._index)
 
     def close(self) -> None:
-        """Stop the background threads, forget every request and close the live datastore."""
+        """Stop the background threads, forget every request and close the live datastore; may be called twice."""
         self._pool.shutdown()
-        self._pool = ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
         self.finish(self._index.request_ids())
         if self._live is not None:
             self._live.close()
@@ -234,7 +224,7 @@ class Drafter:
         with self._lock:
             self._entries[:] = 0
             if self._live is not None:
-                self._view = self._live.view()[0]
+                self._view = self._live.runs.view_of()
 
     def _warm_up(self) -> None:
         name, one = "\0warm-up", np.ones(1, np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -20,15 +21,13 @@ from freedraft.draft import DraftBatch
 from freedraft.method import Method, MethodSpec
 from freedraft.metrics import check_address, serve, where_to_look
 from freedraft.step import EngineContext, NodeLogits, Step
-from freedraft.tenants import names_client
-from sssd_plugin.datastore.disk.format import TENANTS_APART
+from freedraft.tenants import names_client, tenant_number
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.datastore.live.store import LiveStore, check_live
 from sssd_plugin.drafter import Drafter, Shape
 from sssd_plugin.options import SssdOptions
-from sssd_plugin.recycled_logits import owner_of
 from sssd_plugin.scoring.weights import Weights
 
 logger = logging.getLogger("freedraft.sssd")
@@ -38,7 +37,6 @@ _RULES = {
     "salt": "requests with the same cache_salt share what they wrote, and so do those without one",
     "strict": "requests with the same cache_salt share what they wrote; those without one neither teach nor are taught",
     "shared": "all requests share what they wrote",
-    "off": "all requests share what they wrote",
 }
 LEADING = 8  # prompt tokens learnt before an answer, as context of its first tokens
 
@@ -116,8 +114,9 @@ class SssdMethod(Method):
             lacks = "this engine gives no logits" if options.scoring == "learned" else "scoring 'paper' takes no logits"
             logger.warning("freedraft: option 'recycle' is on, but %s: n-grams are drafted without them", lacks)
         self._recycles = can_recycle and options.recycle != "off"
-        self._prompt_lengths: dict[str, int] = {}  # by request, if it learns
-        self._requests = 0  # begun so far; under "strict", requests without a tenant share no logits
+        self._begun: dict[str, tuple[int, int]] = {}  # prompt length and tenant, by request
+        self._secret = secrets.token_bytes(16)  # of tenants' numbers, without a store
+        self._alone = 0  # requests so far that share nothing
         self.drafter = Drafter(
             vocab_size=context.vocab_size, max_nodes=context.max_draft_tokens + 1, scoring=options.scoring,
             weights=options.weights, snapshot=self._snapshot() if self.live is None else (), live=self.live,
@@ -152,24 +151,26 @@ class SssdMethod(Method):
             return open_at(None)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
-        if self.options.isolation == "strict" and not names_client(tenant):
-            tenant = None
-        if self.live is not None:
-            self.drafter.set_tenant(request_id, self.live.tenant(tenant))
-            # A preempted request begins again, with its output after its prompt.
-            self._prompt_lengths.setdefault(request_id, len(tokens))
-        if self._recycles and self.options.isolation in TENANTS_APART:
-            self._requests += 1
-            alone = self._requests if self.options.isolation == "strict" else 0
-            self.drafter.set_owner(request_id, owner_of(tenant) or alone)
+        number = self._number_of(tenant)
+        # A preempted request begins again, with its output after its prompt.
+        self._begun[request_id] = self._begun.get(request_id, (len(tokens), 0))[0], number
+        self.drafter.set_tenant(request_id, 0 if self.options.isolation == "shared" else number)
         self.drafter.replace(request_id, tokens)
 
+    def _number_of(self, tenant: str | None) -> int:
+        """Return the number of a tenant, or for a request that shares nothing a negative one of its own."""
+        secret = self._secret if self.live is None else self.live.key
+        if secret is None or (self.options.isolation == "strict" and not names_client(tenant)):
+            self._alone += 1
+            return -self._alone
+        return tenant_number(secret, tenant)
+
     def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
-        prompt_length = self._prompt_lengths.pop(request_id, None)
-        if self.live is not None and prompt_length is not None:
-            tokens = self.drafter.tokens(request_id)
+        begun = self._begun.pop(request_id, None)
+        if self.live is not None and begun is not None:
+            tokens, (prompt_length, tenant) = self.drafter.tokens(request_id), begun
             prompt, answer = tokens[:prompt_length], tokens[prompt_length:] if output is None else output
-            self.live.insert(to_learn(prompt, answer, LEADING), self.drafter.tenant_of(request_id))
+            self.live.insert(to_learn(prompt, answer, LEADING), tenant)
             self.live_metrics.show(self.live)
         self.drafter.finish([request_id])
 

@@ -39,8 +39,7 @@ class SssdOptions(PluginOptions):
             applies.
         isolation: which requests share learnt text. "salt": those with the same cache_salt (in SGLang also extra_key),
             as with the engine's prefix cache; requests without one share one pool. "strict": the same,
-            but requests without one share nothing. "shared": all; "off": all, and the files do not distinguish tenants
-            either.
+            but requests without one share nothing. "shared": all.
         scoring: "learned" (calibrated probabilities) or "paper" (Algorithms 1-3 with their constants).
         weights: file of the learned scorer; None takes the shipped one.
         hardware: name of a shipped profile, path of a .yaml file, or "auto".

@@ -9,7 +9,6 @@ The table has a fixed number of entries in sets of `WAYS`; a new entry replaces 
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,16 +25,16 @@ WAYS = 4
 SCALE = 1024.0  # a cost is -ln p in units of 1 / SCALE
 MAX_COST = 32767
 
-# Hash of owner and context, 0 for an empty entry; owner; the likeliest tokens and their costs, likeliest first; number
-# of the writing call.
-ENTRY = np.dtype([("key", "u8"), ("owner", "i8"), ("tokens", "i4", (TOP,)), ("costs", "i2", (TOP,)), ("stamp", "i8")])
+# Hash of tenant and context, 0 for an empty entry; tenant; the likeliest tokens and their costs, likeliest first;
+# number of the writing call.
+ENTRY = np.dtype([("key", "u8"), ("tenant", "i8"), ("tokens", "i4", (TOP,)), ("costs", "i2", (TOP,)), ("stamp", "i8")])
 
 
 class Recycled(NamedTuple):
     """The recycled logits that one request drafts from."""
 
     entries: NDArray[Any]  # [n], records of `ENTRY`: a power of two of them, or none
-    owner: np.int64  # of the entries to use
+    tenant: np.int64  # of the entries to use
 
 
 def entries(megabytes: float) -> NDArray[Any]:
@@ -44,19 +43,11 @@ def entries(megabytes: float) -> NDArray[Any]:
     return np.zeros(0 if number < WAYS else 1 << (number.bit_length() - 1), ENTRY)
 
 
-def owner_of(tenant: str | None) -> int:
-    """Return a tenant's number in the table, the same in every process; 0 for none."""
-    if not tenant:
-        return 0
-    digest = hashlib.blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True) or 1
-
-
 @compiled(nogil=True)
-def _keys(owner, context, filled, keys):
+def _keys(tenant, context, filled, keys):
     """Write the keys of the last 1 to ORDERS tokens of a context, newest first; return their number."""
     number = min(filled, ORDERS)
-    key = mix(np.uint64(owner) + np.uint64(0x9E3779B97F4A7C15))
+    key = mix(np.uint64(tenant) + np.uint64(0x9E3779B97F4A7C15))
     for k in range(number):
         key = mix(key + np.uint64(context[k]) + np.uint64(0x9E3779B97F4A7C15))
         keys[k] = key | np.uint64(1)
@@ -70,10 +61,10 @@ def find(recycled, context, filled, keys):
     table = recycled.entries
     if len(table) > 0:
         sets = np.uint64(len(table) // WAYS - 1)
-        for k in range(_keys(recycled.owner, context, filled, keys) - 1, -1, -1):
+        for k in range(_keys(recycled.tenant, context, filled, keys) - 1, -1, -1):
             first = np.int64((keys[k] >> np.uint64(8)) & sets) * WAYS
             for i in range(first, first + WAYS):
-                if table[i].key == keys[k] and table[i].owner == recycled.owner:
+                if table[i].key == keys[k] and table[i].tenant == recycled.tenant:
                     return k + 1, i
     return 0, np.int64(0)
 
@@ -90,17 +81,17 @@ def put(recycled, context, filled, keys, likeliest, vocab_size, stamp):
         return
     table = recycled.entries
     sets = np.uint64(len(table) // WAYS - 1)
-    for k in range(_keys(recycled.owner, context, filled, keys)):
+    for k in range(_keys(recycled.tenant, context, filled, keys)):
         first = np.int64((keys[k] >> np.uint64(8)) & sets) * WAYS
         target = first
         for i in range(first, first + WAYS):
-            if table[i].key == keys[k] and table[i].owner == recycled.owner:
+            if table[i].key == keys[k] and table[i].tenant == recycled.tenant:
                 target = np.int64(i)
                 break
             if table[i].stamp < table[target].stamp:
                 target = np.int64(i)
         entry = table[target]
-        entry.key, entry.owner, entry.stamp = keys[k], recycled.owner, stamp
+        entry.key, entry.tenant, entry.stamp = keys[k], recycled.tenant, stamp
         for t in range(TOP):
             entry.tokens[t] = tokens[t]
             cost = MAX_COST
@@ -114,12 +105,12 @@ def put_trees(slots, requests, entries, trees, likeliest, vocab_size, clock):
     """Keep the likeliest tokens at every node of trees, for requests that still have their tree's root.
 
     Args:
-        slots: `RequestIndex.slots`; requests: int64 [B] each, slots (-1 is skipped), owners, and tokens
+        slots: `RequestIndex.slots`; requests: int64 [B] each, slots (-1 is skipped), tenants, and tokens
             of each up to its root, -1 for all.
         trees: tokens and parents, int32 [B, N], and number of nodes [B]; likeliest: as of `put`, [B, N, TOP].
         clock: int64 [1], calls so far.
     """
-    slot_ids, owners, contexts = requests
+    slot_ids, tenants, contexts = requests
     tokens, parents, counts = trees
     top_tokens, top_log_probs = likeliest
     context, keys = np.empty(ORDERS, np.int32), np.empty(ORDERS, np.uint64)
@@ -130,7 +121,7 @@ def put_trees(slots, requests, entries, trees, likeliest, vocab_size, clock):
         known = request_at(slots, slot_ids[b]).tokens
         n = len(known) if contexts[b] < 0 else contexts[b]
         if 0 < n <= len(known) and known[n - 1] == tokens[b, 0]:
-            recycled = Recycled(entries, owners[b])
+            recycled = Recycled(entries, tenants[b])
             for node in range(counts[b]):
                 filled = write_context(known[:n], tokens[b], parents[b], node, context)
                 best = top_tokens[b, node], top_log_probs[b, node]

@@ -46,15 +46,22 @@ class Request(NamedTuple):
 
 
 @compiled(nogil=True)
-def _request(slots, s, n):
-    address, capacity = slots[s, ADDRESS], slots[s, CAPACITY]
-    size, gram_size = slots[s, TABLE_SIZE], slots[s, GRAM_TABLE_SIZE]
-    heads = address + 12 * capacity
+def _layout(capacity, size, gram_size):
+    """Return where in a request's memory `previous`, `gram_previous`, `heads`, `gram_heads` and `counts` start, behind
+    `tokens`, and where it ends, in bytes."""
+    heads = 12 * capacity
     gram_heads = heads + 4 * size
+    counts = gram_heads + 4 * gram_size
+    return 4 * capacity, 8 * capacity, heads, gram_heads, counts, counts + 2 * size
+
+
+@compiled(nogil=True)
+def _request(slots, s, n):
+    at, size, gram_size = slots[s, ADDRESS], slots[s, TABLE_SIZE], slots[s, GRAM_TABLE_SIZE]
+    previous, gram_previous, heads, gram_heads, counts, _ = _layout(slots[s, CAPACITY], size, gram_size)
     return Request(
-        int32_at(address, n), int32_at(address + 4 * capacity, n), int32_at(heads, size),
-        uint16_at(gram_heads + 4 * gram_size, size), int32_at(address + 8 * capacity, n),
-        int32_at(gram_heads, gram_size), slots[s, SEED],
+        int32_at(at, n), int32_at(at + previous, n), int32_at(at + heads, size), uint16_at(at + counts, size),
+        int32_at(at + gram_previous, n), int32_at(at + gram_heads, gram_size), slots[s, SEED],
     )  # fmt: skip
 
 
@@ -279,7 +286,7 @@ class RequestIndex:
     def _allocate(self, slot: int, sizes: tuple[int, int, int]) -> None:
         """Allocate memory of these sizes (`_SIZES`) for the slot, and copy its contents."""
         row = self.slots[slot]
-        old, memory = row[None].copy(), np.empty(int(np.dot((12, 6, 4), sizes)), np.uint8)
+        old, memory = row[None].copy(), np.empty(_layout(*sizes)[-1], np.uint8)
         row[ADDRESS], row[_SIZES] = memory.ctypes.data, sizes
         _fill(self.slots, slot, old)
         self._memory[slot] = memory

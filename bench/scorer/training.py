@@ -148,9 +148,9 @@ def lessons_of_sessions(sessions: Sessions) -> Iterator[Lesson]:
     again = [turns[i] for i in range(0, len(turns), REPEATED)]
     edited = [(p, edit(a, EDITS[rng.integers(4)], float(rng.uniform(0.01, 0.12)), a, rng)) for p, a in again]
     for prompt, answer in [*turns, *edited]:
-        yield Lesson(live.view()[0], Recording(prompt, answer, *NO_LOGITS))
+        yield Lesson(live.runs.view_of(), Recording(prompt, answer, *NO_LOGITS))
         live.insert(to_learn(prompt, answer, LEADING))
-        live.settle()
+        live.runs.settle()
     live.close()
 
 

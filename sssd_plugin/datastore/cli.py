@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from freedraft.cli import OneLineGroup
+from freedraft.fingerprints import tokenizer_fingerprint
 from freedraft.tenants import parse_tenant
 from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build import command
 from sssd_plugin.datastore.build.builder import merge_stores
 from sssd_plugin.datastore.build.sorting import format_size, parse_size
-from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, digest, read_manifest
+from sssd_plugin.datastore.disk.format import MANIFEST, Isolation, Manifest, digest, read_manifest
 from sssd_plugin.datastore.disk.remote import local_copy
 from sssd_plugin.datastore.disk.store import Datastore, audit
 from sssd_plugin.datastore.errors import DatastoreError, reporting
@@ -79,7 +80,7 @@ def verify(
     byte of learnt files names these tenants. Exit code 1 if a check fails."""
     if not store.exists():
         raise DatastoreError(f"no datastore at {store}: correct the path")
-    fingerprint = None if tokenizer is None else tokenizers.fingerprint(tokenizers.load(tokenizer))
+    fingerprint = None if tokenizer is None else tokenizer_fingerprint(tokenizers.load(tokenizer))
     tenants = _tenants(erased)
     try:
         learnt = maintenance.verify_live(store, tenants)
@@ -157,7 +158,7 @@ def export(
 @app.command()
 def isolation(
     store: StorePath,
-    kind: Annotated[Literal["salt", "strict", "shared", "off"], typer.Argument(help="Value of the server's option.")],
+    kind: Annotated[Isolation, typer.Argument(help="Value of the server's option.")],
     accept: Annotated[bool, typer.Option("--accept", help="Let all be drafted from one tenant's text.")] = False,
 ) -> None:
     """Let servers with this isolation use text learnt under another one."""
@@ -181,7 +182,7 @@ def _tenants(source: str | None) -> list[str]:
 
 
 def _summary(manifest: Manifest) -> dict[str, object]:
-    keep = {"format_version", "requires", "vocab_size", "tokenizer", "created_at", "created_by"}
+    keep = {"format_version", "vocab_size", "tokenizer", "created_at", "created_by"}
     totals = {name: getattr(manifest, name) for name in ("n_tokens", "n_documents", "max_token", "size")}
     names = ("name", "n_tokens", "n_documents", "size")
     subs = [{name: getattr(sub, name) for name in names} for sub in manifest.sub_indices]

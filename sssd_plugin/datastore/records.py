@@ -21,7 +21,7 @@ _MAX_PENDING = 4 << 20  # tokens
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    tenant: bytes  # digest of its tenant, 16 bytes, or none
+    tenant: int  # `tenant_number`, 0 without one
     milliseconds: int  # since 1970, when its request ended
     tokens: NDArray[np.int32]
 
@@ -33,9 +33,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """Documents to forget: of one tenant (digest) or of all; before a time in ms since 1970, or of any time."""
+    """Documents to forget: of one tenant or of all; before a time in ms since 1970, or of any time."""
 
-    tenant: bytes | None = None
+    tenant: int | None = None
     before: int | None = None
 
     @property

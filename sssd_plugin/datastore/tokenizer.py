@@ -1,17 +1,14 @@
-"""Loads tokenizers from a model folder; `fingerprint` identifies one for a store."""
+"""Tokenizers, from a model's folder."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freedraft.fingerprints import tokenizer_fingerprint as fingerprint
 from sssd_plugin.datastore.errors import DatastoreError, first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-__all__ = ["fingerprint", "load", "vocab_size"]
 
 
 def vocab_size(tokenizer: Any) -> int:

@@ -259,19 +259,19 @@ def draft_batch(arrays, slots, view, entries, limits, weights):
     Bundles are passed from Python as plain tuples, which numba unpacks faster than named ones.
 
     Args:
-        arrays: int64 [B] each, slots, groups in the view, owners of recycled logits; those of the `DraftBatch`.
+        arrays: int64 [B] each, slots, groups in the view, tenants; those of the `DraftBatch`.
         slots: `RequestIndex.slots`.
         view: see `views.store_of`, then `View.widest`; entries: of recycled logits, none to draft without.
         limits: as of `Limits`; weights: layer and out, as in `Weights`.
     """
-    slot_ids, groups, owners, tokens, parents, depths, scores, counts, kinds = arrays
+    slot_ids, groups, tenants, tokens, parents, depths, scores, counts, kinds = arrays
     bounds = Limits(*limits)
     arrays_of_nodes = scratch(bounds.max_nodes, view[3])
     for b in range(len(slot_ids)):
         counts[b] = 0
         if slot_ids[b] >= 0:
             sources = Sources(
-                request_at(slots, slot_ids[b]), store_of(view[:3], groups[b]), Recycled(entries, owners[b])
+                request_at(slots, slot_ids[b]), store_of(view[:3], groups[b]), Recycled(entries, tenants[b])
             )
             tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
             counts[b] = draft_tree(sources, weights, bounds, tree, arrays_of_nodes)

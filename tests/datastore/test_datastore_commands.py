@@ -9,13 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from freedraft.fingerprints import tokenizer_fingerprint
 from freedraft.tenants import tenant_key
 from sssd_plugin.datastore.disk.format import TokenizerEntry
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live.store import LiveStore
-from sssd_plugin.datastore.tokenizer import fingerprint, load
-from tests.support.stores import build_store, documents_at, documents_of, edit_manifest, leftovers, one_line, run
+from sssd_plugin.datastore.tokenizer import load
+from tests.support.stores import (
+    build_store,
+    documents_at,
+    documents_of,
+    edit_manifest,
+    leftovers,
+    number_in,
+    one_line,
+    run,
+)
 
 VOCAB = 100  # of stores made of token ids
 
@@ -37,7 +47,7 @@ def test_build_info_verify(tmp_path: Path, source: Path, tokenizer_folder: Path)
     assert "warning: " in result.stderr and "larger --memory" in result.stderr, "many sub-indices"
     assert "exists: choose another path, or give --force" in one_line(*args, "-q")
     assert run(*args, "-q", "--force").exit_code == 0 and leftovers(tmp_path) == []
-    opened = Datastore.open(out, fingerprint=fingerprint(load(tokenizer_folder)))
+    opened = Datastore.open(out, fingerprint=tokenizer_fingerprint(load(tokenizer_folder)))
     manifest = opened.manifest
     assert manifest.n_documents >= 50 and len(manifest.sub_indices) > 1
     assert manifest.tokenizer is not None and manifest.tokenizer.name == tokenizer_folder.name
@@ -94,11 +104,6 @@ def test_verify_and_info_of_bad_stores(tmp_path: Path, source: Path, tokenizer_f
     tokenizer.add_tokens(["something else"])
     tokenizer.save(str(other / "tokenizer.json"))
     assert "another tokenizer" in one_line("verify", store, "--tokenizer", other, code=1)
-    file = next(store.rglob("suffix_array.i32"))
-    content = bytearray(file.read_bytes())
-    content[77] ^= 4
-    file.write_bytes(content)
-    assert f"{file} is corrupted" in one_line("verify", store, code=1)
     edit_manifest(store, lambda manifest: manifest.update(format_version=2))
     assert "upgrade freedraft" in one_line("info", store)
 
@@ -106,13 +111,13 @@ def test_verify_and_info_of_bad_stores(tmp_path: Path, source: Path, tokenizer_f
 def learn(directory: Path, texts: dict[str | None, list[int]]) -> None:
     store = LiveStore(VOCAB, directory, isolation="shared")
     for name, text in texts.items():
-        store.insert(np.array(text, np.int32), store.tenant(tenant_key(name)))
+        store.insert(np.array(text, np.int32), number_in(store, tenant_key(name)))
     store.close()
 
 
 def learnt_at(directory: Path) -> list[list[int]]:
     store = LiveStore(VOCAB, directory, isolation="shared")
-    found = [text for run_ in store.tenants[0].all_runs for text in documents_of(run_.sub)]
+    found = [text for run_ in store.runs.tenants[0].all_runs for text in documents_of(run_.sub)]
     store.close()
     return sorted(found)
 

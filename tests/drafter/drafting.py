@@ -72,7 +72,7 @@ class Pair:
         options = {"scoring": scoring, "weights": weights, "recycle_megabytes": recycle_megabytes}
         self.drafter = Drafter(vocab_size=vocab_size, max_nodes=max_nodes, **options)  # type: ignore[arg-type]
         self.weights = Weights.load(weights)
-        self.owners: dict[str, int] = {}
+        self.tenants: dict[str, int] = {}
         self.logits: dict[int, oracle.Logits] = defaultdict(dict)
         self.requests: dict[str, list[int]] = {}
         self.use(sub_indices)
@@ -113,7 +113,7 @@ class Pair:
             for i in range(int(batch.counts[b])):
                 if i:
                     paths.append([*paths[batch.parents[b, i]], int(batch.tokens[b, i])])
-                known = self.logits[self.owners.get(name, 0)]
+                known = self.logits[self.tenants.get(name, 0)]
                 oracle.remember(known, request + paths[i], tokens[b, i].tolist(), log_probs[b, i].tolist())
 
     def finish(self, name: str) -> None:
@@ -129,7 +129,7 @@ class Pair:
         if self.scoring == "paper":
             literal_trie.check(batch, self.store, requests, **options)
             return batch
-        logits = [self.logits[self.owners.get(name, 0)] for name in names]
+        logits = [self.logits[self.tenants.get(name, 0)] for name in names]
         trees = oracle.draft(self.store, requests, logits=logits, weights=self.weights, **options)
         assert_equal(batch, trees)
         return batch

@@ -56,12 +56,11 @@ def test_a_prompt_is_copied_and_another_one_replaces_it() -> None:
 def test_close() -> None:
     threads = set(threading.enumerate())
     drafter = Drafter(vocab_size=50, max_nodes=8)
+    replace(drafter, {str(i): list(range(40)) * 50 for i in range(20)})
+    drafter.draft(drafter.request_ids(), max_nodes=8)
     for _ in range(2):
-        replace(drafter, {str(i): list(range(40)) * 50 for i in range(20)})
-        drafter.draft(drafter.request_ids(), max_nodes=8)
         drafter.close()
         assert len(drafter) == 0 and set(threading.enumerate()) <= threads
-    drafter.close()
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)

@@ -16,7 +16,6 @@ from bench.scorer.weights import save
 from freedraft.draft import DraftBatch
 from freedraft.step import TOP_TOKENS, NodeLogits
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.recycled_logits import owner_of
 from tests.support.stores import int32
 
 
@@ -47,8 +46,8 @@ def test_equals_the_oracle(weights: Path, world, shipped: bool, data: st.DataObj
     pair = Pair(sub_indices, scoring="learned", vocab_size=vocab_size, weights=path, recycle_megabytes=1)
     names = [f"r{i}" for i in range(len(prompts))]
     for i, name in enumerate(names):
-        pair.owners[name] = i % 2
-        pair.drafter.set_owner(name, i % 2)
+        pair.tenants[name] = i % 2
+        pair.drafter.set_tenant(name, i % 2)
     pair.extend(dict(zip(names, prompts, strict=True)))
     for _ in range(data.draw(st.integers(1, 5))):
         nodes = data.draw(st.sampled_from([1, 4, 16, 32]))
@@ -77,7 +76,7 @@ def first_draft(drafter: Drafter, name: str) -> int | None:
 def test_tenants_never_see_each_others() -> None:
     drafter = Drafter(vocab_size=1000, max_nodes=4, recycle_megabytes=1)
     for name in ("of a", "too of a", "of b", "of none"):
-        drafter.set_owner(name, owner_of({"of a": "a", "too of a": "a", "of b": "b"}.get(name)))
+        drafter.set_tenant(name, {"of a": 1 << 62, "too of a": 1 << 62, "of b": 1 << 61}.get(name, 0))
     one_node(drafter, "of a", [1, 2, 3], 777)
     for name in ("too of a", "of b", "of none"):
         drafter.replace(name, int32([5, 6, 3]))
@@ -85,7 +84,11 @@ def test_tenants_never_see_each_others() -> None:
     assert first_draft(drafter, "of b") is None and first_draft(drafter, "of none") is None
     one_node(drafter, "of none", [1, 2, 3], 333)
     assert first_draft(drafter, "of b") is None and first_draft(drafter, "too of a") == 777
-    assert owner_of(None) == owner_of("") == 0 != owner_of("a")
+    for i, name in enumerate(("alone", "too alone")):
+        drafter.set_tenant(name, -1 - i)
+        drafter.replace(name, int32([5, 6, 3]))
+    one_node(drafter, "alone", [1, 2, 3], 555)
+    assert first_draft(drafter, "alone") == 555 and first_draft(drafter, "too alone") is None
     drafter.finish(["of a"])
     drafter.replace("of a", int32([4, 3]))
     assert first_draft(drafter, "of a") == 333, "a finished request's id says nothing of its successor's tenant"

@@ -15,6 +15,7 @@ import pytest
 from numpy.typing import NDArray
 from typer.testing import CliRunner, Result
 
+from freedraft.tenants import tenant_number
 from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.cli import app
 from sssd_plugin.datastore.disk.checksum import write_array
@@ -24,12 +25,18 @@ from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.datastore.index.suffix_sort import DEPTH
+from sssd_plugin.datastore.live.store import LiveStore
 
 Documents = Sequence[Sequence[int]]
 
 
 def int32(tokens: Sequence[int]) -> NDArray[np.int32]:
     return np.array(tokens, np.int32)
+
+
+def number_in(store: LiveStore, key: str | None) -> int:
+    """The number of a tenant in a live store; that of nobody where it has not reached its URL."""
+    return -1 if store.key is None else tenant_number(store.key, key)
 
 
 def joined(documents: Documents) -> list[int]:

@@ -26,7 +26,7 @@ def ask(llm, prompts, salt=None):
 
 
 def learnt_by(method, tenant):
-    return [text for run in method.live.tenants[tenant].all_runs for text in documents_of(run.sub)]
+    return [text for run in method.live.runs.tenants[tenant].all_runs for text in documents_of(run.sub)]
 
 
 def value(name, **labels):
@@ -67,7 +67,7 @@ def test_learns_from_what_it_said(tiny_model, tiny_answers, live_prompts, tmp_pa
         gained(learning, before)
         first = accepted("main")
         said = [[*prompt["prompt_token_ids"][-8:], *answer] for prompt, answer in zip(prompts, plain, strict=True)]
-        (tenant,) = (number for number in learning.live.tenants if number)
+        (tenant,) = (number for number in learning.live.runs.tenants if number)
         assert sorted(learnt_by(learning, tenant)) == sorted(said), "every output, whole, behind the end of its prompt"
         one = gained(learning, before)
         assert sum(one[f"{source} tokens"] for source in SOURCES) == first

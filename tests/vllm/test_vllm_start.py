@@ -334,11 +334,12 @@ def test_bad_input_stops_the_start_with_one_line(tiny_model, change, words):
 def test_a_store_of_another_tokenizer(demo_model, tmp_path):
     import numpy as np
 
+    from freedraft.fingerprints import tokenizer_fingerprint
     from sssd_plugin.datastore.build.builder import StoreBuilder
     from sssd_plugin.datastore.disk.format import TokenizerEntry
-    from sssd_plugin.datastore.tokenizer import fingerprint, load
+    from sssd_plugin.datastore.tokenizer import load
 
-    for name, print_ in (("mine", fingerprint(load(demo_model))), ("foreign", "0" * 64)):
+    for name, print_ in (("mine", tokenizer_fingerprint(load(demo_model))), ("foreign", "0" * 64)):
         entry = TokenizerEntry(fingerprint=print_, name="a tokenizer")
         with StoreBuilder(tmp_path / name, vocab_size=1000, tokenizer=entry) as builder:
             builder.append(np.arange(1000))

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from freedraft.fingerprints import tokenizer_fingerprint
 from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build.builder import StoreBuilder
 from sssd_plugin.datastore.build.sorting import format_size, parse_size, peak_resident_bytes
@@ -100,7 +101,7 @@ def _vocabulary(path: Path | None, size: int | None, only_ids: bool) -> tuple[An
     """Return the tokenizer at `path`, if any, its entry and the vocabulary size; only_ids: no input is text."""
     if path is not None:
         loaded = tokenizers.load(path)
-        entry = TokenizerEntry(name=path.resolve().name, fingerprint=tokenizers.fingerprint(loaded))
+        entry = TokenizerEntry(name=path.resolve().name, fingerprint=tokenizer_fingerprint(loaded))
         return loaded, entry, size or tokenizers.vocab_size(loaded)
     if not only_ids:
         raise DatastoreError("text needs a tokenizer: give --tokenizer, the folder of the model")

@@ -10,9 +10,8 @@ The arrays are those of `SubIndex`, little-endian, without headers: each starts 
 are never changed once the manifest names them. A change of the store is new folders, then a manifest that replaces the
 old one atomically; a folder that no manifest names is garbage.
 
-Keys may be added to the manifest, its sub-indices and files: readers ignore unknown ones. Features that readers must
-support are listed in `requires`; a reader refuses a manifest with an unknown one. `format_version` changes only when
-the arrays or these rules do.
+Keys may be added to the manifest, its sub-indices and files: readers ignore unknown ones. `format_version` changes only
+when the arrays or these rules do.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ Role = Literal["tokens", "suffix_array", "bucket_starts", "sparse_index"]
 ROLES: tuple[Role, ...] = ("tokens", "suffix_array", "bucket_starts", "sparse_index")
 Count = Annotated[int, Field(ge=0)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
-Isolation = Literal["salt", "strict", "shared", "off"]
-TENANTS_APART: tuple[Isolation, ...] = ("salt", "strict")
+Isolation = Literal["salt", "strict", "shared"]
 
 
 def file_name(role: Role) -> str:
@@ -107,7 +105,6 @@ class ChecksummedManifest(BaseModel, frozen=True):
     def parse(cls, data: bytes, path: Path | str) -> Self:
         """Check the contents of the file at `path`; `DatastoreError` if it is damaged, describes something else, or is
         newer than this version reads."""
-        ours = f"freedraft {freedraft.__version__}"
         try:
             content = json.loads(data)
         except (ValueError, RecursionError):
@@ -116,16 +113,12 @@ class ChecksummedManifest(BaseModel, frozen=True):
             raise DatastoreError(f"{path} does not describe {cls.DESCRIBES}: correct the path, or {cls.REMEDY}")
         version, known = content.get("format_version"), cls.model_fields["format_version"].default
         if isinstance(version, int) and version > known:
-            newer = f"newer than the {known} that {ours} reads"
+            newer = f"newer than the {known} that freedraft {freedraft.__version__} reads"
             raise DatastoreError(
                 f"{path} has format version {version}, {newer}: upgrade freedraft, or {cls.ALTERNATIVE}"
             )
         if content.pop("checksum", None) != checksum(content):
             raise DatastoreError(f"{path} is corrupted: its checksum does not match; restore it, or {cls.REMEDY}")
-        required = content.get("requires")
-        if isinstance(required, list) and required:
-            unknown = f"{', '.join(map(str, required))}, which {ours} does not know"
-            raise DatastoreError(f"{path} requires {unknown}: upgrade freedraft, or {cls.ALTERNATIVE}")
         try:
             return cls.model_validate(content)
         except ValidationError as error:
@@ -150,12 +143,8 @@ class Manifest(ChecksummedManifest, frozen=True):
 
     format: Literal["freedraft-datastore"] = "freedraft-datastore"
     format_version: Literal[1] = 1
-    requires: tuple[str, ...] = ()  # features that a reader must support; none so far
     vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCAB_SIZE)]  # sub-indices have min(vocab_size, 2^20) direct buckets
     tokenizer: TokenizerEntry | None = None  # None if the store was built from token ids alone
-    separator: Literal[-1] = -1
-    padding: Literal[32] = 32
-    block_bytes: Literal[67108864] = 67108864
     created_at: datetime = Field(default_factory=lambda: datetime.now(UTC).replace(microsecond=0))
     created_by: str = f"freedraft {freedraft.__version__}"
     sub_indices: tuple[SubIndexEntry, ...]

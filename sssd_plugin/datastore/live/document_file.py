@@ -34,9 +34,9 @@ _PRAGMAS = (
 )
 _SCHEMA = (
     "CREATE TABLE IF NOT EXISTS documents (id INTEGER PRIMARY KEY AUTOINCREMENT,"
-    " tenant BLOB, milliseconds INTEGER, checksum INTEGER, tokens BLOB)",
+    " tenant INTEGER, milliseconds INTEGER, checksum INTEGER, tokens BLOB)",
     "CREATE TABLE IF NOT EXISTS erasures (id INTEGER PRIMARY KEY AUTOINCREMENT,"
-    " tenant BLOB, before INTEGER, milliseconds INTEGER)",
+    " tenant INTEGER, before INTEGER, milliseconds INTEGER)",
 )
 _ROWS = "SELECT id, tenant, milliseconds, checksum, tokens FROM documents WHERE id > ? ORDER BY id"
 _REMEDIES = {
@@ -56,7 +56,11 @@ class UnreadableFileError(DatastoreError):
 
 class DocumentFile:
     """An open file, for one thread at a time. All methods raise DatastoreError: it cannot be opened or used, or is
-    another kind of file."""
+    another kind of file.
+
+    Attributes:
+        db: to execute statements, in `transact`, or under `reporting`.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,8 +68,8 @@ class DocumentFile:
             with reporting("write", path):
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         with self.reporting():
-            self._db = _connect(str(path))
-        self.transact(lambda: [self._db.execute(statement) for statement in _SCHEMA])
+            self.db = _connect(str(path))
+        self.transact(lambda: [self.db.execute(statement) for statement in _SCHEMA])
         self.transact(lambda: self._must_be_sound("quick_check"))
 
     def transact(self, action: Callable[[], T], kind: str | None = "IMMEDIATE", *, repair: bool = True) -> T:
@@ -82,15 +86,15 @@ class DocumentFile:
 
     def compact(self) -> None:
         """Remove all copies of erased rows from the file."""
-        self.transact(lambda: self._db.execute("VACUUM"), None)
-        self.transact(lambda: self._db.execute("PRAGMA user_version = 0"), None)
+        self.transact(lambda: self.db.execute("VACUUM"), None)
+        self.transact(lambda: self.db.execute("PRAGMA user_version = 0"), None)
 
     def check(self) -> tuple[int, int]:
         """Return the numbers of documents and of damaged ones. Raises for a damaged file."""
 
         def check() -> list[bool]:  # no concurrent writer
             self._must_be_sound("integrity_check")
-            return [record is None for _, record in self._documents(0)]
+            return [record is None for _, record in self.documents(0)]
 
         damaged = self.transact(check, "DEFERRED", repair=False)
         return len(damaged), sum(damaged)
@@ -106,25 +110,25 @@ class DocumentFile:
             kind = UnreadableFileError if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT) else DatastoreError
             raise kind(f"cannot use {self.path}: {problem}; {_REMEDIES.get(code, 'check the disk')}") from None
 
-    def _documents(self, after: int) -> Iterator[tuple[int, Record | None]]:
+    def documents(self, after: int) -> Iterator[tuple[int, Record | None]]:
         """Yield ids and documents with ids above `after`; None for a damaged document."""
-        for row in self._db.execute(_ROWS, (after,)):
+        for row in self.db.execute(_ROWS, (after,)):
             yield row[0], _record(row)
 
-    def _newest(self, table: str) -> int:
+    def newest(self, table: str) -> int:
         """Return the largest id ever used in the table."""
-        row = self._db.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()
+        row = self.db.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()
         return int(row[0]) if row else 0
 
     def _once(self, action: Callable[[], T], kind: str | None) -> T:
         if kind is None:
             return action()
-        self._db.execute(f"BEGIN {kind}")
-        with self._db:  # commits, or rolls back
+        self.db.execute(f"BEGIN {kind}")
+        with self.db:  # commits, or rolls back
             return action()
 
     def _must_be_sound(self, pragma: str) -> None:
-        if self._db.execute(f"PRAGMA {pragma}(1)").fetchone() != ("ok",):
+        if self.db.execute(f"PRAGMA {pragma}(1)").fetchone() != ("ok",):
             raise _corrupt()
 
     def _rewrite(self) -> None:
@@ -134,16 +138,16 @@ class DocumentFile:
             newest = {"documents": 0, "erasures": 0}
             for table in newest:
                 with contextlib.suppress(sqlite3.DatabaseError):
-                    newest[table] = self._newest(table)
+                    newest[table] = self.newest(table)
             with contextlib.suppress(sqlite3.DatabaseError):
-                rows = self._db.execute("SELECT id, tenant, before, milliseconds FROM erasures")
+                rows = self.db.execute("SELECT id, tenant, before, milliseconds FROM erasures")
                 good.executemany("INSERT INTO erasures VALUES (?, ?, ?, ?)", rows)
             kept = [row for row in self._readable(newest["documents"]) if _record(row) is not None]
             good.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?)", kept)
             # Ids are never reused: other processes remember the last ones that they have read.
             good.execute("DELETE FROM sqlite_sequence")
             good.executemany("INSERT INTO sqlite_sequence VALUES (?, ?)", newest.items())
-            good.backup(self._db)
+            good.backup(self.db)
         logger.error("freedraft: %s was damaged: %d documents of it could be read and are kept", self.path, len(kept))
 
     def _readable(self, newest: int) -> Iterator[tuple[Any, ...]]:
@@ -151,7 +155,7 @@ class DocumentFile:
         at = 0
         while True:
             try:
-                for row in self._db.execute(_ROWS, (at,)):
+                for row in self.db.execute(_ROWS, (at,)):
                     at = row[0]
                     yield row
                 return
@@ -161,7 +165,7 @@ class DocumentFile:
                 at += 1
 
 
-def row_of(record: Record) -> tuple[bytes, int, int, bytes]:
+def row_of(record: Record) -> tuple[int, int, int, bytes]:
     """Return the columns of a document, its id left out."""
     tokens = np.ascontiguousarray(record.tokens, "<i4").tobytes()
     return record.tenant, record.milliseconds, _checksum(record.tenant, record.milliseconds, tokens), tokens
@@ -177,15 +181,17 @@ def _connect(path: str) -> sqlite3.Connection:
 def _record(row: tuple[Any, ...]) -> Record | None:
     """Return the document in a row; None if its checksum does not match."""
     _, tenant, milliseconds, checksum, tokens = row
-    if not (isinstance(tenant, bytes) and isinstance(milliseconds, int) and isinstance(tokens, bytes)):
+    if not (isinstance(tenant, int) and isinstance(milliseconds, int) and isinstance(tokens, bytes)):
         return None
-    if len(tokens) % 4 or abs(milliseconds) >= 1 << 62 or _checksum(tenant, milliseconds, tokens) != checksum:
+    if tenant < 0 or abs(milliseconds) >= 1 << 62 or len(tokens) % 4:
+        return None
+    if _checksum(tenant, milliseconds, tokens) != checksum:
         return None
     return Record(tenant, milliseconds, np.frombuffer(tokens, "<i4").astype(np.int32))
 
 
-def _checksum(tenant: bytes, milliseconds: int, tokens: bytes) -> int:
-    return zlib.crc32(tokens, zlib.crc32(milliseconds.to_bytes(8, "little", signed=True) + tenant))
+def _checksum(tenant: int, milliseconds: int, tokens: bytes) -> int:
+    return zlib.crc32(tokens, zlib.crc32(np.array([milliseconds, tenant], "<i8").tobytes()))
 
 
 def _code(error: sqlite3.Error) -> int:

@@ -20,7 +20,7 @@ from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.batches import Batch, Document, Listing, seal, unseal
-from sssd_plugin.datastore.live.folder import REACH, LiveManifest
+from sssd_plugin.datastore.live.folder import LiveManifest
 from sssd_plugin.datastore.records import Changes, Erasure, PendingRecords, Record, now_ms
 
 logger = logging.getLogger("freedraft.datastore")
@@ -52,12 +52,12 @@ class Exchange:
         self._poll_at, self._oldest = 0.0, 0
         self._handled, self._strange = set[str](), set[str]()  # names of batches, and of other files
         self._seen = {self._server: 1 << 62}  # by server, the largest number read
-        self._until: dict[bytes | None, int] = {}  # by tenant (None: all), time until which documents are erased
+        self._until: dict[int | None, int] = {}  # by tenant (None: all), time until which documents are erased
         self._applied: set[Erasure] = set()
         self._due: dict[str, float] = {}  # when each due erasure was first seen
         self._unsent: list[Document] = []
         self._open: list[Document] = []  # the batch that grows
-        self.key: bytes | None = None  # of the digests of tenants
+        self.key: bytes | None = None  # of `tenant_number`
         with contextlib.suppress(DatastoreError):  # it was never reached from this host
             self.key = bytes.fromhex(LiveManifest.read(self._cached).key)
 
@@ -91,7 +91,7 @@ class Exchange:
             manifest = self.manifest()  # the first writer's
             assert manifest is not None
         there, here = manifest.isolation, self._own.isolation
-        if REACH[there] != REACH[here]:
+        if (there == "shared") != (here == "shared"):
             raise DatastoreError(
                 f"servers at {self.url} learn with isolation '{there}', not '{here}': set that one, or choose another "
                 "URL"
@@ -115,8 +115,8 @@ class Exchange:
         data = self._folder.get(MANIFEST)
         return None if data is None else LiveManifest.parse(data, f"{self.url}/learnt/{MANIFEST}")
 
-    def forget(self, tenants: list[bytes | None], before: int | None) -> None:
-        """Erase published documents of tenants (digests; None: of all), before a time (ms since 1970; None: until this
+    def forget(self, tenants: list[int | None], before: int | None) -> None:
+        """Erase published documents of tenants (None: of all), before a time (ms since 1970; None: until this
         returns). Servers follow at their next poll; the URL has none of the documents when this returns."""
         # Until its next poll a server may still publish such documents; its clock may be ahead by as much.
         pause = 2 * POLL_SECONDS
@@ -221,7 +221,7 @@ class Exchange:
 
     def _announce(self, erasures: list[Erasure]) -> None:
         for erasure in erasures:
-            tenant = "all" if erasure.tenant is None else erasure.tenant.hex()
+            tenant = "all" if erasure.tenant is None else f"{erasure.tenant:016x}"
             self._folder.put(f"erased.{erasure.before}.{tenant}.due", b"\n")
         for other, name in self._list().erasures.items():
             covering = (e for e in erasures if e != other and e.until >= other.until)

@@ -29,8 +29,6 @@ LOCK = "lock"
 FILE = "learnt.sqlite"
 _WAIT_SECONDS = 30.0
 
-REACH = {"salt": 0, "strict": 0, "shared": 1, "off": 1}  # who may be drafted from a text: its tenant, or all
-
 
 class LiveManifest(ChecksummedManifest, frozen=True):
     DESCRIBES: ClassVar[str] = "a live datastore"
@@ -41,7 +39,7 @@ class LiveManifest(ChecksummedManifest, frozen=True):
     format_version: Literal[1] = 1
     vocab_size: int
     fingerprint: str | None = None
-    key: Digest = Field(default_factory=lambda: secrets.token_hex(16))  # of the digests that replace tenants' names
+    key: Digest = Field(default_factory=lambda: secrets.token_hex(16))  # of `tenant_number`
     isolation: Isolation  # narrowest isolation of all learnt text
 
     @classmethod
@@ -59,23 +57,23 @@ class LiveManifest(ChecksummedManifest, frozen=True):
     def admitting(self, folder: Path | str, server: LiveManifest, alone: bool) -> LiveManifest:
         """Return the manifest after admitting a server that would write another one, alone or not. Raises
         DatastoreError: it is not admitted."""
-        isolation, fingerprints = server.isolation, {self.fingerprint, server.fingerprint} - {None}
+        there, here, fingerprints = self.isolation, server.isolation, {self.fingerprint, server.fingerprint} - {None}
         if len(fingerprints) > 1 or self.vocab_size > server.vocab_size:
             raise DatastoreError(
                 f"{folder} was learnt with another model's tokenizer: choose another datastore, or remove this folder"
             )
-        if REACH[isolation] > REACH[self.isolation]:
+        if here == "shared" != there:
             raise DatastoreError(
-                f"{folder} was learnt with isolation '{self.isolation}', and '{isolation}' would show it to everybody: "
-                f"set isolation '{self.isolation}', choose another datastore, or run "
-                f"`freedraft datastore isolation {Path(folder).parent} {isolation} --accept`"
+                f"{folder} was learnt with isolation '{there}', and 'shared' would show it to everybody: set isolation "
+                f"'{there}', choose another datastore, or run `freedraft datastore isolation {Path(folder).parent} "
+                "shared --accept`"
             )
-        if REACH[isolation] < REACH[self.isolation] and not alone:
+        if there == "shared" != here and not alone:
             raise DatastoreError(
-                f"a server with isolation '{self.isolation}' learns in {folder}, and would draft for everybody from "
-                "what this one learns: stop it first, or choose another path"
+                f"a server with isolation 'shared' learns in {folder}, and would draft for everybody from what this "
+                "one learns: stop it first, or choose another path"
             )
-        return self.model_copy(update={"isolation": min(self.isolation, isolation, key=REACH.__getitem__)})
+        return self.model_copy(update={"isolation": here if there == "shared" else there})
 
 
 class FolderLock(FileIO):

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Self
 
-from sssd_plugin.datastore.disk.format import LIVE, TENANTS_APART
+from sssd_plugin.datastore.disk.format import LIVE
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.live.document_file import DocumentFile, row_of
 from sssd_plugin.datastore.live.folder import FILE, MANIFEST, FolderLock, LiveManifest
@@ -21,18 +21,21 @@ _ROWS_AT_ONCE = 1000
 _DUE = "PRAGMA user_version = 1"  # `compact` is due, by any process if this one is killed
 
 
-class Log(DocumentFile):
-    """The file in a folder locked by the process, for one thread at a time. `pending` only queues; `sync` writes.
+class Log:
+    """The `file` in a folder locked by the process, for one thread at a time. `pending` only queues; `sync` writes.
     Beyond `max_tokens` (None: no bound), the largest tenants lose their oldest documents."""
 
     def __init__(self, folder: Path, lock: FolderLock, manifest: LiveManifest, max_tokens: int | None = None) -> None:
-        super().__init__(folder / FILE)
-        self.key, self.pending = bytes.fromhex(manifest.key), PendingRecords()  # the key of tenants' digests
-        self._lock, self._max_tokens, self._isolated = lock, max_tokens, manifest.isolation in TENANTS_APART
+        self.file = DocumentFile(folder / FILE)
+        self.key, self.pending = bytes.fromhex(manifest.key), PendingRecords()  # the key of `tenant_number`
+        self._lock, self._max_tokens, self._isolated = lock, max_tokens, manifest.isolation != "shared"
         self._tokens = 0  # in the file, at most
         self._end_at = time.monotonic() + ANNOUNCED_SECONDS  # of erasures
         self._version = -1  # of the file
-        self._seen = self.transact(lambda: self._newest("erasures")), 0  # the last erasure and the last document
+        self._seen = (
+            self.file.transact(lambda: self.file.newest("erasures")),
+            0,
+        )  # the last erasure and the last document
 
     @classmethod
     def open(cls, directory: Path, server: LiveManifest, max_tokens: int) -> Self:
@@ -80,35 +83,35 @@ class Log(DocumentFile):
     def expire(self, before: int) -> None:
         """Erase older documents, in ms since 1970, from the disk."""
         old = "SELECT 1 FROM documents WHERE milliseconds < ? LIMIT 1"
-        with self.reporting():
-            found = self._db.execute(old, (before,)).fetchone()
+        with self.file.reporting():
+            found = self.file.db.execute(old, (before,)).fetchone()
         if found:
             self.erase(Erasure(None, before))
             self._version = -1  # else `_read` would miss this erasure and treat all as erased
             self._end_at = time.monotonic() + ANNOUNCED_SECONDS + 1
-            self.compact()
+            self.file.compact()
 
     def close(self) -> None:
-        self._db.close()
+        self.file.db.close()
         self._lock.close()
 
     def erase(self, *erasures: Erasure) -> tuple[int, int]:
         """Erase documents, and all damaged ones, since their tenants are unknown; return their number and tokens. Other
-        processes follow. Call `compact` afterwards."""
+        processes follow. Call `file.compact` afterwards."""
 
         def erase() -> tuple[int, int]:
             gone = {
                 at: 0 if record is None else len(record.tokens)
-                for at, record in self._documents(0)
+                for at, record in self.file.documents(0)
                 if record is None or any(erasure.covers(record) for erasure in erasures)
             }
-            self._db.executemany("DELETE FROM documents WHERE id = ?", [(at,) for at in gone])
+            self.file.db.executemany("DELETE FROM documents WHERE id = ?", [(at,) for at in gone])
             announce = "INSERT INTO erasures (tenant, before, milliseconds) VALUES (?, ?, ?)"
-            self._db.executemany(announce, [(erasure.tenant, erasure.before, now_ms()) for erasure in erasures])
-            self._db.execute(_DUE)
+            self.file.db.executemany(announce, [(erasure.tenant, erasure.before, now_ms()) for erasure in erasures])
+            self.file.db.execute(_DUE)
             return len(gone), sum(gone.values())
 
-        return self.transact(erase)
+        return self.file.transact(erase)
 
     def end_erasures(self, alone: bool) -> None:
         """Remove erasures announced long enough ago, or all if there is no other process; compact if a killed process
@@ -118,20 +121,20 @@ class Log(DocumentFile):
 
         def end() -> bool:
             old = "DELETE FROM erasures WHERE milliseconds <= ? OR milliseconds > ?"  # the clock was set back
-            if self._db.execute(old, (until, now)).rowcount:
-                self._db.execute(_DUE)
-            return bool(self._db.execute("PRAGMA user_version").fetchone()[0])
+            if self.file.db.execute(old, (until, now)).rowcount:
+                self.file.db.execute(_DUE)
+            return bool(self.file.db.execute("PRAGMA user_version").fetchone()[0])
 
-        if self.transact(end):
-            self.compact()
+        if self.file.transact(end):
+            self.file.compact()
 
     def _follow(self) -> Changes:
         """Return erasures and then new documents of other processes since the last call; at first all documents."""
-        with self.reporting():
-            version = self._db.execute("PRAGMA data_version").fetchone()[0]
+        with self.file.reporting():
+            version = self.file.db.execute("PRAGMA data_version").fetchone()[0]
         if version == self._version:
             return Changes()
-        changes, self._seen = self.transact(self._read, "DEFERRED")
+        changes, self._seen = self.file.transact(self._read, "DEFERRED")
         self._version = version
         return changes
 
@@ -145,23 +148,23 @@ class Log(DocumentFile):
                 some = rows[start : start + _ROWS_AT_ONCE]
                 places = ", ".join(["(?, ?, ?, ?)"] * len(some))
                 statement = f"INSERT INTO documents (tenant, milliseconds, checksum, tokens) VALUES {places}"
-                newest = self._db.execute(statement, [value for row in some for value in row]).lastrowid or newest
+                newest = self.file.db.execute(statement, [value for row in some for value in row]).lastrowid or newest
             return changes, (erasure, newest)
 
-        changes, self._seen = self.transact(append)
+        changes, self._seen = self.file.transact(append)
         return changes
 
     def _read(self) -> tuple[Changes, tuple[int, int]]:
         """Return changes since the last call, and the ids of the last erasure and document."""
-        (last_erasure, last_document), newest = self._seen, self._newest("erasures")
-        rows = self._db.execute("SELECT tenant, before FROM erasures WHERE id > ?", (last_erasure,)).fetchall()
+        (last_erasure, last_document), newest = self._seen, self.file.newest("erasures")
+        rows = self.file.db.execute("SELECT tenant, before FROM erasures WHERE id > ?", (last_erasure,)).fetchall()
         erasures = [Erasure(tenant, before) for tenant, before in rows]
         if len(rows) != newest - last_erasure:  # some were removed already: replace everything by the file's contents
             erasures, last_document = [Erasure()], 0
-        found = list(self._documents(last_document))
+        found = list(self.file.documents(last_document))
         records = [record for _, record in found if record is not None]
         if damaged := len(found) - len(records):
-            logger.error("freedraft: %s: %d documents are damaged and left out", self.path, damaged)
+            logger.error("freedraft: %s: %d documents are damaged and left out", self.file.path, damaged)
         return Changes(erasures, records), (newest, found[-1][0] if found else last_document)
 
     def _keep_bounds(self, changes: Changes, written: list[Record]) -> None:
@@ -169,7 +172,7 @@ class Log(DocumentFile):
         self._tokens += sum(record.size for record in (*written, *changes.records))
         if self._max_tokens is not None and self._tokens > self._max_tokens:
             kept = self._max_tokens - self._max_tokens // 8
-            self._tokens = self.transact(lambda: self._trim(kept))
+            self._tokens = self.file.transact(lambda: self._trim(kept))
         if changes.erasures:
             self._end_at = time.monotonic() + ANNOUNCED_SECONDS + 1
         elif time.monotonic() >= self._end_at:
@@ -179,14 +182,14 @@ class Log(DocumentFile):
     def _trim(self, max_tokens: int) -> int:
         """Drop the oldest documents of tenants above an equal share, down to `max_tokens` together, the longest idle
         tenants first; return the tokens that are left, separators included."""
-        owner = "tenant" if self._isolated else "x''"
+        owner = "tenant" if self._isolated else "0"
         size = "ifnull(length(tokens), 0) / 4 + 1"
-        held = dict(self._db.execute(f"SELECT {owner}, sum({size}) FROM documents GROUP BY 1 ORDER BY max(id)"))
+        held = dict(self.file.db.execute(f"SELECT {owner}, sum({size}) FROM documents GROUP BY 1 ORDER BY max(id)"))
         left, shares = sum(held.values()), keep_shares(held, max_tokens)
         for tenant, tokens in held.items():
             if tokens > shares[tenant] and left > max_tokens:  # documents are dropped whole
                 own = f"SELECT id, sum({size}) OVER (ORDER BY id DESC) AS newer FROM documents WHERE {owner} = ?"
                 old = f"FROM documents WHERE id IN (SELECT id FROM ({own}) WHERE newer > ?)"
-                left -= self._db.execute(f"SELECT total({size}) {old}", (tenant, shares[tenant])).fetchone()[0]
-                self._db.execute(f"DELETE {old}", (tenant, shares[tenant]))
+                left -= self.file.db.execute(f"SELECT total({size}) {old}", (tenant, shares[tenant])).fetchone()[0]
+                self.file.db.execute(f"DELETE {old}", (tenant, shares[tenant]))
         return int(left)

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sssd_plugin.datastore.disk.format import LIVE, MAX_VOCAB_SIZE, TENANTS_APART, Isolation
+from freedraft.tenants import tenant_number
+from sssd_plugin.datastore.disk.format import LIVE, MAX_VOCAB_SIZE, Isolation
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import SEPARATOR
 from sssd_plugin.datastore.live.document_file import UnreadableFileError
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.folder import FILE, LOCK, MANIFEST, FolderLock, LiveManifest
 from sssd_plugin.datastore.live.log import Log
-from sssd_plugin.datastore.live.tenant import tenant_digest
 from sssd_plugin.datastore.records import Erasure
 
 _FILES = FILE, f"{FILE}-journal", f"{FILE}-wal"
@@ -51,8 +51,8 @@ def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = No
     with FolderLock(folder) as lock:
         try:
             with contextlib.closing(Log(folder, lock, manifest)) as log:
-                documents, tokens = log.erase(*(Erasure(digest, before) for digest in _digests(manifest, tenants)))
-                log.end_erasures(alone=True) if lock.alone else log.compact()
+                documents, tokens = log.erase(*(Erasure(number, before) for number in _numbers(manifest, tenants)))
+                log.end_erasures(alone=True) if lock.alone else log.file.compact()
         except UnreadableFileError as error:
             if not lock.alone:
                 raise DatastoreError(f"{error} (stop the servers that learn there before)") from None
@@ -66,7 +66,7 @@ def forget_at(url: str, tenants: Sequence[str] = (), before: int | None = None) 
     """Like `forget`, for documents that servers learnt at a URL; before: None: until this returns. Servers follow at
     their next poll. Raises DatastoreError: nothing was ever learnt there, or it is unreachable."""
     exchange, manifest = _exchange(url)
-    exchange.forget(_digests(manifest, tenants), before)
+    exchange.forget(_numbers(manifest, tenants), before)
 
 
 def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
@@ -80,8 +80,8 @@ def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
         if strange:
             raise DatastoreError(f"{folder / min(strange)} is no part of a live datastore: remove it")
         with contextlib.closing(Log(folder, lock, manifest)) as log:
-            documents, damaged = log.check()
-            digests = [tenant_digest(log.key, name) for name in erased]
+            documents, damaged = log.file.check()
+            numbers = [tenant_number(log.key, name).to_bytes(8, "big").lstrip(b"\0") for name in erased]
         if damaged:
             raise DatastoreError(
                 f"{folder / FILE}: {damaged} documents are damaged: run `freedraft datastore forget {directory} "
@@ -89,7 +89,7 @@ def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
             )
         with reporting("read", folder / FILE):
             content = b"".join(path.read_bytes() for name in _FILES if (path := folder / name).exists())
-        if any(digest in content for digest in digests):
+        if any(number in content for number in numbers):
             raise DatastoreError(
                 f"{folder / FILE} still names this tenant: run `freedraft datastore forget`; if you just did and a "
                 "server is running, look again in a minute"
@@ -108,12 +108,12 @@ def export(place: str, out: Path, tenants: Sequence[str], *, accept: bool = Fals
         folder, manifest = _learnt(Path(place))
         with FolderLock(folder) as lock, contextlib.closing(Log(folder, lock, manifest)) as log:
             records = log.load()
-    if manifest.isolation in TENANTS_APART and len(tenants) != 1 and not accept:
+    if manifest.isolation != "shared" and len(tenants) != 1 and not accept:
         raise DatastoreError(
             f"{place} keeps tenants apart, and who drafts from {out} sees all: name one with --tenants, or say --accept"
         )
-    digests = _digests(manifest, tenants)
-    texts = [record.tokens for record in records if not tenants or record.tenant in digests]
+    numbers = _numbers(manifest, tenants)
+    texts = [record.tokens for record in records if not tenants or record.tenant in numbers]
     parts = [part for text in texts for part in (text, [SEPARATOR])]
     with reporting("write", out), out.open("xb") as file:
         np.save(file, np.concatenate([*parts, np.zeros(0)], dtype=np.int32, casting="unsafe"))
@@ -140,9 +140,9 @@ def _learnt(directory: Path) -> tuple[Path, LiveManifest]:
     return folder, manifest
 
 
-def _digests(manifest: LiveManifest, tenants: Sequence[str]) -> list[bytes | None]:
+def _numbers(manifest: LiveManifest, tenants: Sequence[str]) -> list[int | None]:
     key = bytes.fromhex(manifest.key)
-    return [tenant_digest(key, name) for name in tenants] or [None]
+    return [tenant_number(key, name) for name in tenants] or [None]
 
 
 def _exchange(url: str) -> tuple[Exchange, LiveManifest]:

@@ -12,17 +12,19 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sssd_plugin.datastore.disk.format import TENANTS_APART, Isolation
+from sssd_plugin.datastore.disk.format import Isolation
 from sssd_plugin.datastore.index.runs import Run, View, merged, sorted_run, warm_up, with_document, without
 from sssd_plugin.datastore.index.sub_index import Snapshot
-from sssd_plugin.datastore.live.tenant import Erasures, Tenant, kept, number_of
+from sssd_plugin.datastore.live.tenant import Erasures, Tenant, kept
 from sssd_plugin.datastore.records import Erasure, LiveStats, Record, keep_shares
 
 logger = logging.getLogger("freedraft.datastore")
@@ -33,31 +35,32 @@ MEMTABLE_TOKENS = 1 << 12  # capacity of a memtable: merging a document takes a 
 LARGE_TOKENS = 1 << 12  # larger documents are sorted in the background, to not delay the engine
 NICE = 10  # of the background thread, below the engine's threads
 _MANY_TENANTS = 4096
-_TENANT_SECONDS = 3600.0
+_BULK_TOKENS = 1 << 10  # of a tenant's documents from a log, from which they are sorted together
+_MAX_WAITING = 1 << 20  # tokens of large documents
 
 
 class LearntRuns:
-    """The part of `LiveStore` that holds and merges runs.
+    """Learnt documents, as of `LiveStore`. Thread-safe; `take` needs the lock.
 
     Attributes:
-        tenants: by number; 0: requests without a tenant, or all if tenants are not kept apart.
+        tenants: by `tenant_number`; 0: requests without a tenant, or all if tenants are not kept apart.
+        held: tokens, separators and those that wait to be sorted included.
+        counts: what happened since the start.
         on_erased: called in a background thread after an erasure.
     """
 
     def __init__(self, vocab_size: int, static: Snapshot, isolation: Isolation, max_tokens: int) -> None:
         self.vocab_size, self.isolation, self.max_tokens = vocab_size, isolation, max_tokens
-        self.isolated = isolation in TENANTS_APART
         self.on_erased: Callable[[], None] = lambda: None
         self.lock = threading.Lock()
-        self.tenants = {0: Tenant(b"")}
+        self.tenants = {0: Tenant()}
         self._background = ThreadPoolExecutor(1, "freedraft-live", initializer=_lower_priority)
         self._tasks = 0  # background tasks, queued or running
         self._failed = self._evicting = False
         self._unused: list[Run] = []
-        self._held = 0  # tokens, including those that wait to be sorted
-        self._waiting = 0
+        self.held = self._waiting = 0
         self._documents = 0  # number of the next document
-        self._stats = LiveStats()
+        self.counts = LiveStats()
         self._joined: tuple[tuple[View, ...], View] | None = None
         self._statics = {"url": (), "given": static}
         self._choose_static()
@@ -68,23 +71,38 @@ class LearntRuns:
         with self.lock:
             ended = erasure, self._documents
             tenants = list(self.tenants.items())
-        of_one = self.isolated and erasure.tenant is not None
         for number, tenant in tenants:
-            if not of_one or number == number_of(erasure.tenant or b""):
+            if self.isolation == "shared" or erasure.tenant in (None, number):
                 with self.lock:
                     self._erase(tenant, ended)
         self.on_erased()
 
-    def view(self, tenants: NDArray[np.int64] | None = None) -> tuple[View, NDArray[np.int64] | None]:
-        """Return the view of requests of these tenants (int64 [B]; None: without tenants), a new object after each
-        change, and the group of each request (int64 [B]; None: all in group 0). An unknown tenant gets the static store
-        only."""
-        if tenants is None or not len(tenants) or not self.isolated:
-            return self._view_of(0), None
-        if (tenants == tenants[0]).all():
-            return self._view_of(int(tenants[0])), None
-        numbers, groups = np.unique(tenants, return_inverse=True)
-        views = tuple(map(self._view_of, numbers.tolist()))
+    def learn(self, records: list[Record]) -> None:
+        """Insert documents of a log: few one by one, many sorted together in the background."""
+        if self._failed:  # nothing is merged or dropped any more
+            return
+        owned: dict[int, list[Record]] = {}
+        for record in records:
+            if self._in_vocabulary(record.tokens):
+                owned.setdefault(0 if self.isolation == "shared" else record.tenant, []).append(record)
+            else:
+                self.counts.dropped["vocabulary"] += 1
+        if self.isolation == "strict":
+            owned.pop(0, None)
+        for documents in owned.values():
+            ends = np.cumsum([record.size for record in documents])
+            parts = ends // (self.max_tokens // 2) if ends[-1] > _BULK_TOKENS else np.arange(len(ends))
+            for part in np.split(np.arange(len(ends)), np.flatnonzero(np.diff(parts)) + 1):
+                with self.lock:
+                    self.take(*(documents[i] for i in part))
+
+    def view(self, tenants: NDArray[np.int64]) -> tuple[View, NDArray[np.int64]]:
+        """Return the view of requests of these tenants (int64 [B]), a new object after each change, and the group of
+        each request (int64 [B])."""
+        if (tenants == tenants[:1]).all():
+            return self.view_of(int(tenants[0]) if len(tenants) else 0), np.zeros(len(tenants), np.int64)
+        numbers, groups = np.unique(np.maximum(tenants, -1), return_inverse=True)
+        views = tuple(map(self.view_of, numbers.tolist()))
         joined = self._joined
         if joined is None or joined[0] != views:
             joined = self._joined = views, View.join(views)
@@ -96,6 +114,27 @@ class LearntRuns:
             self._statics[source] = static
             self._choose_static()
 
+    def oldest(self) -> int:
+        """Return when the oldest document was learnt, ms since 1970; the far future without documents."""
+        runs = [run for tenant in list(self.tenants.values()) for run in tenant.all_runs]
+        return min((int(run.documents[:, 0].min()) for run in runs), default=1 << 62)
+
+    def stats(self) -> LiveStats:
+        """Return the present state, without a lock, since many tenants take long."""
+        runs = [tenant.all_runs for tenant in list(self.tenants.values())]
+        return replace(
+            self.counts, tokens=self.held, max_sub_indices=max(map(len, runs)), tenants=len(runs) - 1,
+            nbytes=sum(run.sub.nbytes for own in runs for run in own), dropped=Counter(self.counts.dropped),
+        )  # fmt: skip
+
+    def free(self) -> None:
+        """Free runs that were replaced, in the caller's thread rather than the engine's."""
+        self._unused = []
+
+    def close(self) -> None:
+        """Stop the background thread."""
+        self._background.shutdown(cancel_futures=True)
+
     def settle(self, timeout: float = 60.0) -> bool:
         """Wait until background tasks are done; return whether they are."""
         end = time.monotonic() + timeout
@@ -103,7 +142,8 @@ class LearntRuns:
             time.sleep(0.001)
         return not self._tasks
 
-    def _view_of(self, number: int) -> View:
+    def view_of(self, number: int = 0) -> View:
+        """Return the view of one tenant; an unknown one gets the static store only."""
         tenant = self.tenants.get(number)
         if tenant is None:
             return self._static_view
@@ -116,27 +156,43 @@ class LearntRuns:
 
     # With the lock held.
 
-    def _tenant(self, digest: bytes) -> Tenant:
+    def _tenant(self, number: int) -> Tenant:
         """Return a tenant, created if unknown."""
-        tenant = self.tenants.get(number_of(digest))
-        if tenant is None:
+        if number not in self.tenants:
             if len(self.tenants) % _MANY_TENANTS == 0:  # forget those without documents
-                long_ago = time.monotonic() - _TENANT_SECONDS
-                for number, other in list(self.tenants.items()):
-                    if number and other.used < long_ago and not (other.tidying or other.waiting or other.all_runs):
-                        del self.tenants[number]
-            tenant = self.tenants[number_of(digest)] = Tenant(digest)
-        tenant.used = time.monotonic()
-        return tenant
+                for other, tenant in list(self.tenants.items()):
+                    if other and not (tenant.tidying or tenant.waiting or tenant.all_runs):
+                        del self.tenants[other]
+            self.tenants[number] = Tenant()
+        return self.tenants[number]
 
-    def _take(self, *records: Record) -> None:
+    def reason_against(self, tokens: NDArray[np.int32]) -> str:
+        """Return the reason against a document, in a word; "" if there is none."""
+        reasons = {
+            "size": len(tokens) >= self.max_tokens // 16,
+            "vocabulary": not self._in_vocabulary(tokens),
+            "failure": self._failed,
+            "room": self.held + len(tokens) + 1 > self.max_tokens
+            or (len(tokens) > LARGE_TOKENS and self._waiting > _MAX_WAITING),
+        }
+        return next((reason for reason, applies in reasons.items() if applies), "")
+
+    def _in_vocabulary(self, tokens: NDArray[np.int32]) -> bool:
+        return len(tokens) > 0 and int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size
+
+    def refuse(self, reason: str) -> None:
+        """Count a document that is not taken."""
+        self.counts.dropped[reason] += 1
+        self._make_room()
+
+    def take(self, *records: Record) -> None:
         """Add documents of one tenant."""
         size = sum(record.size for record in records)
-        self._held += size
-        self._stats.inserted += size - len(records)
-        self._stats.documents += len(records)
-        owner = self._tenant(records[0].tenant) if self.isolated else self.tenants[0]
-        rows = [(r.milliseconds, number_of(r.tenant), self._documents + i) for i, r in enumerate(records)]
+        self.held += size
+        self.counts.inserted += size - len(records)
+        self.counts.documents += len(records)
+        owner = self._tenant(0 if self.isolation == "shared" else records[0].tenant)
+        rows = [(r.milliseconds, r.tenant, self._documents + i) for i, r in enumerate(records)]
         about = np.array(rows, np.int64)
         self._documents += len(records)
         if len(records) > 1 or size > LARGE_TOKENS:
@@ -154,7 +210,7 @@ class LearntRuns:
         self._make_room()
 
     def _make_room(self) -> None:
-        if self._held > self.max_tokens - self.max_tokens // 16 and not self._evicting:
+        if self.held > self.max_tokens - self.max_tokens // 16 and not self._evicting:
             self._evicting = True
             self._submit(self._evict)
 
@@ -172,7 +228,7 @@ class LearntRuns:
             if self._failed:  # runs are no longer rewritten
                 tenant.runs = [run for run in tenant.runs if kept(run, tenant.erasures).all()]
             self._plan(tenant)
-        self._held += tenant.n - before
+        self.held += tenant.n - before
 
     def _plan(self, tenant: Tenant) -> None:
         if not tenant.tidying and tenant.runs_to_replace(self._max_runs, self.max_tokens // 2):
@@ -206,7 +262,7 @@ class LearntRuns:
         tenant.runs[at : at + len(inputs)] = [result] if result else []
         tenant.view = None
         gone = sum(run.n for run in inputs) + added - (result.n if result else 0)
-        self._held -= gone
+        self.held -= gone
         self._unused += inputs
         return gone
 
@@ -226,7 +282,7 @@ class LearntRuns:
     def _combined(self, inputs: list[Run], erasures: Erasures, excess: int = 0) -> Run | None:
         """Merge runs, the newest two first, without erased documents and those that start in the first `excess` tokens
         of a run."""
-        started, stats = time.perf_counter(), self._stats
+        started, stats = time.perf_counter(), self.counts
         result: Run | None = None
         for run in reversed(inputs):
             keep = kept(run, erasures)
@@ -264,13 +320,14 @@ class LearntRuns:
             self._make_room()  # those that were sorted together may exceed the bound
 
     def _evict(self) -> None:
-        """Drop documents beyond the bound: the oldest of tenants above an equal share, longest idle tenants first."""
+        """Drop documents beyond the bound: the oldest of tenants above an equal share, those first that taught
+        least recently."""
         held = {tenant: tenant.n for tenant in list(self.tenants.values())}
         bound = self.max_tokens - self.max_tokens // 8
         shares = keep_shares(held, bound)
-        for tenant in sorted(held, key=lambda tenant: tenant.used):
+        for tenant in sorted(held, key=lambda tenant: tenant.taught_at):
             excess = held[tenant] - shares[tenant]
-            while excess > 0 and tenant.all_runs and self._held > bound:  # documents are dropped whole
+            while excess > 0 and tenant.all_runs and self.held > bound:  # documents are dropped whole
                 with self.lock:
                     if tenant.memtable and not tenant.runs:
                         tenant.runs, tenant.memtable = [tenant.memtable], None
@@ -280,7 +337,7 @@ class LearntRuns:
                 left = self._combined(oldest, erasures, excess) if oldest[0].n > excess else None
                 with self.lock:
                     gone = self._swap(tenant, oldest, left)
-                    self._stats.evicted += gone
+                    self.counts.evicted += gone
                 excess -= gone
         self._evicting = False
 

@@ -7,9 +7,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,23 +20,19 @@ from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.folder import FolderLock, LiveManifest
 from sssd_plugin.datastore.live.log import Log
-from sssd_plugin.datastore.live.runs import LARGE_TOKENS, LearntRuns
-from sssd_plugin.datastore.live.tenant import number_of, tenant_digest
+from sssd_plugin.datastore.live.runs import LearntRuns
 from sssd_plugin.datastore.records import Changes, Erasure, LiveStats, Record, now_ms
 
 logger = logging.getLogger("freedraft.datastore")
 
 MAX_TOKENS = 4 << 20
-NOBODY = -1  # no tenant: gets the static store only, and is not learnt from
 SYNC_SECONDS = 0.2  # between writes to the log: maximum loss on power failure
 RETRY_SECONDS = 5.0
 AGE_STEPS = 32  # expired documents are removed within max_age / AGE_STEPS
-_BULK_TOKENS = 1 << 10  # of a tenant's documents from the log, from which they are sorted together
-_MAX_WAITING = 1 << 20  # tokens of large documents
 _CHECK_SECONDS = 10.0
 
 
-class LiveStore(LearntRuns):
+class LiveStore:
     """A growing datastore in memory, optionally on disk or at a URL. Thread-safe.
 
     Args:
@@ -52,6 +46,9 @@ class LiveStore(LearntRuns):
         max_tokens: maximum held, separators included. Beyond it, the largest tenants lose their oldest documents.
         max_age: seconds after which a document is erased; None for never.
 
+    Attributes:
+        runs: what was learnt, in memory: requests draft from it.
+
     Raises:
         DatastoreError: the directory cannot be read or written, has another tokenizer, isolation or version, or another
             host learns there.
@@ -62,7 +59,7 @@ class LiveStore(LearntRuns):
         fingerprint: str | None = None, isolation: Isolation = "salt", max_tokens: int = MAX_TOKENS,
         max_age: float | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(vocab_size, static, isolation, max_tokens)
+        self.runs = LearntRuns(vocab_size, static, isolation, max_tokens)
         self._max_age_ms = None if max_age is None else int(max_age * 1000)
         self._own_key = secrets.token_bytes(16)
         self._latest = self._expire_at = 0  # ms
@@ -82,63 +79,53 @@ class LiveStore(LearntRuns):
     def _load(self, log: Log) -> None:
         started = time.perf_counter()
         try:
-            self._learn(log.load())
+            self.runs.learn(log.load())
         except BaseException:
             log.close()
             raise
-        self.settle(timeout=1e9)
-        self._stats = LiveStats()
-        logger.info("freedraft: loaded %s learnt tokens in %.2f s", f"{self._held:,}", time.perf_counter() - started)
+        self.runs.settle(timeout=1e9)
+        self.runs.counts = LiveStats()
+        seconds = time.perf_counter() - started
+        logger.info("freedraft: loaded %s learnt tokens in %.2f s", f"{self.runs.held:,}", seconds)
 
     @property
     def key(self) -> bytes | None:
-        """Key of tenants' digests; None until the bucket's is known."""
+        """Secret of `tenant_number`; None until the bucket's is known."""
         return self._log.key if self._log else self._own_key
 
-    def tenant(self, name: str | None) -> int:
-        """Return the number of a tenant: 0 for requests without one, NOBODY if they may not share. Only a keyed digest
-        of the name is kept."""
-        if not name or self.isolation == "off":
-            return NOBODY if self.isolation == "strict" else 0
-        if self.key is None:
-            return NOBODY if self.isolated else 0
-        digest = tenant_digest(self.key, name)
-        with self.lock:
-            return number_of(digest) if self._tenant(digest).digest == digest else NOBODY
-
     def insert(self, tokens: NDArray[np.int32], tenant: int = 0) -> bool:
-        """Insert a document (int32 [n]), visible in the next `view`, a large one a moment later; return whether it was
-        taken (`stats` counts refusals)."""
+        """Insert a document (int32 [n]) of a tenant (`tenant_number`; negative: of a request that shares nothing),
+        visible in the next view, a large one a moment later; return whether it was taken (`stats` counts refusals)."""
         if not len(tokens):
             return False
-        with self.lock:
-            reason = self._reason_against(tokens, tenant)
+        with self.runs.lock:
+            reason = self._reason_against(tenant) or self.runs.reason_against(tokens)
             if reason:
-                self._make_room()
-                self._stats.dropped[reason] += 1
+                self.runs.refuse(reason)
                 return False
-            record = Record(self.tenants[tenant].digest, self._now(), np.array(tokens, np.int32))
+            record = Record(tenant, self._now(), np.array(tokens, np.int32))
             if self._log is not None:
                 self._log.pending.append(record)
-            self._take(record)
+            self.runs.take(record)
         return True
+
+    def _reason_against(self, tenant: int) -> str:
+        if self.key is None:
+            return "bucket"
+        return "tenant" if tenant < (1 if self.runs.isolation == "strict" else 0) else ""
 
     def erase(self, erasure: Erasure) -> None:
         """Forget documents, also unwritten ones; see `LearntRuns.erase`."""
         if self._log is not None:
             self._log.pending.erase(erasure)
-        super().erase(erasure)
+        self.runs.erase(erasure)
 
     def stats(self) -> LiveStats:
-        """Return the present state, without a lock, since many tenants take long."""
-        runs = [tenant.all_runs for tenant in list(self.tenants.values())]
-        dropped = Counter(self._stats.dropped)
+        """Return the present state."""
+        stats = self.runs.stats()
         if self._log is not None:
-            dropped["disk"] = self._log.pending.dropped
-        return replace(
-            self._stats, tokens=self._held, max_sub_indices=max(map(len, runs)), tenants=len(runs) - 1,
-            nbytes=sum(run.sub.nbytes for own in runs for run in own), dropped=dropped,
-        )  # fmt: skip
+            stats.dropped["disk"] = self._log.pending.dropped
+        return stats
 
     def flush(self) -> None:
         """Wait until all inserted documents are written, or have failed."""
@@ -152,32 +139,14 @@ class LiveStore(LearntRuns):
         self._stop.set()
         self._keeper.join()
         self.flush()
-        self._background.shutdown(cancel_futures=True)
+        self.runs.close()
         if isinstance(self._log, Log):
             self._log.close()
-
-    # With the lock held.
 
     def _now(self) -> int:
         """Milliseconds since 1970, never less than before."""
         self._latest = max(self._latest, now_ms())
         return self._latest
-
-    def _reason_against(self, tokens: NDArray[np.int32], tenant: int) -> str:
-        """Return the reason against a document, in a word; "" if there is none."""
-        reasons = {
-            "bucket": self.key is None,
-            "tenant": tenant not in self.tenants,
-            "size": len(tokens) >= self.max_tokens // 16,
-            "vocabulary": not self._in_vocabulary(tokens),
-            "failure": self._failed,
-            "room": self._held + len(tokens) + 1 > self.max_tokens
-            or (len(tokens) > LARGE_TOKENS and self._waiting > _MAX_WAITING),
-        }
-        return next((reason for reason, applies in reasons.items() if applies), "")
-
-    def _in_vocabulary(self, tokens: NDArray[np.int32]) -> bool:
-        return len(tokens) > 0 and int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size
 
     # In the thread that follows the log and the clock; with `_syncing` held.
 
@@ -187,7 +156,7 @@ class LiveStore(LearntRuns):
                 with self._syncing:
                     self._expire()
                     self._sync(retry=False)
-                self._unused = []  # freed here rather than in the engine's thread
+                self.runs.free()
             except Exception:  # a failure must not stop learning
                 logger.exception("freedraft: keeping what is learnt failed; it is tried again. Please report this")
 
@@ -207,43 +176,23 @@ class LiveStore(LearntRuns):
                 logger.warning("freedraft: %s; what is learnt stays in memory, and writing is tried again", error)
             self._retry_at = time.monotonic() + RETRY_SECONDS
         if changes.built:
-            self.use_static(changes.built, "url")
+            self.runs.use_static(changes.built, "url")
         for erasure in changes.erasures:
             self.erase(erasure)
-        self._learn(changes.records)
+        self.runs.learn(changes.records)
 
     def _expire(self) -> None:
         now, age = self._now(), self._max_age_ms
         if age is None or now < self._expire_at:
             return
         self._expire_at = now + age // AGE_STEPS
-        runs = [run for tenant in list(self.tenants.values()) for run in tenant.all_runs]
-        if any(int(run.documents[:, 0].min()) < now - age for run in runs):
+        if self.runs.oldest() < now - age:
             self.erase(Erasure(None, now - age))
         if self._log is not None:
             try:
                 self._log.expire(now - age)
             except DatastoreError as error:
                 logger.warning("freedraft: %s; what is too old is erased later", error)
-
-    def _learn(self, records: list[Record]) -> None:
-        """Insert documents of the log: few one by one, many sorted together in the background."""
-        if self._failed:  # nothing is merged or dropped any more
-            return
-        owned: dict[bytes, list[Record]] = {}
-        for record in records:
-            if self._in_vocabulary(record.tokens):
-                owned.setdefault(record.tenant if self.isolated else b"", []).append(record)
-            else:
-                self._stats.dropped["vocabulary"] += 1
-        if self.isolation == "strict":
-            owned.pop(b"", None)
-        for documents in owned.values():
-            ends = np.cumsum([record.size for record in documents])
-            parts = ends // (self.max_tokens // 2) if ends[-1] > _BULK_TOKENS else np.arange(len(ends))
-            for part in np.split(np.arange(len(ends)), np.flatnonzero(np.diff(parts)) + 1):
-                with self.lock:
-                    self._take(*(documents[i] for i in part))
 
 
 def check_live(place: Path | str, vocab_size: int | None, fingerprint: str | None, isolation: Isolation) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,13 +20,11 @@ Erasures = list[tuple[Erasure, int]]
 class Tenant:
     """Text learnt from one tenant's requests, or from all if tenants are not kept apart."""
 
-    digest: bytes  # empty without a tenant
     runs: list[Run] = field(default_factory=list)  # oldest and largest first
     memtable: Run | None = None  # run of the newest documents, to merge the next one into
     waiting: int = 0  # runs that wait to be sorted
     erasures: Erasures = field(default_factory=list)  # of documents in `runs` or waiting
     tidying: bool = False  # a background task for `runs` is queued
-    used: float = field(default_factory=time.monotonic)  # when a request last named the tenant
     view: View | None = None  # view of its requests; None after a change
 
     @property
@@ -45,6 +41,11 @@ class Tenant:
     def n(self) -> int:
         """Tokens held, separators included."""
         return sum(run.n for run in self.all_runs)
+
+    @property
+    def taught_at(self) -> int:
+        """When its newest document was learnt, ms since 1970; 0 without documents."""
+        return max((int(run.documents[-1, 0]) for run in self.all_runs), default=0)
 
     def runs_to_replace(self, max_runs: int, max_tokens: int) -> list[Run]:
         """Return a run with erased documents, or two neighbours to merge; empty if there is nothing to do.
@@ -67,23 +68,13 @@ class Tenant:
         return runs[close[-1] : close[-1] + 2] if close else []
 
 
-def tenant_digest(key: bytes, name: str) -> bytes:
-    """Return the keyed digest (16 bytes) that replaces a tenant's name in memory and on disk."""
-    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=16, key=key).digest()
-
-
-def number_of(digest: bytes) -> int:
-    """Return the number of a tenant for `Run.documents`; 0 without a tenant."""
-    return int.from_bytes(digest[:8], "little", signed=True)
-
-
 def kept(run: Run, erasures: Erasures) -> NDArray[np.bool_]:
     """Return which documents of a run are not erased: bool [d]."""
-    times, writers, numbers = run.documents.T
+    times, tenants, numbers = run.documents.T
     keep = np.ones(len(times), bool)
     for erasure, spared in erasures:
         covered = (numbers < spared) & (times < erasure.until)
         if erasure.tenant is not None:
-            covered &= writers == number_of(erasure.tenant)
+            covered &= tenants == erasure.tenant
         keep &= ~covered
     return keep
