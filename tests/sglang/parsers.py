@@ -13,8 +13,8 @@ import json
 import re
 from pathlib import Path
 
-from tests.sglang.parser_texts import THOUGHT_BEFORE_CALLS, TOOL_TEXTS, TOOLS, thought_text
 from tests.support.models import DEMO_MODEL
+from tests.support.parser_texts import SGLANG_TOOL_TEXTS, THOUGHT_BEFORE_CALLS, TOOLS, sglang_thought_text
 
 LENGTHS = range(1, 65)
 MARKS = re.compile(
@@ -128,12 +128,12 @@ class Streams:
         from sglang.srt.parser.reasoning_parser import ReasoningParser
 
         self.front, self.case = front, {"tool": tool, "thought": thought}
-        text = TOOL_TEXTS.get(tool, "")
+        text = SGLANG_TOOL_TEXTS.get(tool, "")
         if thought:
             made = ReasoningParser(thought, tokenizer=front.tokenizer).detector
             marks = made.think_start_token, made.think_end_token, made.think_start_self_label
             before = THOUGHT_BEFORE_CALLS.get(thought, f"{marks[0]}{marks[2]}Look it up.{marks[1]}")
-            text = before + text if tool else thought_text(thought, *marks)
+            text = before + text if tool else sglang_thought_text(thought, *marks)
         if marked:
             marks = {*MARKS.findall(text), *(marks[:2] if thought else ())} - {""}
             front.tokenizer.add_tokens(sorted(marks))

@@ -11,8 +11,8 @@ import pytest
 
 from freedraft.engines.hooks import table
 from tests.sglang.conftest import HAVE_SGLANG
-from tests.sglang.parser_texts import CALLS, TOOLS
 from tests.sglang.parsers import LENGTHS, LoneFrontEnd, Streams, cases, differing
+from tests.support.parser_texts import CALLS, TOOLS
 
 # In SGLang itself, token by token: the first call of several only, and a format of one call.
 ONE_CALL = {"interns1", "gigachat3"}

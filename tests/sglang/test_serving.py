@@ -11,10 +11,10 @@ import pytest
 
 from bench.lib import servers
 from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine, token_ids
-from tests.sglang.parser_texts import CALLS, TOOL_TEXTS
 from tests.sglang.parsers import FrontEnd
 from tests.support.models import continuations
 from tests.support.pages import sums
+from tests.support.parser_texts import CALLS, SGLANG_TOOL_TEXTS
 from tests.support.prompts import SHORT
 
 NAMES = ("tokens", "request_steps", "accepted_tokens", "accepted_lengths", "undrafted_requests")
@@ -29,7 +29,7 @@ def test_real_model(demo_model, tmp_path):
     with sglang_engine(demo_model, counts, speculative_algorithm="sssd", **options) as engine:
         assert ids(engine.generate(SHORT[:6], GREEDY | {"max_new_tokens": 24})) == expected
         front = FrontEnd(engine.tokenizer_manager, engine.template_manager, engine.loop.run_until_complete)
-        text = TOOL_TEXTS["qwen"]
+        text = SGLANG_TOOL_TEXTS["qwen"]
         keys = {"messages": [{"role": "user", "content": f"Copy this.\n{text}\n{text}"}], "regex": re.escape(text)}
         keys |= {
             "temperature": 0,
@@ -38,7 +38,7 @@ def test_real_model(demo_model, tmp_path):
         }
         found = content, _, calls, reason = front.read(drafting=True, **keys)
         assert [(call["name"], json.loads(call["arguments"])) for call in calls.values()] == list(CALLS)
-        assert (content.strip(), reason) == ("Let me look.", "tool_calls")
+        assert (content.strip(), reason) == ("Look.", "tool_calls")
         assert front.read(drafting=False, **keys) != found, "SGLang's parser reads these runs as it reads single tokens"
     done = read_counts(counts)
     assert done["tokens"] > 1.05 * done["request_steps"]

@@ -6,8 +6,9 @@ import asyncio
 from importlib.util import find_spec
 
 import pytest
-from vllm_parser_texts import CALLS
 from vllm_parsers import LENGTHS, Streams, cases, differing, tokenizer_of
+
+from tests.support.parser_texts import CALLS
 
 # Of vLLM itself, token by token: formats of one call, and a parser that streams none.
 FEWER_CALLS = {"gigachat3": 1, "internlm": 1, "phi4_mini_json": 0}

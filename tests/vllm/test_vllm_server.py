@@ -11,13 +11,13 @@ from collections import Counter
 
 import pytest
 from vllm_cases import SAMPLED
-from vllm_parser_texts import CALLS, TOOL_TEXTS, TOOLS
 from vllm_parsers import Streams
 from vllm_server import client_of, clients_that_go_away, get, server_of, serving
 
 from bench.lib.load import ask
 from bench.lib.servers import MODEL_NAME
 from tests.support.pages import sums
+from tests.support.parser_texts import CALLS, TOOLS, VLLM_TOOL_TEXTS
 from tests.support.prompts import SHORT
 from tests.support.waiting import wait_until
 
@@ -85,7 +85,7 @@ def test_streamed_tool_calls_are_those_of_single_tokens(server):
     """The model copies a text with two calls, which vLLM's parser alone misplaces in part."""
     from vllm.parser.parser_manager import ParserManager
 
-    text = TOOL_TEXTS["minicpm5"]
+    text = VLLM_TOOL_TEXTS["minicpm5"]
     asked = {"messages": [{"role": "user", "content": f"Repeat: {text}"}], "model": MODEL_NAME, "tools": TOOLS}
     extra = {"return_token_ids": True, "structured_outputs": {"choice": [text]}}
     content, calls, runs = "", {}, []

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.support.models import DEMO_MODEL
-from tests.vllm.vllm_parser_texts import HUNYUAN, MARKS, TEMPLATE, THINKING, TOOL_TEXTS, TOOLS, thought_text
+from tests.support.parser_texts import HUNYUAN, MARKS, TEMPLATE, THINKING, TOOLS, VLLM_TOOL_TEXTS, vllm_thought_text
 
 LENGTHS = range(1, 65)
 
@@ -54,8 +54,8 @@ def ids_of(tool, thought, tokenizer):
         begin, between, end = HUNYUAN
         first, second, third = (encoded(text) for text in ("Look\nit up.", "Done.", " Again, look."))
         ids = begin + first + between + second + end + third + begin + second + between + third
-        return ids + (encoded(TOOL_TEXTS[tool]) if tool else [])
-    return encoded((thought_text(thought) if thought else "") + (TOOL_TEXTS[tool] if tool else ""))
+        return ids + (encoded(VLLM_TOOL_TEXTS[tool]) if tool else [])
+    return encoded((vllm_thought_text(thought) if thought else "") + (VLLM_TOOL_TEXTS[tool] if tool else ""))
 
 
 class Streams:

@@ -1,0 +1,388 @@
+"""Texts with two calls, or two thoughts, in the format of each of the engines' parsers."""
+
+from __future__ import annotations
+
+import json
+
+CALLS = (
+    ("get_weather", {"city": 'Zürich "West"', "days": 3}),
+    ("get_time", {"zone": "Europe/Paris", "tags": ["a", "b, c"]}),
+)
+KINDS = {"city": "string", "days": "integer", "zone": "string", "tags": "array"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    key: {"type": KINDS[key]} | ({"items": {"type": "string"}} if KINDS[key] == "array" else {})
+                    for key in arguments
+                },
+            },
+        },
+    }
+    for name, arguments in CALLS
+]
+
+
+def _each(form, between=""):
+    """`form(name, arguments)` of each call."""
+    return between.join(form(name, arguments) for name, arguments in CALLS)
+
+
+def _pairs(form, arguments, between=""):
+    values = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in arguments.items())
+    return between.join(form(key, value) for key, value in values)
+
+
+def _json(value):
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _object(name, arguments, key="arguments"):
+    return _json({"name": name, key: arguments})
+
+
+def _index(name):
+    return [each for each, _ in CALLS].index(name)
+
+
+def _function(name, arguments, inner="\n"):
+    values = _pairs(lambda key, value: f"<parameter={key}>{inner}{value}{inner}</parameter>\n", arguments)
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def _arguments(name, arguments, tag="tool_call", after="\n", between="\n"):
+    values = _pairs(lambda k, v: f"<arg_key>{k}</arg_key>{between}<arg_value>{v}</arg_value>{after}", arguments)
+    return f"<{tag}>{name}{after}{values}</{tag}>"
+
+
+def _invoke(name, arguments, prefix=""):
+    values = _pairs(lambda k, v: f'<{prefix}parameter name="{k}">{v}</{prefix}parameter>\n', arguments)
+    return f'<{prefix}invoke name="{name}">\n{values}</{prefix}invoke>\n'
+
+
+def _marked(name, arguments, mark="｜DSML｜"):
+    def argument(key, value):
+        text = _json(isinstance(arguments[key], str))
+        return f'<{mark}parameter name="{key}" string="{text}">{value}</{mark}parameter>\n'
+
+    return f'<{mark}invoke name="{name}">\n{_pairs(argument, arguments)}</{mark}invoke>\n'
+
+
+def _dsml(block, space=""):
+    mark = f"｜DSML｜{space}"
+    return f"Look.\n\n<{mark}{block}>\n{_each(lambda n, a: _marked(n, a, mark))}</{mark}{block}>"
+
+
+def _python(name, arguments):
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def _minimax_m3(name, arguments):
+    mark = "]<]minimax[>["
+
+    def argument(key, value):
+        if isinstance(arguments[key], list):
+            value = "".join(f"{mark}<item>{item}{mark}</item>" for item in arguments[key])
+        return f"{mark}<{key}>{value}{mark}</{key}>"
+
+    return f'{mark}<invoke name="{name}">{_pairs(argument, arguments)}{mark}</invoke>'
+
+
+def _kimi_k3(name, arguments):
+    def argument(key, value):
+        kind = KINDS[key].replace("integer", "number")
+        return f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+
+    call = f'<|open|>call tool="{name}" index="{_index(name) + 1}"<|sep|>'
+    return f"{call}{_pairs(argument, arguments)}<|close|>call<|sep|>"
+
+
+def _gemma4(name, arguments):
+    def value_of(value):
+        if isinstance(value, str):
+            return f'<|"|>{value}<|"|>'
+        return f"[{','.join(map(value_of, value))}]" if isinstance(value, list) else json.dumps(value)
+
+    return f"<|tool_call>call:{name}{{{','.join(f'{k}:{value_of(v)}' for k, v in arguments.items())}}}<tool_call|>"
+
+
+def _plamo(name, arguments):
+    marks = "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>"
+    call = f"<|plamo:begin_tool_name:plamo|>{name}<|plamo:end_tool_name:plamo|>{marks}{_json(arguments)}"
+    return f"<|plamo:begin_tool_request:plamo|>{call}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
+
+
+def _step3(name, arguments):
+    call = _invoke(name, arguments, "steptml:").rstrip()
+    return f"<｜tool_call_begin｜>function<｜tool_sep｜>{call}<｜tool_call_end｜>"
+
+
+def _beam(name, arguments):
+    parameters = _pairs(lambda key, value: f'<rfl:parameter name="{key}">\n{value}\n</rfl:parameter>', arguments)
+    return f" to={name}<|channel|>analysis <|constrain|>xml<|message|>{parameters}"
+
+
+HERMES = "Look.\n" + _each(lambda n, a: f"<tool_call>\n{_object(n, a)}\n</tool_call>", "\n")
+FUNCTIONS = "Look.\n" + _each(_function, "\n")
+ARGUMENTS = "Look.\n" + _each(_arguments, "\n")
+LIST = f"[{_each(_object, ', ')}]"
+PYTHON = f"[{_each(_python, ', ')}]"
+DEEPSEEK = ("Look.<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+LLAMA3 = "<|python_tag|>" + _each(lambda n, a: _object(n, a, "parameters"), "; ")
+
+TOOL_TEXTS = {
+    "apertus": f"Look. <|tools_prefix|>[{_each(lambda n, a: _json({n: a}), ', ')}]<|tools_suffix|> Done.",
+    "cohere_command4": "<|START_ACTION|>["
+    + _each(lambda n, a: _json({"tool_call_id": str(_index(n)), "tool_name": n, "parameters": a}), ", ")
+    + "]<|END_ACTION|>",
+    "deepseek_v3": DEEPSEEK[0]
+    + _each(lambda n, a: f"{DEEPSEEK[2]}function<｜tool▁sep｜>{n}\n```json\n{_json(a)}\n```{DEEPSEEK[3]}", "\n")
+    + DEEPSEEK[1],
+    "deepseek_v31": DEEPSEEK[0]
+    + _each(lambda n, a: f"{DEEPSEEK[2]}{n}<｜tool▁sep｜>{_json(a)}{DEEPSEEK[3]}")
+    + DEEPSEEK[1],
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "gemma4": f"Look.{_each(_gemma4)}",
+    "gigachat3": f"Look.<|message_sep|>\n\nfunction call<|role_sep|>\n{_object(*CALLS[0])}",  # no second call
+    "glm45": ARGUMENTS,
+    "glm47": "Look." + _each(lambda n, a: _arguments(n, a, after="", between="")),
+    "hermes": HERMES,
+    "k2_horizon": "Look.\n<ifm|tool_calls>"
+    + _each(
+        lambda n, a: (
+            f"<ifm|tool_call>{n}\n"
+            + _pairs(lambda k, v: f"<ifm|arg_key>{k}</ifm|arg_key>\n<ifm|arg_value>{v}</ifm|arg_value>\n", a)
+            + "</ifm|tool_call>"
+        ),
+        "\n",
+    )
+    + "</ifm|tool_calls>",
+    "kimi_k2": "Look.<|tool_calls_section_begin|>"
+    + _each(
+        lambda n, a: (
+            f"<|tool_call_begin|>functions.{n}:{_index(n)}<|tool_call_argument_begin|>{_json(a)}<|tool_call_end|>"
+        )
+    )
+    + "<|tool_calls_section_end|>",
+    "kimi_k3": "<|open|>response<|sep|>Look.<|close|>response<|sep|><|open|>tools<|sep|>"
+    + _each(_kimi_k3)
+    + "<|close|>tools<|sep|>",
+    "lfm2": f"Look.<|tool_call_start|>{PYTHON}<|tool_call_end|> Done.",
+    "ling3": ARGUMENTS,
+    "mimo": FUNCTIONS,
+    "minicpm5": "Look.\n"
+    + _each(
+        lambda n, a: (
+            f'<function name="{n}">' + _pairs(lambda k, v: f'<param name="{k}">{v}</param>', a) + "</function>"
+        ),
+        "\n",
+    ),
+    "minimax_m3": f"Look.\n]<]minimax[>[<tool_call>\n{_each(_minimax_m3, chr(10))}]<]minimax[>[</tool_call>",
+    "poolside_v1": ARGUMENTS,
+    "pythonic": PYTHON,
+    "qwen3_coder": FUNCTIONS,
+    "step3": f"Look.<｜tool_calls_begin｜>\n{_each(_step3, chr(10))}\n<｜tool_calls_end｜>",
+    "step3p5": FUNCTIONS,
+}
+VLLM_TOOL_TEXTS = TOOL_TEXTS | {
+    "cohere_command3": TOOL_TEXTS["cohere_command4"],
+    "deepseek_v41": _dsml("calls", " "),
+    "dots": "Look.\n" + _each(lambda n, a: f"<dots_function_call>\n{_invoke(n, a)}</dots_function_call>\n"),
+    "ernie45": "Look.\n</think>\n\n" + _each(lambda n, a: f"\n<tool_call>\n{_object(n, a)}\n</tool_call>\n"),
+    "functiongemma": _each(
+        lambda n, a: (
+            f"<start_function_call>call:{n}{{{_pairs(lambda k, v: f'{k}:<escape>{v}<escape>', a, ',')}}}"
+            "<end_function_call>"
+        )
+    ),
+    "granite": f"<|tool_call|> {LIST}",
+    "granite4": f"{HERMES}\nDone.",
+    "granite-20b-fc": _each(lambda n, a: f"<function_call> {_object(n, a)}", "\n"),
+    "hermes": f"{HERMES}\nDone.",
+    "hf": HERMES,
+    "hunyuan_a13b": f"<tool_calls>{LIST}</tool_calls>",
+    "hy_v3": "Look.\n<tool_calls>\n"
+    + _each(lambda n, a: _arguments(n, a).replace(f"{n}\n", f"{n}<tool_sep>\n"), "\n")
+    + "\n</tool_calls>",
+    "hy_v4": f"Look.\n<tool_calls>\n{_each(_arguments, chr(10))}\n</tool_calls>",
+    "inkling": _each(
+        lambda n, a: f"<|message_model|><|content_invoke_tool_json|>{_object(n, a, 'args')}<|end_message|>"
+    ),
+    "internlm": f"Look.<|action_start|><|plugin|>\n{_object(*CALLS[0], 'parameters')}<|action_end|>",  # no second call
+    "jamba": f"Look.\n<tool_calls>{LIST}</tool_calls>",
+    "llama3_json": LLAMA3,
+    "llama4_json": LLAMA3,
+    "llama4_pythonic": f"<|python_start|>{PYTHON}<|python_end|>",
+    "longcat": HERMES.replace("tool_call", "longcat_tool_call"),
+    "minimax_m2": f"Look.\n<minimax:tool_call>\n{_each(_invoke)}</minimax:tool_call>",
+    "mistral": f"Look.[TOOL_CALLS] {LIST}",
+    "muse_glimmer": _each(
+        lambda n, a: (
+            f" to={n}<|message|>\n<atem:function_calls>\n{_invoke(n, a, 'atem:')}</atem:function_calls><|eom|>"
+        ),
+        "<|start|>assistant",
+    ),
+    "olmo3": f"<function_calls>{_each(_python, chr(10))}</function_calls>",
+    "phi4_mini_json": f"functools{LIST}",
+    "plamo3": f"Look.<|plamo:begin_tool_requests:plamo|>{_each(_plamo)}<|plamo:end_tool_requests:plamo|>",
+    "qwen3_json": HERMES,
+    "qwen3_xml": FUNCTIONS,
+    "seed_oss": FUNCTIONS.replace("tool_call", "seed:tool_call"),
+    "xlam": LIST,
+}
+_SAME = """apertus2509=apertus deepseekv3=deepseek_v3 deepseekv31=deepseek_v31 deepseekv32=deepseek_v32
+deepseekv4=deepseek_v4 glm=glm45 iquest_q1=glm47 minimax-m3=minimax_m3 nanbeige=qwen3_coder qwen=hermes qwen25=hermes
+spark25=glm45"""
+SGLANG_TOOL_TEXTS = TOOL_TEXTS | {name: TOOL_TEXTS[of] for name, _, of in (w.partition("=") for w in _SAME.split())}
+SGLANG_TOOL_TEXTS |= {
+    "beam": _each(_beam, "<|end|><|start|>assistant") + "<|call|>",
+    "deepseekv41": _dsml("tool_calls", " "),
+    "dots": f"Look.\n<dots_function_call>\n{_each(_invoke)}</dots_function_call>",
+    "gigachat3": TOOL_TEXTS["gigachat3"] + "</s>",
+    "gigachat35": f"Look.<｜GCML｜tool_calls>\n{_each(lambda n, a: _marked(n, a, '｜GCML｜'))}</｜GCML｜tool_calls>",
+    "gpt-oss": "<|channel|>analysis<|message|>Look it up.<|end|>"
+    + _each(
+        lambda n, a: (
+            f"<|start|>assistant<|channel|>commentary to=functions.{n}<|constrain|>json<|message|>{_json(a)}<|call|>"
+        )
+    ),
+    "hermes": "Look.\n" + _each(lambda n, a: f"<tool_call>{_object(n, a)}</tool_call>", "\n"),
+    "hunyuan": "Look.\n<tool_calls>\n"
+    + _each(lambda n, a: _arguments(n, a).replace(f"{n}\n", f"{n}<tool_sep>\n") + "\n")
+    + "</tool_calls>",
+    "inkling": _each(
+        lambda n, a: f"<|message_model|>{n}<|content_invoke_tool_json|>{_object(n, a, 'args')}<|end_message|>"
+    ),
+    "interns1": "Look."
+    + _each(lambda n, a: f"<|action_start|> <|plugin|>\n{_object(n, a, 'parameters')}<|action_end|>", "\n"),
+    "iquest_q1": "Look.\n" + _each(lambda n, a: _arguments(n, a, tag="iquest_tool_call", after="", between=""), "\n"),
+    "llama3": LLAMA3.replace("; ", ";"),
+    "mimo": "Look.\n" + _each(lambda n, a: _function(n, a, inner=""), "\n"),
+    "minimax-m2": "Look.\n" + _each(lambda n, a: f"<minimax:tool_call>\n{_invoke(n, a)}</minimax:tool_call>", "\n"),
+    "mistral": "Look. " + _each(lambda n, a: f"[TOOL_CALLS]{n}[ARGS]{_json(a)}"),
+    "muse": " to=functions<|message|><atem:function_calls>\n"
+    + _each(lambda n, a: _invoke(n, a, "atem:"))
+    + "</atem:function_calls><|eom|><|start|>assistant to=user<|message|>Done.<|eot|>",
+    "spark25": "Look.\n" + _each(lambda n, a: _arguments(n, a, between=""), "\n"),
+    "trinity": f"<think>Look it up.</think>{HERMES}",
+}
+SGLANG_TOOL_TEXTS["response_template"] = SGLANG_TOOL_TEXTS["beam"]
+
+KIMI_THOUGHT = (
+    "<|open|>think<|sep|>Look\nit up.<|close|>think<|sep|><|open|>response<|sep|>Done. <|open|>think<|sep|>"
+    "Again.<|close|>think<|sep|> End.<|close|>response<|sep|>"
+)
+
+THOUGHTS = "Look\nit up.{end}\n\nDone. {start}Again, {end} quoted.{end} End."
+HARMONY = " to=self<|message|>Look\nit up.<|eom|><|start|>assistant to=user<|message|>Done.<|eom|>"
+VLLM_THOUGHT_TEXTS = {
+    "granite": "Here is my thought process: Look\nit up. Here is my response: Done. Here is my response: End.",
+    "inkling": "<|message_model|><|content_thinking|>Look\nit up.<|end_message|><|message_model|><|content_text|>Done."
+    "<|end_message|><|message_model|><|content_thinking|>Again.<|end_message|><|content_model_end_sampling|>",
+    "ernie45": "Look\nit up.\n</think>\n\n<response>\nDone. <think>Again.\n</think> End.\n</response>\n",
+    "kimi_k3": KIMI_THOUGHT,
+    "muse_glimmer": HARMONY + HARMONY.replace(" to=self", "<|start|>assistant to=self"),
+    "gemma4": "<|channel>thought\nLook\nit up.<channel|>Done. <|channel>thought\nAgain.<channel|> End.",
+}
+OTHER_MARKS = {"seed_oss": "seed:think", "minimax_m3": "mm:think", "k2_horizon": "ifm|think"}
+OPENED = (
+    "mistral",
+    "minimax_m3",
+    "hf",
+    "olmo3",
+    "plamo3",
+    "minicpmv",
+    "mimo",
+)  # the text opens the first thought itself
+# Ids of "<think>\n", "\n</think>\n<answer>\n" and "\n</answer>" in the only vocabulary that "hunyuan_a13b" knows.
+HUNYUAN = ([14023, 771, 397], [198, 524, 27963, 397, 27, 9399, 397], [198, 524, 9399, 29])
+
+
+def vllm_thought_text(name):
+    if name in VLLM_THOUGHT_TEXTS:
+        return VLLM_THOUGHT_TEXTS[name]
+    mark = OTHER_MARKS.get(name, "think")
+    start, end = {
+        "mistral": ("[THINK]", "[/THINK]"),
+        "plamo3": ("<|plamo:begin_think:plamo|>", "<|plamo:end_think:plamo|>"),
+        "cohere_command3": ("<|START_THINKING|>", "<|END_THINKING|>"),
+        "cohere_command4": ("<|START_THINKING|>", "<|END_THINKING|>"),
+    }.get(name, (f"<{mark}>", f"</{mark}>"))
+    return (start if name in OPENED else "") + THOUGHTS.format(start=start, end=end)
+
+
+# The markers of formats without one opening and one closing token.
+SGLANG_THOUGHT_TEXTS = {
+    "beam": "<|channel|>analysis<|message|>Look\nit up.<|end|><|start|>assistant<|channel|>final<|message|>Done."
+    "<|return|>",
+    "gpt-oss": "<|channel|>analysis<|message|>Look\nit up.<|end|><|start|>assistant<|channel|>analysis<|message|>Again."
+    "<|end|><|start|>assistant<|channel|>final<|message|>Done.<|return|>",
+    "kimi_k3": KIMI_THOUGHT.replace(" End.", ""),
+    "muse": " to=self<|message|>Look\nit up.<|eom|><|start|>assistant to=user<|message|>Done.<|eom|>"
+    "<|start|>assistant to=self<|message|>Again.<|eom|><|start|>assistant to=user<|message|>End.<|eot|>",
+    "inkling": "<|message_model|><|content_thinking|>Look\nit up.<|end_message|><|message_model|><|content_text|>Done."
+    "<|end_message|><|message_model|><|content_thinking|>Again.<|end_message|><|message_model|><|content_text|>End."
+    "<|end_message|><|content_model_end_sampling|>",
+    "cohere_command4": "Look\nit up.<|END_THINKING|><|START_TEXT|>Done. <|START_THINKING|>Again.<|END_THINKING|> End."
+    "<|END_TEXT|>",
+}
+SGLANG_THOUGHT_TEXTS["response_template"] = SGLANG_THOUGHT_TEXTS["beam"]
+
+
+def sglang_thought_text(name, start, end, label=""):
+    return SGLANG_THOUGHT_TEXTS.get(name) or (
+        f"First, {start}{label}look\nit up.{end}\n\nDone. {start}{label}Again, 1 < 2.{end} End."
+    )
+
+
+THOUGHT_BEFORE_CALLS = {
+    "beam": "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant",
+    "gpt-oss": "",  # TOOL_TEXTS has one
+    "muse": " to=self<|message|>Look it up.<|eom|><|start|>assistant",
+    "inkling": "<|message_model|><|content_thinking|>Look it up.<|end_message|>",
+    "cohere_command4": "Look it up.<|END_THINKING|>",
+}
+THOUGHT_BEFORE_CALLS["response_template"] = THOUGHT_BEFORE_CALLS["beam"]
+
+
+# Marks that are single tokens of the models that the parsers are for.
+MARKS = """
+<think> </think> <tool_call> </tool_call> <tool_calls> </tool_calls> <tool_sep> <arg_key> </arg_key> <arg_value>
+</arg_value> <response> </response> <answer> </answer> <assistant> <|im_start|> <|im_end|> <mm:think> </mm:think>
+]<]minimax[>[ <minimax:tool_call> </minimax:tool_call> <seed:think> </seed:think> <seed:tool_call> </seed:tool_call>
+<|tool_call|> <function_call> <|function_call|> <|role_sep|> <|message_sep|> <|python_tag|> <|python_start|>
+<|python_end|> [TOOL_CALLS] [THINK] [/THINK] <|tools_prefix|> <|tools_suffix|> <|action_start|> <|plugin|>
+<|action_end|> <|tool_call_start|> <|tool_call_end|> <longcat_tool_call> </longcat_tool_call> <start_function_call>
+<end_function_call> <escape> <|tool_calls_section_begin|> <|tool_calls_section_end|> <|tool_call_begin|>
+<|tool_call_argument_begin|> <|open|> <|close|> <|sep|> <ifm|think> </ifm|think> <ifm|tool_calls> </ifm|tool_calls>
+<ifm|tool_call> </ifm|tool_call> <ifm|arg_key> </ifm|arg_key> <ifm|arg_value> </ifm|arg_value> <|message_model|>
+<|content_thinking|> <|content_text|> <|content_invoke_tool_json|> <|end_message|> <|content_model_end_sampling|>
+<|channel> <channel|> <|tool_call> <tool_call|> <|"|> <|start|> <|message|> <|eom|> <|eot|> <|plamo:begin_
+<|plamo:end_ :plamo|> <｜tool▁calls▁begin｜> <｜tool▁calls▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜>
+<｜tool▁sep｜> <｜DSML｜ <｜tool_calls_begin｜> <｜tool_calls_end｜> <｜tool_call_begin｜>
+<｜tool_call_end｜> <｜tool_sep｜> <|START_THINKING|>
+<|END_THINKING|> <|START_ACTION|> <|END_ACTION|> <|START_RESPONSE|> <|END_RESPONSE|> <|START_TEXT|> <|END_TEXT|>
+"""
+THINKING = {"thinking": True, "enable_thinking": True, "reasoning_effort": "high"}
+# For the parser "hf", which reads the format from the tokenizer.
+TEMPLATE = {
+    "version": 1,
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "content": "json",
+            "repeats": True,
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text"},
+    },
+}
