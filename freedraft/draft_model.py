@@ -19,12 +19,19 @@ T = TypeVar("T")
 Visit: TypeAlias = "Callable[[Tensor, Callable[[int, Tensor], Tensor]], T]"
 
 
+class PassOutputs(NamedTuple):
+    """What a draft pass returns of each distribution."""
+
+    top: int = 1  # K, how many of the most likely tokens, with their probabilities
+    entropy: bool = False
+
+
 class Drafted(NamedTuple):
     """The most likely next tokens of each of R requests by N draft passes, on the host."""
 
     tokens: NDArray[np.int32]  # [N, R, K], best first; beyond the vocabulary's size undefined
     probabilities: NDArray[np.float32]  # [N, R, K], theirs; beyond the vocabulary's size 0
-    entropy: NDArray[np.float32] | None  # [N, R], of the whole distribution in nats; None unless requested
+    entropy: NDArray[np.float32] | None  # [N, R], of the whole distribution in nats, if requested
 
 
 class DraftRound(ABC):
@@ -57,14 +64,9 @@ class DraftModel(ABC):
     trees: bool = False  # whether drafts may be trees also without `Step.widths`
 
     @abstractmethod
-    def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> Any:
-        """A draft pass through the sublayers that `recipe` keeps, over its window.
-
-        Args:
-            top_k: how many of the most likely tokens a pass returns, K >= 1.
-            entropy: whether it returns the distribution's entropy.
-            optimize: whether to compile it, or capture CUDA graphs, where the engine does so.
-        """
+    def build(self, recipe: Recipe, outputs: PassOutputs, *, optimize: bool) -> Any:
+        """A draft pass through the sublayers that `recipe` keeps, over its window. optimize: whether to compile it, or
+        capture CUDA graphs, where the engine does so."""
 
     @abstractmethod
     def capacities(self, step: Step) -> NDArray[np.int32]:

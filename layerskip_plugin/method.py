@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,16 +18,14 @@ from freedraft.cost.costs import Costs
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
-from freedraft.draft_model import DraftModel, MatchnessScorer
+from freedraft.draft_model import DraftModel, PassOutputs
 from freedraft.method import Method, MethodSpec
 from freedraft.metrics import serve, where_to_look
 from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
-from layerskip_plugin.knapsack_search import search
 from layerskip_plugin.lookahead import Cost
-from layerskip_plugin.lookahead.records import TOP
+from layerskip_plugin.lookahead.records import JUDGED
 from layerskip_plugin.options import LayerSkipOptions, check
-from layerskip_plugin.pass_times import PassTimes, serving_times
 from layerskip_plugin.rounds import DraftPassEstimate, Recipes, RestOfBatch, Round
 from layerskip_plugin.selection.online_search import OnlineSearch
 from layerskip_plugin.skip_set import SkipSet
@@ -74,9 +71,7 @@ class LayerSkipMethod(Method):
         self.costs = controller if isinstance(controller, Costs) else None
         if self.costs is None and context.lengths is None:
             raise ConfigError(f"'{NAME}' cannot price this model's steps (see the warning above): use method 'sssd'")
-        self.selection = options.make_selection(
-            context.hf_config, self._matchness, context.hardware, self._propose, self._pass_times
-        )
+        self.selection = options.make_selection(context.hf_config, context.hardware)
         self.needs_prompt_states = self.selection.needs_prompt_states
         self.windows = options.windows(context)
         self.recipes = Recipes(self.selection.sets.values(), self.windows, context.page_size or 1)
@@ -86,7 +81,6 @@ class LayerSkipMethod(Method):
         self.trees = options.tree and context.widths is not None and not context.chains
         self.draft_passes: dict[SkipSet, Any] = {}
         self._model: DraftModel | None = None
-        self._scorer: MatchnessScorer | None = None
         self._running: set[str] = set()
         self._last: Round | None = None
         self._batch = 1
@@ -100,7 +94,8 @@ class LayerSkipMethod(Method):
         """Build the draft passes of every skip set, before the first request."""
         self._model = model
         self.trees = self.trees or model.trees
-        self.top_k = max(self.lookahead.needs_top, MAX_CANDIDATES if self.trees else 1, TOP if self.recorder else 1)
+        judged = self.recorder is not None or self.lookahead.outputs == JUDGED
+        self.outputs = JUDGED if judged else PassOutputs(MAX_CANDIDATES if self.trees else 1)
         if self._cost is not None:
             self._cost.reads_ahead = model.waits
         shape = "trees" if self.trees else "chains"
@@ -114,7 +109,7 @@ class LayerSkipMethod(Method):
                 self.options.lookahead, shape, read,
             )  # fmt: skip
         if isinstance(self.selection, OnlineSearch):
-            self._scorer = model.scorer(self.selection.window)
+            self.selection.prepare(model.scorer(self.selection.window), self.costs)
 
     @property
     def optimized_passes(self) -> int:
@@ -122,9 +117,8 @@ class LayerSkipMethod(Method):
 
     def build(self, skip_set: SkipSet, *, optimize: bool) -> None:
         assert self._model is not None
-        entropy = self.lookahead.needs_entropy or self.recorder is not None
         for recipe in self.recipes.of(skip_set):
-            self.draft_passes[recipe] = self._model.build(recipe, top_k=self.top_k, entropy=entropy, optimize=optimize)
+            self.draft_passes[recipe] = self._model.build(recipe, self.outputs, optimize=optimize)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         self._running.add(request_id)
@@ -182,10 +176,10 @@ class LayerSkipMethod(Method):
         self.recipe = self.lookahead.choose(candidates, self._batch, mean)
 
     def _search(self, step: Step) -> None:
-        scorer, selection = self._scorer, self.selection
-        if scorer is None or not isinstance(selection, OnlineSearch):
+        if not isinstance(self.selection, OnlineSearch):
             return
-        if (found := selection.search(lambda: scorer.observe(step))) is not None:
+        present = self.recipes.all[0] if self.recipe is None else self.recipe
+        if (found := self.selection.search(step, present)) is not None:
             self.recipes.use([found])
             self.lookahead.use(self.recipes.all)
             self.draft_passes.clear()
@@ -246,7 +240,7 @@ class LayerSkipMethod(Method):
         assert model is not None and recipe is not None
         since = time.perf_counter()
         batch, depth = step.batch_size, int(limits.max(initial=0))
-        result = Round(step.request_ids, recipe, depth, self.top_k)
+        result = Round(step.request_ids, recipe, depth, self.outputs.top)
         allowed, place, latest = np.zeros(batch, np.int32), np.zeros(batch, np.int32), step.roots.copy()
         allowed[rows], place[rows] = limits, np.arange(len(rows))
         request_ids = [step.request_ids[i] for i in rows.tolist()]
@@ -273,21 +267,7 @@ class LayerSkipMethod(Method):
             result.drafted[active] += 1
             latest[active] = result.tokens[active, position, 0]
             top, entropy = result.probabilities[active, position], result.entropy[active, position]
-            needed = entropy if lookahead.needs_entropy else None
-            more = lookahead.should_continue(position, place[active], top[:, : lookahead.needs_top], needed)
+            more = lookahead.should_continue(position, place[active], top, entropy)
             active = active[more & (allowed[active] > position + 1)]
         lookahead.end(int(result.drafted.max(initial=0)))
         return result
-
-    def _propose(self, weights: tuple[int, int], max_weight: int, base: SkipSet) -> list[SkipSet]:
-        assert self._scorer is not None
-        run = partial(search, sublayers=2 * base.n_layers, weights=weights, max_weight=max_weight, base=base.sublayers)
-        return self._scorer.run_sublayers(run).sets(base.model)
-
-    def _pass_times(self) -> PassTimes | None:
-        present = self.recipes.all[0] if self.recipe is None else self.recipe
-        return None if self.costs is None else serving_times(self.costs, present, self._batch)
-
-    def _matchness(self, recipes: Sequence[SkipSet]) -> NDArray[np.float64]:
-        assert self._scorer is not None
-        return self._scorer(recipes)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-import numpy as np
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import LOCAL, PluginOptions, UserPath
@@ -17,11 +16,10 @@ from freedraft.recipe import Window
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, Recorder
 from layerskip_plugin.lookahead.disco import Classifier
-from layerskip_plugin.pass_times import PassTimes
-from layerskip_plugin.selection.base import Evaluate, Selection, Static
+from layerskip_plugin.selection.base import Selection, Static
 from layerskip_plugin.selection.knapsack import Knapsack, Plan
 from layerskip_plugin.selection.knn import Domains, Knn
-from layerskip_plugin.selection.online_search import KnapSpec, OnlineSearch, Propose, Swift
+from layerskip_plugin.selection.online_search import KnapSpec, OnlineSearch, Swift
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint, text_config
 
 LookaheadName = Literal["cost", "confidence", "adaptive", "disco", "fixed"]
@@ -64,7 +62,6 @@ class LayerSkipOptions(PluginOptions):
             present context length, by the plan in `selection_file`, or by KnapSpec's search while serving.
         selection_file: file for "knn" or "knapsack", written by `freedraft calibrate knn` or `calibrate knapsack`.
         search_share: largest share of serving time that a search may take.
-        search_window: newest tokens that a search scores sets on (SWIFT's gamma).
         skip_ratio: share of all sublayers that "swift" skips (its r; the paper's models of 7 to 70 B skip .4 to .5).
         skip_set: files with skip sets, at most 4 (comma-separated in a variable); requests use the first unless they
             name another.
@@ -92,7 +89,6 @@ class LayerSkipOptions(PluginOptions):
     selection: SelectionName = "static"
     selection_file: UserPath = None
     search_share: float = Field(default=0.01, gt=0.0, le=0.5)
-    search_window: int = Field(default=OnlineSearch.window, ge=1, le=1024)
     skip_ratio: float = Field(default=Swift.ratio, gt=0.0, lt=1.0)
     skip_set: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = ()
     window: Annotated[int | Literal["auto"] | None, BeforeValidator(_tokens_or_auto)] = None
@@ -195,16 +191,9 @@ class LayerSkipOptions(PluginOptions):
         """Whether sets are searched while serving."""
         return self.selection == "swift" or (self.selection == "knapsack" and self.selection_file is None)
 
-    def make_selection(
-        self,
-        config: Any,
-        evaluate: Evaluate,
-        hardware: str | None = None,
-        propose: Propose = lambda weights, most, base: (),
-        pass_times: Callable[[], PassTimes | None] = lambda: None,
-    ) -> Selection:
-        """The selection of these options; `evaluate`, `propose` and `pass_times`: see `KnapSpec`. Raises ValueError,
-        one line, if a file is missing, damaged, or of another model or hardware, or options conflict."""
+    def make_selection(self, config: Any, hardware: str | None = None) -> Selection:
+        """The selection of these options. Raises ValueError, one line, if a file is missing, damaged, or of another
+        model or hardware, or options conflict."""
         name, file = self.selection, self.selection_file
         layers, model = text_config(config).num_hidden_layers, model_fingerprint(config)
         for option, conflicts in (
@@ -233,10 +222,10 @@ class LayerSkipOptions(PluginOptions):
                     f"option 'skip_ratio' {self.skip_ratio} is too much of {2 * layers} sublayers, as the first and "
                     f"last layer are kept: set {most / (2 * layers):.2g} or less"
                 )
-            search = Swift(layers, evaluate, model, self.skip_ratio, ends)
+            search = Swift(layers, model, self.skip_ratio, ends)
         else:
-            search = KnapSpec(layers, evaluate, propose, pass_times, model)
-        search.share, search.window = self.search_share, self.search_window
+            search = KnapSpec(layers, model)
+        search.share = self.search_share
         return search
 
     def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None) -> Lookahead:
@@ -272,7 +261,7 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
         )
     if context.lengths is not None and (why := options.needs_own_lengths):
         raise ValueError(why)
-    options.make_selection(context.hf_config, lambda recipes: np.zeros(len(recipes)), context.hardware)
+    options.make_selection(context.hf_config, context.hardware)
     options.make_lookahead(context, [], None)
     options.windows(context)
     check_address(options.metrics_port, options.metrics_host)

@@ -63,8 +63,8 @@ class DraftRanks:
             call, name, arguments = told
             try:
                 if name == "build":
-                    recipe, options = arguments
-                    self._built[call] = build(recipe, **options)
+                    *pass_of, optimize = arguments
+                    self._built[call] = build(*pass_of, optimize=optimize)
                 elif name == "start":
                     round_ = None
                     number, *rest = arguments

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad
 
-from freedraft.draft_model import Drafted, DraftRound
+from freedraft.draft_model import Drafted, DraftRound, PassOutputs
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.recipe import Window
 
@@ -22,8 +22,7 @@ class DraftPass(NamedTuple):
 
     layers: Any
     window: Window | None  # the part of the KV cache that it reads; None for the whole cache
-    top_k: int
-    entropy: bool
+    outputs: PassOutputs
     number: int
 
 
@@ -58,7 +57,7 @@ class RankedRound(DraftRound):
 
     def read(self, launched: torch.Tensor) -> Drafted:
         with self._ranks.together():
-            return on_host(launched, self.draft_pass.top_k, self.draft_pass.entropy)
+            return on_host(launched, self.draft_pass.outputs)
 
 
 def run_kept(
@@ -82,14 +81,14 @@ def run_kept(
     return last_norm(hidden) if residual is None else last_norm(hidden, residual)[0]
 
 
-def most_likely(logits: torch.Tensor, top_k: int, entropy: bool = False, scale: float = 1.0) -> torch.Tensor:
+def most_likely(logits: torch.Tensor, outputs: PassOutputs, scale: float = 1.0) -> torch.Tensor:
     """float32 [R, 2K (+ 1)], in one tensor for one transfer: the most likely tokens of each row of float [R, V], best
     first (float32 holds them exactly), their probabilities (0 beyond the vocabulary's size), and the entropy in nats if
-    requested. scale: factor of the logits."""
+    requested; K is `outputs.top`. scale: factor of the logits."""
     best = logits.argmax(-1, keepdim=True)
     logits = logits.float() if scale == 1.0 else logits.float() * scale
     total = logits.logsumexp(-1, keepdim=True)
-    known = min(top_k, logits.shape[1])
+    known = min(outputs.top, logits.shape[1])
     if known == 1:
         tokens, values = best, logits.amax(-1, keepdim=True)
     else:
@@ -97,17 +96,18 @@ def most_likely(logits: torch.Tensor, top_k: int, entropy: bool = False, scale: 
         # On ties the first one, as the target's own argmax.
         tokens = torch.where(tokens == best, tokens[:, :1], tokens)
         tokens = torch.cat((best, tokens[:, 1:]), 1)
-    parts = [pad(part, (0, top_k - known)) for part in (tokens.float(), (values - total).exp())]
-    if entropy:
+    parts = [pad(part, (0, outputs.top - known)) for part in (tokens.float(), (values - total).exp())]
+    if outputs.entropy:
         log_probs = logits - total
         parts.append(-(log_probs.exp() * log_probs).nan_to_num(0.0).sum(-1, keepdim=True))
     return torch.cat(parts, 1)
 
 
-def on_host(values: torch.Tensor, top_k: int, entropy: bool) -> Drafted:
+def on_host(values: torch.Tensor, outputs: PassOutputs) -> Drafted:
     """Results of `most_likely` of N passes, float [N, R, 2K (+ 1)], on the host."""
-    host = values.cpu().numpy()
-    return Drafted(host[..., :top_k].astype(np.int32), host[..., top_k : 2 * top_k], host[..., -1] if entropy else None)
+    host, top = values.cpu().numpy(), outputs.top
+    entropy = host[..., -1] if outputs.entropy else None
+    return Drafted(host[..., :top].astype(np.int32), host[..., top : 2 * top], entropy)
 
 
 def on_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:

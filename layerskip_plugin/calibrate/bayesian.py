@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from layerskip_plugin.calibrate.host_model import Sample
 from layerskip_plugin.calibrate.run import Run, bar
 from layerskip_plugin.pass_times import PassTimes
-from layerskip_plugin.selection.base import Evaluate
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.skip_set import SkipSet
 
+Evaluate = Callable[[Sequence[SkipSet]], NDArray[np.float64]]
 RANDOM, BATCH = 10, 4  # random points before the Gaussian process; points per evaluation
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from freedraft.cost.acceptance import PASS_KINDS
+from freedraft.draft_model import PassOutputs
 from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome, RestOfBatch
 from layerskip_plugin.skip_set import SkipSet
 
@@ -28,8 +29,7 @@ class Lookahead(ABC):
     change the distribution of accepted tokens.
     """
 
-    needs_top: int = 0  # number of largest probabilities that `should_continue` needs
-    needs_entropy: bool = False
+    outputs = PassOutputs()  # that `should_continue` needs
     kind: int = PASS_KINDS  # of the present round's tokens, in `DraftBatch.kinds`
     _mean_len = 0.0
 
@@ -55,14 +55,14 @@ class Lookahead(ABC):
         self._mean_len += (length - self._mean_len) * (LEN_RATE if self._mean_len else 1.0)
 
     @abstractmethod
-    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats) -> Flags:
         """Which requests draft one more token.
 
         Args:
             position: place in the draft of the token just drafted, from 0.
             rows: int32[R], the requests that just drafted it.
-            top: float32[R, needs_top], the largest probabilities, descending.
-            entropy: float32[R] in nats; None unless `needs_entropy`.
+            top: float32[R, K], the largest probabilities, descending, at least as many as `outputs` say.
+            entropy: float32[R] in nats; undefined unless `outputs` ask for it.
 
         Returns:
             bool[R]; all False at the last allowed position.
@@ -84,7 +84,7 @@ class Fixed(Lookahead):
     def expected_len(self) -> int:
         return min(self.length, self.max_draft_len)
 
-    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats) -> Flags:
         return np.full(len(rows), position + 1 < self.expected_len())
 
 
@@ -94,16 +94,14 @@ class Confidence(Lookahead):
     Draft & Verify and SWIFT use .8, KnapSpec .7.
     """
 
-    needs_top = 1
-
     def __init__(self, threshold: float = 0.7) -> None:
         self.threshold = threshold
 
-    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats) -> Flags:
         return (top[:, 0] >= self.threshold) & (position + 1 < self.max_draft_len)
 
 
-class DraftVerify(Lookahead):
+class DraftVerify(Confidence):
     """Draft & Verify's threshold (Zhang et al. 2024, section 3.3), one per request.
 
     After each round of a request, with its acceptance rate a and the threshold g:
@@ -113,37 +111,29 @@ class DraftVerify(Lookahead):
     running mean of those that ended.
     """
 
-    needs_top = 1
+    target, memory, step, inertia = 0.9, 0.5, 0.01, 0.9
 
-    def __init__(
-        self, threshold: float = 0.7, target: float = 0.9, memory: float = 0.5, step: float = 0.01, inertia: float = 0.9
-    ) -> None:
-        self.target, self.memory, self.step, self.inertia = target, memory, step, inertia
-        self.first_threshold = threshold
+    def __init__(self, threshold: float = 0.7) -> None:
+        super().__init__(threshold)
         self.requests: dict[str, tuple[float, float]] = {}  # threshold and acceptance rate
 
     def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
         super().begin(request_ids, recipe, max_draft_len, rest)
-        for request in request_ids:
-            self.requests.setdefault(request, (self.first_threshold, self.target))
-        self.thresholds = np.array([self.requests[request][0] for request in request_ids])
+        start = self.threshold, self.target
+        self.thresholds = np.array([self.requests.setdefault(request, start)[0] for request in request_ids])
 
-    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats) -> Flags:
         return (top[:, 0] >= self.thresholds[rows]) & (position + 1 < self.max_draft_len)
 
     def record_acceptance(self, outcome: Outcome) -> None:
-        some = [i for i, request in enumerate(outcome.request_ids) if outcome.verified[i] and request in self.requests]
-        if not some:
-            return
-        names = [outcome.request_ids[i] for i in some]
-        drafted, accepted = outcome.verified[some], outcome.accepted[some]
-        threshold, rate = np.array([self.requests[request] for request in names]).T
-        rate = self.memory * rate + (1 - self.memory) * accepted / drafted
-        cut = (drafted >= self.max_draft_len) & (accepted == drafted)
-        change = np.where(rate < self.target, self.step, np.where(cut, 0.0, -self.step))
-        threshold = np.clip(threshold + (1 - self.inertia) * change, 0.0, 1.0)
-        self.requests.update(zip(names, zip(threshold.tolist(), rate.tolist(), strict=True), strict=True))
+        for request, drafted, accepted in zip(outcome.request_ids, outcome.verified, outcome.accepted, strict=True):
+            if drafted and request in self.requests:
+                threshold, rate = self.requests[request]
+                rate = self.memory * rate + (1 - self.memory) * accepted / drafted
+                cut = accepted == drafted >= self.max_draft_len
+                change = self.step if rate < self.target else 0.0 if cut else -self.step
+                self.requests[request] = min(max(threshold + (1 - self.inertia) * change, 0.0), 1.0), rate
 
     def finish(self, request_id: str) -> None:
-        threshold, _ = self.requests.pop(request_id, (self.first_threshold, 0.0))
-        self.first_threshold += 0.1 * (threshold - self.first_threshold)
+        if request_id in self.requests:
+            self.threshold += 0.1 * (self.requests.pop(request_id)[0] - self.threshold)

@@ -54,8 +54,6 @@ class Cost(Lookahead):
         recipes: skip sets with windows.
     """
 
-    needs_top = 1
-
     def __init__(self, costs: Costs, recipes: Sequence[SkipSet]) -> None:
         self.costs = costs
         self.use(recipes)
@@ -157,7 +155,7 @@ class Cost(Lookahead):
     def end(self, length: int) -> None:
         """Keep the expected length, which is the best one by costs."""
 
-    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats) -> Flags:
         more = np.zeros(len(rows), np.bool_)
         left = self.max_draft_len - position - 1
         if left < 1 or not len(rows):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from layerskip_plugin.lookahead.base import Lookahead
-from layerskip_plugin.lookahead.records import TOP
+from layerskip_plugin.lookahead.records import JUDGED, TOP
 from layerskip_plugin.rounds import Flags, Floats, Ints
 from layerskip_plugin.skip_set import read_json, undamaged, write_json
 
@@ -76,8 +76,7 @@ class Disco(Lookahead):
     """Go on while the classifier's probability for the token just drafted is at least its threshold, up to its maximum
     length; that token is kept."""
 
-    needs_top = TOP
-    needs_entropy = True
+    outputs = JUDGED
 
     def __init__(self, classifier: Classifier) -> None:
         self.classifier = classifier
@@ -85,9 +84,8 @@ class Disco(Lookahead):
     def expected_len(self) -> int:
         return min(super().expected_len(), self.classifier.max_length)
 
-    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats | None) -> Flags:
+    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats) -> Flags:
         if position + 1 >= min(self.max_draft_len, self.classifier.max_length):
             return np.zeros(len(rows), np.bool_)
-        assert entropy is not None
-        x = features(top, entropy, np.full(len(rows), position, np.int32))
+        x = features(top[:, :TOP], entropy, np.full(len(rows), position, np.int32))
         return self.classifier.probability(x) >= self.classifier.threshold

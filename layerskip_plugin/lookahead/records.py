@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.draft_model import PassOutputs
 from freedraft.files import write_atomically
 from layerskip_plugin.rounds import Outcome
 
 logger = logging.getLogger("freedraft.layerskip")
 
 TOP = 10  # probabilities kept per token
+JUDGED = PassOutputs(TOP, entropy=True)  # of passes whose tokens are recorded, or judged by a classifier
 FORMAT = "freedraft verifications 1"
 ARRAYS = ("top", "entropy", "position", "accepted", "request", "round")
 SAVE_SECONDS = 10.0  # between writes while requests run

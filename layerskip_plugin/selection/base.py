@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,6 @@ from layerskip_plugin.skip_set import SkipSet
 
 logger = logging.getLogger("freedraft.layerskip")
 
-Evaluate = Callable[[Sequence[SkipSet]], NDArray[np.float64]]
-"""Matchness of each set: the share of the newest tokens of the traffic on which its top-1 choice is the whole model's,
-given the whole model's KV of the past; one batched forward pass."""
 Counts = NDArray[np.int32]  # [B], a number per request
 
 

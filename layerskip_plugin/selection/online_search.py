@@ -6,22 +6,23 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.knapsack_search import integer_weights
-from layerskip_plugin.pass_times import PassTimes
-from layerskip_plugin.selection.base import Counts, Evaluate, Selection
+from freedraft.cost.costs import Costs
+from freedraft.draft_model import MatchnessScorer
+from freedraft.step import Step
+from layerskip_plugin.knapsack_search import integer_weights, search
+from layerskip_plugin.pass_times import PassTimes, serving_times
+from layerskip_plugin.selection.base import Counts, Selection
 from layerskip_plugin.selection.bit_search import BitSearch, evenly_spread
 from layerskip_plugin.skip_set import SkipSet
 
 logger = logging.getLogger("freedraft.layerskip")
 
 Clock = Callable[[], float]
-Propose = Callable[[tuple[int, int], int, SkipSet], Sequence[SkipSet]]
-"""Integer weights of an attention and an MLP sublayer, the largest weight to skip, and a set to extend -> the best set
-of each weight on the newest tokens of the traffic."""
 MATCHNESS_RATE = 0.2  # weight of the newest window in the incumbent's matchness
 MAX_SAVED = 1.0  # maximum of saved seconds of searching: no long search after a pause
 # Seconds of a search or a scoring, and the largest weight or number of sets before their times are known.
@@ -50,14 +51,21 @@ class OnlineSearch(Selection):
     confirm: int
     min_lead: float
 
-    def __init__(self, incumbent: SkipSet, evaluate: Evaluate, clock: Clock) -> None:
+    scorer: MatchnessScorer
+    costs: Costs | None
+
+    def __init__(self, incumbent: SkipSet, clock: Clock) -> None:
         super().__init__({self.name: incumbent})
-        self.evaluate, self.clock = evaluate, clock
+        self.clock = clock
         self.matchness, self.candidates, self.idle = 0.0, 0, 0
         self.seconds = {"search": 0.0, "score": 0.0}  # per weight of KnapSpec's search, and per scored set
         self._saved, self._updated = 0.0, clock()
         self._step_seconds = 0.0  # of the newest step, expected for the next one
         self._use([])
+
+    def prepare(self, scorer: MatchnessScorer, costs: Costs | None) -> None:
+        """Called before the first `search`: the model is there."""
+        self.scorer, self.costs = scorer, costs
 
     @property
     def incumbent(self) -> SkipSet:
@@ -68,16 +76,18 @@ class OnlineSearch(Selection):
         """Whether `step` has anything to do."""
         return True
 
-    def search(self, ready: Callable[[], bool]) -> SkipSet | None:
-        """Continue if there is time and text for it; return the new incumbent if it has changed. ready: prepares the
-        tokens for `evaluate`; False if there are none."""
+    def search(self, step: Step, present: SkipSet) -> SkipSet | None:
+        """Continue if there is time and text for it; return the new incumbent if it has changed. present: the recipe of
+        the newest draft passes."""
         now = self.clock()
         self._saved = min(MAX_SAVED, self._saved + self.share * (now - self._updated))
         self._updated = now
-        if not self.searching or self._saved < min(self._step_seconds, 0.9 * MAX_SAVED) or not ready():
+        if not self.searching or self._saved < min(self._step_seconds, 0.9 * MAX_SAVED):
+            return None
+        if not self.scorer.observe(step):
             return None
         started = self.clock()
-        changed = self.step()
+        changed = self.step(present, max(step.batch_size, 1))
         self._step_seconds = self.clock() - started
         self._saved -= self._step_seconds
         if not changed:
@@ -96,7 +106,7 @@ class OnlineSearch(Selection):
     def _values(self, sets: Sequence[SkipSet], acceptance: NDArray[np.float64]) -> NDArray[np.float64]:
         """float64 [J]: the positive objective, for sets with this acceptance."""
 
-    def step(self) -> bool:
+    def step(self, present: SkipSet, batch: int) -> bool:
         """Propose or score candidates. True if the incumbent has changed."""
         before = self.incumbent
         if self._trial:
@@ -111,7 +121,7 @@ class OnlineSearch(Selection):
 
     def _score(self) -> None:
         started, sets = self.clock(), [self.incumbent, *self._trial]
-        matchness = np.asarray(self.evaluate(sets), np.float64)
+        matchness = self.scorer(sets)
         self._took("score", started, len(sets))
         self.matchness += (matchness[0] - self.matchness) * (MATCHNESS_RATE if self.matchness else 1.0)
         self._hits = self._hits + matchness * self.window
@@ -159,7 +169,6 @@ class Swift(OnlineSearch):
     def __init__(
         self,
         n_layers: int,
-        evaluate: Evaluate,
         model: str = "",
         ratio: float = ratio,
         protected: Iterable[int] = (),
@@ -167,7 +176,7 @@ class Swift(OnlineSearch):
         clock: Clock = time.perf_counter,
     ) -> None:
         self.space = BitSearch(n_layers, model, protected, round(ratio * 2 * n_layers), seed)
-        super().__init__(self.space.uniform(), evaluate, clock)
+        super().__init__(self.space.uniform(), clock)
 
     @property
     def searching(self) -> bool:
@@ -197,23 +206,13 @@ class KnapSpec(OnlineSearch):
 
     The sets of a search overfit its window, so they are scored on the following ones. If there is no time for a search
     up to half of the model, it extends parts of the incumbent and evenly spread sets of random size in turns.
-    `pass_times` returns None while times are unknown.
     """
 
     name, kept, confirm, min_lead = "knapspec", 0.25, 6, 0.03
 
-    def __init__(
-        self,
-        n_layers: int,
-        evaluate: Evaluate,
-        propose: Propose,
-        pass_times: Callable[[], PassTimes | None],
-        model: str = "",
-        clock: Clock = time.perf_counter,
-    ) -> None:
+    def __init__(self, n_layers: int, model: str = "", clock: Clock = time.perf_counter) -> None:
         self._empty = SkipSet.empty(n_layers, model)
-        super().__init__(self._empty, evaluate, clock)
-        self.propose, self.pass_times = propose, pass_times
+        super().__init__(self._empty, clock)
         self._times: PassTimes | None = None
         self._searches, self._random = 0, np.random.default_rng(0)
 
@@ -221,9 +220,19 @@ class KnapSpec(OnlineSearch):
         """No drafts before the first set."""
         return None if self.incumbent else np.zeros(len(contexts), np.int32)
 
-    def step(self) -> bool:
-        self._times = self.pass_times()
-        return self._times is not None and super().step()
+    def step(self, present: SkipSet, batch: int) -> bool:
+        self._times = self.pass_times(present, batch)
+        return self._times is not None and super().step(present, batch)
+
+    def pass_times(self, present: SkipSet, batch: int) -> PassTimes | None:
+        """None while times are unknown."""
+        return None if self.costs is None else serving_times(self.costs, present, batch)
+
+    def sets_of_weights(self, weights: tuple[int, int], most: int, base: SkipSet) -> list[SkipSet]:
+        """The best set of each skipped weight on the newest tokens of the traffic. weights: of an attention and an MLP
+        sublayer; most: largest weight to skip; base: a set to extend."""
+        run = partial(search, sublayers=2 * base.n_layers, weights=weights, max_weight=most, base=base.sublayers)
+        return self.scorer.run_sublayers(run).sets(base.model)
 
     def _propose(self) -> None:
         assert self._times is not None
@@ -233,7 +242,7 @@ class KnapSpec(OnlineSearch):
         self._searches += 1
         base = self._empty if most == half else self._base()
         most = max(1, min(most, half - len(base.attention) * weights[0] - len(base.mlp) * weights[1]))
-        found = [skip for skip in self.propose(weights, most, base) if skip and skip != self.incumbent]
+        found = [skip for skip in self.sets_of_weights(weights, most, base) if skip and skip != self.incumbent]
         self._took("search", started, most)
         scored = min(len(found), max(1, self._affordable("score")))
         self.candidates += scored

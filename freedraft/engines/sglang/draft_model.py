@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from freedraft.draft_model import DraftModel
+from freedraft.draft_model import DraftModel, PassOutputs
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.draft_round import DraftPass, RankedRound, most_likely, on_device, run_kept
 from freedraft.engines.matchness import SetScores
@@ -43,13 +43,13 @@ class PagedDraftModel(Passes, DraftModel):
         self._to_capture: dict[Stages, None] = {}
         self._graphs: dict[Stages, Captured] = {}
 
-    def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:
+    def build(self, recipe: Recipe, outputs: PassOutputs, *, optimize: bool) -> DraftPass:
         """See `DraftModel.build`. Passes built after `capture` run without CUDA graphs."""
-        number = self.ranks.tell("build", recipe, {"top_k": top_k, "entropy": entropy, "optimize": optimize})
+        number = self.ranks.tell("build", recipe, outputs, optimize)
         stages = stages_of(self.decoder, recipe)
         if optimize:
             self._to_capture[stages] = None
-        return DraftPass(stages, recipe.window, top_k, entropy, number)
+        return DraftPass(stages, recipe.window, outputs, number)
 
     def clear(self) -> None:
         """Drop the CUDA graphs; their memory can then be reused."""
@@ -168,7 +168,7 @@ class PagedRound(RankedRound):
 
     def _output(self, ready: _Ready) -> torch.Tensor:
         logits = self._as_sampled(self._model.run(self.draft_pass.layers, ready.batch), ready.tokens.rows_there)
-        return most_likely(logits, self.draft_pass.top_k, self.draft_pass.entropy)
+        return most_likely(logits, self.draft_pass.outputs)
 
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.slots[rows, positions - self._batch.seq_lens[rows]]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.draft_model import DraftModel
+from freedraft.draft_model import DraftModel, PassOutputs
 from freedraft.engines.draft_ranks import DraftRanks
 from freedraft.engines.draft_round import DraftPass
 from freedraft.engines.matchness import SetScores
@@ -43,18 +43,18 @@ class PagedDraftModel(Forward, DraftModel):
         self.trees = getattr(getattr(runner, "speculator", None), "trees", None) is not None
         self.graphs: DraftGraphs | None = None
 
-    def build(self, recipe: Recipe, *, top_k: int, entropy: bool, optimize: bool) -> DraftPass:
-        number = self.ranks.tell("build", recipe, {"top_k": top_k, "entropy": entropy, "optimize": optimize})
-        layers = self._layers(recipe.bits, top_k, entropy, optimize)
-        return DraftPass(layers, recipe.window, top_k, entropy, number)
+    def build(self, recipe: Recipe, outputs: PassOutputs, *, optimize: bool) -> DraftPass:
+        number = self.ranks.tell("build", recipe, outputs, optimize)
+        layers = self._layers(recipe.bits, outputs, optimize)
+        return DraftPass(layers, recipe.window, outputs, number)
 
-    def _layers(self, skipped: tuple[bool, ...], top_k: int, entropy: bool, optimize: bool) -> KeptLayers:
+    def _layers(self, skipped: tuple[bool, ...], outputs: PassOutputs, optimize: bool) -> KeptLayers:
         if not optimize:
-            return KeptLayers(self.backbone, skipped, top_k, entropy).eval()
-        key = (*skipped, top_k, entropy)  # compiled code does not depend on the window
+            return KeptLayers(self.backbone, skipped, outputs).eval()
+        key = (*skipped, *outputs)  # compiled code does not depend on the window
         if key not in self.compiled:
             with self.ranks.together():  # they warm it up together
-                self.compiled[key] = compiled(self.vllm_config, self.backbone, skipped, top_k, entropy)
+                self.compiled[key] = compiled(self.vllm_config, self.backbone, skipped, outputs)
         return self.compiled[key]
 
     def capture(self, table_width: int) -> None:

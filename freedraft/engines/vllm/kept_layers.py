@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from freedraft.draft_model import PassOutputs
 from freedraft.engines.draft_round import most_likely, run_kept
 from freedraft.engines.vllm.hooks import AOT_SWITCH
 
@@ -93,17 +94,12 @@ class KeptLayers(nn.Module):
     copy of anything.
 
     It references the target's modules without registering them, so it follows changes to them. Must be called in vLLM's
-    forward context, with attention metadata of one query token per request.
-
-    Args:
-        top_k: K, number of most likely tokens that a pass returns.
-        entropy: whether it returns the entropy of the distribution.
-    """
+    forward context, with attention metadata of one query token per request."""
 
     backbone: Backbone
     sublayers: list[tuple[Any, Any, bool]]
 
-    def __init__(self, backbone: Backbone, skipped: tuple[bool, ...], top_k: int, entropy: bool) -> None:
+    def __init__(self, backbone: Backbone, skipped: tuple[bool, ...], outputs: PassOutputs) -> None:
         super().__init__()
         sublayers = []
         for index, layer in enumerate(backbone.layers):
@@ -114,16 +110,16 @@ class KeptLayers(nn.Module):
         hide = object.__setattr__  # past nn.Module, which would register them as children
         hide(self, "backbone", backbone)
         hide(self, "sublayers", sublayers)
-        self.top_k, self.entropy = top_k, entropy
+        self.outputs = outputs
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Run the pass over int64 [n], the newest token of each request and its position; see `most_likely`."""
         backbone = self.backbone
         hidden = run_kept(backbone.embedding(input_ids), self.sublayers, backbone.norm, positions=positions)
-        return most_likely(backbone.logits(hidden), self.top_k, self.entropy, backbone.scale)
+        return most_likely(backbone.logits(hidden), self.outputs, backbone.scale)
 
 
-def compiled(vllm_config: Any, backbone: Backbone, skipped: tuple[bool, ...], top_k: int, entropy: bool) -> KeptLayers:
+def compiled(vllm_config: Any, backbone: Backbone, skipped: tuple[bool, ...], outputs: PassOutputs) -> KeptLayers:
     """`KeptLayers`, compiled with vLLM's own machinery where the engine compiles; eager where it does not.
 
     Compiling takes about as long as for the target. `Attention` modules are shared: vLLM's compiled graphs look up
@@ -135,9 +131,9 @@ def compiled(vllm_config: Any, backbone: Backbone, skipped: tuple[bool, ...], to
     from vllm.forward_context import set_forward_context
 
     if vllm_config.compilation_config.mode in (None, CompilationMode.NONE, CompilationMode.STOCK_TORCH_COMPILE):
-        return KeptLayers(backbone, skipped, top_k, entropy).eval()
+        return KeptLayers(backbone, skipped, outputs).eval()
     # vLLM's caches identify a compiled function by its qualified name and first line, and a graph by the model's tag.
-    key = hashlib.sha256(repr((skipped, top_k, entropy)).encode()).hexdigest()[:12]
+    key = hashlib.sha256(repr((skipped, *outputs)).encode()).hexdigest()[:12]
     name = f"KeptLayers_{key}"
 
     def forward(self: Any, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -148,7 +144,7 @@ def compiled(vllm_config: Any, backbone: Backbone, skipped: tuple[bool, ...], to
     forward.__code__ = forward.__code__.replace(co_name=f"forward_{key}")
 
     def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
-        KeptLayers.__init__(self, backbone, skipped, top_k, entropy)
+        KeptLayers.__init__(self, backbone, skipped, outputs)
 
     # A pass is not a model that AOT compilation can save and load. Before vLLM 0.33, see `methods`.
     aot: dict[str, Any] = {} if AOT_SWITCH.problem() else {"use_aot_compile": False}
