@@ -55,9 +55,9 @@ def arms(engine: str) -> dict[str, Arm]:
 
 def options(arm: Arm, folder: Path) -> dict[str, Any]:
     """Return the method's options."""
-    given: dict[str, Any] = {} if arm["method"] == "layerskip" else {"shape": arm["shape"]}
+    given: dict[str, Any] = {"shape": arm["shape"]}
     if arm["method"] != "sssd":
-        given |= {"skip_set": str(folder / "skip_set.json"), "tree": arm["shape"] == "tree"}
+        given["skip_set"] = str(folder / "skip_set.json")
     if arm["method"] == "layerskip" and arm["shape"] == "tree":
         given["lookahead"] = "confidence"  # drafts that end early: V2's condition for trees
     return given

@@ -78,7 +78,7 @@ class LayerSkipMethod(Method):
         self.recipe: SkipSet | None = None  # of the present step; None: nothing is drafted
         self.lookahead = options.make_lookahead(context, self.recipes.all, self.costs)
         self.recorder = options.make_recorder(context, self._prices)
-        self.trees = options.tree and context.widths is not None and not context.chains
+        self.trees = options.shape != "chain" and context.widths is not None and not context.chains
         self.draft_passes: dict[SkipSet, Any] = {}
         self._model: DraftModel | None = None
         self._running: set[str] = set()

@@ -76,9 +76,9 @@ class LayerSkipOptions(PluginOptions):
         disco: file of the classifier of policy "disco", written by `freedraft calibrate disco`.
         record: file for recorded verifications of the first skip set's drafts, the input of `freedraft calibrate
             disco`.
-        tree: also verify the draft's other candidates (SWIFT's dynamic verification), if the engine's attention
-            verifies trees (vLLM: in model runner V2, where drafts end early; with FlashAttention only if set, since
-            freedraft's kernel then verifies them).
+        shape: shape of drafts, "chain", or "tree": with the draft's other candidates (SWIFT's dynamic verification);
+            "auto" is "tree" if the engine's attention verifies trees in all its steps (vLLM: in model runner V2, where
+            drafts end early; with FlashAttention, freedraft's kernel verifies trees, on "tree" only).
         length: draft length of lookahead "fixed". None: num_speculative_tokens on vLLM, 5 on SGLang.
         metrics_port: serve Prometheus metrics of the engine process at this port (0 picks a free one).
         metrics_host: address to serve them on; anyone who reaches it can read the amount of traffic.
@@ -97,7 +97,7 @@ class LayerSkipOptions(PluginOptions):
     threshold: float | None = Field(default=None, ge=0.0, le=1.0)
     disco: UserPath = None
     record: UserPath = None
-    tree: bool = True
+    shape: Literal["auto", "tree", "chain"] = "auto"
     length: int | None = Field(default=None, ge=1, le=255)
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     metrics_host: str = Field(default=LOCAL, min_length=1)
@@ -179,12 +179,9 @@ class LayerSkipOptions(PluginOptions):
 
     @property
     def shape_at_one_length(self) -> str:
-        """Shape of drafts, as in option `shape` of sssd, where all requests of a step verify the same number of draft
-        tokens: trees if chains may be shorter than that."""
+        """The shape where all requests of a step verify the same number of draft tokens: chains if all fill it."""
         fills = self.lookahead == "cost" or (self.lookahead == "fixed" and self.length is None)
-        if fills or not self.tree:
-            return "chain"
-        return "tree" if "tree" in self.model_fields_set else "auto"
+        return "chain" if fills else self.shape
 
     @property
     def searches(self) -> bool:

@@ -168,9 +168,9 @@ def test_both_hear_of_the_end_and_options_go_to_their_owners() -> None:
     hybrid.begin("a", np.zeros(2, np.int32), None, {})
     hybrid.finish("a", None, aborted=True)
     assert hybrid.ngrams.ended == ["a"]
-    ngrams, passes = HybridOptions(live="memory", metrics_port=7, tree=False).parts()
-    assert ngrams == SssdOptions(live="memory", metrics_port=7)
-    assert passes == LayerSkipOptions(tree=False), "metrics are served once for both"
+    ngrams, passes = HybridOptions(live="memory", metrics_port=7, shape="chain", sinks=4).parts()
+    assert ngrams == SssdOptions(live="memory", metrics_port=7, shape="chain")
+    assert passes == LayerSkipOptions(shape="chain", sinks=4), "metrics are served once for both"
 
 
 def test_a_model_that_cannot_be_priced_is_refused() -> None:

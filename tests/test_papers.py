@@ -31,7 +31,7 @@ def default(function: object, name: str) -> float:
 
 SEARCH_SHARE = 100 * LayerSkipOptions.model_fields["search_share"].default
 TOKENS, PROMPTS = common.Common.tokens, common.Common.prompts
-ADAPTIVE = [default(DraftVerify, name) for name in ("target", "memory", "step", "inertia")]
+ADAPTIVE = [DraftVerify.target, DraftVerify.memory, DraftVerify.step, DraftVerify.inertia]
 
 # By paper and row: the numbers before the reason. Rows without numbers are not here.
 HERE: dict[str, dict[str, list[float]]] = {

@@ -178,7 +178,7 @@ def engine_of(
     from tests.sglang.conftest import sglang_engine
 
     own = {key: value for key, value in speculative.items() if key not in ("method", "num_speculative_tokens")}
-    env = {f"FREEDRAFT_{key.upper()}": str(value) for key, value in own.items()} | {"FREEDRAFT_TREE": "0"}
+    env = {f"FREEDRAFT_{key.upper()}": str(value) for key, value in own.items()} | {"FREEDRAFT_SHAPE": "chain"}
     nodes = speculative["num_speculative_tokens"] + 1
     options = {"speculative_algorithm": ALGORITHM, "speculative_num_draft_tokens": nodes, "skip_tokenizer_init": True}
     options |= {"dtype": "bfloat16", "max_running_requests": requests}

@@ -19,6 +19,7 @@ class HybridOptions(SssdOptions, LayerSkipOptions):
     """Every option of `sssd` and of `layerskip`."""
 
     source_name: ClassVar[str] = NAME
+    shape_at_one_length = property(lambda self: self.shape)  # of n-grams
 
     def parts(self) -> tuple[SssdOptions, LayerSkipOptions]:
         """The options of each drafter that were set; n-grams serve the metrics of both."""

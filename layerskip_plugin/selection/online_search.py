@@ -53,6 +53,8 @@ class OnlineSearch(Selection):
 
     scorer: MatchnessScorer
     costs: Costs | None
+    _present: SkipSet
+    _batch: int
 
     def __init__(self, incumbent: SkipSet, clock: Clock) -> None:
         super().__init__({self.name: incumbent})
@@ -86,8 +88,9 @@ class OnlineSearch(Selection):
             return None
         if not self.scorer.observe(step):
             return None
+        self._present, self._batch = present, max(step.batch_size, 1)
         started = self.clock()
-        changed = self.step(present, max(step.batch_size, 1))
+        changed = self.step()
         self._step_seconds = self.clock() - started
         self._saved -= self._step_seconds
         if not changed:
@@ -106,7 +109,7 @@ class OnlineSearch(Selection):
     def _values(self, sets: Sequence[SkipSet], acceptance: NDArray[np.float64]) -> NDArray[np.float64]:
         """float64 [J]: the positive objective, for sets with this acceptance."""
 
-    def step(self, present: SkipSet, batch: int) -> bool:
+    def step(self) -> bool:
         """Propose or score candidates. True if the incumbent has changed."""
         before = self.incumbent
         if self._trial:
@@ -220,13 +223,13 @@ class KnapSpec(OnlineSearch):
         """No drafts before the first set."""
         return None if self.incumbent else np.zeros(len(contexts), np.int32)
 
-    def step(self, present: SkipSet, batch: int) -> bool:
-        self._times = self.pass_times(present, batch)
-        return self._times is not None and super().step(present, batch)
+    def step(self) -> bool:
+        self._times = self.pass_times()
+        return self._times is not None and super().step()
 
-    def pass_times(self, present: SkipSet, batch: int) -> PassTimes | None:
-        """None while times are unknown."""
-        return None if self.costs is None else serving_times(self.costs, present, batch)
+    def pass_times(self) -> PassTimes | None:
+        """At the present batch and context; None while times are unknown."""
+        return None if self.costs is None else serving_times(self.costs, self._present, self._batch)
 
     def sets_of_weights(self, weights: tuple[int, int], most: int, base: SkipSet) -> list[SkipSet]:
         """The best set of each skipped weight on the newest tokens of the traffic. weights: of an attention and an MLP

@@ -83,12 +83,10 @@ class Driver:
         rows = np.arange(len(ids), dtype=np.int32)
         for position in range(longest):
             drafted[rows] += 1
-            top = np.zeros((len(rows), policy.needs_top), np.float32)
-            if policy.needs_top:
-                top[:, 0] = confidence(position, rows) if callable(confidence) else confidence
-                self.confidences[rows, position] = top[:, 0]
-            entropy = np.zeros(len(rows), np.float32) if policy.needs_entropy else None
-            more = policy.should_continue(position, rows, top, entropy)
+            top = np.zeros((len(rows), policy.outputs.top), np.float32)
+            top[:, 0] = confidence(position, rows) if callable(confidence) else confidence
+            self.confidences[rows, position] = top[:, 0]
+            more = policy.should_continue(position, rows, top, np.zeros(len(rows), np.float32))
             assert more.dtype == np.bool_ and more.shape == rows.shape
             rows = rows[more]
             if not len(rows):

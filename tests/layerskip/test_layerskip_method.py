@@ -45,8 +45,8 @@ class Model(DraftModel, DraftRound):
     def __init__(self, waits=False, trees=False):
         self.passes, self.waits, self.reads, self.trees = [], waits, [], trees
 
-    def build(self, recipe, *, top_k, entropy, optimize):
-        return len(recipe), top_k, entropy
+    def build(self, recipe, outputs, *, optimize):
+        return len(recipe), *outputs
 
     def capacities(self, step):
         return step.capacities
@@ -87,14 +87,14 @@ class Engine:
     """Verifies what the method drafts, greedily. Steps take no time: what they cost is said, not measured."""
 
     def __init__(
-        self, lookahead=None, *, tree=True, chains=False, one_length=False, sets=SETS, costs=None, waits=False,
+        self, lookahead=None, *, shape="auto", chains=False, one_length=False, sets=SETS, costs=None, waits=False,
         record=None,
     ):  # fmt: skip
         self.model = Model(waits, trees=one_length)
         self.widths = None if chains or one_length else tuple(range(1, NODES + 1))
         known = {"max_draft_tokens": NODES - 1, "widths": self.widths, "lengths": (NODES - 1,) if one_length else None}
         context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, **known)
-        options = LayerSkipOptions(tree=tree, lookahead="fixed" if costs is None else "cost", record=record)
+        options = LayerSkipOptions(shape=shape, lookahead="fixed" if costs is None else "cost", record=record)
         self.method = method = LayerSkipMethod(options, context)
         method.selection = Static(sets)
         method.recipes.use(sets.values())
@@ -148,7 +148,9 @@ def test_what_is_learnt_is_what_was_accepted(shape, chosen):
         {name: tuple(map(int, n)) for name, *n in zip(o.request_ids, o.verified, o.accepted, o.path, strict=True)}
     )
     one_length = shape == "tree of one length"
-    engine = Engine(policy, tree="tree" in shape, chains=shape == "chain engine", one_length=one_length)
+    engine = Engine(
+        policy, shape="auto" if "tree" in shape else "chain", chains=shape == "chain engine", one_length=one_length
+    )
     for name, first in (("a", 1), ("b", 2), ("c", 3), ("d", 4)):
         engine.add(name, first, chosen if name != "d" else "no such set")
     expected = None
@@ -178,7 +180,7 @@ def test_what_is_learnt_is_what_was_accepted(shape, chosen):
 )
 def test_a_device_that_would_wait_is_read_back_once(policy, chosen, count):
     """Drafts are the same as with a look at every token; whoever ends earlier is not drafted on."""
-    engines = [Engine(Fixed(4) if policy is Fixed else policy(), tree=False, waits=waits) for waits in (False, True)]
+    engines = [Engine(Fixed(4) if policy is Fixed else policy(), shape="chain", waits=waits) for waits in (False, True)]
     for engine in engines:
         for name, first in (("a", 1), ("b", 2), ("c", 3)):
             engine.add(name, first, chosen)
@@ -269,8 +271,8 @@ def test_a_set_that_a_search_found_is_built_later_where_building_it_failed(monke
     method, found = engine.method, SkipSet.empty(LAYERS)
     assert engine.serve(2, "a")[-1] > 1
     search = iter([found])
-    method.selection, method._scorer = KnapSpec(LAYERS, None, None, None), object()
-    monkeypatch.setattr(method.selection, "search", lambda ready: next(search, None))
+    method.selection = KnapSpec(LAYERS)
+    monkeypatch.setattr(method.selection, "search", lambda *_: next(search, None))
     monkeypatch.setattr(method.selection, "max_lengths", lambda contexts: None)
     with monkeypatch.context() as short_of_memory:
         short_of_memory.setattr(Model, "build", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))

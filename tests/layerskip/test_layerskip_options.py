@@ -51,17 +51,17 @@ def selections(tmp_path: Path) -> dict[str, Path]:
 
 def selection(hardware: str = "here", sizes: Any = (), **options: Any) -> Selection:
     config = SimpleNamespace(**SIZES | dict(sizes))
-    return LayerSkipOptions.parse(options).make_selection(config, lambda skips: np.zeros(len(skips)), hardware)
+    return LayerSkipOptions.parse(options).make_selection(config, hardware)
 
 
 @pytest.mark.parametrize(
     ("options", "shape"),
     [
         ({"lookahead": "confidence"}, "auto"),
-        ({"lookahead": "fixed", "length": 3, "tree": "true"}, "tree"),
-        ({"lookahead": "adaptive", "tree": False}, "chain"),
-        ({"lookahead": "fixed", "tree": True}, "chain"),
-        ({"tree": True}, "chain"),
+        ({"lookahead": "fixed", "length": 3, "shape": "tree"}, "tree"),
+        ({"lookahead": "adaptive", "shape": "chain"}, "chain"),
+        ({"lookahead": "fixed", "shape": "tree"}, "chain"),
+        ({"shape": "tree"}, "chain"),
     ],
 )
 def test_trees_at_one_length_are_of_chains_that_end_early(options: dict[str, Any], shape: str) -> None:
@@ -93,13 +93,11 @@ def test_what_is_set_reaches_swift_and_what_is_not_is_the_papers() -> None:
     names = ("window", "bayesian", "most", "patience", "stop_score")
     for options, size, expected in (
         ({}, 4, [32, 25, 1000, 300, 0.95]),
-        ({"skip_ratio": 0.25, "search_window": 16}, 2, [16, 25, 1000, 300, 0.95]),
+        ({"skip_ratio": 0.25}, 2, [32, 25, 1000, 300, 0.95]),
     ):
         made: Any = selection(selection="swift", **options)
         assert made.space.size == len(made.incumbent) == size
         assert [getattr(made, name) for name in names] == expected
-    made = selection(selection="knapsack", search_window=16)
-    assert made.window == 16
 
 
 def test_a_search_or_a_plan(selections: dict[str, Path]) -> None:
@@ -155,7 +153,6 @@ def test_policies_and_records_that_are_refused(tmp_path: Path) -> None:
         ({"record": "/no/such/folder/seen.npz"}, "'record'.*folder"),
         ({"threshold": 1.5}, "threshold"),
         ({"skip_ratio": 1}, "option 'skip_ratio' should be less than 1"),
-        ({"search_window": 0}, "option 'search_window' should be greater than or equal to 1"),
     ):
         with pytest.raises(ConfigError, match=says):
             LayerSkipOptions.parse(options)

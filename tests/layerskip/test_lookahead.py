@@ -42,7 +42,7 @@ def output_distribution(target: np.ndarray, draft: np.ndarray, threshold: float,
     residual = residual / residual.sum()
     for token in range(len(target)):
         policy.begin(["r"], RECIPE, 2)
-        more = policy.should_continue(0, np.zeros(1, np.int32), np.array([[draft[token]]], np.float32), None)[0]
+        more = policy.should_continue(0, np.zeros(1, np.int32), np.array([[draft[token]]], np.float32), np.zeros(1))[0]
         if not more and not keep:
             law += draft[token] * np.outer(target, target)
             continue
@@ -61,7 +61,8 @@ def test_keeping_the_low_confidence_token_is_lossless_and_dropping_it_is_not() -
 
 def test_draft_and_verify_follows_its_formula_per_request() -> None:
     rng = np.random.default_rng(1)
-    policy = DraftVerify(0.6, target=0.9, memory=0.5, step=0.02, inertia=0.8)
+    policy = DraftVerify(0.6)
+    policy.step, policy.inertia = 0.02, 0.8
     state = {name: [0.6, 0.9] for name in "abcdef"}
     for _ in range(60):
         ids = [str(x) for x in rng.permutation(list(state))[: rng.integers(1, 7)]]
@@ -82,4 +83,4 @@ def test_draft_and_verify_follows_its_formula_per_request() -> None:
     for name, (threshold, _) in state.items():
         policy.finish(name)
         first += 0.1 * (threshold - first)
-    assert not policy.requests and policy.first_threshold == pytest.approx(first)
+    assert not policy.requests and policy.threshold == pytest.approx(first)

@@ -13,6 +13,7 @@ from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.online_search import KnapSpec, OnlineSearch, Swift
 from layerskip_plugin.skip_set import SkipSet
+from tests.support.steps import make_step
 
 LAYERS = 10
 
@@ -44,6 +45,9 @@ class Traffic:
         self.spent.append(self.seconds * sets)
         self.now += self.spent[-1]
 
+    def observe(self, step: object) -> bool:
+        return step is not None
+
     def evaluate(self, sets: Sequence[SkipSet]) -> np.ndarray:
         self._take(len(sets))
         self.calls.append(list(sets))
@@ -51,6 +55,8 @@ class Traffic:
         if self.luck is None:
             return self.rng.binomial(32, true) / 32
         return true + self.luck * self.rng.standard_normal(len(sets))
+
+    __call__ = evaluate
 
     def propose(self, weights: tuple[int, int], most: int, base: SkipSet) -> list[SkipSet]:
         """The best set of each weight by importances that are off."""
@@ -68,12 +74,16 @@ class Traffic:
         return [SkipSet.of_sublayers(skipped, LAYERS, "m") for _, skipped in best.values()]
 
     def swift(self, **options: object) -> Swift:
-        made = Swift(LAYERS, self.evaluate, "m", ratio=0.3, clock=lambda: self.now)
+        made = Swift(LAYERS, "m", ratio=0.3, clock=lambda: self.now)
         vars(made).update({"patience": 60} | options)
+        made.prepare(self, None)
         return made
 
     def knapspec(self) -> KnapSpec:
-        return KnapSpec(LAYERS, self.evaluate, self.propose, lambda: self.times, "m", lambda: self.now)
+        made = KnapSpec(LAYERS, "m", lambda: self.now)
+        made.sets_of_weights, made.pass_times = self.propose, lambda: self.times
+        made.prepare(self, None)
+        return made
 
     def rate(self, skip: SkipSet) -> float:
         """Tokens per time, by the closed form."""
@@ -232,11 +242,11 @@ def test_a_search_takes_its_share_of_serving_time(name: str, share: float, secon
     policy: OnlineSearch = traffic.knapspec() if name == "knapspec" else traffic.swift(**endless)
     policy.share = share
     traffic.now += 10.0
-    assert policy.search(lambda: False) is None and not traffic.spent
-    found = []
+    assert policy.search(None, policy.incumbent) is None and not traffic.spent
+    found, step = [], make_step(["r"], [[1]])
     for _ in range(15000):
         traffic.now += 0.03
-        found.append(policy.search(lambda: True))
+        found.append(policy.search(step, policy.incumbent))
     found = [new for new in found if new is not None]
     assert max(traffic.spent[2:]) <= 1.0 or name == "swift"
     assert 0.5 * share * traffic.now < sum(traffic.spent) < 1.02 * share * traffic.now + 1.0

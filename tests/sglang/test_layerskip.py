@@ -113,12 +113,14 @@ def test_candidates_of_a_pass():
     """The best tokens, their probabilities and the entropy, against numpy."""
     import torch
 
+    from freedraft.draft_model import PassOutputs
     from freedraft.engines.draft_round import most_likely, on_host
 
     logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(1)) * 3
     p = torch.softmax(logits.double(), -1).numpy()
     for wanted in (1, 4, 10):
-        made = on_host(most_likely(logits, wanted, entropy=True), wanted, True)
+        outputs = PassOutputs(wanted, entropy=True)
+        made = on_host(most_likely(logits, outputs), outputs)
         known = min(wanted, 7)
         order = np.argsort(-p, 1)[:, :known]
         assert made.tokens.shape == made.probabilities.shape == (3, wanted)
@@ -128,4 +130,4 @@ def test_candidates_of_a_pass():
         assert made.entropy == pytest.approx(-(p * np.log(p)).sum(1), rel=1e-5)
     forbidden = logits.clone()
     forbidden[:, 2] = -torch.inf
-    assert most_likely(forbidden, 1, entropy=True).isfinite().all()
+    assert most_likely(forbidden, PassOutputs(1, entropy=True)).isfinite().all()

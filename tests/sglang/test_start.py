@@ -108,9 +108,8 @@ def test_adapters_go_with_drafts_of_the_host(resolved, monkeypatch):
     [
         ("sssd", {"SHAPE": "chain"}, 1),
         ("layerskip", WINDOW, 2),
-        ("layerskip", WINDOW | {"TREE": "false"}, 1),
-        ("hybrid", WINDOW | {"SHAPE": "chain"}, 2),
-        ("hybrid", WINDOW | {"SHAPE": "chain", "TREE": "false"}, 1),
+        ("layerskip", WINDOW | {"SHAPE": "chain"}, 1),
+        ("hybrid", WINDOW | {"SHAPE": "chain"}, 1),
     ],
 )
 def test_chains_do_without_the_second_call_of_fa3(resolved, monkeypatch, name, options, topk):

@@ -96,7 +96,7 @@ def test_two_ranks_do_the_same_draft_passes(llama, tmp_path):
     """Without skipping anything they draft what they verify, which shows whatever is wrong with a pass."""
     folder, given, expected = llama
     env = options(folder, tmp_path / "log", "empty weak", FREEDRAFT_LOOKAHEAD="fixed", FREEDRAFT_LENGTH="3")
-    env["FREEDRAFT_TREE"] = "false"
+    env["FREEDRAFT_SHAPE"] = "chain"
     with two_ranks(folder, tmp_path, env=env, speculative_algorithm="layerskip", skip_tokenizer_init=True) as engine:
 
         def ask(skip_set, word):

@@ -56,7 +56,6 @@ def selecting(llm, selection):
     """Another selection in the same engine, with its sets built as at the start."""
     method = runner_of(llm).drafter.guarded.method
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(method, "_scorer", None)
         for name, value in {"selection": selection, "needs_prompt_states": selection.needs_prompt_states}.items():
             patch.setattr(method, name, value)
         build_all(method)
@@ -126,7 +125,7 @@ def scored_text(scorer, step):
 def test_matchness_is_that_of_the_model_and_writes_no_kv(swift_engine, prompts, plain):
     """Scores are what the model says by itself, one for the whole model, and the KV cache stays as it is."""
     proposer = runner_of(swift_engine).drafter
-    scores = proposer.guarded.method._scorer
+    scores = proposer.guarded.method.selection.scorer
     rng = np.random.default_rng(0)
     bits = np.zeros((6, 60), bool)
     for row in bits[1:5]:
@@ -174,9 +173,10 @@ def test_knapspec_searches_as_the_reference_does(swift_engine, prompts, plain):
         return able
 
     times = PassTimes(1.0, 1.0, 0.0, lambda n: 100.0 + n)
-    policy = KnapSpec(LAYERS, scorer, propose, lambda: times)
+    policy = KnapSpec(LAYERS)
+    policy.prepare(scorer, None)
+    policy.sets_of_weights, policy.pass_times, policy.share = propose, lambda: times, 0.9
     with selecting(swift_engine, policy) as method:
-        policy.share, method._scorer = 0.9, scorer
         scorer.observe = observe
         for _ in range(12):
             assert generate(swift_engine, prompts) == plain

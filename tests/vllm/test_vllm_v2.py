@@ -302,7 +302,7 @@ def test_draft_lengths_are_learnt_while_serving(tiny_model, tiny_answers, live_p
 def skipped(tiny_model, live_prompts, tmp_path_factory):
     """An engine with too little room for all requests, whose model drafts trees for itself, with two skip sets."""
     sets = tmp_path_factory.mktemp("skip_sets")
-    early = {"lookahead": "confidence", "threshold": 0.3, "num_speculative_tokens": 6, "tree": True}
+    early = {"lookahead": "confidence", "threshold": 0.3, "num_speculative_tokens": 6, "shape": "tree"}
     cases = {name: greedy_case(live_prompts, skip_set=name) for name in ("empty", "some")}
     cases |= {"chains": cases["some"] | {"chains": [*range(len(live_prompts))]}}
     cases |= {"mixed": cases["some"] | {"chains": [1, 3, 4], "abort": 6}, "seeded": seeded_case()}

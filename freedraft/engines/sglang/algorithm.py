@@ -81,8 +81,7 @@ class TreeAlgorithm(CustomSpecAlgo):
             args.max_running_requests = 48
         if self.spec is not None:
             options = self.spec.options.read()
-            shapes = {getattr(options, name) for name in ("shape", "tree") if hasattr(options, name)}
-            if shapes and shapes <= {"chain", False}:
+            if getattr(options, "shape", None) == "chain":
                 args.speculative_eagle_topk = 1
             if self.spec.check is not None:
                 self.spec.check(options, context_at_start(args))

@@ -156,7 +156,7 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
             made = original(self, *args, **kwargs)
         given = options.model_dump(mode="json", exclude_none=True)
         graph_mode_given = self.compilation_config.cudagraph_mode is not None
-        shape = getattr(options, "shape", getattr(options, "shape_at_one_length", "chain"))
+        shape = getattr(options, "shape_at_one_length", getattr(options, "shape", "chain"))
         setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given, shape))
         return made
 

@@ -39,31 +39,32 @@ def make_selecting(options, context, controller):
             super().__init__(*arguments)
             self.needs_prompt_states = True
             self.swift = self.selection
-            evaluate = self.swift.evaluate
-
-            def scoring(recipes):
-                log["searches"] += len(recipes)
-                return evaluate(recipes)
-
-            self.swift.evaluate = scoring
             self.selections = {"swift": self.swift}
 
         def prepare(self, model):
             super().prepare(model)
             self.paged = model
-            layers = model.n_layers
+            layers, scorer, knapspec = model.n_layers, self.swift.scorer, KnapSpec(model.n_layers)
+
+            class Counting(type(scorer)):
+                def __call__(self, recipes):
+                    log["searches"] += len(recipes)
+                    return super().__call__(recipes)
+
+            scorer.__class__ = Counting
+            knapspec.prepare(scorer, None)
+            # Drafts that cost next to nothing, so that some sets pay.
+            knapspec.pass_times = lambda: PassTimes(1.0, 1.0, 0.0, lambda n: 100.0 + n)
+            knapspec.sets_of_weights = self.propose_sets
             self.makers = {
                 "static": lambda: Static({"": SkipSet.empty(layers)}),
                 "knn": lambda: Knn(Domains.load(folder / "knn.json", layers)),
-                # Drafts that cost next to nothing, so that some sets pay.
-                "knapspec": lambda: KnapSpec(
-                    layers, self._matchness, self.propose_sets, lambda: PassTimes(1.0, 1.0, 0.0, lambda n: 100.0 + n)
-                ),
+                "knapspec": lambda: knapspec,
             }
 
         def propose_sets(self, weights, most, base):
             """As the method does, and the same sets in one pass each: the same tokens."""
-            scorer, decoder = self._scorer, self.paged.decoder
+            scorer, decoder = self.swift.scorer, self.paged.decoder
 
             def visit(embedded, run):
                 found = search(embedded, run, 2 * self.paged.n_layers, weights, most, base=base.sublayers)

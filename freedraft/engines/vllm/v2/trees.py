@@ -187,7 +187,7 @@ def why_chains(runner: Any, vllm_config: Any) -> str | None:
         if not issubclass(backend.get_impl_cls(), TreeAttention):
             name, instead = backend.get_name(), "add --attention-backend TRITON_ATTN"
             if name == "FLASH_ATTN":
-                instead = 'set the option "shape" to "tree" (layerskip: "tree" to true), or ' + instead
+                instead = 'set the option "shape" to "tree" or ' + instead
             return f"attention {name} cannot mask them: for trees, {instead}"
     layers = vllm_config.compilation_config.static_forward_context
     for name in groups[0].layer_names:
