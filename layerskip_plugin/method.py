@@ -24,11 +24,11 @@ from freedraft.metrics import serve, where_to_look
 from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
 from layerskip_plugin.lookahead import Cost
-from layerskip_plugin.lookahead.records import JUDGED
+from layerskip_plugin.lookahead.records import JUDGED, Recorder
 from layerskip_plugin.options import LayerSkipOptions, check
 from layerskip_plugin.rounds import DraftPassEstimate, Recipes, RestOfBatch, Round
 from layerskip_plugin.selection.online_search import OnlineSearch
-from layerskip_plugin.skip_set import SkipSet
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
 logger = logging.getLogger("freedraft.layerskip")
 
@@ -77,7 +77,9 @@ class LayerSkipMethod(Method):
         self.recipes = Recipes(self.selection.sets.values(), self.windows, context.page_size or 1)
         self.recipe: SkipSet | None = None  # of the present step; None: nothing is drafted
         self.lookahead = options.make_lookahead(context, self.recipes.all, self.costs)
-        self.recorder = options.make_recorder(context, self._prices)
+        self.recorder: Recorder | None = None
+        if options.record is not None:
+            self.recorder = Recorder(options.record, model_fingerprint(context.hf_config), self._prices)
         self.trees = options.shape != "chain" and context.widths is not None and not context.chains
         self.draft_passes: dict[SkipSet, Any] = {}
         self._model: DraftModel | None = None
@@ -149,7 +151,7 @@ class LayerSkipMethod(Method):
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         if self.capacities(step).any():
-            self.recipe = self._recipe_to_draft()
+            self.begin_round()
         limits = np.minimum(self.capacities(step), max_draft_len)
         rows = np.flatnonzero(limits > 0)
         if not len(rows):
@@ -204,20 +206,19 @@ class LayerSkipMethod(Method):
     def _cost(self) -> Cost | None:
         return self.lookahead if isinstance(self.lookahead, Cost) else None
 
-    def _recipe_to_draft(self) -> SkipSet | None:
-        """The recipe of this step; None in steps without drafts, which `cost` needs to time."""
-        if self.costs is None or self._cost is None:
-            return self.recipe
-        longest = np.clip(self._cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
-        if not self.costs.baseline_known(self._batch) or self._baseline.due(self._batch, longest=float(longest)):
-            return None
-        return self._cost.recipe_of_round()
-
-    def begin_round(self, *, pays: bool) -> bool:
-        """Whether to run draft passes in this step, because they are expected to pay or as a trial. Called at most once
-        per step."""
-        self.recipe = None if self._cost is None else self._cost.recipe_of_round(pays=pays)
+    def begin_round(self, *, pays: bool | None = None) -> bool:
+        """Whether to run draft passes in this step, because they are expected to pay or as a trial; decides the recipe.
+        Called at most once per step. pays: expectation of the hybrid; None: by `Cost`, which has to time steps without
+        drafts, too."""
+        if (cost := self._cost) is not None:
+            plain = pays is None and self._times_plain_step(cost)
+            self.recipe = None if plain else cost.recipe_of_round(pays=pays)
         return self.recipe is not None
+
+    def _times_plain_step(self, cost: Cost) -> bool:
+        longest = np.clip(cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
+        unknown = not cost.costs.baseline_known(self._batch)
+        return unknown or self._baseline.due(self._batch, longest=float(longest))
 
     def propose_for(
         self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,7 +14,7 @@ from freedraft.extras import require
 from freedraft.metrics import check_address
 from freedraft.recipe import Window
 from freedraft.step import EngineContext
-from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead, Recorder
+from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead
 from layerskip_plugin.lookahead.disco import Classifier
 from layerskip_plugin.selection.base import Selection, Static
 from layerskip_plugin.selection.knapsack import Knapsack, Plan
@@ -240,11 +240,6 @@ class LayerSkipOptions(PluginOptions):
             return Disco(Classifier.load(self.disco, model_fingerprint(context.hf_config)))
         policy = Confidence if self.lookahead == "confidence" else DraftVerify
         return policy() if self.threshold is None else policy(self.threshold)
-
-    def make_recorder(
-        self, context: EngineContext, prices: Callable[[], tuple[float, float] | None] = lambda: None
-    ) -> Recorder | None:
-        return None if self.record is None else Recorder(self.record, model_fingerprint(context.hf_config), prices)
 
 
 def check(options: LayerSkipOptions, context: EngineContext) -> None:

@@ -72,7 +72,7 @@ class Recipes:
     def applies(self, recipe: SkipSet, contexts: NDArray[np.int32]) -> NDArray[np.bool_]:
         """bool [B]: whether requests of these lengths draft with a recipe. Without skipped layers, a window that holds
         the whole request would save nothing."""
-        if recipe.window is None or recipe:
+        if recipe.window is None or len(recipe):
             return np.ones(len(contexts), np.bool_)
         return contexts > recipe.window.whole_up_to(self._page_size)
 

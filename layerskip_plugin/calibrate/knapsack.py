@@ -21,7 +21,7 @@ MIN_TOKENS = 24
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ScoredSet:
     """A set, with its skipped weight, and on the sample the mean cosine of its last hidden states to the whole model's
     and the share of tokens on which their top-1 tokens agree."""
 
@@ -38,7 +38,7 @@ def protected_sublayers(model: HostModel, sample: Sample, min_agreement: float =
 
 
 @torch.inference_mode()
-def search(model: HostModel, sample: Sample, **options: Any) -> list[Candidate]:
+def search(model: HostModel, sample: Sample, **options: Any) -> list[ScoredSet]:
     """One set per reachable skipped weight, ascending from 0 (the empty set): the survivor of best agreement, then
     cosine. `options`: see `knapsack_search.search`."""
     found = knapsack_search.search(sample.states(0), partial(model.sublayer, sample=sample), model.sublayers, **options)
@@ -49,13 +49,13 @@ def search(model: HostModel, sample: Sample, **options: Any) -> list[Candidate]:
     sets, order = found.sets(model.fingerprint), np.lexsort((-similarity, -agreement, found.weight))
     _, first = np.unique(found.weight[order], return_index=True)
     return [
-        Candidate(sets[row], int(found.weight[row]), float(similarity[row]), float(agreement[row]))
+        ScoredSet(sets[row], int(found.weight[row]), float(similarity[row]), float(agreement[row]))
         for row in order[first].tolist()
     ]
 
 
 def best_choice(
-    candidates: Sequence[Candidate], times: PassTimes, max_length: int = MAX_LENGTH, trials: int | None = None
+    candidates: Sequence[ScoredSet], times: PassTimes, max_length: int = MAX_LENGTH, trials: int | None = None
 ) -> Choice:
     """The set and draft length with the highest tokens per time; decoding without drafts competes. trials: tokens that
     agreement was measured on; with it, acceptance is taken as (hits + 1/2) / (trials + 1)."""
@@ -66,7 +66,7 @@ def best_choice(
 
 
 def best_drafting(
-    candidates: Sequence[Candidate], times: PassTimes, max_length: int = MAX_LENGTH, trials: int | None = None
+    candidates: Sequence[ScoredSet], times: PassTimes, max_length: int = MAX_LENGTH, trials: int | None = None
 ) -> Choice | None:
     """The same among sets that skip something, even if decoding without drafts is faster; None without any."""
     choices = []

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from freedraft.fingerprints import hardware_name
 from layerskip_plugin.calibrate.common import Common
 from layerskip_plugin.calibrate.host_model import HostModel, Sample
-from layerskip_plugin.calibrate.knapsack import MIN_TOKENS, Candidate, best_drafting, search
+from layerskip_plugin.calibrate.knapsack import MIN_TOKENS, ScoredSet, best_drafting, search
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
 from layerskip_plugin.calibrate.timing import pass_times
 from layerskip_plugin.pass_times import PassTimes
@@ -61,7 +61,7 @@ class Run:
         texts, first = [a.tokens for a in answers], [a.prompt for a in answers]
         return self.model.sample(texts, self.common.tokens, first, self.common.seed)
 
-    def search(self, label: str, sample: Sample, **options: Any) -> list[Candidate]:
+    def search(self, label: str, sample: Sample, **options: Any) -> list[ScoredSet]:
         """The knapsack search under a progress bar; see `knapsack.search`."""
         with bar(label, self.model.sublayers) as advance:
             return search(self.model, sample, progress=advance, **options)
@@ -70,7 +70,7 @@ class Run:
     def times(self) -> PassTimes:
         return pass_times(self.model, TIMED_CONTEXT)
 
-    def fastest(self, candidates: Sequence[Candidate], trials: int) -> tuple[Candidate, float]:
+    def fastest(self, candidates: Sequence[ScoredSet], trials: int) -> tuple[ScoredSet, float]:
         """The non-empty set of most tokens per time, and its gain over decoding without drafts; see `best_drafting`.
         Raises ValueError if there is none."""
         choice = best_drafting(candidates, self.times, trials=trials)

@@ -161,7 +161,7 @@ class Swift(OnlineSearch):
         protected: sublayers that are never skipped.
 
     Attributes:
-        bayesian: every how many candidates one is proposed by a Gaussian process; 0: never.
+        bayesian: every how many candidates one is proposed by a Gaussian process.
         most, patience, stop_score: the search ends after `most` candidates, after `patience` without a better one, or
             with a matchness above `stop_score`.
     """
@@ -187,12 +187,11 @@ class Swift(OnlineSearch):
 
     def _propose(self) -> None:
         trial: list[SkipSet] = []
-        left = min(SCORED_TOGETHER, self.patience, self.most - self.candidates)
+        left = min(SCORED_TOGETHER, self.most - self.candidates)
         for _ in range(max(1, min(left, self._affordable("score") - 1))):
             self.candidates += 1
             self.idle += 1
-            bayesian = self.bayesian and self.candidates % self.bayesian == 0
-            skip = self.space.bayesian() if bayesian else self.space.random()
+            skip = self.space.bayesian() if self.candidates % self.bayesian == 0 else self.space.random()
             if skip != self.incumbent and skip not in trial:
                 trial.append(skip)
         self._use(trial)

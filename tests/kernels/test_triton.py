@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from freedraft_kernels import KVPool, TreeBatch, top_tokens, tree_inputs, verify, warm_up
-from freedraft_kernels.dispatch import interpreting, use_triton
+from freedraft_kernels.dispatch import interpreting
 from implementations import DEVICE, GPU, runs_triton
 
 from tests.support.random_trees import on, random_batch
@@ -41,7 +41,7 @@ def test_in_the_interpreter() -> None:
         text=True,
     )
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert "12 passed, 4 skipped" in run.stdout, run.stdout[-2000:]
+    assert "11 passed, 4 skipped" in run.stdout, run.stdout[-2000:]
 
 
 @runs_triton
@@ -69,11 +69,6 @@ def test_a_warm_up_compiles_what_steps_launch(monkeypatch: pytest.MonkeyPatch) -
             pool.compact(torch.randperm(400)[: batch * nodes].view(batch, nodes), verified)
     assert len({name for name, _ in launched}) >= 4
     assert launched <= warm, launched - warm
-
-
-@runs_triton
-def test_dispatch() -> None:
-    assert use_triton(torch.device(DEVICE)) and not use_triton(torch.device(DEVICE), "reference")
 
 
 @runs_triton

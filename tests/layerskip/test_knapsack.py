@@ -10,7 +10,7 @@ import torch
 
 from layerskip_plugin.calibrate import knapsack
 from layerskip_plugin.calibrate.host_model import HostModel, Sample
-from layerskip_plugin.calibrate.knapsack import Candidate
+from layerskip_plugin.calibrate.knapsack import ScoredSet
 from layerskip_plugin.knapsack_search import integer_weights
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.knapsack import Choice, Knapsack, Plan
@@ -88,7 +88,7 @@ def test_the_choice_is_that_of_most_tokens_per_time() -> None:
     times = PassTimes(1.0, 2.0, 1.5, lambda n: 31.5 + n)
     plain = 1 / 32.5
     for loss, pays in ((0.015, True), (0.06, False)):
-        candidates = [Candidate(s, len(s), 1.0, 1 - loss * len(s)) for s in sets]
+        candidates = [ScoredSet(s, len(s), 1.0, 1 - loss * len(s)) for s in sets]
         best = knapsack.best_choice(candidates, times, max_length=6)
         rates = {}
         for c in candidates[1:]:

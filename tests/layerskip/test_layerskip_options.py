@@ -156,6 +156,3 @@ def test_policies_and_records_that_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             LayerSkipOptions.parse(options)
-    assert LayerSkipOptions().make_recorder(CHAINS) is None
-    recorder = LayerSkipOptions.parse({"record": str(tmp_path / "seen.npz")}).make_recorder(CHAINS)
-    assert recorder is not None and recorder.model == MODEL
