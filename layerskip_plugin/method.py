@@ -98,8 +98,7 @@ class LayerSkipMethod(Method):
         self.trees = self.trees or model.trees
         judged = self.recorder is not None or self.lookahead.outputs == JUDGED
         self.outputs = JUDGED if judged else PassOutputs(MAX_CANDIDATES if self.trees else 1)
-        if self._cost is not None:
-            self._cost.reads_ahead = model.waits
+        self.lookahead.reads_ahead = model.waits
         shape = "trees" if self.trees else "chains"
         read = " or ".join("all" if w is None else f"{w.tokens} tokens" for w in self.windows)
         for number, (name, skip_set) in enumerate(self.selection.sets.items()):
@@ -228,11 +227,11 @@ class LayerSkipMethod(Method):
         round_ = self._last = self._run(step, rows, limits, rest)
         max_nodes = int(limits.max(initial=0)) + 1
         tree = candidate_tree(round_, step.roots, max_nodes, siblings=self.trees)
-        if self.trees and self.costs is not None and self._cost is not None:
+        if self.trees and (cost := self._cost) is not None:
             # All requests are verified at the width of the largest.
-            widths = np.asarray(self.costs.widths)
-            seconds = self.costs.step_seconds(tree.batch_size, tree.batch_size * widths)
-            cut_to_width(tree, round_.drafted, rest.most_nodes, widths, self._cost.rate * seconds)
+            widths = np.asarray(cost.costs.widths)
+            seconds = cost.costs.step_seconds(tree.batch_size, tree.batch_size * widths)
+            cut_to_width(tree, round_.drafted, rest.most_nodes, widths, cost.rate * seconds)
         tree.kinds[:, 1:] = self.lookahead.kind
         return tree
 
@@ -249,22 +248,20 @@ class LayerSkipMethod(Method):
         if recipe not in self.draft_passes:  # found by a search, but not built
             self.build(replace(recipe, window=None), optimize=False)
         draft_round = model.start(step, self.draft_passes[recipe], rows, depth)
-        active, read = rows[limits > 0], 0
+        active = rows[limits > 0]
         for position in range(depth):
             if not len(active):
                 break
-            if read == position:
+            if lookahead.read == position:
                 count = 1
                 if model.waits:  # up to the slots of all requests
                     count = min(max(lookahead.expected_len() - position, 1), int(allowed[active].min()) - position)
                 drafted = draft_round.read(draft_round.launch(active, latest[active], position, count))
                 result.take(drafted, active, position)
-                now, read = time.perf_counter(), position + count
+                now, lookahead.read = time.perf_counter(), position + count
                 if self.costs is not None:  # including set-up and decisions of the round
                     self.costs.record_pass(recipe, len(active), (now - since) / count)
                 since = now
-            if self._cost is not None:
-                self._cost.read = read
             result.drafted[active] += 1
             latest[active] = result.tokens[active, position, 0]
             top, entropy = result.probabilities[active, position], result.entropy[active, position]

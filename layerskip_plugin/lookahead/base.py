@@ -30,6 +30,8 @@ class Lookahead(ABC):
     """
 
     outputs = PassOutputs()  # that `should_continue` needs
+    reads_ahead = False  # whether passes run up to `expected_len` before the first `should_continue`
+    read = 0  # positions of the present round run so far
     kind: int = PASS_KINDS  # of the present round's tokens, in `DraftBatch.kinds`
     _mean_len = 0.0
 
@@ -44,7 +46,7 @@ class Lookahead(ABC):
     def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
         """Start a round of `recipe`, of at most `max_draft_len` tokens for each of these requests; `rows` in
         `should_continue` are their indices. rest: the other requests of the step."""
-        self.max_draft_len = max_draft_len
+        self.max_draft_len, self.read = max_draft_len, 0
 
     def expected_len(self) -> int:
         """Passes to run before the first call of `should_continue`: the mean length of recent rounds."""

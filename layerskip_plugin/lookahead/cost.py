@@ -58,8 +58,6 @@ class Cost(Lookahead):
         self.costs = costs
         self.use(recipes)
         self.longest = min(costs.max_draft_tokens, MAX_DRAFT_LEN)
-        self.reads_ahead = False  # passes run up to `expected_len` before the first `should_continue`
-        self.read = 0  # positions of the present round run so far
         self.on = True
         self.rate = self.margin = 0.0  # the best tokens per second; expected gain of the last round over no drafting
         self._best: SkipSet | None = None  # recipe of the present candidates
@@ -142,7 +140,7 @@ class Cost(Lookahead):
         self.margin = float(rates.max() / rates[0]) - 1
         self.kind = record.kind
         self.survival = np.ones(requests)
-        self.tokens, self.read = requests, 0
+        self.tokens = requests
         # Prices for the decisions of this round, by number of requests and by number of query tokens.
         self.pass_price = self.costs.pass_seconds(recipe, np.arange(1, requests + 1))
         if self.costs.widths is None:
