@@ -57,7 +57,8 @@ HYBRID_SECTION = f"""
 ## {HYBRID}
 
 `"method": "{HYBRID}"`, in SGLang `--speculative-algorithm {HYBRID}`, takes the options of both methods.
-`policy` must be `auto`, without a `knee`, and `lookahead` must be `cost`. One `metrics_port` and one `shape` serve both.
+`policy` must be `auto`, without a `knee`, and `lookahead` must be `cost`.
+One `metrics_port` and one `shape` serve both.
 """
 
 BASIC = {
