@@ -67,6 +67,7 @@ def fixed(length: int) -> MakePolicy:
 ARMS: dict[str, MakePolicy] = {"plain": fixed(0)} | {f"fixed {n}": fixed(n) for n in (2, 4, 8)}
 ARMS["knee"] = lambda roofline, clock: Knee(roofline.profile, 8)
 ARMS["auto"] = lambda roofline, clock: Auto(roofline, 8, clock=clock)
+ROWS = (64, 96, 128, 160, 288)  # query tokens of a step of 32 requests: as many for each, or the best over the batch
 
 
 @dataclass(eq=False)
@@ -82,8 +83,9 @@ class Answer:
     drafted: int = 0
 
 
-def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make: MakePolicy) -> float:
-    """Decode recorded answers in a batch that is kept full while answers are left; return the tokens per second."""
+def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make: MakePolicy) -> tuple[float, float]:
+    """Decode recorded answers in a batch that is kept full while answers are left; return the tokens per second, and
+    the accepted draft tokens per step and request."""
     (seconds_of, shape), now = MACHINES[machine], 0.0
     policy = make(Roofline(shape, HardwareProfile.load(machine)), lambda: now)
     rng = np.random.default_rng(batch)
@@ -91,7 +93,7 @@ def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make
     longest = max(len(p) + len(o) for p, o in rows) + 1
     table = np.zeros((batch, longest), np.int32)
     answers: list[Answer] = []
-    produced, query_tokens, changed = 0, 0, True
+    produced, steps, query_tokens, changed = 0, 0, 0, True
     while True:
         while waiting and len(answers) < batch:
             i, place = waiting.pop(), free.pop()
@@ -99,7 +101,7 @@ def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make
             table[place, : len(prompt)], table[place, len(prompt)] = prompt, output[0]
             answers.append(Answer(f"{i}", place, len(prompt), output))
         if not answers:
-            return produced / now
+            return produced / now, produced / steps - 1
         n, names, places = len(answers), [a.name for a in answers], [a.place for a in answers]
         lengths = np.array([a.prompt + a.done for a in answers], np.int32)
         ends = np.array(places) * np.int64(longest) + lengths
@@ -108,6 +110,7 @@ def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make
             names, table.reshape(-1), starts, ends, np.full(n, CONTEXT, np.int32),
             np.full(n, drafter.max_nodes - 1, np.int32), np.array([a.drafted for a in answers], np.int32), None,
             None if changed else (n, query_tokens), lambda b: table[places[b]],  # noqa: B023 - called in this step only
+            np.zeros(n, np.bool_),
         )  # fmt: skip
 
         policy.learn(step)
@@ -128,7 +131,7 @@ def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make
             a.gained = min(1 + int((row[1 : 1 + len(known)] == known).cumprod().sum()), len(left))
             table[a.place, a.prompt + a.done :][: a.gained] = left[: a.gained]
             a.drafted, a.done = count - 1, a.done + a.gained
-            produced += a.gained
+            produced, steps = produced + a.gained, steps + 1
         over = [a for a in answers if a.done >= len(a.truth)]
         drafter.finish(a.name for a in over)
         free += [a.place for a in reversed(over)]
@@ -147,13 +150,20 @@ def main() -> None:
         for batch in BATCHES:
             # Small batches get fewer answers, so that all take about the same number of steps.
             shown = trace.test_rows[: max(12, min(ANSWERS, 4 * batch))]
-            rates = {arm: replay(shown, batch, machine, drafter, make) for arm, make in ARMS.items()}
+            rates = {arm: replay(shown, batch, machine, drafter, make)[0] for arm, make in ARMS.items()}
             best = max(rate for arm, rate in rates.items() if arm != "auto")
             ratios = {arm: rate / rates["plain"] for arm, rate in rates.items()}
             row = {"machine": machine, "batch": batch, "ratio": ratios, "auto_of_best": rates["auto"] / best}
             result.append(rounded(row, 3))
             print(result[-1], flush=True)
-    write_json(args.json, {"trace": args.trace.name, "noise": NOISE, "rows": result}, data=[args.trace])
+    def accepted(make: MakePolicy) -> float:
+        return round(replay(trace.test_rows[:ANSWERS], 32, "h200", drafter, make)[1], 3)
+
+    knees = {rows: lambda roofline, clock, rows=rows: Knee(roofline.profile, 8, knee=rows) for rows in ROWS}
+    kept = [{"rows": n, "uniform": accepted(fixed(n // 32 - 1)), "by score": accepted(knees[n])} for n in ROWS]
+    print(*kept, sep="\n")
+    figures = {"trace": args.trace.name, "noise": NOISE, "rows": result, "accepted of 32 requests": kept}
+    write_json(args.json, figures, data=[args.trace])
 
 
 if __name__ == "__main__":
