@@ -61,7 +61,7 @@ class DraftModel(ABC):
 
     n_layers: int  # of the target
     waits: bool  # whether reading a pass stalls the device, so that several are read at once
-    trees: bool = False  # whether drafts may be trees also without `Step.widths`
+    trees: bool = False  # whether drafts may be trees
 
     @abstractmethod
     def build(self, recipe: Recipe, outputs: PassOutputs, *, optimize: bool) -> Any:

@@ -128,6 +128,7 @@ class GuardedMethod:
             step = Step(
                 request_ids, np.concatenate(tokens), at, at + 1, np.concatenate(contexts).astype(np.int32), none, none,
                 widths=None, previous=None, history=lambda _: none[:0],  # a later step has it
+                trees=none.astype(np.bool_),
             )  # fmt: skip
             self._take(step, self.method.update, "cost")
 

@@ -43,7 +43,7 @@ class Step:
     widths: NDArray[np.int32] | None
     previous: tuple[int, int] | None  # requests and query tokens of the last step; None if it did more than decode
     history: Callable[[int], NDArray[np.int32]]  # all tokens of request b, [contexts[b]], for drafters that missed some
-    trees: bool = False  # whether drafts may be trees also without widths
+    trees: NDArray[np.bool_]  # [B], requests whose drafts may be trees; those of others are verified as chains
     engine: Any = None  # the engine's state for draft passes of its `DraftModel`; None once the step has finished
 
     @property
@@ -103,7 +103,6 @@ class EngineContext:
     vocab_size: int | None = None  # of the target model
     max_draft_tokens: int = 1  # maximum per request, roots not counted
     widths: tuple[int, ...] | None = None  # see `Step`
-    chains: bool = False  # whether drafts must be chains although there are widths: attention cannot verify trees
     dtype: str = "bfloat16"  # the engine's
     kv_dtype: str = "auto"  # of the KV cache, e.g. "fp8_e4m3"; "auto" for the model's
     page_size: int | None = None  # tokens per page of the KV cache; None if unknown

@@ -80,7 +80,6 @@ class LayerSkipMethod(Method):
         self.recorder: Recorder | None = None
         if options.record is not None:
             self.recorder = Recorder(options.record, model_fingerprint(context.hf_config), self._prices)
-        self.trees = options.shape != "chain" and context.widths is not None and not context.chains
         self.draft_passes: dict[SkipSet, Any] = {}
         self._model: DraftModel | None = None
         self._running: set[str] = set()
@@ -95,7 +94,7 @@ class LayerSkipMethod(Method):
     def prepare(self, model: DraftModel) -> None:
         """Build the draft passes of every skip set, before the first request."""
         self._model = model
-        self.trees = self.trees or model.trees
+        self.trees = self.options.shape != "chain" and model.trees
         judged = self.recorder is not None or self.lookahead.outputs == JUDGED
         self.outputs = JUDGED if judged else PassOutputs(MAX_CANDIDATES if self.trees else 1)
         self.lookahead.reads_ahead = model.waits

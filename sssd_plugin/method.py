@@ -198,8 +198,7 @@ class SssdMethod(Method):
         self.drafter.recycle(logits)
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
-        branches = step.trees or (step.widths is not None and not self.context.chains)
-        shape: Shape = "tree" if branches and self.options.shape != "chain" else "chain"
+        shape: Shape = "tree" if step.trees.any() and self.options.shape != "chain" else "chain"
         return self.drafter.draft(step.request_ids, max_nodes=max_draft_len + 1, shape=shape)
 
     def close(self) -> None:

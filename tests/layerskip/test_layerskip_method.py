@@ -90,7 +90,7 @@ class Engine:
         self, lookahead=None, *, shape="auto", chains=False, one_length=False, sets=SETS, costs=None, waits=False,
         record=None,
     ):  # fmt: skip
-        self.model = Model(waits, trees=one_length)
+        self.model = Model(waits, trees=not chains)
         self.widths = None if chains or one_length else tuple(range(1, NODES + 1))
         known = {"max_draft_tokens": NODES - 1, "widths": self.widths, "lengths": (NODES - 1,) if one_length else None}
         context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, **known)

@@ -279,7 +279,7 @@ def check_widths_that_cannot_be_captured(runner: ModelRunner) -> None:
     assert graphs.capture((1, NODES), fixed_width=True) == (NODES,)
     spec, context = METHODS["sssd"], EngineContext(vocab_size=100, max_draft_tokens=NODES - 1, widths=widths)
     guarded = GuardedMethod(spec, spec.options.parse({"policy": "fixed", "hardware": "cpu"}), context)
-    drafting = Drafting(guarded, widths, 4, AcceptedTokens(256, NODES))
+    drafting = Drafting(guarded, widths, 4, AcceptedTokens(256, NODES), trees=True)
     ranks = Ranks(get_parallel().tp_group)
     worker = worker_of(runner, _drafting=drafting, _backend="fa3", _ranks=ranks)
     worker._capture()

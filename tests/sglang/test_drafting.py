@@ -38,12 +38,12 @@ def test_an_adapter_makes_another_tenant():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "chains", "counts", "width"), [(4, True, [3, 2], 4), (4, False, [4, 4], 4), (5, False, [5, 5], NODES)]
+    ("nodes", "trees", "counts", "width"), [(4, False, [3, 2], 4), (4, True, [4, 4], 4), (5, True, [5, 5], NODES)]
 )
-def test_trees_are_cut_to_chains_and_verified_at_widths_that_could_be_prepared(nodes, chains, counts, width):
+def test_trees_are_cut_to_chains_and_verified_at_widths_that_could_be_prepared(nodes, trees, counts, width):
     context = EngineContext(vocab_size=100, max_draft_tokens=NODES - 1, widths=(1, 4, NODES))
     guarded = GuardedMethod(SPEC, SPEC.options.parse({"live": "off", "policy": "fixed"}), context)
-    drafting = Drafting(guarded, context.widths, 4, AcceptedTokens(256, NODES), chains=chains)
+    drafting = Drafting(guarded, context.widths, 4, AcceptedTokens(256, NODES), trees=trees)
     drafting.keep_widths((4, NODES))
     assert guarded.method.controller.widths.tolist() == [4, NODES]
     branched, roots = DraftBatch.empty(2, nodes), np.array([7, 8], np.int32)

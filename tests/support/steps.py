@@ -21,8 +21,10 @@ def make_step(
     widths: Sequence[int] | None = None,
     previous: tuple[int, int] | None = None,
     texts: Sequence[ArrayLike] | None = None,
+    trees: bool | None = None,
 ) -> Step:
-    """A step in which these requests gained these tokens; `texts`, all tokens of each, say the contexts if given."""
+    """A step in which these requests gained these tokens; `texts`, all tokens of each, say the contexts if given.
+    trees: whether drafts may be trees; by default where there are widths."""
     count = len(request_ids)
     parts = [np.asarray(tokens, np.int32).reshape(-1) for tokens in gained]
     ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
@@ -44,6 +46,7 @@ def make_step(
         widths=None if widths is None else np.array(widths, np.int32),
         previous=previous,
         history=lambda b: np.asarray(texts[b] if texts is not None else parts[b], np.int32),
+        trees=np.full(count, widths is not None if trees is None else trees),
     )
 
 

@@ -35,7 +35,7 @@ def context_at_start(args: Any) -> EngineContext:
     )
 
 
-def context_of_worker(target_worker: Any, widths: tuple[int, ...], *, chains: bool) -> EngineContext:
+def context_of_worker(target_worker: Any, widths: tuple[int, ...]) -> EngineContext:
     """Build the context in a scheduler; each data-parallel replica has its own."""
     from sglang.srt.runtime_context import get_parallel
 
@@ -43,7 +43,7 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...], *, chains: bo
     runner, tokenizer = target_worker.model_runner, target_worker.tokenizer
     return EngineContext(
         hf_config=published_config(runner.server_args), vocab_size=runner.model_config.vocab_size,
-        max_draft_tokens=widths[-1] - 1, widths=widths, chains=chains,
+        max_draft_tokens=widths[-1] - 1, widths=widths,
         dtype=str(runner.model_config.dtype).removeprefix("torch."), kv_dtype=str(runner.kv_cache_dtype),
         page_size=runner.page_size, tensor_parallel=runner.server_args.tp_size, rank=replica, gives_logits=True,
         hardware=hardware_name(str(runner.device)),
@@ -51,7 +51,7 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...], *, chains: bo
     )  # fmt: skip
 
 
-def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *, chains: bool) -> str:
+def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *, trees: bool) -> str:
     """Return the start line of a server with captured CUDA graphs. runner: SGLang's ModelRunner; backend: attention
     backend of verification; widths: supported numbers of nodes per request, root included."""
     args, version = runner.server_args, hooks.installed_version(DISTRIBUTIONS)
@@ -61,5 +61,5 @@ def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *,
         f"attention {backend}",
     ]
     ranks = {"tensor": args.tp_size, "pipeline": args.pp_size, "data": args.dp_size}
-    lengths = f"{'chains' if chains else 'trees'} of up to {widths[-1] - 1} draft tokens, {len(widths)} sizes"
+    lengths = f"{'trees' if trees else 'chains'} of up to {widths[-1] - 1} draft tokens, {len(widths)} sizes"
     return hooks.start_line(method, "SGLang", version, TESTED_VERSIONS, parts, ranks, [lengths])

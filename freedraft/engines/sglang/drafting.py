@@ -26,15 +26,15 @@ class Drafting:
 
     Args:
         widths: supported numbers of nodes per request, root included; ascending.
-        chains: whether trees are truncated to chains.
+        trees: whether drafts may be trees.
     """
 
     def __init__(
         self, guarded: GuardedMethod, widths: Sequence[int], max_batch: int, accepted: AcceptedTokens, *,
-        chains: bool = False,
+        trees: bool,
     ) -> None:  # fmt: skip
         self.guarded, self.accepted = guarded, accepted
-        self._chains = chains
+        self._trees = trees
         self._widths = np.array(widths, np.int32)
         self._max_running = 4 * max_batch + 64
         self._requests: dict[str, Tracked] = {}
@@ -193,8 +193,9 @@ class Drafting:
         limits = np.where(lengths < least, 0, limits)
         return Step(
             request_ids=[request.rid for request in requests], tokens=tokens, starts=starts, ends=ends,
-            contexts=contexts, capacities=room(limits, lengths, int(self._widths[-1]) - 1, trees=not self._chains),
-            drafted=drafted, widths=self._widths, previous=previous, history=history, engine=batch,
+            contexts=contexts, capacities=room(limits, lengths, int(self._widths[-1]) - 1, trees=self._trees),
+            drafted=drafted, widths=self._widths, previous=previous, history=history,
+            trees=np.full(len(requests), self._trees), engine=batch,
         )  # fmt: skip
 
     def _cut(self, draft: DraftBatch, capacities: NDArray[np.int32], roots: NDArray[np.int32]) -> DraftBatch:
@@ -203,7 +204,7 @@ class Drafting:
         if draft.counts.max() <= 1 == self._widths[0]:
             return DraftBatch.roots(roots)
         counts = np.clip(draft.counts, 1, capacities + 1)
-        if self._chains:
+        if not self._trees:  # attention would let their nodes see others' ancestors
             follows = draft.parents[:, 1:] == np.arange(draft.max_nodes - 1)
             np.minimum(counts, 1 + np.logical_and.accumulate(follows, 1).sum(1), out=counts)
         width = int(self._widths[np.searchsorted(self._widths, counts.max())])

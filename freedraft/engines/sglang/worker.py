@@ -100,7 +100,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self.widths = widths_for(self._backend, self.max_nodes, adapters=runner.lora_manager is not None)
         page, window = runner.page_size or 1, runner.sliding_window_size
         shape = shape_for(self._spec.name, self._backend, runner.model_config, window, page)
-        self._chains = chains = shape == "chain" or get_spec().speculative_eagle_topk == 1
+        self._trees = shape != "chain" and get_spec().speculative_eagle_topk > 1
         if self._spec.runs_model:
             from freedraft.engines.sglang.draft_model import PagedDraftModel
 
@@ -108,18 +108,19 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
                 self._draft_model = PagedDraftModel(self.model_runner, self._ranks, self._window_rows)
             except ConfigError as error:
                 raise ConfigError(f"--speculative-algorithm {self._spec.name} {error}") from None
+            self._draft_model.trees = self._trees
         if not self._ranks.first:
             self._reads_states = self._ranks.agree(True)
             if self._draft_model is not None:
                 self._draft_model.serve()
             return
-        context = context_of_worker(self._target_worker, self.widths, chains=chains)
+        context = context_of_worker(self._target_worker, self.widths)
         guarded = GuardedMethod(self._spec, self._spec.options.read(), context)
         self._reads_states = self._ranks.agree(guarded.needs_prompt_states)
         if self._draft_model is not None:
             with self._ranks.leading():
                 guarded.prepare(self._draft_model)
-        self._drafting = Drafting(guarded, self.widths, runner.max_running_requests, self._accepted, chains=chains)
+        self._drafting = Drafting(guarded, self.widths, runner.max_running_requests, self._accepted, trees=self._trees)
         algorithm = algorithm_of(self._spec.name)
         assert isinstance(algorithm, TreeAlgorithm)
         algorithm.prepare = self._drafting.prepare
@@ -130,7 +131,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self._capture()
         runner.init_decode_cuda_graph = partial(self._recapture, runner.init_decode_cuda_graph)
         if self._ranks.first:
-            logger.info(start_line(runner, self._spec.name, self._backend, self.widths, chains=self._chains))
+            logger.info(start_line(runner, self._spec.name, self._backend, self.widths, trees=self._trees))
 
     def _capture(self) -> None:
         fixed_width, alone = BACKENDS[self._backend].fixed_width, not self._ranks.several

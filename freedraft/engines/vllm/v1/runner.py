@@ -174,6 +174,7 @@ def make_step(
         widths=None,
         previous=(len(rows), query_tokens) if decoded_only else None,
         history=lambda b: token_rows[rows[b], : contexts[b]],
+        trees=np.zeros(len(rows), np.bool_),
         engine=state,
     )
 

@@ -273,6 +273,6 @@ class Drafting:
             widths=None,
             previous=(len(ids), gained.query_tokens) if timed else None,
             history=lambda b: tokens[slots[b], : contexts[b]],
-            trees=self.trees is not None and self.trees.enabled,
+            trees=(self.requests.no_trees if self._branching is None else self._branching)[slots],
             engine=state,
         )
