@@ -465,7 +465,7 @@ def main():
         core.step()
     figures = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     live = getattr(guarded.method, "live", None)
-    tenants = () if live is None else live.tenants.values()
+    tenants = () if live is None else live.runs.tenants.values()
     tokens = [run.sub.tokens[: run.n].tolist() for tenant in tenants for run in tenant.all_runs]
     config = llm.llm_engine.vllm_config
     schedule = config.speculative_config.num_speculative_tokens_per_batch_size
