@@ -3,6 +3,8 @@ answers, and what happened at the gate, as JSON on the last line.
 
     python gated.py MODEL '{"speculative_config": ..., "cases": ..., "drafter": "raises", "kernel": true, ...}'
 
+Tensor-parallel ranks take it as a plugin of vLLM, where GATED names a file for the first rank's events.
+
 A thread stands for the device's stream: it runs what is queued in order, and waits at the gate until the host has
 opened it. Steps that only decode are full graphs of vLLM's own manager; their replay computes anew, from the runner's
 buffers. "drafter": it "raises" in every third step, or "sleeps" in every twelfth; "kernel": wait as without the driver.
@@ -11,10 +13,13 @@ buffers. "drafter": it "raises" in every third step, or "sleeps" in every twelft
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from serve import answers, filter_as_on_cpus, schedule_asynchronously, take_any_mask
@@ -96,9 +101,11 @@ def decode_by_graphs(runner, stream):
     runner.kv_connector.pre_forward, CudaGraphManager.run_fullgraph = pre_forward, replay
 
 
-def use_gate(speculator, manager, stream, kernel):
-    """As on a device; returns how many operations of PyTorch each draft at the gate took."""
-    flag, operations = torch.zeros(1, dtype=torch.int32), []
+def use_gate(speculator, manager, stream, kernel=False):
+    """As on a device; returns how many operations of PyTorch each draft at the gate took, and of each other draft
+    whether it was made before the next step was prepared. A rank that does not draft has no gate: its stream waits for
+    the drafting rank's."""
+    flag, operations, others = torch.zeros(1, dtype=torch.int32), [], []
     by_kernel = stream_wait(flag)
 
     def spin(number):
@@ -106,7 +113,8 @@ def use_gate(speculator, manager, stream, kernel):
             time.sleep(1e-4)
 
     wait = by_kernel if kernel else spin
-    speculator.gate = Gate(flag, lambda number: stream.queue("open", lambda: wait(number)))
+    if speculator.guarded is not None:
+        speculator.gate = Gate(flag, lambda number: stream.queue("open", lambda: wait(number)))
     setattr(manager, SPECULATOR, speculator)
     send, draft, launch = speculator._send, speculator._draft, speculator.launch
 
@@ -118,6 +126,7 @@ def use_gate(speculator, manager, stream, kernel):
 
     def drafted(most, batch, at=None):
         if at is None:
+            others.append(batch is None)
             return draft(most, batch)
         stream.events.append("drafting")
         with Operations() as counted:
@@ -141,7 +150,7 @@ def use_gate(speculator, manager, stream, kernel):
         )
     speculator.launching = False
     speculator._send, speculator._draft, speculator.launch = sent, drafted, launched
-    return operations
+    return operations, others
 
 
 def break_drafter(guarded, how):
@@ -162,6 +171,30 @@ def break_drafter(guarded, how):
     return counts
 
 
+def install():
+    """In a tensor-parallel rank."""
+    path = os.environ["GATED"]
+    initialize, gate.LONGEST = model_runner.GPUModelRunner.initialize_kv_cache, 60.0
+
+    @functools.wraps(initialize)
+    def initialize_kv_cache(self, *args, **kwargs):
+        initialize(self, *args, **kwargs)
+        stream = Stream()
+        decode_by_graphs(self, stream)
+        use_gate(self.speculator, self.cudagraph_manager, stream)
+        launch = self.speculator.launch
+
+        def launched(replay):
+            result = launch(replay)
+            if self.speculator.gate is not None:
+                Path(path).write_text(json.dumps(stream.events))
+            return result
+
+        self.speculator.launch = launched
+
+    model_runner.GPUModelRunner.initialize_kv_cache = initialize_kv_cache
+
+
 def main():
     take_any_mask()
     filter_as_on_cpus()
@@ -173,14 +206,16 @@ def main():
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     speculator, stream = runner.speculator, Stream()
     decode_by_graphs(runner, stream)
-    operations = use_gate(speculator, runner.cudagraph_manager, stream, kernel)
+    operations, others = use_gate(speculator, runner.cudagraph_manager, stream, kernel)
     counts = break_drafter(speculator.guarded, how) if how else [0, 0]
     result = {name: answers(llm, **case) for name, case in cases.items()}
     metrics = speculator.guarded.metrics
+    (preempted,) = (m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
     result["engine"] = {
         "drafted": metrics.drafted._value.get(), "accepted": metrics.accepted._value.get(), "broken": counts[1],
         "failures": metrics.failures._value.get(), "operations": operations, "events": stream.events,
-        "shut": speculator.gate.shut, "trees": speculator.trees is not None and speculator.trees.enabled,
+        "shut": speculator.gate.shut, "preempted": preempted, "at once": sum(others),
+        "trees": speculator.trees is not None and speculator.trees.enabled,
     }  # fmt: skip
     print("\n" + json.dumps(result))
 

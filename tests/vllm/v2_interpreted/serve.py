@@ -175,13 +175,13 @@ def note_gone(runner):
 
 def answers(llm, prompts, parameters, each=(), abort=0, chains=(), salt=""):
     engine = llm.llm_engine
-    if "structured_outputs" in parameters:
-        parameters = parameters | {"structured_outputs": StructuredOutputsParams(**parameters["structured_outputs"])}
     found = {}
 
     def add(i):
         prompt = TokensPrompt(prompt_token_ids=prompts[i], cache_salt=f"{salt}salt {i % 2}")
         asked = parameters | (each[i] if each else {}) | ({"logprobs": 1} if i in chains else {})
+        if "structured_outputs" in asked:
+            asked["structured_outputs"] = StructuredOutputsParams(**asked["structured_outputs"])
         engine.add_request(f"request {i}", prompt, SamplingParams(detokenize=False, **asked))
 
     for i in range(len(prompts)):
