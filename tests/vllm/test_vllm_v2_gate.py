@@ -20,6 +20,7 @@ from tests.support import prompts as texts
 from tests.support.models import continuations, save
 from tests.support.models import tiny_model as make_tiny
 
+BY_SCORE = INTERPRETED | {"INTERPRETED_ATTENTION": "flash", "ADAPTIVE": "1"}
 TREES = {"num_speculative_tokens": 8, "shape": "tree"}
 
 
@@ -44,6 +45,24 @@ def test_nothing_but_drafting_comes_between_tokens_and_the_gate(tiny_model, tiny
     assert not engine["failures"] and not any(engine["operations"]) and engine["preempted"] > 0
     events = [event for event in engine["events"] if event != "replay"]
     assert events == ["drafting", "open", "drafts"] * (len(events) // 3)
+
+
+@pytest.mark.extended
+def test_the_likeliest_draft_tokens_of_the_batch_are_verified(tiny_model, tiny_answers, live_prompts, plain_seeded):
+    """As many as a forecast says, in steps that are launched before the drafts are there."""
+    found = gated(tiny_model, live_prompts, attention="flash", adaptive=True, **CRAMPED)
+    engine = check_answers(found, tiny_answers, plain_seeded)
+    assert not engine["failures"] and not any(engine["operations"]) and engine["preempted"] > 0
+    chosen, learnt = engine["by score"]["chosen"], engine["by score"]["learnt"]
+    assert len(chosen) > 50 and len(learnt) > 50 and all(learnt), "drafts are learnt from before they are overwritten"
+    uneven = 0
+    for budget, scores, counts in chosen:
+        assert sum(counts) == budget and max(counts) <= 3
+        taken = [p for row, n in zip(scores, counts, strict=True) for p in row[:n]]
+        left = [p for row, n in zip(scores, counts, strict=True) for p in row[n:]]
+        assert min(taken) >= max(left, default=0.0)
+        uneven += max(counts) > min(counts) + 1
+    assert uneven > 10 and len({budget for budget, _, _ in chosen}) > 3
 
 
 @pytest.mark.extended
@@ -79,7 +98,7 @@ def test_a_step_after_structured_output_has_its_drafts_before(demo_model):
 
 @pytest.mark.extended
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
-@pytest.mark.parametrize("changed", [INTERPRETED, TREES_OF_RANKS], ids=["chains", "trees"])
+@pytest.mark.parametrize("changed", [INTERPRETED, TREES_OF_RANKS, BY_SCORE], ids=["chains", "trees", "by score"])
 def test_two_ranks_verify_what_opens_the_first_ones_gate(tmp_path, changed):
     model = save(make_tiny(seed=7, **SHAPE), tmp_path)
     events = tmp_path / "events.json"

@@ -7,7 +7,8 @@ Tensor-parallel ranks take it as a plugin of vLLM, where GATED names a file for 
 
 A thread stands for the device's stream: it runs what is queued in order, and waits at the gate until the host has
 opened it. Steps that only decode are full graphs of vLLM's own manager; their replay computes anew, from the runner's
-buffers. "drafter": it "raises" in every third step, or "sleeps" in every twelfth; "kernel": wait as without the driver.
+buffers. "adaptive": with vLLM's adaptive verification, in steps that are padded; "drafter": it "raises" in every third
+step, or "sleeps" in every twelfth; "kernel": wait as without the driver.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
+from vllm.v1.worker.cpu import shm
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 from freedraft.engines.vllm.v2 import gate
 from freedraft.engines.vllm.v2.gate import Gate, stream_wait
 from freedraft.engines.vllm.v2.install import SPECULATOR
+from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
+
+SIZES = [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64]  # of graphs, in tokens
 
 
 class Stream:
@@ -73,8 +79,14 @@ def decode_by_graphs(runner, stream):
 
     def dispatched(*args, **kwargs):
         description, state = dispatch(*args, **kwargs)
-        decodes = kwargs.get("max_query_len") is not None and args[3] is not None
+        adaptive = runner.adaptive_verification is not None
+        decodes = kwargs.get("max_query_len") is not None and (adaptive or args[3] is not None)
         mode = CUDAGraphMode.FULL if decodes else description.cg_mode
+        if decodes and adaptive:  # a graph for any lengths
+            tokens = next(size for size in SIZES if size >= args[2])
+            description = dataclasses.replace(
+                description, num_tokens=tokens, num_reqs=min(tokens, runner.max_num_reqs), max_query_len=1 + 3
+            )
         return dataclasses.replace(description, cg_mode=mode), state
 
     def noted_slots(*args):
@@ -99,6 +111,36 @@ def decode_by_graphs(runner, stream):
 
     model_runner.dispatch_cg_and_sync_dp, model_runner.build_slot_mappings_by_layer = dispatched, noted_slots
     runner.kv_connector.pre_forward, CudaGraphManager.run_fullgraph = pre_forward, replay
+
+
+def verify_by_score(runner):
+    """As vLLM and `prepare` do where graphs are captured; returns of each choice how many draft tokens were to be
+    verified, the scores, and how many of each request were, and whether drafts were learnt from as they had been."""
+    torch.cuda.Stream, torch.cuda.Event = shm._StreamPlaceholder, shm._EventPlaceholder
+    states, speculator = runner.req_states, runner.speculator
+    runner.adaptive_verification = AdaptiveVerificationManager(states, runner.input_buffers.query_start_loc, 1, 1000)
+    runner.adaptive_verification.set_cost_curves([(1, 0.0)], [(size, 10.0 + 0.6 * size) for size in SIZES])
+    runner.rejection_sampler.enable_adaptive_verification = True
+    ours = speculator.by_score = runner.adaptive_verification = RowsByScore(
+        runner, speculator._ranks, last=speculator.joins_last
+    )
+    noted, followed, choose, learn = {"chosen": [], "learnt": []}, [], ours.choose, ours.acceptance.update
+
+    def chosen(draft, slots, counts, batch):
+        choose(draft, slots, counts, batch)
+        followed[:] = [] if draft is None else [draft.tokens.copy()]
+        if ours.late:
+            scores = ours._scores[batch.idx_mapping_np, 1:].tolist()
+            noted["chosen"].append([ours._budget, scores, ours._counts.tolist()])
+
+    def learnt(step):
+        for tokens, (draft, _) in zip(followed, ours.acceptance._followed, strict=bool(followed)):
+            noted["learnt"].append(bool((draft.tokens == tokens).all()))
+        followed.clear()
+        learn(step)
+
+    ours.choose, ours.acceptance.update = chosen, learnt
+    return noted
 
 
 def use_gate(speculator, manager, stream, kernel=False):
@@ -179,6 +221,8 @@ def install():
     @functools.wraps(initialize)
     def initialize_kv_cache(self, *args, **kwargs):
         initialize(self, *args, **kwargs)
+        if os.environ.get("ADAPTIVE"):
+            verify_by_score(self)
         stream = Stream()
         decode_by_graphs(self, stream)
         use_gate(self.speculator, self.cudagraph_manager, stream)
@@ -200,11 +244,13 @@ def main():
     filter_as_on_cpus()
     schedule_asynchronously()
     given = json.loads(sys.argv[2])
+    adaptive = given.pop("adaptive", False)
     cases, how, kernel = given.pop("cases"), given.pop("drafter", None), given.pop("kernel", False)
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
     gate.LONGEST = 0.5 if how == "sleeps" else 60.0  # the interpreter takes its time
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     speculator, stream = runner.speculator, Stream()
+    by_score = verify_by_score(runner) if adaptive else {}
     decode_by_graphs(runner, stream)
     operations, others = use_gate(speculator, runner.cudagraph_manager, stream, kernel)
     counts = break_drafter(speculator.guarded, how) if how else [0, 0]
@@ -215,6 +261,7 @@ def main():
         "drafted": metrics.drafted._value.get(), "accepted": metrics.accepted._value.get(), "broken": counts[1],
         "failures": metrics.failures._value.get(), "operations": operations, "events": stream.events,
         "shut": speculator.gate.shut, "preempted": preempted, "at once": sum(others),
+        "by score": by_score,
         "trees": speculator.trees is not None and speculator.trees.enabled,
     }  # fmt: skip
     print("\n" + json.dumps(result))
