@@ -37,6 +37,7 @@ from freedraft.engines.vllm.v2 import gate
 from freedraft.engines.vllm.v2.gate import Gate, stream_wait
 from freedraft.engines.vllm.v2.install import SPECULATOR
 from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
+from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 
 SIZES = [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64]  # of graphs, in tokens
 
@@ -215,28 +216,27 @@ def break_drafter(guarded, how):
 
 def install():
     """In a tensor-parallel rank."""
-    path = os.environ["GATED"]
-    initialize, gate.LONGEST = model_runner.GPUModelRunner.initialize_kv_cache, 60.0
+    path, prepare, gate.LONGEST = os.environ["GATED"], MethodSpeculator.prepare, 60.0
 
-    @functools.wraps(initialize)
-    def initialize_kv_cache(self, *args, **kwargs):
-        initialize(self, *args, **kwargs)
+    @functools.wraps(prepare)
+    def prepared(self, runner):
+        prepare(self, runner)
         if os.environ.get("ADAPTIVE"):
-            verify_by_score(self)
+            verify_by_score(runner)
         stream = Stream()
-        decode_by_graphs(self, stream)
-        use_gate(self.speculator, self.cudagraph_manager, stream)
-        launch = self.speculator.launch
+        decode_by_graphs(runner, stream)
+        use_gate(self, runner.cudagraph_manager, stream)
+        launch = self.launch
 
         def launched(replay):
             result = launch(replay)
-            if self.speculator.gate is not None:
+            if self.gate is not None:
                 Path(path).write_text(json.dumps(stream.events))
             return result
 
-        self.speculator.launch = launched
+        self.launch = launched
 
-    model_runner.GPUModelRunner.initialize_kv_cache = initialize_kv_cache
+    MethodSpeculator.prepare = prepared
 
 
 def main():
