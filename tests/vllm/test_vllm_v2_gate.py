@@ -104,7 +104,7 @@ def test_two_ranks_verify_what_opens_the_first_ones_gate(tmp_path, changed):
     events = tmp_path / "events.json"
     found = answers(model, 2, changed | {"GATED": str(events)}, speculative_config=LIVE)
     plain = continuations(model, PROMPTS, 30)
-    assert found["answers"] == [plain, plain] and found["accepted"] > 60
+    assert found["answers"] == [plain, plain] and found["accepted"] > 40, "of fewer rows by score"
     seen = json.loads(events.read_text())
     assert seen.count("open") > 10 and seen.count("drafting") == seen.count("open")
 
