@@ -61,10 +61,9 @@ class RowsByScore:
     # -- vLLM's names --------------------------------------------------------------------------------------------------
 
     def add_request(self, *_: Any) -> None:
-        """A new request, of which nothing is known."""
+        """Nothing is known of a new request."""
 
-    def record_confidences(self, *_: Any) -> None:
-        """Nothing: they stay on the host."""
+    record_confidences = add_request  # they stay on the host
 
     def get_num_tokens(self, tokens: dict[str, int], drafts: dict[str, list[int]]) -> int:
         """Query tokens of a step, by request as scheduled, with as many draft tokens as pay."""
