@@ -164,11 +164,13 @@ class GuardedMethod:
 
     def observe(self, step: Step) -> None:
         """Learn from a step without drafting for the next one."""
+        self._catch_up()
         self._take(step, partial(self.method.draft, verify=False), "cost")
         self.metrics.budget.set(0)
 
     def take(self, step: Step) -> None:
         """Append accepted tokens of requests that are not drafted for in a step in which others are."""
+        self._catch_up()
         self._take(step, self.method.update, "no room")
 
     def _take(self, step: Step, action: Callable[[Step], Any], reason: str) -> None:

@@ -45,6 +45,13 @@ def _keep(p, counts, order, n):
 
 
 @compiled(nogil=True)
+def keep_likeliest(p, counts, n):
+    """Truncate the drafts to the n likeliest draft nodes of the batch, which has at least as many. p, counts: as for
+    `allocate`."""
+    _keep(p, counts, _falling(p, counts), n)
+
+
+@compiled(nogil=True)
 def allocate(p, counts, seconds, drafting, forced):
     """Truncate the drafts to the number of nodes (possibly 0) with the most expected tokens per second.
 

@@ -91,6 +91,9 @@ class BatchLengths(Fixed):
             self._gain *= self._expected(draft, asked) / np.maximum(expected, 1e-9)
             self._newest = None
 
+    def rests(self) -> bool:
+        return not (self.acceptance.follows or self.acceptance.rises) and self.explorer.rests()
+
     def plan(self, step: Step, *, verify: bool = True) -> int:
         self._began = self._clock()
         if verify:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -9,9 +10,17 @@ import time
 
 import pytest
 import torch
+from test_vllm_tensor_parallel import CORES, INTERPRETED, PROMPTS, SHAPE, answers
+from test_vllm_tensor_parallel import SSSD as LIVE
+from test_vllm_tensor_parallel import TREES as TREES_OF_RANKS
 from test_vllm_v2 import CRAMPED, SMALL, SSSD, run
 from vllm_cases import greedy_case, seeded_case
 
+from tests.support import prompts as texts
+from tests.support.models import continuations, save
+from tests.support.models import tiny_model as make_tiny
+
+BY_SCORE = INTERPRETED | {"INTERPRETED_ATTENTION": "flash", "ADAPTIVE": "1"}
 TREES = {"num_speculative_tokens": 8, "shape": "tree"}
 
 
@@ -33,9 +42,27 @@ def check_answers(found, greedy, seeded):
 def test_nothing_but_drafting_comes_between_tokens_and_the_gate(tiny_model, tiny_answers, live_prompts, plain_seeded):
     """And a step runs what was queued at the gate in its order. The stream waits by our kernel."""
     engine = check_answers(gated(tiny_model, live_prompts, kernel=True, **CRAMPED), tiny_answers, plain_seeded)
-    assert not engine["failures"] and not any(engine["operations"])
+    assert not engine["failures"] and not any(engine["operations"]) and engine["preempted"] > 0
     events = [event for event in engine["events"] if event != "replay"]
     assert events == ["drafting", "open", "drafts"] * (len(events) // 3)
+
+
+@pytest.mark.extended
+def test_the_likeliest_draft_tokens_of_the_batch_are_verified(tiny_model, tiny_answers, live_prompts, plain_seeded):
+    """As many as a forecast says, in steps that are launched before the drafts are there."""
+    found = gated(tiny_model, live_prompts, attention="flash", adaptive=True, **CRAMPED)
+    engine = check_answers(found, tiny_answers, plain_seeded)
+    assert not engine["failures"] and not any(engine["operations"]) and engine["preempted"] > 0
+    chosen, learnt = engine["by score"]["chosen"], engine["by score"]["learnt"]
+    assert len(chosen) > 50 and len(learnt) > 50 and all(learnt), "drafts are learnt from before they are overwritten"
+    uneven = 0
+    for budget, scores, counts in chosen:
+        assert sum(counts) == budget and max(counts) <= 3
+        taken = [p for row, n in zip(scores, counts, strict=True) for p in row[:n]]
+        left = [p for row, n in zip(scores, counts, strict=True) for p in row[n:]]
+        assert min(taken) >= max(left, default=0.0)
+        uneven += max(counts) > min(counts) + 1
+    assert uneven > 10 and len({budget for budget, _, _ in chosen}) > 3
 
 
 @pytest.mark.extended
@@ -47,6 +74,39 @@ def test_a_step_does_not_wait_for_a_drafter_that_fails(
     engine = check_answers(found, tiny_answers, plain_seeded)
     assert engine["broken"] > 5 and engine["trees"] == bool(options)
     assert engine["failures"] == (engine["broken"] if drafter == "raises" else 0)
+
+
+@pytest.mark.extended
+def test_a_step_after_structured_output_has_its_drafts_before(demo_model):
+    """They go back to the scheduler, which cuts them by the grammar; the others' next steps are gated again."""
+    from transformers import AutoTokenizer
+
+    tokenizer, choice = AutoTokenizer.from_pretrained(demo_model), ["red, red, red", "blue"]
+    ids = [tokenizer(prompt)["input_ids"][:40] for prompt in (texts.ECHO, texts.CHAT[3])]
+    each = [{}, {"structured_outputs": {"choice": choice}}]
+    case = {"prompts": ids, "parameters": {"temperature": 0, "max_tokens": 16}, "each": each}
+    plain = case | {"each": [one | {"extra_args": {"freedraft": "off"}} for one in each]}
+    given = {"speculative_config": SSSD | {"live": "off"}, "max_model_len": 128, "max_num_seqs": 2}
+    found = run("gated.py", demo_model, {"cases": {"plain": plain, "drafts": case}} | given, 840)
+    engine = found["engine"]
+    assert found["drafts"] == found["plain"]
+    assert tokenizer.decode(found["drafts"][1], skip_special_tokens=True) in choice
+    assert found["drafts"][0] == continuations(demo_model, ids[:1], 16)[0]
+    assert engine["accepted"] > 2 and engine["at once"] > 0 and engine["events"].count("open") > 3
+    assert not engine["failures"] and not engine["shut"]
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
+@pytest.mark.parametrize("changed", [INTERPRETED, TREES_OF_RANKS, BY_SCORE], ids=["chains", "trees", "by score"])
+def test_two_ranks_verify_what_opens_the_first_ones_gate(tmp_path, changed):
+    model = save(make_tiny(seed=7, **SHAPE), tmp_path)
+    events = tmp_path / "events.json"
+    found = answers(model, 2, changed | {"GATED": str(events)}, speculative_config=LIVE)
+    plain = continuations(model, PROMPTS, 30)
+    assert found["answers"] == [plain, plain] and found["accepted"] > 40, "of fewer rows by score"
+    seen = json.loads(events.read_text())
+    assert seen.count("open") > 10 and seen.count("drafting") == seen.count("open")
 
 
 class Device:

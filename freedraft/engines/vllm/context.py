@@ -40,8 +40,7 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
         page_size=vllm_config.cache_config.block_size,
         tensor_parallel=parallel.tensor_parallel_size,
         rank=replica,
-        # With adaptive verification the draft tokens of rows of logits are known on the device only.
-        gives_logits=v2_lengths is not None and not getattr(vllm_config.speculative_config, ADAPTIVE, False),
+        gives_logits=v2_lengths is not None,
         lengths=v2_lengths or _lengths_of_experts(vllm_config),
     )
 
@@ -109,7 +108,7 @@ def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
         by_size = ", ".join(f"{n} from {first} on" for first, _, n in schedule)
         lengths = f"draft tokens by batch size{learnt} {by_size}"
     if v2 and getattr(vllm_config.speculative_config, ADAPTIVE, False):
-        lengths += ", as many of them verified as vLLM's adaptive verification says"
+        lengths += ", of which the batch's likeliest are verified, as many as pay"
     asked = configured(vllm_config).shape == "tree"
     ranks = {
         "tensor": parallel.tensor_parallel_size,

@@ -191,6 +191,23 @@ V2_GATE_HOOKS = table("""
     vllm.utils.torch_utils:get_accelerator_view_from_cpu_tensor(cpu_tensor)
 """)
 
+# Also needed for adaptive verification.
+V2_ADAPTIVE_HOOKS = table("""
+    # draft tokens by score in model runner V2
+    vllm.v1.worker.gpu.model_runner:GPUModelRunner has adaptive_verification, fast_prefill, dcp_size, decode_query_len,
+        num_speculative_steps, req_states
+    vllm.v1.worker.gpu.spec_decode.adaptive_verification:AdaptiveVerificationManager has add_request, get_num_tokens,
+        compact_batch, reallocate_drafts, batches_to_profile, set_initial_cost_curves, record_confidences, cost_tables,
+        _max_total_logits
+    vllm.v1.worker.gpu.model_states.default.DefaultModelState:prepare_attn(input_batch)
+    vllm.v1.worker.gpu.input_batch:InputBatch has max_query_len, expanded_idx_mapping, expanded_local_pos, positions,
+        num_tokens_after_padding
+    vllm.v1.worker.gpu.input_batch:expand_idx_mapping
+    vllm.v1.worker.gpu.input_batch:prepare_pos_seq_lens
+    vllm.v1.worker.gpu.block_table.BlockTables:compute_slot_mappings
+    vllm.utils.torch_utils:async_tensor_h2d(data, device, out)
+""")
+
 STREAM_HOOKS = table("""
     # streams through parsers of reasoning and tool calls
     vllm.parser.parser_manager.ParserManager:get_parser
@@ -203,7 +220,7 @@ STREAM_HOOKS = table("""
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # Hooks of optional features.
-OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS + V2_GATE_HOOKS + STREAM_HOOKS
+OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS + V2_GATE_HOOKS + V2_ADAPTIVE_HOOKS + STREAM_HOOKS
 
 
 def settings() -> list[str]:

@@ -3,18 +3,24 @@ answers, and what happened at the gate, as JSON on the last line.
 
     python gated.py MODEL '{"speculative_config": ..., "cases": ..., "drafter": "raises", "kernel": true, ...}'
 
+Tensor-parallel ranks take it as a plugin of vLLM, where GATED names a file for the first rank's events.
+
 A thread stands for the device's stream: it runs what is queued in order, and waits at the gate until the host has
 opened it. Steps that only decode are full graphs of vLLM's own manager; their replay computes anew, from the runner's
-buffers. "drafter": it "raises" in every third step, or "sleeps" in every twelfth; "kernel": wait as without the driver.
+buffers. "adaptive": with vLLM's adaptive verification, in steps that are padded; "drafter": it "raises" in every third
+step, or "sleeps" in every twelfth; "kernel": wait as without the driver.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from serve import answers, filter_as_on_cpus, schedule_asynchronously, take_any_mask
@@ -22,12 +28,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm import LLM
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
+from vllm.v1.worker.cpu import shm
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 from freedraft.engines.vllm.v2 import gate
 from freedraft.engines.vllm.v2.gate import Gate, stream_wait
 from freedraft.engines.vllm.v2.install import SPECULATOR
+from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
+from freedraft.engines.vllm.v2.speculator import MethodSpeculator
+
+SIZES = [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64]  # of graphs, in tokens
 
 
 class Stream:
@@ -68,8 +80,14 @@ def decode_by_graphs(runner, stream):
 
     def dispatched(*args, **kwargs):
         description, state = dispatch(*args, **kwargs)
-        decodes = kwargs.get("max_query_len") is not None and args[3] is not None
+        adaptive = runner.adaptive_verification is not None
+        decodes = kwargs.get("max_query_len") is not None and (adaptive or args[3] is not None)
         mode = CUDAGraphMode.FULL if decodes else description.cg_mode
+        if decodes and adaptive:  # a graph for any lengths
+            tokens = next(size for size in SIZES if size >= args[2])
+            description = dataclasses.replace(
+                description, num_tokens=tokens, num_reqs=min(tokens, runner.max_num_reqs), max_query_len=1 + 3
+            )
         return dataclasses.replace(description, cg_mode=mode), state
 
     def noted_slots(*args):
@@ -96,9 +114,41 @@ def decode_by_graphs(runner, stream):
     runner.kv_connector.pre_forward, CudaGraphManager.run_fullgraph = pre_forward, replay
 
 
-def use_gate(speculator, manager, stream, kernel):
-    """As on a device; returns how many operations of PyTorch each draft at the gate took."""
-    flag, operations = torch.zeros(1, dtype=torch.int32), []
+def verify_by_score(runner):
+    """As vLLM and `prepare` do where graphs are captured; returns of each choice how many draft tokens were to be
+    verified, the scores, and how many of each request were, and whether drafts were learnt from as they had been."""
+    torch.cuda.Stream, torch.cuda.Event = shm._StreamPlaceholder, shm._EventPlaceholder
+    states, speculator = runner.req_states, runner.speculator
+    runner.adaptive_verification = AdaptiveVerificationManager(states, runner.input_buffers.query_start_loc, 1, 1000)
+    runner.adaptive_verification.set_cost_curves([(1, 0.0)], [(size, 10.0 + 0.6 * size) for size in SIZES])
+    runner.rejection_sampler.enable_adaptive_verification = True
+    ours = speculator.by_score = runner.adaptive_verification = RowsByScore(
+        runner, speculator._ranks, last=speculator.joins_last
+    )
+    noted, followed, choose, learn = {"chosen": [], "learnt": []}, [], ours.choose, ours.acceptance.update
+
+    def chosen(draft, slots, counts, batch):
+        choose(draft, slots, counts, batch)
+        followed[:] = [] if draft is None else [draft.tokens.copy()]
+        if ours.late:
+            scores = ours._scores[batch.idx_mapping_np, 1:].tolist()
+            noted["chosen"].append([ours._budget, scores, ours._counts.tolist()])
+
+    def learnt(step):
+        for tokens, (draft, _) in zip(followed, ours.acceptance._followed, strict=bool(followed)):
+            noted["learnt"].append(bool((draft.tokens == tokens).all()))
+        followed.clear()
+        learn(step)
+
+    ours.choose, ours.acceptance.update = chosen, learnt
+    return noted
+
+
+def use_gate(speculator, manager, stream, kernel=False):
+    """As on a device; returns how many operations of PyTorch each draft at the gate took, and of each other draft
+    whether it was made before the next step was prepared. A rank that does not draft has no gate: its stream waits for
+    the drafting rank's."""
+    flag, operations, others = torch.zeros(1, dtype=torch.int32), [], []
     by_kernel = stream_wait(flag)
 
     def spin(number):
@@ -106,7 +156,8 @@ def use_gate(speculator, manager, stream, kernel):
             time.sleep(1e-4)
 
     wait = by_kernel if kernel else spin
-    speculator.gate = Gate(flag, lambda number: stream.queue("open", lambda: wait(number)))
+    if speculator.guarded is not None:
+        speculator.gate = Gate(flag, lambda number: stream.queue("open", lambda: wait(number)))
     setattr(manager, SPECULATOR, speculator)
     send, draft, launch = speculator._send, speculator._draft, speculator.launch
 
@@ -118,6 +169,7 @@ def use_gate(speculator, manager, stream, kernel):
 
     def drafted(most, batch, at=None):
         if at is None:
+            others.append(batch is None)
             return draft(most, batch)
         stream.events.append("drafting")
         with Operations() as counted:
@@ -141,7 +193,7 @@ def use_gate(speculator, manager, stream, kernel):
         )
     speculator.launching = False
     speculator._send, speculator._draft, speculator.launch = sent, drafted, launched
-    return operations
+    return operations, others
 
 
 def break_drafter(guarded, how):
@@ -162,25 +214,55 @@ def break_drafter(guarded, how):
     return counts
 
 
+def install():
+    """In a tensor-parallel rank."""
+    path, prepare, gate.LONGEST = os.environ["GATED"], MethodSpeculator.prepare, 60.0
+
+    @functools.wraps(prepare)
+    def prepared(self, runner):
+        prepare(self, runner)
+        if os.environ.get("ADAPTIVE"):
+            verify_by_score(runner)
+        stream = Stream()
+        decode_by_graphs(runner, stream)
+        use_gate(self, runner.cudagraph_manager, stream)
+        launch = self.launch
+
+        def launched(replay):
+            result = launch(replay)
+            if self.gate is not None:
+                Path(path).write_text(json.dumps(stream.events))
+            return result
+
+        self.launch = launched
+
+    MethodSpeculator.prepare = prepared
+
+
 def main():
     take_any_mask()
     filter_as_on_cpus()
     schedule_asynchronously()
     given = json.loads(sys.argv[2])
+    adaptive = given.pop("adaptive", False)
     cases, how, kernel = given.pop("cases"), given.pop("drafter", None), given.pop("kernel", False)
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
     gate.LONGEST = 0.5 if how == "sleeps" else 60.0  # the interpreter takes its time
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     speculator, stream = runner.speculator, Stream()
+    by_score = verify_by_score(runner) if adaptive else {}
     decode_by_graphs(runner, stream)
-    operations = use_gate(speculator, runner.cudagraph_manager, stream, kernel)
+    operations, others = use_gate(speculator, runner.cudagraph_manager, stream, kernel)
     counts = break_drafter(speculator.guarded, how) if how else [0, 0]
     result = {name: answers(llm, **case) for name, case in cases.items()}
     metrics = speculator.guarded.metrics
+    (preempted,) = (m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
     result["engine"] = {
         "drafted": metrics.drafted._value.get(), "accepted": metrics.accepted._value.get(), "broken": counts[1],
         "failures": metrics.failures._value.get(), "operations": operations, "events": stream.events,
-        "shut": speculator.gate.shut, "trees": speculator.trees is not None and speculator.trees.enabled,
+        "shut": speculator.gate.shut, "preempted": preempted, "at once": sum(others),
+        "by score": by_score,
+        "trees": speculator.trees is not None and speculator.trees.enabled,
     }  # fmt: skip
     print("\n" + json.dumps(result))
 

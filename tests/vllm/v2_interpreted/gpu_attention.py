@@ -16,6 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention
 def attend(q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, block_table, **_):
     """Causal attention, as both stock kernels compute it: the queries of a request are its last tokens."""
     for row, (start, end) in enumerate(pairwise(cu_seqlens_q.tolist())):
+        if start == end:  # a request that fills a graph up
+            continue
         length = int(seqused_k[row])
         keys, values = (x[block_table[row].long()].flatten(0, 1)[:length].transpose(0, 1) for x in (k, v))
         mask = torch.ones(end - start, length, dtype=torch.bool).tril(length - (end - start))

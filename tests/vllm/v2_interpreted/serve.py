@@ -4,12 +4,11 @@
 
 Cases come one after the other: all prompts of one at once. "each" has parameters of each request besides those of all;
 "abort" is a number of steps after which each request is given up, and asked anew under the same id; "chains" are the
-requests with parameters that allow no trees; "salt" stands in front of the prompts' own. "adaptive" asks the speculator
-for confidences, "kv" notes the KV of all steps, "drafts" those of chains, "graphs" runs draft passes as CUDA graphs do,
-"graph_sizes" are those of vLLM's own, "warm_up" compiles kernels as vLLM does on devices, and notes which of ours are
-launched that were not then, "rows" is how many rows of logits are verified at once, "seconds" what a step is measured
-to take, and each of its query tokens. The rest of the JSON are arguments
-of the engine; without a "speculative_config" there are answers alone.
+requests with parameters that allow no trees; "salt" stands in front of the prompts' own. "kv" notes the KV of all
+steps, "drafts" those of chains, "graphs" runs draft passes as CUDA graphs do, "graph_sizes" are those of vLLM's own,
+"warm_up" compiles kernels as vLLM does on devices, and notes which of ours are launched that were not then, "rows" is
+how many rows of logits are verified at once, "seconds" what a step is measured to take, and each of its query tokens.
+The rest of the JSON are arguments of the engine; without a "speculative_config" there are answers alone.
 """
 
 from __future__ import annotations
@@ -175,13 +174,13 @@ def note_gone(runner):
 
 def answers(llm, prompts, parameters, each=(), abort=0, chains=(), salt=""):
     engine = llm.llm_engine
-    if "structured_outputs" in parameters:
-        parameters = parameters | {"structured_outputs": StructuredOutputsParams(**parameters["structured_outputs"])}
     found = {}
 
     def add(i):
         prompt = TokensPrompt(prompt_token_ids=prompts[i], cache_salt=f"{salt}salt {i % 2}")
         asked = parameters | (each[i] if each else {}) | ({"logprobs": 1} if i in chains else {})
+        if "structured_outputs" in asked:
+            asked["structured_outputs"] = StructuredOutputsParams(**asked["structured_outputs"])
         engine.add_request(f"request {i}", prompt, SamplingParams(detokenize=False, **asked))
 
     for i in range(len(prompts)):
@@ -226,23 +225,6 @@ def take_any_mask():
 def filter_as_on_cpus():
     """Top-k and top-p by PyTorch, vLLM's own way on CPUs: the interpreter does not run its kernel."""
     topk_topp_sampler.HAS_TRITON = False
-
-
-def note_confidences(speculator):
-    """Of each step's requests: the confidences, which draft tokens are their own, and how many the step accepted.
-
-    vLLM's configuration takes adaptive verification only with CUDA graphs, so the speculator alone is told of it.
-    """
-    speculator.verify_adaptively(speculator._drafts.device)
-    noted = []
-
-    def proposed(drafts, batch, *args):
-        n = batch.num_reqs
-        drafted = speculator.requests.drafted[batch.idx_mapping_np[:n]].tolist()
-        noted.append([speculator.draft_token_confidence_probs[:n].tolist(), drafted])
-
-    after(speculator, "propose", proposed)
-    return noted
 
 
 def warm_up_as_on_devices():
@@ -422,7 +404,7 @@ def main():
     filter_as_on_cpus()
     schedule_asynchronously()
     given = json.loads(sys.argv[2])
-    cases, adaptive = given.pop("cases"), given.pop("adaptive", False)
+    cases = given.pop("cases")
     with_kv, with_graphs, with_drafts = (given.pop(name, False) for name in ("kv", "graphs", "drafts"))
     graph_sizes, with_warm_up = given.pop("graph_sizes", None), given.pop("warm_up", False)
     if rows := given.pop("rows", 0):
@@ -449,7 +431,6 @@ def main():
     graphs, reads = record_graphs(runner, graph_sizes) if with_graphs else [], note_reads()
     drafts = note_drafts(guarded) if with_drafts else []
     said = {}
-    confidences = note_confidences(runner.speculator) if adaptive else []
     waits, (gone, left) = note_waits(), note_gone(runner)
     if drafter != ():
         recorded(guarded, said)
@@ -473,7 +454,7 @@ def main():
     engine = figures | {"v2": isinstance(runner, GPUModelRunner), "async": config.scheduler_config.async_scheduling}
     engine["failures"] = guarded.metrics.failures._value.get()
     engine |= {"counts": counts, "branches": branches, "reads": reads, "waits": waits, "gone": gone, "left": left[0]}
-    engine |= {"confidences": confidences, "schedule": schedule, "lookup": core.scheduler.dynamic_sd_lookup}
+    engine |= {"schedule": schedule, "lookup": core.scheduler.dynamic_sd_lookup}
     engine |= {"drafts": drafts, "by case": by_case}
     engine |= {"trees": trees is not None and trees.enabled, "trees of graphs": of_graphs, "learnt": tokens}
     engine["reasons for chains"] = reasons_for_chains(runner) if trees is not None else []

@@ -15,3 +15,7 @@ def install():
         serve.take_any_mask()
         serve.filter_as_on_cpus()
         serve.schedule_asynchronously()
+    if os.environ.get("GATED"):
+        import gated
+
+        gated.install()

@@ -23,12 +23,13 @@ from freedraft.engines.vllm.scheduler import SALT
 from freedraft.engines.vllm.v2.gained import GainedTokens
 from freedraft.engines.vllm.v2.gate import Gate
 from freedraft.engines.vllm.v2.requests import Requests, Taken
-from freedraft.engines.vllm.v2.write_drafts import Confidences, write_drafts
+from freedraft.engines.vllm.v2.write_drafts import write_drafts
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
 from freedraft.step import Step
 
 if TYPE_CHECKING:
+    from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
     from freedraft.engines.vllm.v2.trees import Trees
 
 logger = logging.getLogger(__name__)
@@ -77,7 +78,7 @@ class Drafting:
         self.guarded: Any = None  # `GuardedMethod`, in the drafting rank
         self.lengths: BatchLengths | None = None  # learnt while serving
         self.rows: Rows = []  # draft lengths by batch size, to send to the scheduler
-        self.confidences: Confidences | None = None
+        self.by_score: RowsByScore | None = None  # with adaptive verification, once there is a runner
         tokenizer = None
         if drafts:
             spec = METHODS[ours.name]
@@ -170,8 +171,8 @@ class Drafting:
             return False
         taken = self._take()
         step, draft = self._step(taken), None
-        if self.confidences is not None:  # before the drafts that it learns from are overwritten
-            self.confidences.learn(step)
+        if self.by_score is not None:  # before the drafts that it learns from are overwritten
+            self.by_score.acceptance.update(step)
         if step.capacities.any():
             self._drafted_at = self._steps
             draft = self.guarded.draft(step, count=False)
@@ -182,8 +183,8 @@ class Drafting:
             if in_time:
                 counts = write_drafts(draft, taken, gained, requests, proposed, self._branching, self._steps)
                 proposed[0, :, most:] = -1  # as in vLLM
-        if in_time and self.confidences is not None:
-            self.confidences.estimate(draft, taken.rows, counts, len(gained.slots))
+                if self.by_score is not None:
+                    self.by_score.choose(draft, gained.slots[taken.rows], counts, batch)
         return in_time
 
     def _take(self) -> Taken:
@@ -222,9 +223,13 @@ class Drafting:
         if self._pending:
             self.requests.prepare(self._gained[0], 0, None)
             if (step := self._step(self._take())).request_ids:
-                if self.confidences is not None:
-                    self.confidences.learn(step)
-                self.guarded.observe(step)
+                if self.by_score is not None:
+                    self.by_score.acceptance.update(step)
+                if (step.ends - step.starts == 1).all() and self.guarded.rests():
+                    self._gained[0].query_tokens = 0  # of the steps of a pause, one is timed
+                    self.guarded.rest(step.request_ids, step.tokens[step.starts], step.contexts)
+                else:
+                    self.guarded.observe(step)
         for request_id in [*self.requests.ended]:
             self._tell_end(request_id)
         if self.lengths is not None:
@@ -233,7 +238,8 @@ class Drafting:
     def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor, over: NDArray[np.bool_]) -> None:
         """Pass on the prompt states of requests that finished prefill in this step; over: bool [B], which did."""
         ids = input_batch.req_ids
-        rows = [row for row in np.flatnonzero(over).tolist() if ids[row] in self.guarded.in_prompt]
+        waiting = self.guarded.in_prompt
+        rows = [row for row in np.flatnonzero(over).tolist() if ids[row] in waiting] if waiting else []
         if rows:
             ends = input_batch.query_start_loc_np[1:][rows] - 1
             if (drafts := input_batch.num_draft_tokens_per_req) is not None:

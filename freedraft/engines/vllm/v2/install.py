@@ -15,7 +15,7 @@ import torch
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
-from freedraft.engines.vllm.hooks import V2_GATE_HOOKS
+from freedraft.engines.vllm.hooks import V2_ADAPTIVE_HOOKS, V2_GATE_HOOKS
 from freedraft.engines.vllm.patching import after, before, with_kv_cache, wrap_once
 from freedraft.engines.vllm.v2.lengths import find_nearest, send_lengths, whole_table
 from freedraft.engines.vllm.v2.matching import match
@@ -50,6 +50,8 @@ def install() -> None:
     if not check(V2_GATE_HOOKS):
         wrap_once(GPUModelRunner, "prepare_inputs", before(_note_graph))
         wrap_once(cudagraph_utils.ModelCudaGraphManager, "run_fullgraph", _launch)
+    if not check(V2_ADAPTIVE_HOOKS):
+        wrap_once(DefaultModelState, "prepare_attn", before(_note_attention))
     wrap_once(DefaultModelState, "prepare_inputs", before(_join))
 
 
@@ -130,7 +132,7 @@ def _prepare_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_attn(self: Any, input_batch: Any) -> Any:
         if (ours := _ours(self)) is None:
             return original(self, input_batch)
-        ours.verifying = input_batch
+        ours.begin(input_batch)
         if not ours.joins_last:
             ours.join(input_batch)
         block_tables, slot_mappings = original(self, input_batch)
@@ -141,6 +143,12 @@ def _prepare_step(original: Callable[..., Any]) -> Callable[..., Any]:
         return block_tables, slot_mappings
 
     return prepare_attn
+
+
+def _note_attention(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
+    ours = getattr(model_state, SPECULATOR, None)
+    if ours is not None and ours.by_score is not None and ours.verifying is input_batch and ours.by_score.late:
+        ours.by_score.attention = partial(model_state.prepare_attn, input_batch, *args, **kwargs)
 
 
 def _note_graph(runner: Any, scheduler_output: Any, state: Any, batch_desc: Any, *args: Any, **kwargs: Any) -> None:

@@ -27,12 +27,11 @@ from freedraft.engines.hooks import check
 from freedraft.engines.vllm.configured import ADAPTIVE, SCHEDULE, configured
 from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
-from freedraft.engines.vllm.hooks import V2_GATE_HOOKS
+from freedraft.engines.vllm.hooks import V2_ADAPTIVE_HOOKS, V2_GATE_HOOKS
 from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.v2.drafting import Drafting, V2StepState
 from freedraft.engines.vllm.v2.gate import Gate, stream_wait, why_no_gate
 from freedraft.engines.vllm.v2.lengths import GraphLengths
-from freedraft.engines.vllm.v2.write_drafts import Confidences
 from freedraft.method import METHODS
 from freedraft.step import TOP_TOKENS
 
@@ -70,8 +69,12 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         self.gate: Gate | None = None
         self._sent: Any = None  # event behind the last copy of drafts, if there is a gate
         self.warming_up = False  # see `warm_up`
-        if getattr(config, ADAPTIVE, False):
-            self.verify_adaptively(device)
+        self.enable_adaptive_verification = bool(getattr(config, ADAPTIVE, False))  # read by vLLM, as the next one
+        self.draft_token_confidence_probs = None
+        if self.enable_adaptive_verification and (missing := check(V2_ADAPTIVE_HOOKS)):
+            self.enable_adaptive_verification = False
+            setattr(config, ADAPTIVE, False)
+            logger.warning("freedraft: no adaptive verification: vLLM lacks %s", "; ".join(missing))
 
     @property
     def matches(self) -> bool:
@@ -92,13 +95,6 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         if self.trees is not None:
             self.trees.warm_up(now)
 
-    def verify_adaptively(self, device: torch.device) -> None:
-        """Provide confidences to vLLM's adaptive verification, under the names that it reads."""
-        self.confidences = Confidences(self.requests.lengths.size, self.length, device)
-        self.joins_at_once = True
-        self.enable_adaptive_verification = True
-        self.draft_token_confidence_probs = self.confidences.device
-
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Required by vLLM; we capture no graphs here."""
 
@@ -117,14 +113,18 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         if self.trees is not None and not DraftRanks(self._ranks).agree(self.trees.prepare(runner)):
             self.trees, self._parts = None, 1
         self.runner = runner
-        # If vLLM forwards drafts, splits its inputs, or reads confidences before inputs are prepared.
-        self.joins_at_once = bool(runner.pp_handler or runner.pcp_manager or self.confidences)
+        # If vLLM forwards drafts, or splits its inputs.
+        self.joins_at_once = bool(runner.pp_handler or runner.pcp_manager)
         # If only the model itself reads drafts.
         usual = type(runner.model_state).prepare_inputs is DefaultModelState.prepare_inputs
         readers = METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
         self.joins_last = usual and not any(readers)
         if self.joins_last and self.guarded is not None and self._proposed.is_pinned():
             self._make_gate()
+        if getattr(runner, "adaptive_verification", None) is not None:
+            from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
+
+            self.by_score = runner.adaptive_verification = RowsByScore(runner, self._ranks, last=self.joins_last)
         if METHODS[name].runs_model:
             self.draft_model = prepare_passes(runner, self._vllm_config, self.guarded)
 
@@ -150,7 +150,7 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         num_sampled: int32 [B], new tokens of each request; last_sampled: int64 [slots, 1]."""
         self._steps += 1
         verified, self._verified = self._verified, None
-        batch, guarded, confidences = input_batch.num_reqs, self.guarded, self.confidences
+        batch, guarded = input_batch.num_reqs, self.guarded
         packed = self._of_batch(self._drafts, batch)
         drafts = packed[0]
         if dummy_run or is_profile:
@@ -159,9 +159,9 @@ class MethodSpeculator(Drafting, BaseSpeculator):
             if guarded is not None:  # its kernel is compiled, too
                 self._copy_gained(input_batch, num_sampled, drafts)
             packed.zero_()
-            if confidences is not None:
-                confidences.device[:batch].zero_()
             return drafts
+        if self.by_score is not None:
+            self.by_score.end(input_batch)
         prompts = self._states.prefill_len.np[input_batch.idx_mapping_np[:batch]]
         over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= prompts  # the bound is exact in prefill
         if guarded is not None:
@@ -174,8 +174,6 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         most = self.length if num_speculative_tokens is None else num_speculative_tokens
         # New tokens, if any, are read later, without a wait.
         self._awaited = (input_batch.idx_mapping[:batch], most) if most > 0 and over.any() else None
-        if confidences is not None and self._awaited is None:
-            confidences.device[:batch].zero_()
         if self.joins_at_once or input_batch.has_structured_output_reqs:
             self.join()
         return drafts
@@ -192,6 +190,12 @@ class MethodSpeculator(Drafting, BaseSpeculator):
             with nullcontext() if self.draft_model is None else self.draft_model.ranks.leading():
                 drafted = self.guarded.call(self._draft, most, batch)
         self._send(slots, batch, drafted)
+
+    def begin(self, batch: Any) -> None:
+        """The inputs of a step are prepared; batch: vLLM's InputBatch."""
+        self.verifying = batch
+        if self.by_score is not None and not self.by_score.begin(batch):
+            self._awaited = None  # nothing is verified: its tokens are taken later
 
     @property
     def opens_late(self) -> bool:
@@ -210,6 +214,8 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         if self._sent is not None:  # the drafts of the step before may not have been read yet
             self._sent.synchronize()
         self._proposed_on_host(len(slots))[:] = 0  # chains of the token 0, if drafts come too late
+        if self.by_score is not None:
+            self.by_score.set_rows()
         self.gate.close()
         try:
             self._send(slots, self.verifying, True)
@@ -223,7 +229,8 @@ class MethodSpeculator(Drafting, BaseSpeculator):
 
     def _send(self, slots: torch.Tensor, batch: Any, drafted: bool) -> None:
         """Pass drafts to the step that verifies them; see `join`."""
-        packed, confidences = self._of_batch(self._drafts, len(slots)), self.confidences
+        packed = self._of_batch(self._drafts, len(slots))
+        by_score = self.by_score if self.by_score is not None and self.by_score.late else None
         if self.guarded is not None:
             if drafted:
                 packed.copy_(self._of_batch(self._proposed, len(slots)), non_blocking=True)
@@ -231,24 +238,24 @@ class MethodSpeculator(Drafting, BaseSpeculator):
                     self._sent.record()
             else:
                 packed[1:].zero_()
-            if confidences is not None:
-                confidences.send(len(slots)) if drafted else confidences.device[: len(slots)].zero_()
         elif self.draft_model is not None:
             self.draft_model.serve(V2StepState(self.runner.block_tables, self._states, np.zeros(0, np.intp)).pages)
         if self._ranks.world_size > 1:
             self._ranks.broadcast(packed, src=0)
-            if confidences is not None:
-                self._ranks.broadcast(confidences.device[: len(slots)], src=0)
         if self.trees is not None:
             self.trees.put(slots, packed[1])
         if batch is not None:  # requests that got slots since have no drafts, and read none
             states = self._states
             states.draft_tokens[slots] = packed[0]
-            combine_sampled_and_draft_tokens(
+            if by_score is not None:
+                by_score.place(batch, drafted)
+            batch.logits_indices = combine_sampled_and_draft_tokens(
                 self.runner.input_buffers.input_ids, batch.idx_mapping, states.last_sampled_tokens,
                 batch.query_start_loc, batch.seq_lens, states.prefill_len.gpu, states.draft_tokens,
                 batch.cu_num_logits, len(batch.logits_indices),
             )  # fmt: skip
+            if by_score is not None:
+                by_score.attention()
 
     def take_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
         """Keep a step's logits until `propose` recycles them; sampling does not modify them. logits: float [R, V], rows
