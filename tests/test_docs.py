@@ -114,7 +114,7 @@ def test_every_promise_is_kept_by_tests_that_exist(name: str, kind: str) -> None
         for test in row["tests"]:
             path, _, function = test.rstrip("*").partition("::")
             source = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
-            found = re.search(rf"^((?:@.*\n|[ )].*\n)*)def {function}\(", source, re.MULTILINE)
+            found = re.search(rf"^((?:@.*\n|[ )].*\n)*) *def {function}\(", source, re.MULTILINE)
             assert found, f"{row['says']}: no test {test}"
             later = "\n@pytest.mark.extended" in "\n" + found[1]
             assert later == test.endswith("*"), f"{test}: with a * or without"

@@ -8,7 +8,7 @@ from vllm_cases import generate, parameters, token_prompts
 from vllm_engines import engine, failures, runner_of, settle, spied
 
 from tests.support import prompts
-from tests.support.models import save_adapter
+from tests.support.models import continuations, save_adapter
 
 TOKENS, EACH = 30, 12
 # On a CPU vLLM gives requests without an adapter, beside others with one, the adapter in the last place: here none.
@@ -33,23 +33,26 @@ def given():
     return token_prompts(prompts.random_ids([12] * EACH, 24, first=2, seed=9))
 
 
-def ask_all(llm, given, adapters):
+def ask_all(llm, given, adapters, sent=None):
     """Answers of the model and of two adapters in turn, six at a time."""
+    sampling = parameters(TOKENS, ignore_eos=True, detokenize=False, extra_args=sent)
     asked = [(prompt, lora) for prompt in given for lora in adapters.values()]
-    outputs = llm.generate([prompt for prompt, _ in asked], ASKED, lora_request=[lora for _, lora in asked],
+    outputs = llm.generate([prompt for prompt, _ in asked], sampling, lora_request=[lora for _, lora in asked],
                            use_tqdm=False)  # fmt: skip
     settle(llm)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_model, given, adapters):
-    with engine(tiny_model, **SETTINGS) as llm:
-        return ask_all(llm, given, adapters)
+def plain(llm, tiny_model, given, adapters):
+    """Answers without drafts."""
+    answers = ask_all(llm, given, adapters, {"freedraft": "off"})
+    assert answers[::3] == continuations(tiny_model, [prompt["prompt_token_ids"] for prompt in given], TOKENS)
+    return answers
 
 
 @pytest.fixture(scope="module")
-def llm(plain, tiny_model):
+def llm(tiny_model):
     with engine(tiny_model, speculative_config=SSSD, **SETTINGS) as llm:
         assert runner_of(llm).speculative_config.num_speculative_tokens == 31, "256 tokens for 6 requests hold 41"
         yield llm

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import pytest
@@ -11,8 +10,10 @@ from vllm_cases import generate, parameters, save_sets, save_tiny, token_prompts
 from vllm_engines import engine, runner_of, settle, spied, verified
 
 from freedraft.engines.vllm.guards import check_model
-from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
+from freedraft.fingerprints import hardware_name
 from layerskip_plugin.lookahead import Verifications
+from layerskip_plugin.selection.knapsack import Choice, Plan
+from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support.models import continuations
 
 SMALL = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_seqs": 4}
@@ -93,27 +94,18 @@ def test_an_architecture_without_such_layers(tiny_model, tmp_path):
     assert "LlamaForCausalLM" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_files_of_another_machine_stop_the_start(tiny_model, tmp_path):
+    """What else is refused: `tests/layerskip/test_layerskip_options.py`."""
+    fingerprint = model_fingerprint(json.loads((tiny_model / "config.json").read_text()))
+    given = GOOD | {"selection": "knapsack", "selection_file": str(tmp_path / "plan.json")}
+    choice = Choice(SkipSet.of_sublayers([1], 2, fingerprint), 2, 1.0)
+    Plan((64,), (choice,), hardware_name()).save(tmp_path / "plan.json", {})
+    config_of(tiny_model, given)
+    Plan((64,), (choice,), "a Cray").save(tmp_path / "plan.json", {})
+    assert "measured on a Cray" in refusal(tiny_model, given)
+
+
 def test_slots_are_reserved_for_this_method_only(tiny_model):
     assert config_of(tiny_model, GOOD | {"window": 128}).num_lookahead_tokens == 3
     assert config_of(tiny_model, GOOD | {"method": "sssd"}).num_lookahead_tokens == 0
     assert config_of(tiny_model, None).num_lookahead_tokens == 0
-
-
-def test_targets_that_are_built_otherwise_than_their_name_says(plain_tiny, monkeypatch):
-    """A part too many, a norm that may hand over something else than a tensor, and no decoder."""
-    from torch import nn
-
-    target, layers = plain_tiny.target, plain_tiny.target.model.layers
-    assert len(Backbone.of(target).layers) == 2
-    fused = copy.copy(layers[0].input_layernorm)
-    fused.__class__ = type("FusedNormQuant", (type(fused),), {})
-    for layer, name, part, words in (
-        (layers[1], "pre_feedforward_layernorm", nn.Identity(), r"layer 1 .*pre_feedforward_layernorm"),
-        (layers[0], "input_layernorm", fused, r"layer 0 .*norms other than RMSNorm"),
-    ):
-        with monkeypatch.context() as changed, pytest.raises(UnsupportedModel, match=words):
-            changed.setitem(layer._modules, name, part)
-            Backbone.of(target)
-    assert len(Backbone.of(target).layers) == 2
-    with pytest.raises(UnsupportedModel, match="no plain decoder"):
-        Backbone.of(nn.Linear(2, 2))

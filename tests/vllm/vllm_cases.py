@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from typing import NamedTuple
 
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
-from tests.support import distributions, prompts
+from tests.support import prompts
 from tests.support.models import save, tiny_model
 
 TINY = {"vocab_size": 24, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 TINY |= {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1}
-MAX_MODEL_LEN = 512
-TOKENS = 40
 
 
 def save_tiny(family, folder, layers=2):
@@ -58,46 +55,14 @@ def generate(llm, prompts, asked):
     return tokens_of(llm.generate(prompts, asked, use_tqdm=False))
 
 
-def greedily(llm, prompts, tokens=TOKENS):
-    return generate(llm, prompts, parameters(tokens))
-
-
 def metric(llm, name):
     return sum(m.value for m in llm.get_metrics() if m.name == name)
-
-
-# Prompts of one drafter or another, as text.
-MIXED = [*prompts.CHAT[:9], *prompts.RAW[:2], prompts.ECHO]
-STRUCTURED_PROMPTS = slice(3, 7)
-
-
-def structured(max_tokens=60):
-    from vllm.sampling_params import StructuredOutputsParams
-
-    schema = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"type": "integer"}},
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-    return parameters(max_tokens, structured_outputs=StructuredOutputsParams(json=schema))
-
-
-def penalised(max_tokens=40):
-    return parameters(max_tokens, repetition_penalty=1.3, logprobs=2)
 
 
 # One request of the server's: a temperature, a seed, and parameters that vLLM's rejection sampler does not know.
 SAMPLED = {"temperature": 0.8, "seed": 7, "top_p": 0.95, "min_p": 0.02, "logit_bias": {28: -2.0}}
 
-# Sampling: short outputs over a vocabulary of 24, so that each is seen often enough.
-SAMPLES = 1500
 SAMPLED_PROMPT = [5, 9, 17, 5, 9, 3, 5, 9, 17, 22, 5, 9]
-# temperature, top_p, top_k, one seed per request
-SETTINGS = [(1.0, 1.0, 0, False), (0.6, 0.8, 0, False), (1.4, 1.0, 5, False), (0.9, 0.9, 8, True)]
-# Of several tokens that are as probable as the k-th, top-k keeps all; fp32 keeps ties out.
-SAMPLING_ENGINE = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 128,
-                   "enable_prefix_caching": False}  # fmt: skip
 
 
 # What sampled requests ask for besides a temperature and a seed.
@@ -110,40 +75,6 @@ ASKED = [
     {"min_tokens": 9, "stop_token_ids": [3, 4, 5, 6], "logprobs": 3},
     {"allowed_token_ids": [*range(2, 12)], "presence_penalty": 0.4, "logprobs": 0},
 ]
-
-
-def seeded():
-    """Eight prompts, three seeds, and four temperatures, one of them 0."""
-    cases = itertools.product(prompts.random_ids([12] * 8, 24, first=2, seed=5), (1, 2, 3), (0.0, 0.3, 0.9, 1.3))
-    given = list(zip(cases, itertools.cycle(ASKED)))
-    return token_prompts([ids for (ids, _, _), _ in given]), [
-        parameters(32, temperature=warm, seed=seed, ignore_eos=True, detokenize=False, **asked)
-        for (_, seed, warm), asked in given
-    ]
-
-
-def with_logprobs(outputs):
-    """Tokens, and what was said of each."""
-    answers = [output.outputs[0] for output in outputs]
-    said = [[{i: each.logprob for i, each in one.items()} for one in answer.logprobs or ()] for answer in answers]
-    return [(list(answer.token_ids), logprobs) for answer, logprobs in zip(answers, said, strict=True)]
-
-
-def sample(llm, setting, samples=SAMPLES):
-    """Outputs of four tokens, without detokenising; each request has its own seed where the setting says so."""
-    from vllm import SamplingParams
-
-    temperature, top_p, top_k, has_seeds = setting
-    how = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
-    how |= {"max_tokens": 4, "ignore_eos": True, "detokenize": False}
-    requests = [SamplingParams(**how, seed=i if has_seeds else None) for i in range(samples)]
-    outputs = llm.generate([{"prompt_token_ids": SAMPLED_PROMPT}] * samples, requests, use_tqdm=False)
-    return [tuple(tokens) for tokens in tokens_of(outputs)]
-
-
-def p_value(a, b):
-    """That two samples of outputs come from one distribution."""
-    return distributions.same_distribution(a, b, lengths=(2, 3, 4))
 
 
 # Sampling with seeds, on model runner V2: filters and penalties in turn. vLLM refuses min_p and logit_bias with drafts.
@@ -182,21 +113,6 @@ def seeded_case(share=8):
 def alone(case, i):
     """A case of the i-th request of another one."""
     return case | {name: case[name][i : i + 1] for name in ("prompts", "each")}
-
-
-class PlainTiny(NamedTuple):
-    """What the tiny model says without us, and the target that vLLM makes of it.
-
-    Attributes:
-        sampled: outputs by setting.
-        seeded: tokens and logprobs of the requests of `seeded`.
-        greedy: the greedy output of the same prompt.
-    """
-
-    sampled: dict[tuple, list[tuple[int, ...]]]
-    seeded: list[tuple]
-    greedy: tuple[int, ...]
-    target: object
 
 
 def recycled(served, answers, given):

@@ -1,0 +1,71 @@
+"""Several methods in one engine: a client's parameter `method` names the one that drafts, while nothing else runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from freedraft.config import PluginOptions
+from freedraft.hybrid import SPEC as HYBRID
+from freedraft.method import METHODS, MethodSpec
+from freedraft.metrics import Metrics
+from freedraft.step import EngineContext, Step
+from tests.support import repeat_drafter
+
+
+class SwitchedOptions(PluginOptions):
+    parts: str = ""
+    """A file: JSON of each method's options and its name, by names of the tests' own."""
+    window: int | None = None
+    """The largest window of a method, for which engines may reserve."""
+
+
+class Switched:
+    """The method that serves, but for what is defined here."""
+
+    def __init__(self, options: SwitchedOptions, context: EngineContext, controller: Any = None) -> None:
+        given = json.loads(Path(options.parts).read_text())
+        self.parts = {name: make(context, **part) for name, part in given.items()}
+        self.now, self.running = next(iter(self.parts.values())), set[str]()
+        self.metrics = Metrics(SPEC.name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["now"], name)
+
+    def prepare(self, model: Any) -> None:
+        for part in self.parts.values():
+            part.prepare(model)
+
+    def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
+        wanted = self.parts.get(extra.get("method", ""), self.now)
+        assert wanted is self.now or not self.running, "requests of another method have not ended"
+        self.now = wanted
+        self.running.add(request_id)
+        self.now.begin(request_id, tokens, tenant, extra)
+
+    def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
+        self.running.discard(request_id)
+        self.now.finish(request_id, output, aborted)
+
+    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
+        self.metrics.add(step)
+        self.now.record_acceptance(step, rows)
+
+    def close(self) -> None:
+        for part in self.parts.values():
+            part.close()
+
+
+SPECS = {"any": replace(HYBRID, factory="tests.support.any_hybrid:AnyHybrid"), "repeat": repeat_drafter.SPEC}
+SPEC = MethodSpec("switched", f"{__name__}:Switched", SwitchedOptions, runs_model=True, takes_corpora=True)
+
+
+def make(context: EngineContext, method: str, **options: Any) -> Any:
+    spec = SPECS.get(method) or METHODS[method]
+    return spec.make(spec.options.parse(options), context)
