@@ -172,7 +172,7 @@ check: $(VLLM)/project.done $(MODEL)/config.json
 
 test: SELECT := not extended
 test: $(VLLM)/project.done $(MODEL)/config.json
-	@$(call lanes,test,lint test-vllm-v2,test-vllm test-sglang test-engineless)
+	@$(call lanes,test,lint test-vllm-v2 test-engineless,test-vllm test-sglang)
 
 test-extended: SELECT := extended
 test-extended: $(VLLM)/project.done $(MODEL)/config.json

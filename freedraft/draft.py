@@ -23,7 +23,7 @@ class DraftBatch:
         scores: float32 [B, N], estimated probability that verification accepts the node (and so its whole path);
             1 for the root, never above the parent's.
         counts: int32 [B], number of nodes, root included; 0 where the request has no token to extend.
-        kinds: uint8 [B, N], origin of each node in the drafter's own numbering below 128 (source, match length);
+        kinds: uint8 [B, N], origin of each node in the drafter's own numbering below 112 (source, match length);
             acceptance is learnt per kind.
     """
 

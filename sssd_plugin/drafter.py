@@ -32,7 +32,8 @@ MIN_ROWS = 2  # fewest requests per thread
 
 
 class Drafter:
-    """Drafts from each request's own tokens and a datastore snapshot. Its state is keyed by request id.
+    """Drafts from each request's own tokens, a datastore snapshot, learnt texts and recycled logits. Its state is keyed
+    by request id.
 
     Thread-safe: calls are serialised. Ids outside the vocabulary, as in prompts with images, match each other and are
     never drafted, since the model could not embed them.

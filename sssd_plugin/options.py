@@ -33,8 +33,8 @@ class SssdOptions(PluginOptions):
             text of requests. With `live: store`, servers with the same URL learn from each other.
         datastore_sha256: required digest of the datastore, as shown by `freedraft datastore info`, if others could
             change it; None checks for damage only.
-        live_tokens: maximum of learnt tokens, in memory (8 to 12 bytes each) and on disk (4 bytes). Beyond it, the
-            tenant that holds most loses its oldest text first.
+        live_tokens: maximum of learnt tokens, in memory (8 to 12 bytes each) and on disk (4 bytes). Beyond it,
+            tenants that hold more than an equal share lose their oldest text.
         live_max_age: hours after which learnt text is erased; None: never. At a URL the smallest age of all servers
             applies.
         isolation: which requests share learnt text. "salt": those with the same cache_salt (in SGLang also extra_key),

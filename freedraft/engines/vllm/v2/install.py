@@ -166,7 +166,7 @@ def _launch(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _join(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
-    """The last hook before the model runs, in steps of requests and in dummy steps."""
+    """The last hook before the model is launched, in steps of requests and in dummy steps."""
     ours = getattr(model_state, SPECULATOR, None)
     if ours is not None and ours.verifying is input_batch and not ours.opens_late:
         ours.join(input_batch)

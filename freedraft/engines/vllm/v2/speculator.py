@@ -2,7 +2,7 @@
 
 Model runner V2 prepares the next step on the device while the host lags behind. So a kernel writes accepted tokens to
 pinned memory (`propose`); they are awaited when the next step lacks only its drafts, which go back by one copy
-(`join`).
+(`join`). With a gate the step is launched first, and its drafts follow (`launch`).
 
 Every tensor-parallel rank verifies its own copy of the drafts, which rank 0 makes and broadcasts.
 """

@@ -19,7 +19,7 @@ def write_drafts(
     of each of the R requests of `taken`.
 
     Args:
-        draft: of R requests, or None; nodes of a tree by descending score.
+        draft: of R requests, or None.
         proposed: int64 [1 or 2, B, K], out: tokens, and masks (`NodeMasks`) if there may be trees; without a draft
             token, a request's newest one and 0.
         branching: bool [slots], which requests may have trees; others keep the chain of first children. None: none.
