@@ -151,7 +151,7 @@ def test_inspect_shows_layers(run: Callable, tmp_path: Path) -> None:
     [
         ("skip-set", ["--tokens", 23], "23 calibration tokens are too few"),
         ("bayesian", ["--tokens", 8], "8 calibration tokens are too few"),
-        ("knapsack", ["--contexts", "64;16"], "no list of numbers"),
+        ("knapsack", ["--contexts", "64;16"], "separated by commas"),
         ("skip-set", ["--share", 0.9], "choose between 1 and half"),
         ("skip-set", ["--tokens", 100000], "give more text"),
         ("skip-set", ["--device", "abacus"], "there is no abacus here"),

@@ -387,7 +387,7 @@ def test_recurrent_layers(tmp_path):
     ids = texts.random_ids([12, 12, 30, 5], 24, first=2, seed=3)
     cases = {"few": greedy_case(token_prompts(ids), 16), "aborted": greedy_case(token_prompts(ids), 16, abort=6)}
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 3, 0], [4, 64, 3]]}
-    given = {"cases": cases, "speculative_config": SSSD | {"live": "off"} | schedule, "max_num_seqs": 8}
+    given = {"cases": cases, "speculative_config": SSSD | {"live": "memory"} | schedule, "max_num_seqs": 8}
     found = run("recurrent.py", model, given | SMALL | {"max_model_len": 128})
     plain = continuations(model, ids, 16)
     assert found["few"] == plain and found["aborted"] == plain
