@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -114,6 +115,7 @@ class SssdMethod(Method):
             logger.warning("freedraft: option 'recycle' is on, but %s: n-grams are drafted without them", lacks)
         self._recycles = can_recycle and options.recycle != "off"
         self._begun: dict[str, tuple[int, int]] = {}  # prompt length and tenant, by request
+        self._secret = secrets.token_bytes(16)  # of tenants' numbers, without a store
         self._alone = 0  # requests so far that share nothing
         self.drafter = Drafter(
             vocab_size=context.vocab_size, max_nodes=context.max_draft_tokens + 1, scoring=options.scoring,
@@ -152,13 +154,12 @@ class SssdMethod(Method):
         number = self._number_of(tenant)
         # A preempted request begins again, with its output after its prompt.
         self._begun[request_id] = self._begun.get(request_id, (len(tokens), 0))[0], number
-        shared = self.live is not None and self.options.isolation == "shared"
-        self.drafter.set_tenant(request_id, 0 if shared else number)
+        self.drafter.set_tenant(request_id, 0 if self.options.isolation == "shared" else number)
         self.drafter.replace(request_id, tokens)
 
     def _number_of(self, tenant: str | None) -> int:
         """Return the number of a tenant, or for a request that shares nothing a negative one of its own."""
-        secret = None if self.live is None else self.live.key
+        secret = self._secret if self.live is None else self.live.key
         if secret is None or (self.options.isolation == "strict" and not names_client(tenant)):
             self._alone += 1
             return -self._alone
