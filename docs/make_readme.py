@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from pages import FOLDER, ROOT, nice, result
+from make_results import cells
+from pages import FOLDER, ROOT, between, result
 
 PAGE = ROOT / "README.md"
 SERVED = "serve-vllm-cpu.json"
@@ -99,49 +100,15 @@ def figures() -> str:
     return f"{demo()}\n{rivals()}\n{against_suffix()}{layers}{on_a_gpu()}"
 
 
-def of_sssd() -> Iterator[tuple[float, str]]:
-    for row in result("budget-replay.json")["rows"]:
-        yield row["ratio"]["auto"], f"replayed traffic, {row['batch']} at a time"
-    for row in served():
-        if row["arm"] == "sssd":
-            yield row["ratio"], f"CPU, {nice(row['group'])}, {row['concurrency']} requests"
-    for engine in ("vllm", "sglang"):
-        for row in result(f"demo-{engine}-cpu.json")["rows"]:
-            yield row["ratio"], f"CPU, {row['kind']}"
-    for cells in result("hybrid-vllm-cpu.json").values():
-        for kind, row in cells.items() if isinstance(cells, dict) else ():
-            yield row["sssd"]["ratio"], f"CPU, {kind}"
-
-
-def of_sssd_on_a_gpu() -> Iterator[tuple[float, str]]:
-    rows = {(row["arm"], row["temperature"], row["batch"]): row for row in result("first-hour.json")["steps"]}
-    for (arm, temperature, batch), row in rows.items():
-        if arm == "8b-auto":
-            plain = rows["8b-plain", temperature, batch]["tokens_per_s"]
-            yield row["tokens_per_s"] / plain, f"H200, {batch} request{'s' if batch > 1 else ''}, random text"
-
-
-def of_layerskip() -> Iterator[tuple[float, str]]:
-    for engine, name in (("vLLM", "vllm-cpu"), ("vLLM, bf16", "vllm-cpu-bf16"), ("SGLang", "sglang-cpu")):
-        if (FOLDER / f"windowed-{name}.json").is_file():
-            for row in result(f"windowed-{name}.json")["rows"]:
-                yield row["ratio"], f"windows, {engine}, {row['batch']} requests of {row['context']:,} tokens"
-    for model, cells in result("layer-skip-vllm-cpu.json").items():
-        if isinstance(cells, dict) and "fp32" not in model:
-            for cell, row in (cells if model != "mixed_sets" else {"four sets in a batch": cells}).items():
-                yield row["ratio"], f"{model.partition(',')[0].replace('_', ' ')}, {cell}"
-    yield result("layer-skip-sglang-cpu.json")["mixed_sets"]["ratio"], "SGLang, four sets in a batch"
-
-
 def worst() -> str:
-    slowest = {
-        name: min(rows)
-        for name, rows in (
-            ("`sssd` on a GPU", of_sssd_on_a_gpu()),
-            ("`sssd` elsewhere", of_sssd()),
-            ("`layerskip`", of_layerskip()),
-        )
-    }
+    slowest: dict[str, tuple[float, str]] = {}
+    for cell, value, kind in cells():
+        where, _, requests = cell.rpartition(", ")
+        place = "on a GPU" if cell.startswith("H200") else "elsewhere"
+        name = {"sssd": f"`sssd` {place}", "layerskip": "`layerskip`"}.get(kind)
+        if name is not None:
+            found = value.at, f"{where}, {requests} request{'s' if requests != '1' else ''}"
+            slowest[name] = min(slowest.get(name, found), found)
     return "".join(f"  - {name}: {ratio:.2f} ({cell}).\n" for name, (ratio, cell) in slowest.items()) + "  "
 
 
@@ -149,12 +116,7 @@ def page() -> str:
     """Return README.md with current figures. Raises ValueError: a mark is missing."""
     text = PAGE.read_text(encoding="utf-8")
     for name, write in (("figures", figures), ("worst", worst)):
-        begin, end = MARKS[name]
-        before, found, rest = text.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not (found and closed):
-            raise ValueError(f"README.md: the marks around {name} are gone")
-        text = before + begin + write() + end + after
+        text = between(text, *MARKS[name], write())
     return text
 
 

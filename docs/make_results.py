@@ -108,7 +108,7 @@ def one_request(*results: Any) -> Screen:
 
 
 def served_rows(rows: list[dict[str, Any]], at: int, arms: list[str]) -> list[tuple[str, dict[str, Value]]]:
-    """Return the ratios of each group, and of all questions, at so many concurrent requests."""
+    """Return the ratios of each group and of all questions. at: number of concurrent requests."""
     found: dict[str, dict[str, Value]] = {}
     for row in rows:
         if row["concurrency"] == at and "ratio" in row:

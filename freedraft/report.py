@@ -58,7 +58,7 @@ class Report:
             return
         self._off = off
         if off:
-            brings = f"drafting is off, since it gains nothing now: {1 - share:.0%} of requests had no draft"
+            brings = f"drafting is off: {1 - share:.0%} of requests had no draft ('freedraft top' shows why)"
         else:
             brings = f"{sums.tokens / sums.requests:.2f} tokens per step"
             if sums.compared:

@@ -45,7 +45,8 @@ WINDOW = Window(16, 24)
 
 
 def seeded():
-    """Prompts, and what is asked for each: three seeds, four temperatures, one of them 0, and each kind of sampling."""
+    """Prompts and sampling parameters: each prompt with three seeds and four temperatures (0 among them). The kinds of
+    sampling alternate."""
     product = itertools.product(random_ids([12] * 8, 24, first=5, seed=5), (1, 2, 3), (0.0, 0.3, 0.9, 1.3))
     given = list(zip(product, itertools.cycle(ASKED)))
     common = {"max_tokens": 32, "ignore_eos": True}

@@ -32,10 +32,8 @@ class Log:
         self._tokens = 0  # in the file, at most
         self._end_at = time.monotonic() + ANNOUNCED_SECONDS  # of erasures
         self._version = -1  # of the file
-        self._seen = (
-            self.file.transact(lambda: self.file.newest("erasures")),
-            0,
-        )  # the last erasure and the last document
+        # The last erasure and the last document.
+        self._seen = self.file.transact(lambda: self.file.newest("erasures")), 0
 
     @classmethod
     def open(cls, directory: Path, server: LiveManifest, max_tokens: int) -> Self:
