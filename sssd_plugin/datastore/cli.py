@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import json
+import signal
 import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from freedraft.cli import OneLineGroup
 from freedraft.fingerprints import tokenizer_fingerprint
 from freedraft.tenants import parse_tenant
 from sssd_plugin.datastore import tokenizer as tokenizers
-from sssd_plugin.datastore.build import command
-from sssd_plugin.datastore.build.builder import merge_stores
-from sssd_plugin.datastore.build.sorting import format_size, parse_size
-from sssd_plugin.datastore.disk.format import MANIFEST, Isolation, Manifest, digest, read_manifest
+from sssd_plugin.datastore.build.builder import StoreBuilder, merge_stores
+from sssd_plugin.datastore.build.sorting import format_size, parse_size, peak_resident_bytes
+from sssd_plugin.datastore.build.sources import Block, find_inputs, read_pieces, tokenize
+from sssd_plugin.datastore.disk.format import MANIFEST, Isolation, Manifest, TokenizerEntry, digest, read_manifest
 from sssd_plugin.datastore.disk.remote import local_copy
 from sssd_plugin.datastore.disk.store import Datastore, audit
 from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.live import maintenance
+from sssd_plugin.datastore.live.runs import SEARCHED
 
 CHECK_FAILED = 1  # exit code of `verify`
 ABOUT = "Build, inspect and verify suffix-array datastores for SSSD."
@@ -31,32 +37,98 @@ app = typer.Typer(
 
 
 def _place(text: str) -> Path:
-    """Return `text` as a path; for a URL the path of its local copy."""
     try:
         return local_copy(text) if "://" in text else Path(text)
     except DatastoreError as error:
         raise typer.BadParameter(str(error)) from None
 
 
+OutPath = Annotated[Path, typer.Argument(metavar="OUT", help="Directory to make.")]
+TokenizerOption = Annotated[Path | None, typer.Option(
+    "--tokenizer", metavar="DIR", help="Folder of the model (or its tokenizer.json).")]  # fmt: skip
+MemoryOption = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory that the command may use.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Replace the datastore at OUT.")]
 StorePath = Annotated[Path, typer.Argument(
     metavar="STORE", help="The datastore's directory, or a URL of one.", parser=_place)]  # fmt: skip
 PlaceArgument = Annotated[str, typer.Argument(
     metavar="STORE", help="The datastore's directory, or the URL of servers with `live`.")]  # fmt: skip
 
 
-app.command()(command.build)
+@contextmanager
+def building() -> Iterator[None]:
+    """SIGTERM, Ctrl-C and a lack of memory end a build without a traceback."""
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted: nothing was written", err=True)
+        raise typer.Exit(130) from None
+    except MemoryError:
+        raise DatastoreError("out of memory: give a smaller --memory") from None
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def contents(manifest: Manifest) -> str:
+    n = len(manifest.sub_indices)
+    return (
+        f"{manifest.n_tokens:,} tokens in {manifest.n_documents:,} documents, "
+        f"{n} sub-{'index' if n == 1 else 'indices'}, {format_size(manifest.size)} "
+        f"({manifest.size / max(1, manifest.n_tokens):.2f} bytes/token)"
+    )
 
 
 @app.command()
-def info(store: StorePath, as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+def build(
+    out: OutPath,
+    inputs: Annotated[list[Path], typer.Argument(
+        metavar="INPUT...",
+        help="JSON lines (.jsonl), token ids (.npy; -1 between documents), text, or folders of these.")],
+    *,
+    tokenizer: TokenizerOption = None,
+    field: Annotated[list[str] | None, typer.Option(
+        help="Field of a JSON line that holds text ('a.b' if nested); may be repeated. (default: text)")] = None,
+    glob: Annotated[str, typer.Option(help="Pattern of files in a folder.")] = "**/*",
+    memory: MemoryOption = "2GiB",
+    sub_index_tokens: Annotated[int | None, typer.Option(
+        metavar="N", help="Largest sub-index (default: by memory).")] = None,
+    vocab_size: Annotated[int | None, typer.Option(
+        metavar="N", help="Upper bound of token ids (default: the tokenizer's; required without one).")] = None,
+    force: ForceOption = False,
+    workers: Annotated[int, typer.Option(
+        metavar="N", min=1, max=1024, help="Threads that sort sub-indices, sharing the memory.")] = 1,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
+) -> None:  # fmt: skip
+    """Build a datastore. OUT appears when it is whole; an interrupted build leaves nothing.
+
+    Reading and tokenising use the cores of this machine (one where TOKENIZERS_PARALLELISM is false). Sorting takes one
+    thread for each sub-index: with --workers, several are sorted while more is read.
+    """
+    start = time.monotonic()
+    with building():
+        files, fields = find_inputs(inputs, glob), field or ["text"]
+        loaded, entry, size = _vocabulary(tokenizer, vocab_size, all(file.kind == "npy" for file in files))
+        with StoreBuilder(
+            out, vocab_size=size, tokenizer=entry, memory=parse_size(memory), replace=force,
+            sub_index_tokens=sub_index_tokens, workers=workers,
+        ) as builder:  # fmt: skip
+            blocks = tokenize(read_pieces(files, fields), loaded)
+            manifest = _fill(builder, blocks, sum(file.size for file in files), quiet)
+    seconds, n = time.monotonic() - start, len(manifest.sub_indices)
+    rate, peak = f"{seconds / manifest.n_tokens * 1e6:.2f} us/token", format_size(peak_resident_bytes())
+    typer.echo(f"{out}: {contents(manifest)}; built in {seconds:.1f} s ({rate}), peak memory {peak}")
+    if n > SEARCHED:
+        best = f"drafts are best with at most {SEARCHED}: build with a larger --memory"
+        typer.echo(f"warning: {n} sub-indices; {best}", err=True)
+
+
+@app.command()
+def info(store: StorePath) -> None:
     """Print the contents of a datastore."""
     manifest = read_manifest(store)
-    if as_json:
-        typer.echo(json.dumps(_summary(manifest), indent=2))
-        return
     known = manifest.tokenizer
     typer.echo(f"datastore   {store}")
-    typer.echo(f"contents    {command.contents(manifest)}")
+    typer.echo(f"contents    {contents(manifest)}")
     typer.echo(f"vocabulary  {manifest.vocab_size} ids, largest in use {manifest.max_token}")
     typer.echo(f"tokenizer   {f'{known.name} (fingerprint {known.fingerprint})' if known else 'not recorded'}")
     typer.echo(f"digest      {digest(store)} (datastore_sha256)")
@@ -69,10 +141,10 @@ def info(store: StorePath, as_json: Annotated[bool, typer.Option("--json", help=
 @app.command()
 def verify(
     store: StorePath,
-    tokenizer: command.TokenizerOption = None,
+    tokenizer: TokenizerOption = None,
     vocab_size: Annotated[int | None, typer.Option(metavar="N", help="The model's vocabulary size.")] = None,
     full: Annotated[bool, typer.Option(
-        "--full", help="Prove the order of every suffix (slow; a byte of memory per token).")] = False,
+        "--full", help="Compare every suffix with the next one, rather than a sample.")] = False,
     erased: Annotated[str | None, typer.Option(
         "--erased", metavar="FILE", help="File of tenants, as for `forget`, that must have no text left.")] = None,
 ) -> None:  # fmt: skip
@@ -99,21 +171,21 @@ def verify(
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(CHECK_FAILED) from None
     order = "every suffix in order" if full else "suffix order sampled"
-    typer.echo(f"{store}: OK. {command.contents(manifest)}; checksums match, {order}")
+    typer.echo(f"{store}: OK. {contents(manifest)}; checksums match, {order}")
 
 
 @app.command()
 def merge(
-    out: command.OutPath,
+    out: OutPath,
     stores: Annotated[list[Path], typer.Argument(
         metavar="STORE...", help="Datastores of the same tokenizer.", parser=_place)],
-    memory: command.MemoryOption = "2GiB",
-    force: command.ForceOption = False,
+    memory: MemoryOption = "2GiB",
+    force: ForceOption = False,
 ) -> None:  # fmt: skip
     """Merge datastores, in as few sub-indices as the memory allows. Learnt text is not included."""
-    with command.building():
+    with building():
         manifest = merge_stores(out, stores, memory=parse_size(memory), replace=force)
-    typer.echo(f"{out}: {command.contents(manifest)}")
+    typer.echo(f"{out}: {contents(manifest)}")
 
 
 TenantsOption = Annotated[str | None, typer.Option(
@@ -169,10 +241,9 @@ def isolation(
 
 
 def _tenants(source: str | None) -> list[str]:
-    """Read keys of tenants from a file: salts are secrets, and arguments are visible to every user of the machine.
-    Raises DatastoreError: the file cannot be read, or is empty."""
     if source is None:
         return []
+    # From a file: salts are secrets, and arguments are visible to every user of the machine.
     with reporting("read", Path(source)):
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     keys = [key for line in text.splitlines() if (key := parse_tenant(line))]
@@ -181,9 +252,32 @@ def _tenants(source: str | None) -> list[str]:
     return keys
 
 
-def _summary(manifest: Manifest) -> dict[str, object]:
-    keep = {"format_version", "vocab_size", "tokenizer", "created_at", "created_by"}
-    totals = {name: getattr(manifest, name) for name in ("n_tokens", "n_documents", "max_token", "size")}
-    names = ("name", "n_tokens", "n_documents", "size")
-    subs = [{name: getattr(sub, name) for name in names} for sub in manifest.sub_indices]
-    return {**manifest.model_dump(mode="json", include=keep), **totals, "sub_indices": subs}
+def _vocabulary(path: Path | None, size: int | None, only_ids: bool) -> tuple[Any, TokenizerEntry | None, int]:
+    if path is not None:
+        loaded = tokenizers.load(path)
+        entry = TokenizerEntry(name=path.resolve().name, fingerprint=tokenizer_fingerprint(loaded))
+        return loaded, entry, size or tokenizers.vocab_size(loaded)
+    if not only_ids:
+        raise DatastoreError("text needs a tokenizer: give --tokenizer, the folder of the model")
+    if size is None:
+        raise DatastoreError("token ids need a vocabulary: give --tokenizer (or --vocab-size)")
+    return None, None, size
+
+
+def _fill(builder: StoreBuilder, blocks: Iterable[Block], n_bytes: int, quiet: bool) -> Manifest:
+    progress = Progress(
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(),
+        TextColumn("{task.fields[tokens]:.1f} M tokens, {task.fields[rate]:.2f} M/s"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        console=Console(file=sys.stderr), disable=quiet,
+    )  # fmt: skip
+    start, n_tokens = time.monotonic(), 0
+    task = progress.add_task("reading", total=n_bytes, tokens=0.0, rate=0.0)
+    builder.on_phase = lambda phase: progress.update(task, description=phase)
+    with progress:
+        for block in blocks:
+            builder.append(block.tokens)
+            n_tokens += len(block.tokens)
+            rate = n_tokens / (time.monotonic() - start) / 1e6
+            progress.update(task, advance=block.n_bytes, tokens=n_tokens / 1e6, rate=rate)
+        return builder.finish()

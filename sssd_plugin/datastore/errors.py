@@ -24,14 +24,13 @@ _REMEDIES = {
 
 
 def first_line(error: Exception) -> str:
-    """Return the message of `error` in one line of at most 200 characters."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__
 
 
 @contextmanager
 def reporting(action: str, path: Path) -> Iterator[None]:
-    """Turn an `OSError` into a `DatastoreError` that names the file and the `action`: "read", "write"."""
+    """Turn an `OSError` into a `DatastoreError`; action: "read", "write"."""
     try:
         yield
     except OSError as error:

@@ -16,6 +16,7 @@ from sssd_plugin.datastore.index.sub_index import Snapshot
 
 T = TypeVar("T")
 
+FOREVER = 1 << 62  # ms since 1970
 _MAX_PENDING = 4 << 20  # tokens
 
 
@@ -33,18 +34,13 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Erasure:
-    """Documents to forget: of one tenant or of all; before a time in ms since 1970, or of any time."""
+    """Documents to forget: of one tenant (None: of all), before a time in ms since 1970."""
 
     tenant: int | None = None
-    before: int | None = None
-
-    @property
-    def until(self) -> int:
-        """`before`, or a time in the far future."""
-        return 1 << 62 if self.before is None else self.before
+    before: int = FOREVER
 
     def covers(self, record: Record) -> bool:
-        return self.tenant in (None, record.tenant) and record.milliseconds < self.until
+        return self.tenant in (None, record.tenant) and record.milliseconds < self.before
 
 
 @dataclass(slots=True)
@@ -88,19 +84,16 @@ class PendingRecords:
                 self.dropped += 1
 
     def take(self) -> list[Record]:
-        """Remove and return all."""
         with self._lock:
             records = list(self._records)
             self._set([])
             return records
 
     def give_back(self, records: list[Record]) -> None:
-        """Prepend records that could not be written."""
         with self._lock:
             self._set([*records, *self._records])
 
     def erase(self, erasure: Erasure) -> None:
-        """Drop documents covered by the erasure."""
         with self._lock:
             self._set([record for record in self._records if not erasure.covers(record)])
 
@@ -120,5 +113,4 @@ def keep_shares(held: Mapping[T, int], total: int) -> dict[T, int]:
 
 
 def now_ms() -> int:
-    """Milliseconds since 1970."""
     return time.time_ns() // 1_000_000

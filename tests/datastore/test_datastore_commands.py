@@ -11,21 +11,12 @@ import pytest
 
 from freedraft.fingerprints import tokenizer_fingerprint
 from freedraft.tenants import tenant_key
-from sssd_plugin.datastore.disk.format import TokenizerEntry
+from sssd_plugin.datastore.disk.format import TokenizerEntry, digest
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.datastore.tokenizer import load
-from tests.support.stores import (
-    build_store,
-    documents_at,
-    documents_of,
-    edit_manifest,
-    leftovers,
-    number_in,
-    one_line,
-    run,
-)
+from tests.support.stores import build_store, documents_at, documents_of, leftovers, number_in, one_line, run
 
 VOCAB = 100  # of stores made of token ids
 
@@ -53,12 +44,8 @@ def test_build_info_verify(tmp_path: Path, source: Path, tokenizer_folder: Path)
     assert manifest.tokenizer is not None and manifest.tokenizer.name == tokenizer_folder.name
 
     result = run("info", out)
-    assert result.exit_code == 0
     assert f"{manifest.n_tokens:,} tokens" in result.stdout and manifest.tokenizer.fingerprint in result.stdout
-    summary = json.loads(run("info", out, "--json").stdout)
-    assert summary["n_tokens"] == manifest.n_tokens and len(summary["sub_indices"]) == len(manifest.sub_indices)
-    assert summary["size"] == sum(path.stat().st_size for path in out.rglob("*.i32"))
-
+    assert digest(out) in result.stdout
     for options in [(), ("--full",), ("--tokenizer", tokenizer_folder), ("--vocab-size", manifest.vocab_size)]:
         result = run("verify", out, *options)
         assert result.exit_code == 0 and "OK" in result.stdout, result.output
@@ -68,7 +55,8 @@ def test_token_files_need_no_tokenizer(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array([1, 2, -1, 2**31 - 1], np.int64))
     args = ("build", tmp_path / "s", tmp_path / "a.npy", "-q")
     assert "give --tokenizer (or --vocab-size)" in one_line(*args)
-    assert "token id 2147483647 is outside the vocabulary of 100" in one_line(*args, "--vocab-size", 100)
+    (tmp_path / "a.txt").write_text("text")
+    assert "text needs a tokenizer: give --tokenizer" in one_line(*args, tmp_path / "a.txt", "--vocab-size", 2**31)
     assert run(*args, "--vocab-size", 2**31).exit_code == 0
     assert "not recorded" in run("info", tmp_path / "s").stdout
     assert run("verify", tmp_path / "s", "--full").exit_code == 0
@@ -92,20 +80,14 @@ def test_bad_values(
     assert not (tmp_path / "out").exists() and leftovers(tmp_path) == []
 
 
-def test_verify_and_info_of_bad_stores(tmp_path: Path, source: Path, tokenizer_folder: Path) -> None:
-    store, other = tmp_path / "store", tmp_path / "other"
-    assert run("build", store, source, "--tokenizer", tokenizer_folder, "--quiet").exit_code == 0
-    other.mkdir()
+def test_verify_and_info_of_bad_stores(tmp_path: Path, tokenizer_folder: Path) -> None:
+    store = tmp_path / "store"
+    build_store(store, [[1, 2]], VOCAB, tokenizer=TokenizerEntry(name="other", fingerprint="a" * 64))
     for command, code in (("info", 2), ("verify", 1)):
         assert "no datastore at" in one_line(command, tmp_path / "nowhere")
         assert "is not a datastore" in one_line(command, tmp_path, code=code)
-    assert "token ids up to" in one_line("verify", store, "--vocab-size", 5, code=1)
-    tokenizer = load(tokenizer_folder)
-    tokenizer.add_tokens(["something else"])
-    tokenizer.save(str(other / "tokenizer.json"))
-    assert "another tokenizer" in one_line("verify", store, "--tokenizer", other, code=1)
-    edit_manifest(store, lambda manifest: manifest.update(format_version=2))
-    assert "upgrade freedraft" in one_line("info", store)
+    assert "token ids up to" in one_line("verify", store, "--vocab-size", 2, code=1)
+    assert "another tokenizer" in one_line("verify", store, "--tokenizer", tokenizer_folder, code=1)
 
 
 def learn(directory: Path, texts: dict[str | None, list[int]]) -> None:
@@ -170,24 +152,18 @@ def test_a_wider_isolation_must_be_accepted(tmp_path: Path) -> None:
     assert learnt_at(tmp_path) == []
 
 
-def test_merge_stores(tmp_path: Path) -> None:
-    texts = [[[1, 2, 3], [4, 5]], [[6, 7]], [[8], [9, 10, 11]]]
-    for number, documents in enumerate(texts):
-        build_store(tmp_path / str(number), documents, VOCAB, sub_index_tokens=64)
-    result = run("merge", tmp_path / "all", *(tmp_path / str(number) for number in range(3)))
-    assert result.exit_code == 0, result.output
-    assert documents_at(tmp_path / "all") == [text for documents in texts for text in documents]
-    assert run("verify", tmp_path / "all", "--full").exit_code == 0
-
-
-def test_stores_of_different_tokenizers_are_not_merged(tmp_path: Path) -> None:
-    makers = [TokenizerEntry(name=c, fingerprint=c * 64) for c in "ab"]
-    for maker in makers:
-        build_store(tmp_path / maker.name, [[1, 2]], VOCAB, tokenizer=maker)
-    build_store(tmp_path / "c", [[1, 2]], VOCAB)
-    for other, words in (("b", "different tokenizers"), ("c", "do not record")):
-        assert words in one_line("merge", tmp_path / "all", tmp_path / "a", tmp_path / other)
+def test_merge_stores_of_one_tokenizer(tmp_path: Path) -> None:
+    texts = {"a": [[1, 2, 3], [4, 5]], "aa": [[6, 7]], "b": [[8], [9, 10, 11]], "": [[1, 2]]}
+    for name, documents in texts.items():
+        entry = TokenizerEntry(name=name, fingerprint=name[0] * 64) if name else None
+        build_store(tmp_path / f"of {name}", documents, VOCAB, tokenizer=entry)
+    a, aa, b, unknown = (tmp_path / f"of {name}" for name in texts)
+    for other, words in ((b, "different tokenizers"), (unknown, "do not record")):
+        assert words in one_line("merge", tmp_path / "all", a, other)
     assert not (tmp_path / "all").exists()
+    assert run("merge", tmp_path / "all", a, aa).exit_code == 0
+    assert documents_at(tmp_path / "all") == [*texts["a"], *texts["aa"]]
+    assert run("verify", tmp_path / "all", "--full").exit_code == 0
 
 
 def test_a_build_does_not_replace_what_was_learnt_at(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from sssd_plugin.datastore.disk import checksum
 from sssd_plugin.datastore.disk.checksum import Bounds, check, write_array
-from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, TokenizerEntry, digest, read_manifest
+from sssd_plugin.datastore.disk.format import MANIFEST, TokenizerEntry, digest, read_manifest
 from sssd_plugin.datastore.disk.store import Datastore, audit
 from sssd_plugin.datastore.errors import DatastoreError
 from tests.support.stores import build_store, edit_manifest, refused, replace_array
@@ -47,12 +47,6 @@ def array_files(store: Path) -> list[Path]:
     return sorted(store.rglob("*.i32"))
 
 
-def test_a_whole_store_opens(store: Path) -> None:
-    opened = Datastore.open(store, vocab_size=90, fingerprint=FINGERPRINT)
-    assert len(opened.snapshot) == 2 and len(array_files(store)) == 8
-    audit(opened)
-
-
 def test_not_a_store(tmp_path: Path) -> None:
     assert "no datastore at" in (message := refusal(tmp_path / "nowhere")) and "freedraft datastore build" in message
     assert "is not a datastore" in refusal(tmp_path)
@@ -77,6 +71,7 @@ def flip(content: bytes, place: int) -> bytes:
     ],
 )
 def test_damaged_arrays(store: Path, change: Callable[[bytes], bytes | None], complaint: str, verify: bool) -> None:
+    assert len(array_files(store)) == 8, "two sub-indices"
     for file in array_files(store):
         content = file.read_bytes()
         damaged = change(content)
@@ -106,6 +101,7 @@ def test_a_damaged_manifest(whole: Path, tmp_path: Path) -> None:
 
 
 def test_another_model(store: Path) -> None:
+    audit(Datastore.open(store, vocab_size=90, fingerprint=FINGERPRINT))
     message = refusal(store, fingerprint="cd" * 32)
     assert "another tokenizer (some-model" in message and "freedraft datastore build" in message
     message = refusal(store, vocab_size=89)
@@ -148,13 +144,6 @@ def test_unknown_keys_are_ignored(store: Path) -> None:
     Datastore.open(store)
 
 
-def test_an_empty_store_opens(tmp_path: Path) -> None:
-    Manifest(vocab_size=10, sub_indices=()).write(tmp_path / MANIFEST)
-    store = Datastore.open(tmp_path, vocab_size=1)
-    assert store.manifest.n_tokens == 0 and store.snapshot == ()
-    audit(store)
-
-
 def put(place: Any, values: Any) -> Callable[[np.ndarray], None]:
     """Changes an array: numbers, or a function of those that are there."""
     return lambda array: array.__setitem__(place, values(array[place]) if callable(values) else values)
@@ -163,7 +152,6 @@ def put(place: Any, values: Any) -> Callable[[np.ndarray], None]:
 SWAP = put([500, 501], lambda numbers: numbers[::-1])
 
 
-@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize(
     ("role", "change", "complaint"),
     [
@@ -174,25 +162,12 @@ SWAP = put([500, 501], lambda numbers: numbers[::-1])
         ("sparse_index", put(50, lambda number: number + 1), "does not agree with the tokens and the suffix array"),
     ],
 )
-def test_an_audit_finds_what_checksums_cannot(store: Path, role: str, change: Any, complaint: str, full: bool) -> None:
+def test_an_audit_finds_what_checksums_cannot(store: Path, role: str, change: Any, complaint: str) -> None:
     file = replace_array(store, role, change)
     opened = Datastore.open(store)
-    with pytest.raises(DatastoreError) as caught:
-        audit(opened, full=full)
-    assert complaint in str(caught.value) and str(file.parent) in str(caught.value)
-
-
-def test_a_permutation_is_proved_and_not_only_summed(store: Path) -> None:
-    """{0, 4, 5} and {1, 2, 6} have the same sums, and the same sums of squares."""
-
-    def same_sums(order: np.ndarray) -> None:
-        places = [int(np.flatnonzero(order == number)[0]) for number in (0, 4, 5)]
-        order[places] = [1, 2, 6]
-
-    replace_array(store, "suffix_array", same_sums)
-    opened = Datastore.open(store)
-    with pytest.raises(DatastoreError, match="no permutation of the suffixes"):
-        audit(opened, full=True)
+    with refused(complaint) as caught:
+        audit(opened)
+    assert str(file.parent) in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import shutil
 import signal
 import subprocess
@@ -14,7 +13,8 @@ import numpy as np
 import pytest
 
 from sssd_plugin.datastore.build.builder import StoreBuilder
-from tests.support.stores import build_store, documents_at, leftovers, read_only_folder, refused
+from tests.support.disks import full_disk
+from tests.support.stores import build_store, documents_at, leftovers, one_line, read_only_folder, refused
 from tests.support.waiting import wait_until
 
 BUILD_FOREVER = """
@@ -74,10 +74,6 @@ def test_killed_at_random_moments(tmp_path: Path, mode: str) -> None:
     assert leftovers(tmp_path) == []
 
 
-def cli(*args: object) -> list[str]:
-    return ["-c", "from sssd_plugin.datastore.cli import app; app()", *map(str, args)]
-
-
 @pytest.mark.parametrize(
     ("number", "code", "workers"), [(signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 0), (signal.SIGINT, 130, 2)]
 )
@@ -94,9 +90,8 @@ def test_ctrl_c_leaves_nothing_behind(
         (tmp_path / "source.txt").write_text(text * 300)
         more = ["source.txt", "--tokenizer", tokenizer_folder]
     # A job in the background of a shell, as the tests may be, is started with SIGINT ignored.
-    child = start(
-        *cli("build", out / "store", *more), cwd=tmp_path, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)
-    )
+    command = ("-c", "from sssd_plugin.datastore.cli import app; app()", "build", out / "store", *more)
+    child = start(*map(str, command), cwd=tmp_path, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL))
     try:
         begun = ".store.building-*/*" if workers else ".store.building-*"
         wait_until(lambda: child.poll() is not None or len(list(out.glob(begun))) > workers, 60)
@@ -114,13 +109,9 @@ def test_ctrl_c_leaves_nothing_behind(
 def test_a_disk_that_refuses(tmp_path: Path) -> None:
     np.save(tmp_path / "tokens.npy", np.arange(100_000) % 50)
     out = tmp_path / "out"
-    child = start(
-        *cli("build", out / "store", tmp_path / "tokens.npy", "--vocab-size", 50, "--quiet"),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)),
-    )
-    _, errors = child.communicate(timeout=30)
-    assert child.returncode == 2
-    assert errors.startswith("error: cannot write ") and errors.count("\n") == 1 and "tokens.i32" in errors
+    with full_disk(200_000):
+        message = one_line("build", out / "store", tmp_path / "tokens.npy", "--vocab-size", 50, "--quiet")
+    assert "cannot write " in message and "tokens.i32" in message
     assert list(out.iterdir()) == []
 
 

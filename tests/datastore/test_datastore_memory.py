@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore.build.sorting import format_size, parse_size, sub_index_memory
+from sssd_plugin.datastore.build.sorting import format_size, parse_size
 from sssd_plugin.datastore.disk.format import read_manifest
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
@@ -62,15 +62,6 @@ def test_a_build_stays_within_its_memory(
     output = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
     assert 100 << 20 < int(output.splitlines()[-1]) <= parse_size(memory)
     assert 2 <= len(read_manifest(tmp_path / "store").sub_indices) <= 8, "the memory is used"
-
-
-def test_sorting_gets_what_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sssd_plugin.datastore.build.sorting.resident_bytes", lambda: 100 << 20)
-    assert 1_600_000_000 < sub_index_memory(2 << 30) < 2 << 30
-    assert sub_index_memory(4 << 30, workers=4) <= sub_index_memory(4 << 30) / 4
-    for bytes_, workers in ((50 << 20, 1), (300 << 20, 32)):
-        with pytest.raises(DatastoreError, match=r"--memory \d+.0 MiB is too little: give at least"):
-            sub_index_memory(bytes_, workers=workers)
 
 
 def test_sizes() -> None:

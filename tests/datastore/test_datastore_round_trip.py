@@ -15,8 +15,6 @@ from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.sub_index import SEPARATOR
 from tests.support.stores import brute_force, build_store, documents_at, documents_of, leftovers, look_up
 
-HUGE = 2**31 - 1
-
 
 @st.composite
 def _corpora(draw: st.DrawFn) -> tuple[list[list[int]], int, int | None]:

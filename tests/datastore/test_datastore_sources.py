@@ -3,10 +3,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from freedraft.fingerprints import tokenizer_fingerprint
 from sssd_plugin.datastore import tokenizer
@@ -84,8 +84,6 @@ def test_text_files_and_folders(tmp_path: Path) -> None:
 def test_inputs_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\0\0")
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DatastoreError, match="give --tokenizer"):
-        token_stream([tmp_path / "a.txt"], None)
     for words, given in {
         "nowhere does not exist: correct the path": (tmp_path / "nowhere",),
         r"matches '\*.rs': correct --glob": (tmp_path, "*.rs"),
@@ -133,16 +131,6 @@ def test_bad_token_files(tmp_path: Path) -> None:
             token_stream([tmp_path / f"{name}.npy"], None)
 
 
-EOS = {"content": "<eos>", "special": True}
-
-
-def configured(source: Path, target: Path, **config: Any) -> Path:
-    shutil.copytree(source, target)
-    file = target / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    return target
-
-
 def test_nothing_is_cut_off_or_padded(tokenizer_folder: Path, text: str) -> None:
     loaded = tokenizer.load(tokenizer_folder)
     assert len(loaded.encode(text).ids) > 1_000
@@ -151,32 +139,19 @@ def test_nothing_is_cut_off_or_padded(tokenizer_folder: Path, text: str) -> None
 
 
 def test_fingerprint_tells_tokenizers_apart(tokenizer_folder: Path) -> None:
+    """And is that of the tokenizer that engines load."""
     loaded = tokenizer.load(tokenizer_folder)
     before = tokenizer_fingerprint(loaded)
-    assert len(before) == 64
     assert before == tokenizer_fingerprint(tokenizer.load(tokenizer_folder / "tokenizer.json"))
+    assert before == tokenizer_fingerprint(AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True))
     loaded.add_tokens(["brand new"])
     assert tokenizer_fingerprint(loaded) != before
     assert tokenizer.vocab_size(loaded) == max(loaded.get_vocab().values()) + 1
 
 
-def test_fingerprint_equals_that_of_transformers(tokenizer_folder: Path, tmp_path: Path) -> None:
-    """Which engines load."""
-    transformers = pytest.importorskip("transformers")
-    added = {"0": EOS, "400": {"content": "<tool>", "special": False}}
-    config = {"added_tokens_decoder": added, "unk_token": "<unk>", "extra_special_tokens": ["<x1>"], "pad_token": "<p>"}
-    folder = configured(tokenizer_folder, tmp_path / "model", **config)
-    theirs = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    ours = tokenizer.load(folder)
-    assert ours.get_vocab() == theirs.get_vocab()
-    assert tokenizer_fingerprint(ours) == tokenizer_fingerprint(theirs)
-    sample = "def draft(self):\n    return <tool> the value"
-    assert ours.encode(sample, add_special_tokens=False).ids == theirs(sample, add_special_tokens=False).input_ids
-
-
 def test_tokenizers_that_cannot_be_loaded(tokenizer_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    (configured(tokenizer_folder, tmp_path / "model") / "tokenizer_config.json").write_text("{")
+    (shutil.copytree(tokenizer_folder, tmp_path / "model") / "tokenizer_config.json").write_text("{")
     (tmp_path / "empty").mkdir()
     for folder, words in {
         "nowhere": "no tokenizer at .*nowhere: give the folder of the model",

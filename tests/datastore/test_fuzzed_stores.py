@@ -6,7 +6,6 @@ Bytes, sizes, numbers and manifests are changed at random, mostly with checksums
 from __future__ import annotations
 
 import itertools
-import json
 import multiprocessing
 import shutil
 import tempfile
@@ -17,13 +16,12 @@ from typing import Any, cast, get_args
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore.disk.checksum import write_array
-from sssd_plugin.datastore.disk.format import MANIFEST, ROLES, Role, checksum, file_name
+from sssd_plugin.datastore.disk.format import MANIFEST, ROLES, Role, file_name, read_manifest
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.drafter import Drafter, Shape
 from sssd_plugin.options import Scoring
-from tests.support.stores import build_store
+from tests.support.stores import build_store, edit_manifest, replace_array
 
 VOCAB = 200
 EXTREMES = [-(1 << 31), -33, -2, -1, 0, 1, VOCAB - 1, VOCAB, 70_000, 1 << 20, (1 << 31) - 33, (1 << 31) - 1]
@@ -33,48 +31,46 @@ STRANGE = [-1, 0, 1, 7, 1 << 31, 1 << 63, "", "../..", "/", "\0", None, [], {}, 
 def mutate(store: Path, rng: np.random.Generator) -> str:
     """Change a store as an attacker would, and return how."""
     kind = str(rng.choice(["bytes", "size", "swap", *["numbers"] * 3, *["manifest"] * 2]))
-    content = json.loads((store / MANIFEST).read_bytes())
-    sub = content["sub_indices"][int(rng.integers(2))]
+    sub = int(rng.integers(2))
     role = cast(Role, str(rng.choice(ROLES)))
-    path = store / sub["name"] / file_name(role)
+    path = store / read_manifest(store).sub_indices[sub].name / file_name(role)
     if kind == "bytes":
         target = path if rng.random() < 0.7 else store / MANIFEST
         data = bytearray(target.read_bytes())
         for at in rng.integers(0, len(data), int(rng.integers(1, 9))).tolist():
             data[at] = int(rng.integers(256))
         target.write_bytes(data)
-        return kind
-    if kind == "size":
+    elif kind == "size":
         size = path.stat().st_size
         with path.open("r+b") as file:
             file.truncate(max(0, size + int(rng.integers(-size, 4096))))
-        return kind
-    if kind == "manifest":
-        node: Any = content
-        while isinstance(node, (dict, list)) and node:
-            keys = list(node) if isinstance(node, dict) else list(range(len(node)))
-            key = keys[int(rng.integers(len(keys)))]
-            if not isinstance(node[key], (dict, list)) or rng.random() < 0.2:
-                node[key] = STRANGE[int(rng.integers(len(STRANGE)))]
-                break
-            node = node[key]
+    elif kind == "manifest":
+        edit_manifest(store, lambda content: make_strange(content, rng))
     else:
-        array = np.fromfile(path, np.int32)
-        if kind == "swap":
-            array = array[rng.permutation(len(array))]
-        else:
-            places = rng.integers(0, len(array), int(rng.choice([1, 3, 50, 2000])))
-            wild = rng.choice(np.array(EXTREMES, np.int64), len(places))
-            array[places] = np.where(rng.random(len(places)) < 0.5, wild, rng.integers(0, len(array), len(places)))
-        path.unlink()
-        entry = write_array(path, array)
-        sub["files"][role] = entry.model_dump(mode="json")
-        if role == "tokens":  # what the manifest says of them agrees
-            sub["max_token"] = int(array.max()) if rng.random() < 0.5 else sub["max_token"]
+        replace_array(store, role, rng.shuffle if kind == "swap" else lambda array: scatter(array, rng), sub)
+        if role == "tokens":
             kind = "tokens"
-    content.pop("checksum", None)
-    (store / MANIFEST).write_text(json.dumps(content | {"checksum": checksum(content)}))
+            if rng.random() < 0.5:  # what the manifest says of them agrees
+                largest = int(np.fromfile(path, np.int32).max())
+                edit_manifest(store, lambda content: content["sub_indices"][sub].update(max_token=largest))
     return kind
+
+
+def make_strange(content: Any, rng: np.random.Generator) -> None:
+    """Change one value of a manifest."""
+    keys = list(content) if isinstance(content, dict) else list(range(len(content)))
+    key = keys[int(rng.integers(len(keys)))]
+    if isinstance(content[key], (dict, list)) and content[key] and rng.random() < 0.8:
+        make_strange(content[key], rng)
+    else:
+        content[key] = STRANGE[int(rng.integers(len(STRANGE)))]
+
+
+def scatter(array: np.ndarray, rng: np.random.Generator) -> None:
+    """Change some numbers of an array."""
+    places = rng.integers(0, len(array), int(rng.choice([1, 3, 50, 2000])))
+    wild = rng.choice(np.array(EXTREMES, np.int64), len(places))
+    array[places] = np.where(rng.random(len(places)) < 0.5, wild, rng.integers(0, len(array), len(places)))
 
 
 def attempt(store: Path, rng: np.random.Generator, drafters: list[Drafter]) -> str:

@@ -20,6 +20,12 @@ TEXTS = [[1, 2, 3], [4, 5]]
 ALL = sorted(f"{role}.i32" for role in ROLES)
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 @pytest.fixture
 def url(tmp_path: Path) -> str:
     """A store in fsspec's memory, as object storage would hold it: names, no folders."""
@@ -46,38 +52,36 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_a_store_is_copied_once_whoever_asks(tmp_path: Path, url: str, fetched: list[str]) -> None:
+def test_a_store_is_copied_once_whoever_asks(url: str, fetched: list[str]) -> None:
     with ThreadPoolExecutor(4) as pool:
-        copies = set(pool.map(lambda _: local_copy(url, tmp_path / "cache"), range(8)))
-    (copy,) = copies
+        (copy,) = set(pool.map(local_copy, [url] * 8))
     assert documents_at(copy) == TEXTS and sorted(fetched) == ALL
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_is_damaged_or_missing_is_fetched_again(tmp_path: Path, url: str, fetched: list[str], name: str) -> None:
-    copy = local_copy(url, tmp_path / "cache")
+def test_what_is_damaged_or_missing_is_fetched_again(url: str, fetched: list[str], name: str) -> None:
+    copy = local_copy(url)
     (file,) = copy.rglob(name)
     content = file.read_bytes()
     for damaged in (content[:-4] + b"abcd", content[:-4], None):
         fetched.clear()
         file.unlink() if damaged is None else file.write_bytes(damaged)
         (copy / "manifest.json").unlink()  # as a killed process leaves a copy that it was fetching
-        assert local_copy(url, tmp_path / "cache") == copy
+        assert local_copy(url) == copy
         assert fetched == [name] and documents_at(copy) == TEXTS
 
 
-def test_copies_that_nobody_used_for_a_day_go(tmp_path: Path, url: str) -> None:
-    copy = local_copy(url, tmp_path / "cache")
+def test_copies_that_nobody_used_for_a_day_go(url: str) -> None:
+    copy = local_copy(url)
     for name, age in (("day", 90_000), ("hour", 3_600)):
         os.utime(shutil.copytree(copy, copy.with_name(name)), (time.time() - age,) * 2)
-    local_copy(url, tmp_path / "cache")
+    local_copy(url)
     assert {path.name for path in copy.parent.iterdir()} == {copy.name, "hour", "lock"}
 
 
-def test_options_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
+def test_options_take_a_url(cache: Path, url: str) -> None:
     options = SssdOptions.read({"datastore": url}, {})
-    assert options.static_store is not None and options.static_store.parent.parent == tmp_path / "cache"
+    assert options.static_store is not None and options.static_store.parent.parent == cache
     environment = {"FREEDRAFT_DATASTORE": url, "FREEDRAFT_LIVE": "store"}  # each is read for itself
     for fleet in (SssdOptions.read({"datastore": url, "live": "store"}, {}), SssdOptions.read({}, environment)):
         assert (fleet.datastore, fleet.static_store) == (url, None)
@@ -90,30 +94,29 @@ def test_options_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.Monkey
     [("nosuchprotocol://x/y", "fsspec driver"), ("memory://bucket/none", "no datastore at"),
      ("http://127.0.0.1:9/store", "127.0.0.1:9")],
 )  # fmt: skip
-def test_what_cannot_be_reached_is_one_line(tmp_path: Path, wrong: str, words: str) -> None:
+def test_what_cannot_be_reached_is_one_line(wrong: str, words: str) -> None:
     with refused(words):
-        local_copy(wrong, tmp_path / "cache")
+        local_copy(wrong)
 
 
-def test_a_store_that_is_damaged_there_is_no_copy(tmp_path: Path, url: str) -> None:
+def test_a_store_that_is_damaged_there_is_no_copy(cache: Path, tmp_path: Path, url: str) -> None:
     memory = fsspec.filesystem("memory")
     (name,) = [n for n in memory.find(f"/bucket/{tmp_path.name}") if n.endswith("suffix_array.i32")]
     content = bytearray(memory.cat_file(name))
     content[0] ^= 1
     memory.pipe_file(name, bytes(content))
     with refused("corrupted") as error:
-        local_copy(url, tmp_path / "cache")
-    assert f"{url}/" in str(error.value) and str(tmp_path / "cache") not in str(error.value)
-    assert not [p for p in (tmp_path / "cache").rglob("*") if "suffix_array" in p.name or p.name == "manifest.json"]
+        local_copy(url)
+    assert f"{url}/" in str(error.value) and str(cache) not in str(error.value)
+    assert not [p for p in cache.rglob("*") if "suffix_array" in p.name or p.name == "manifest.json"]
     memory.rm_file(name)
     with refused("no datastore at"):
-        local_copy(url, tmp_path / "cache")
+        local_copy(url)
 
 
-def test_the_last_copy_that_is_whole(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_copy_that_is_whole(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the store is out of reach: not one that a killed process was fetching, nor what is removed or damaged."""
-    cache = tmp_path / "cache"
-    copy = local_copy(url, cache)
+    copy = local_copy(url)
     for name in (f".{copy.name}.1234", "removed", "damaged"):
         newer = shutil.copytree(copy, copy.with_name(name), symlinks=True)
         os.utime(newer, (2e9, 2e9))
@@ -131,11 +134,10 @@ def test_the_last_copy_that_is_whole(tmp_path: Path, url: str, monkeypatch: pyte
     for name in ("ls", "cat_file", "exists"):
         monkeypatch.setattr(type(fsspec.filesystem("memory")), name, down)
     monkeypatch.setattr(Path, "stat", vanished)
-    assert local_copy(url, cache) == copy
+    assert local_copy(url) == copy
 
 
-def test_commands_take_a_url(tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FREEDRAFT_CACHE", str(tmp_path / "cache"))
+def test_commands_take_a_url(tmp_path: Path, url: str) -> None:
     assert "5 tokens in 2 documents" in run("info", url).output
     assert run("verify", url).exit_code == 0
     assert run("merge", tmp_path / "all", url, tmp_path / "made").exit_code == 0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sssd_plugin.datastore.build.sorting import sort
-from sssd_plugin.datastore.index.runs import merged, sorted_run, with_document, without
+from sssd_plugin.datastore.index.runs import merged, sorted_run, without
 from sssd_plugin.datastore.index.sub_index import PADDING, SEPARATOR, SubIndex
 from sssd_plugin.datastore.index.suffix_sort import DEPTH, SPARSE_STEP, can_sort_bytes
 from tests.support.stores import brute_force, documents_of, int32, joined, keys_of, look_up
@@ -67,7 +67,7 @@ def test_runs(older: Documents, newer: Documents, excess: int, bits: int) -> Non
     ]
     both, grown = merged(*at_once, 4), None
     for number, text in enumerate(texts):
-        grown = with_document(grown, int32(text), 4, about(number, 1))
+        grown = merged(grown, sorted_run([int32(text)], 4, about(number, 1)), 4)
     assert grown is not None
     for run in (both, grown):
         check(run.sub, texts)

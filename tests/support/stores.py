@@ -123,16 +123,16 @@ def edit_manifest(store: Path, change: Callable[[dict[str, Any]], None], *, vali
     path.write_text(json.dumps(content, indent=1))
 
 
-def replace_array(store: Path, role: Any, change: Callable[[NDArray[np.int32]], None]) -> Path:
-    """Apply `change` to an array of the first sub-index, with checksums that say it is right."""
-    entry = read_manifest(store).sub_indices[0]
+def replace_array(store: Path, role: Any, change: Callable[[NDArray[np.int32]], None], sub: int = 0) -> Path:
+    """Apply `change` to an array of a sub-index, with checksums that say it is right."""
+    entry = read_manifest(store).sub_indices[sub]
     path = store / entry.name / file_name(role)
     array = np.fromfile(path, np.int32)
     change(array)
     path.unlink()
     recorded = write_array(path, array)
     edit_manifest(
-        store, lambda content: content["sub_indices"][0]["files"].update({role: recorded.model_dump(mode="json")})
+        store, lambda content: content["sub_indices"][sub]["files"].update({role: recorded.model_dump(mode="json")})
     )
     return path
 

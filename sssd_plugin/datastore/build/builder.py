@@ -61,7 +61,7 @@ class StoreBuilder:
         on_phase: called with the name of each phase.
 
     Raises:
-        DatastoreError: a setting out of range, a target that may not be written, or a full disk.
+        DatastoreError: a setting or an id out of range, no tokens, a target that may not be written, or a full disk.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class StoreBuilder:
             self._folder, self._lock = _locked_sibling(self._target)
 
     def append(self, tokens: NDArray[np.integer]) -> None:
-        """Add token ids (any integer dtype); `SEPARATOR` (-1) ends a document, and empty documents vanish;
-        `DatastoreError` at an id below -1 or not below the vocabulary size, or a full disk."""
+        """Add token ids (any integer dtype) below the vocabulary size; `SEPARATOR` (-1) ends a document, and empty
+        documents vanish."""
         tokens = np.asarray(tokens)
         if tokens.dtype.kind not in "iu" or tokens.ndim != 1:
             found = f"{tokens.dtype} {tokens.shape}"
@@ -106,8 +106,7 @@ class StoreBuilder:
             self._write(part.astype("<i4"))
 
     def finish(self) -> Manifest:
-        """End the last document, sort the last sub-index and publish the store; `DatastoreError` if nothing was added,
-        another process has created the target, or the disk is full."""
+        """Publish the store, and return its manifest."""
         self._close_sub_index()
         if not self._closed:
             raise DatastoreError(f"nothing to store in {self._target}: the inputs hold no tokens")
@@ -178,8 +177,8 @@ class StoreBuilder:
 
 
 def merge_stores(out: Path, stores: Sequence[Path], *, memory: int | None = None, replace: bool = False) -> Manifest:
-    """Build a store at `out` of the documents of `stores`, in their order, in memory bounded as for `StoreBuilder`;
-    `DatastoreError` if one cannot be opened, tokenizers differ, or `out` may not be written."""
+    """Build a store at `out` of the documents of `stores`, in their order; arguments and errors as of `StoreBuilder`,
+    and `DatastoreError` if one cannot be opened, or tokenizers differ."""
     opened = [Datastore.open(path) for path in stores]
     tokenizers = [store.manifest.tokenizer for store in opened]
     names = {entry.fingerprint: entry.name for entry in tokenizers if entry}

@@ -39,15 +39,12 @@ def sort(tokens: Int32, direct: int, memory: int) -> dict[Role, Int32]:
 
 def start_sorting(folder: Path, direct: int, memory: int) -> Future[SubIndexEntry]:
     """Sort the sub-index in `folder` within `memory` bytes and write its arrays, by compiled code without the GIL.
-    Returns a future of its manifest entry, or of DatastoreError: too little memory, or a disk error. Waiting for it can
-    be interrupted."""
+    Returns a future of its manifest entry, or of MemoryError or DatastoreError. Waiting for it can be interrupted."""
     future: Future[SubIndexEntry] = Future()
 
     def run() -> None:
         try:
             future.set_result(_sort_folder(folder, direct, memory))
-        except MemoryError:
-            future.set_exception(DatastoreError("not enough memory to sort a sub-index: give a smaller --memory"))
         except BaseException as error:
             future.set_exception(error)
 

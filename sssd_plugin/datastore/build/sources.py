@@ -35,17 +35,13 @@ class Input(NamedTuple):
     size: int  # bytes
 
 
-class Piece(NamedTuple):
-    """A part of a document."""
-
+class Piece(NamedTuple):  # of a document
     content: str | NDArray[np.int64]  # text, or token ids in which `SEPARATOR` (-1) ends a document
     last: bool  # the document ends here
     n_bytes: int  # of input read for it
 
 
-class Block(NamedTuple):
-    """The token ids of some pieces."""
-
+class Block(NamedTuple):  # of some pieces
     tokens: NDArray[np.int64]  # a `SEPARATOR` after each document
     n_bytes: int
 
@@ -127,7 +123,6 @@ def _read_jsonl(path: Path, fields: Sequence[str]) -> Iterator[Piece]:
 
 
 def _lookup(row: Any, field: str, where: str) -> str:
-    """Return the string at `field` (keys separated by dots); "" for null."""
     value = row
     # Keys that contain dots themselves take precedence.
     for key in [field] if isinstance(row, dict) and field in row else field.split("."):
@@ -166,14 +161,12 @@ def _split(text: str) -> list[str]:
 
 
 def tokenize(pieces: Iterable[Piece], tokenizer: Tokenizer | None) -> Iterator[Block]:
-    """Yield the token ids of `pieces`, batch after batch; `DatastoreError` if one is text and there is no tokenizer."""
+    """Yield the token ids of `pieces`, batch after batch; tokenizer: None if none is text."""
     batch: list[Piece] = []
     chars = 0
     for piece in pieces:
         content = piece.content
         if isinstance(content, str):
-            if tokenizer is None:
-                raise DatastoreError("text needs a tokenizer: give --tokenizer, the folder of the model")
             batch.append(piece)
             chars += len(content) + 16
         if batch and (chars >= BATCH_CHARS or not isinstance(content, str)):

@@ -49,8 +49,7 @@ class NewFile(FileIO):
         with reporting("write", path):
             super().__init__(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
 
-    def append(self, array: NDArray[np.int32]) -> None:
-        """Write a contiguous array."""
+    def append(self, array: NDArray[np.int32]) -> None:  # contiguous
         with reporting("write", Path(self.name)):
             write_all(self.fileno(), array.view(np.uint8).data)
 
@@ -102,7 +101,6 @@ def check(files: Iterable[Checked], *, contents: bool = True) -> None:
 
 
 def _scan(path: Path, bounds: Bounds, start: int) -> tuple[str, bool]:
-    """Return SHA-256 of the block at `start`, and whether its numbers are in bounds."""
     sha256, in_bounds, before = hashlib.sha256(), True, bounds.low
     with reporting("read", path), path.open("rb") as file:
         if start:

@@ -49,16 +49,13 @@ def file_name(role: Role) -> str:
 
 
 class SubIndexEntry(BaseModel, frozen=True):
-    """One sub-index: its folder, contents and files."""
-
     name: Annotated[str, Field(pattern="^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=200)]
     n_tokens: Count  # separators not counted: the length of the suffix array
     n_documents: Count  # each has one separator after it
     max_token: Annotated[int, Field(ge=-1, lt=MAX_VOCAB_SIZE)]  # the largest that occurs
     files: dict[Role, FileEntry]
 
-    def layout(self, vocab_size: int) -> dict[Role, tuple[int, Bounds]]:
-        """Return the length and bounds of each file."""
+    def layout(self, vocab_size: int) -> dict[Role, tuple[int, Bounds]]:  # length and bounds of each file
         n, m, ids = self.n_tokens + self.n_documents, self.n_tokens, Bounds(SEPARATOR, self.max_token)
         return {
             "tokens": (n + PAD, ids),
@@ -74,21 +71,20 @@ class SubIndexEntry(BaseModel, frozen=True):
 
 class TokenizerEntry(BaseModel, frozen=True):
     name: str
-    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # see `sssd_plugin.datastore.tokenizer`
+    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
 class ChecksummedManifest(BaseModel, frozen=True):
-    """Base of manifests: JSON files with a checksum of themselves; subclasses define `format` and `format_version` as
-    literals with a default."""
+    """Base of manifests: JSON files with a checksum of themselves."""
 
     DESCRIBES: ClassVar[str]  # the contents of the folder
     REMEDY: ClassVar[str]  # for damage without a backup
     ALTERNATIVE: ClassVar[str]  # to an upgrade, for a newer version
-    format: str
+    format: str  # here and below: a literal with a default
     format_version: int
 
     def write(self, path: Path) -> None:
-        """Write, or atomically replace, the file, mode 0600; `OSError` on a disk error."""
+        """Write, or atomically replace, the file; `OSError` on a disk error."""
         write_atomically(path, self.content())
 
     def content(self) -> bytes:
@@ -97,7 +93,6 @@ class ChecksummedManifest(BaseModel, frozen=True):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read and check the file; raises `DatastoreError`, also if it is missing."""
         with reporting("read", path):
             return cls.parse(path.read_bytes(), path)
 
@@ -128,15 +123,12 @@ class ChecksummedManifest(BaseModel, frozen=True):
             raise DatastoreError(f"{path} is not a valid manifest ({where}: {message}): {cls.REMEDY}") from None
 
 
-def checksum(content: dict[str, Any]) -> str:
-    """Return the CRC-32 of a manifest's content without its checksum, in canonical JSON."""
+def checksum(content: dict[str, Any]) -> str:  # of a content without its checksum
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return f"{zlib.crc32(canonical.encode()):08x}"
 
 
 class Manifest(ChecksummedManifest, frozen=True):
-    """Manifest of a datastore: its contents and their checksums."""
-
     DESCRIBES: ClassVar[str] = "a freedraft datastore"
     REMEDY: ClassVar[str] = REBUILD
     ALTERNATIVE: ClassVar[str] = REBUILD
@@ -182,7 +174,6 @@ class Manifest(ChecksummedManifest, frozen=True):
         return sum(sub.size for sub in self.sub_indices)
 
     def files(self, directory: Path) -> list[Checked]:
-        """Return paths, entries and bounds of all array files under `directory`."""
         return [
             (directory / sub.name / file_name(role), sub.files[role], bounds)
             for sub in self.sub_indices

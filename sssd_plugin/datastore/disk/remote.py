@@ -29,13 +29,12 @@ class UnreachableError(DatastoreError):
 
 
 def cache_folder() -> Path:
-    """Return the folder of local copies: the variable FREEDRAFT_CACHE, or ~/.cache/freedraft/stores."""
     return Path(os.environ.get("FREEDRAFT_CACHE") or Path.home() / ".cache" / "freedraft" / "stores")
 
 
 @contextlib.contextmanager
 def reaching(url: str) -> Iterator[None]:
-    """Context: turn any exception of a driver into an error of one line."""
+    """Turn any exception of a driver into an error of one line."""
     try:
         yield
     except (DatastoreError, KeyboardInterrupt):
@@ -66,7 +65,7 @@ class UrlFolder:
         self._root, self._local = f"{root}/{folder}".rstrip("/"), "file" in self._files.protocol
 
     def names(self) -> dict[str, int]:
-        """Return the names of all files, with their sizes."""
+        """Return the sizes of all files, by name."""
         with reaching(self.url):
             self._files.invalidate_cache()
             try:
@@ -77,12 +76,10 @@ class UrlFolder:
             return {str(entry["name"]).rpartition("/")[2]: int(entry["size"] or 0) for entry in files}
 
     def fetch(self, name: str, path: Path) -> None:
-        """Write a file to the disk."""
         with reaching(self.url):
             self._files.get_file(f"{self._root}/{name}", str(path))
 
-    def get(self, name: str) -> bytes | None:
-        """Return the contents of a file; None if it is missing."""
+    def get(self, name: str) -> bytes | None:  # None if it is missing
         with reaching(self.url):
             try:
                 return bytes(self._files.cat_file(f"{self._root}/{name}"))
@@ -116,19 +113,18 @@ class UrlFolder:
                 raise
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
         with reaching(self.url), contextlib.suppress(FileNotFoundError):
             self._files.rm_file(f"{self._root}/{name}")
 
 
-def local_copy(url: str, cache: Path | None = None) -> Path:
+def local_copy(url: str) -> Path:
     """Return a local copy of the store at `url`; the last one while the URL is unreachable. Raises DatastoreError: the
     store is missing or damaged, or unreachable without a copy.
 
     Every file of the copy is compared with its digests; missing or damaged ones are fetched, by one process per host.
     Copies unused for a day are removed.
     """
-    folder = (cache or cache_folder()) / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
+    folder = cache_folder() / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:32]
     try:
         source = UrlFolder(url)
         content = source.get(MANIFEST)
@@ -182,7 +178,6 @@ def _complete(target: Path, content: bytes, source: UrlFolder) -> None:
 
 
 def _last_copy(folder: Path) -> Path | None:
-    """Return the most recently used copy with a readable manifest."""
     copies = []
     for manifest in folder.glob(f"[!.]*/{MANIFEST}"):
         with contextlib.suppress(OSError, DatastoreError):  # another process removes it, or it is damaged

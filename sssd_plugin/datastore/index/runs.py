@@ -105,14 +105,10 @@ def sorted_run(documents: Sequence[NDArray[np.int32]], vocab_size: int, about: N
     return Run(SubIndex(*sorted_arrays(tokens, _direct_of(len(tokens) - PAD, direct_buckets(vocab_size)))), about)
 
 
-def with_document(run: Run | None, document: NDArray[np.int32], vocab_size: int, about: NDArray[np.int64]) -> Run:
-    """Return the run with one more document, in one pass over the run; about: int64 [1, 3], its row of
-    `Run.documents`."""
-    new = sorted_run([document], vocab_size, about)
-    return new if run is None else merged(run, new, vocab_size)
-
-
-def merged(older: Run, newer: Run, vocab_size: int) -> Run:
+def merged(older: Run | None, newer: Run, vocab_size: int) -> Run:
+    """Merge two runs in one pass; older: None for no run."""
+    if older is None:
+        return newer
     arrays = _merged(
         older.sub.tokens, older.sub.suffix_array, newer.sub.tokens, newer.sub.suffix_array, direct_buckets(vocab_size)
     )
@@ -128,9 +124,8 @@ def without(run: Run, vocab_size: int, keep: NDArray[np.bool_], excess: int = 0)
 
 def warm_up() -> None:
     """Compile, or load from the cache, the functions of inserting, merging and erasing."""
-    document, about = np.zeros(4, np.int32), np.zeros((1, 3), np.int64)
-    run = with_document(with_document(None, document, 8, about), document, 8, about)
-    without(merged(run, run, 8), 8, np.arange(4) > 0, 1)
+    run = sorted_run([np.zeros(4, np.int32)], 8, np.zeros((1, 3), np.int64))
+    without(merged(run, run, 8), 8, np.arange(2) > 0, 1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +148,7 @@ class View:
 
     @classmethod
     def of(cls, static: Snapshot, runs: Sequence[Run] = ()) -> View:
-        """Return the view of one group, which sees `static` and then `runs`."""
+        """Return the view of one group."""
         subs = [*static, *(run.sub for run in runs)]
         table = np.array([sub.row for sub in subs], np.int64).reshape(-1, TABLE_COLUMNS)
         bounds, n_static = np.array([0, len(subs)], np.int64), np.array([len(static)], np.int64)

@@ -169,7 +169,7 @@ def _width(largest: int) -> int:  # bytes of an id plus one
 
 @compiled(nogil=True)
 def _keep_suffixes(tokens, width, places):
-    """Turn positions of bytes into suffixes, in place, and return their number."""
+    """Turn positions of bytes into suffixes in place; return their number."""
     m = 0
     for place in places:
         if place % width == 0 and tokens[place // width] >= 0:

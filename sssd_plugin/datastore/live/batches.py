@@ -32,9 +32,7 @@ Document = tuple[int, Record]
 """A document, preceded by the number that its server gave to it."""
 
 
-class Batch(NamedTuple):
-    """A batch, as its name describes it."""
-
+class Batch(NamedTuple):  # as its name describes it
     server: str
     last: int
     oldest: int
@@ -52,10 +50,9 @@ class Listing(NamedTuple):
     strange: set[str]
 
     @classmethod
-    def of(cls, names: Mapping[str, int]) -> Listing:
-        """Sort names of files, with their sizes."""
+    def of(cls, sizes: Mapping[str, int]) -> Listing:
         listing = cls([], {}, [], set())
-        for name, size in sorted(names.items()):
+        for name, size in sorted(sizes.items()):
             if (match := _BATCH.fullmatch(name)) and size <= _MAX_BYTES:
                 listing.batches.append(Batch(match[1], int(match[2]), int(match[3]), int(match[4]), name, size))
             elif match := _ERASED.fullmatch(name):

@@ -115,8 +115,7 @@ class DocumentFile:
         for row in self.db.execute(_ROWS, (after,)):
             yield row[0], _record(row)
 
-    def newest(self, table: str) -> int:
-        """Return the largest id ever used in the table."""
+    def newest(self, table: str) -> int:  # largest id ever used
         row = self.db.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()
         return int(row[0]) if row else 0
 
@@ -151,7 +150,6 @@ class DocumentFile:
         logger.error("freedraft: %s was damaged: %d documents of it could be read and are kept", self.path, len(kept))
 
     def _readable(self, newest: int) -> Iterator[tuple[Any, ...]]:
-        """Yield the readable rows of documents; unreadable pages are skipped."""
         at = 0
         while True:
             try:
@@ -178,8 +176,7 @@ def _connect(path: str) -> sqlite3.Connection:
     return db
 
 
-def _record(row: tuple[Any, ...]) -> Record | None:
-    """Return the document in a row; None if its checksum does not match."""
+def _record(row: tuple[Any, ...]) -> Record | None:  # None if it is damaged
     _, tenant, milliseconds, checksum, tokens = row
     if not (isinstance(tenant, int) and isinstance(milliseconds, int) and isinstance(tokens, bytes)):
         return None

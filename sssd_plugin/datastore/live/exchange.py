@@ -126,7 +126,6 @@ class Exchange:
         self._erase([Erasure(tenant, before) for tenant in tenants], again_after=pause)
 
     def documents(self) -> list[Record]:
-        """Return all documents at the URL."""
         found: dict[tuple[str, int], Record] = {}
         read = set[str]()
         while fresh := [batch for batch in self._list().batches if batch.name not in read]:
@@ -137,12 +136,11 @@ class Exchange:
         return [found[key] for key in sorted(found) if not self._covered(found[key])]
 
     def _pull(self, changes: Changes) -> Listing:
-        """Add new erasures and documents at the URL to `changes`."""
         listing, now = self._list(), now_ms()
         changes.erasures.extend(erasure for erasure in listing.erasures if erasure not in self._applied)
         if changes.erasures:
             self._open = []  # the server that erases rewrites this batch
-        self._applied = {e for e in listing.erasures if e.until < now}  # the others also cover documents to come
+        self._applied = {e for e in listing.erasures if e.before < now}  # the others also cover documents to come
         self._handled &= {batch.name for batch in listing.batches}
         fresh, room = [], 4 * self._max_tokens
         for batch in sorted(listing.batches, key=lambda batch: -batch.newest):
@@ -194,7 +192,7 @@ class Exchange:
         return len(self._unsent)
 
     def _finish_erasures(self, listing: Listing) -> None:
-        """Erase expired documents, and finish erasures of a killed `forget`."""
+        # Of expired documents, and of a killed `forget`.
         old = [batch.newest for batch in listing.batches if batch.oldest < self._oldest] if self._expiring else []
         if old:  # but no future documents if this host's clock is ahead
             erasure = Erasure(None, min(self._oldest, max(old) + 1))
@@ -224,7 +222,7 @@ class Exchange:
             tenant = "all" if erasure.tenant is None else f"{erasure.tenant:016x}"
             self._folder.put(f"erased.{erasure.before}.{tenant}.due", b"\n")
         for other, name in self._list().erasures.items():
-            covering = (e for e in erasures if e != other and e.until >= other.until)
+            covering = (e for e in erasures if e != other and e.before >= other.before)
             if any(e.tenant in (None, other.tenant) for e in covering):
                 self._folder.remove(name)
 
@@ -236,8 +234,8 @@ class Exchange:
 
     def _sweep(self, listing: Listing) -> None:
         for batch in listing.batches:
-            covering = [e for e in listing.erasures if e.until > batch.oldest]
-            if any(e.tenant is None and e.until > batch.newest for e in covering):
+            covering = [e for e in listing.erasures if e.before > batch.oldest]
+            if any(e.tenant is None and e.before > batch.newest for e in covering):
                 self._folder.remove(batch.name)
             elif covering:
                 self._rewrite(batch, self._read(batch))
@@ -258,8 +256,7 @@ class Exchange:
     def _erased(self, record: Record) -> bool:
         return record.milliseconds < max(self._until.get(None, 0), self._until.get(record.tenant, 0))
 
-    def _read(self, batch: Batch) -> list[Document] | None:
-        """Return the documents of a batch: empty if it is damaged, None if it was removed."""
+    def _read(self, batch: Batch) -> list[Document] | None:  # empty: it is damaged; None: it was removed
         data = self._folder.get(batch.name)
         try:
             return None if data is None else unseal(batch, data, self._own.vocab_size)
@@ -274,5 +271,5 @@ class Exchange:
             logger.error("freedraft: %s/learnt/%s is not a file of freedraft: ignored", self.url, name[:200])
         self._strange, self._until = listing.strange, {}
         for erasure in listing.erasures:
-            self._until[erasure.tenant] = max(erasure.until, self._until.get(erasure.tenant, 0))
+            self._until[erasure.tenant] = max(erasure.before, self._until.get(erasure.tenant, 0))
         return listing

@@ -59,7 +59,6 @@ class Log:
             raise
 
     def load(self) -> list[Record]:
-        """Return all documents on disk."""
         changes = Changes()
         self.sync(changes)
         return changes.records
@@ -79,7 +78,7 @@ class Log:
         self._keep_bounds(news, records)
 
     def expire(self, before: int) -> None:
-        """Erase older documents, in ms since 1970, from the disk."""
+        """Erase documents from before this time (ms since 1970) from the disk."""
         old = "SELECT 1 FROM documents WHERE milliseconds < ? LIMIT 1"
         with self.file.reporting():
             found = self.file.db.execute(old, (before,)).fetchone()
@@ -137,7 +136,7 @@ class Log:
         return changes
 
     def _append(self, records: list[Record]) -> Changes:
-        """Write documents not covered by an erasure; return like `_follow`."""
+        """Write documents; return like `_follow`."""
 
         def append() -> tuple[Changes, tuple[int, int]]:
             changes, (erasure, newest) = self._read()
@@ -153,7 +152,7 @@ class Log:
         return changes
 
     def _read(self) -> tuple[Changes, tuple[int, int]]:
-        """Return changes since the last call, and the ids of the last erasure and document."""
+        """Return changes since the last call, and the ids of the last erasure and the last document."""
         (last_erasure, last_document), newest = self._seen, self.file.newest("erasures")
         rows = self.file.db.execute("SELECT tenant, before FROM erasures WHERE id > ?", (last_erasure,)).fetchall()
         erasures = [Erasure(tenant, before) for tenant, before in rows]
@@ -166,7 +165,6 @@ class Log:
         return Changes(erasures, records), (newest, found[-1][0] if found else last_document)
 
     def _keep_bounds(self, changes: Changes, written: list[Record]) -> None:
-        """Drop documents beyond the bound, and erasures that every process has seen."""
         self._tokens += sum(record.size for record in (*written, *changes.records))
         if self._max_tokens is not None and self._tokens > self._max_tokens:
             kept = self._max_tokens - self._max_tokens // 8

@@ -18,7 +18,7 @@ from sssd_plugin.datastore.live.document_file import UnreadableFileError
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.folder import FILE, LOCK, MANIFEST, FolderLock, LiveManifest
 from sssd_plugin.datastore.live.log import Log
-from sssd_plugin.datastore.records import Erasure
+from sssd_plugin.datastore.records import FOREVER, Erasure
 
 _FILES = FILE, f"{FILE}-journal", f"{FILE}-wal"
 
@@ -32,7 +32,7 @@ class Forgotten(NamedTuple):
 
 
 def end_of(before: str | None) -> int | None:
-    """Return an ISO date or time (default: UTC) in ms since 1970; None for None. Raises DatastoreError: not a time."""
+    """Return an ISO date or time (default: UTC) in ms since 1970. Raises DatastoreError: not a time."""
     if before is None:
         return None
     try:
@@ -51,7 +51,8 @@ def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = No
     with FolderLock(folder) as lock:
         try:
             with contextlib.closing(Log(folder, lock, manifest)) as log:
-                documents, tokens = log.erase(*(Erasure(number, before) for number in _numbers(manifest, tenants)))
+                until = FOREVER if before is None else before
+                documents, tokens = log.erase(*(Erasure(number, until) for number in _numbers(manifest, tenants)))
                 log.end_erasures(alone=True) if lock.alone else log.file.compact()
         except UnreadableFileError as error:
             if not lock.alone:
@@ -121,8 +122,7 @@ def export(place: str, out: Path, tenants: Sequence[str], *, accept: bool = Fals
 
 
 def accept_isolation(directory: Path, isolation: Isolation) -> Isolation:
-    """Change the isolation of learnt text; return the former one. Raises DatastoreError: nothing was ever learnt there,
-    a process learns there, or a disk error."""
+    """Change the isolation of learnt text, where no server runs; return the former one."""
     folder, manifest = _learnt(directory)
     with FolderLock(folder) as lock:
         if not lock.alone:

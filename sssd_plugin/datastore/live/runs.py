@@ -22,10 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sssd_plugin.datastore.disk.format import Isolation
-from sssd_plugin.datastore.index.runs import Run, View, merged, sorted_run, warm_up, with_document, without
+from sssd_plugin.datastore.index.runs import Run, View, merged, sorted_run, warm_up, without
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.tenant import Erasures, Tenant, kept
-from sssd_plugin.datastore.records import Erasure, LiveStats, Record, keep_shares
+from sssd_plugin.datastore.records import FOREVER, Erasure, LiveStats, Record, keep_shares
 
 logger = logging.getLogger("freedraft.datastore")
 
@@ -115,12 +115,12 @@ class LearntRuns:
             self._choose_static()
 
     def oldest(self) -> int:
-        """Return when the oldest document was learnt, ms since 1970; the far future without documents."""
+        """Return when the oldest document was learnt, ms since 1970; `FOREVER` without documents."""
         runs = [run for tenant in list(self.tenants.values()) for run in tenant.all_runs]
-        return min((int(run.documents[:, 0].min()) for run in runs), default=1 << 62)
+        return min((int(run.documents[:, 0].min()) for run in runs), default=FOREVER)
 
     def stats(self) -> LiveStats:
-        """Return the present state, without a lock, since many tenants take long."""
+        # Without the lock, since many tenants take long.
         runs = [tenant.all_runs for tenant in list(self.tenants.values())]
         return replace(
             self.counts, tokens=self.held, max_sub_indices=max(map(len, runs)), tenants=len(runs) - 1,
@@ -132,7 +132,6 @@ class LearntRuns:
         self._unused = []
 
     def close(self) -> None:
-        """Stop the background thread."""
         self._background.shutdown(cancel_futures=True)
 
     def settle(self, timeout: float = 60.0) -> bool:
@@ -157,7 +156,6 @@ class LearntRuns:
     # With the lock held.
 
     def _tenant(self, number: int) -> Tenant:
-        """Return a tenant, created if unknown."""
         if number not in self.tenants:
             if len(self.tenants) % _MANY_TENANTS == 0:  # forget those without documents
                 for other, tenant in list(self.tenants.items()):
@@ -166,8 +164,7 @@ class LearntRuns:
             self.tenants[number] = Tenant()
         return self.tenants[number]
 
-    def reason_against(self, tokens: NDArray[np.int32]) -> str:
-        """Return the reason against a document, in a word; "" if there is none."""
+    def reason_against(self, tokens: NDArray[np.int32]) -> str:  # "" if there is none
         reasons = {
             "size": len(tokens) >= self.max_tokens // 16,
             "vocabulary": not self._in_vocabulary(tokens),
@@ -181,7 +178,6 @@ class LearntRuns:
         return len(tokens) > 0 and int(tokens.min()) >= 0 and int(tokens.max()) < self.vocab_size
 
     def refuse(self, reason: str) -> None:
-        """Count a document that is not taken."""
         self.counts.dropped[reason] += 1
         self._make_room()
 
@@ -200,7 +196,8 @@ class LearntRuns:
             self._waiting += size
             self._submit(partial(self._sort, owner, records, about, size))
         else:
-            owner.memtable = with_document(owner.memtable, records[0].tokens, self.vocab_size, about)
+            new = sorted_run([records[0].tokens], self.vocab_size, about)
+            owner.memtable = merged(owner.memtable, new, self.vocab_size)
             owner.view = None
             # Never exceed the number of searched runs, even if the background is slow.
             if owner.memtable.n >= MEMTABLE_TOKENS and len(owner.runs) + owner.waiting + 1 < self._max_runs:
@@ -294,7 +291,6 @@ class LearntRuns:
         return result
 
     def _tidy(self, tenant: Tenant) -> None:
-        """Merge the tenant's runs, and rewrite them without erased documents, until done."""
         while True:
             with self.lock:
                 inputs = tenant.runs_to_replace(self._max_runs, self.max_tokens // 2)
@@ -306,7 +302,6 @@ class LearntRuns:
                 self._swap(tenant, inputs, result)
 
     def _sort(self, owner: Tenant, records: tuple[Record, ...], about: NDArray[np.int64], size: int) -> None:
-        """Build a run of a large document or of many documents."""
         run = sorted_run([record.tokens for record in records], self.vocab_size, about)
         with self.lock:
             last = owner.runs[-1:] if len(owner.runs) + 1 >= self._max_runs else []

@@ -98,8 +98,9 @@ class LiveStore:
         visible in the next view, a large one a moment later; return whether it was taken (`stats` counts refusals)."""
         if not len(tokens):
             return False
+        least = 1 if self.runs.isolation == "strict" else 0
         with self.runs.lock:
-            reason = self._reason_against(tenant) or self.runs.reason_against(tokens)
+            reason = "bucket" if self.key is None else "tenant" if tenant < least else self.runs.reason_against(tokens)
             if reason:
                 self.runs.refuse(reason)
                 return False
@@ -109,11 +110,6 @@ class LiveStore:
             self.runs.take(record)
         return True
 
-    def _reason_against(self, tenant: int) -> str:
-        if self.key is None:
-            return "bucket"
-        return "tenant" if tenant < (1 if self.runs.isolation == "strict" else 0) else ""
-
     def erase(self, erasure: Erasure) -> None:
         """Forget documents, also unwritten ones; see `LearntRuns.erase`."""
         if self._log is not None:
@@ -121,19 +117,18 @@ class LiveStore:
         self.runs.erase(erasure)
 
     def stats(self) -> LiveStats:
-        """Return the present state."""
         stats = self.runs.stats()
         if self._log is not None:
             stats.dropped["disk"] = self._log.pending.dropped
         return stats
 
     def flush(self) -> None:
-        """Wait until all inserted documents are written, or have failed."""
+        """Return when all inserted documents are written, or have failed."""
         with self._syncing:
             self._sync(retry=True)
 
     def close(self) -> None:
-        """Write queued documents, stop the background threads and close the log; may be called twice."""
+        """Write queued documents and stop the background threads; may be called twice."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -143,8 +138,7 @@ class LiveStore:
         if isinstance(self._log, Log):
             self._log.close()
 
-    def _now(self) -> int:
-        """Milliseconds since 1970, never less than before."""
+    def _now(self) -> int:  # ms since 1970, never less than before
         self._latest = max(self._latest, now_ms())
         return self._latest
 

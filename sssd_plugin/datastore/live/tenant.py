@@ -38,8 +38,7 @@ class Tenant:
         return [run for run in self.all_runs if kept(run, self.erasures).all()] if self.erasures else self.all_runs
 
     @property
-    def n(self) -> int:
-        """Tokens held, separators included."""
+    def n(self) -> int:  # tokens, separators included
         return sum(run.n for run in self.all_runs)
 
     @property
@@ -69,11 +68,11 @@ class Tenant:
 
 
 def kept(run: Run, erasures: Erasures) -> NDArray[np.bool_]:
-    """Return which documents of a run are not erased: bool [d]."""
+    """Return bool [d]: which documents of a run are not erased."""
     times, tenants, numbers = run.documents.T
     keep = np.ones(len(times), bool)
     for erasure, spared in erasures:
-        covered = (numbers < spared) & (times < erasure.until)
+        covered = (numbers < spared) & (times < erasure.before)
         if erasure.tenant is not None:
             covered &= tenants == erasure.tenant
         keep &= ~covered
