@@ -28,8 +28,7 @@ from bench.lib.results import write_json
 from bench.lib.rivals import CHAINS_ONLY, LIMITS, Cell, DraftFunction, Tokens, lookup, suffix
 from bench.lib.tables import pivot
 from bench.lib.trace import STORE_ROWS, Row, Sessions, Trace, store_of
-from bench.scorer.long_contexts import KINDS as COPY_KINDS
-from bench.scorer.long_contexts import copies, python_sources
+from bench.scorer.long_contexts import COPY_KINDS, copies, python_sources
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore import tokenizer
 from sssd_plugin.datastore.live.store import LiveStore

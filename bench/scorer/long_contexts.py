@@ -15,8 +15,8 @@ Tokens = NDArray[np.int32]
 
 EDITS = ("replace", "insert", "delete", "mixed")
 COPIED = 600
-KINDS = {"copy": ("replace", 0.0, 0), "copy under way": ("replace", 0.0, 8), "replace": ("replace", 0.05, 0)}
-KINDS |= {"insert": ("insert", 0.05, 0), "delete": ("delete", 0.05, 0)}
+COPY_KINDS = {"copy": ("replace", 0.0, 0), "copy under way": ("replace", 0.0, 8), "replace": ("replace", 0.05, 0)}
+COPY_KINDS |= {"insert": ("insert", 0.05, 0), "delete": ("delete", 0.05, 0)}
 """Of `copies`: kind of edit, share of edited tokens, number of the answer's tokens that already end the prompt."""
 
 
@@ -97,7 +97,7 @@ def python_sources(encoder: Any, number: int) -> Tokens:
 
 def copies(text: Tokens, length: int, kind: str, number: int) -> list[Row]:
     """Build (prompt, answer) rows: `length` tokens of the text, from different positions, then 600 of these, edited."""
-    how, share, begun = KINDS[kind]
+    how, share, begun = COPY_KINDS[kind]
     made: list[Row] = []
     for i in range(number):
         start = (len(text) - length) * i // max(1, number - 1)

@@ -7,13 +7,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.files import write_atomically
-from sssd_plugin.scoring.weights import FORMAT, INPUTS, ROWS, WIDTH, Weights
+from sssd_plugin.scoring.inputs import CANDIDATE, ROW, ROWS
+from sssd_plugin.scoring.weights import FORMAT, WIDTH, Weights
 
 
 def initial_weights() -> Weights:
     """Return the initial weights: a mix of both interpolated probabilities, in the linear unit."""
     layer = np.zeros((ROWS, WIDTH), np.float32)
-    layer[0, -1], layer[-INPUTS, -1], layer[1 - INPUTS, -1] = 1.0, 0.4, 0.5
+    layer[ROW.bias, -1] = 1.0
+    layer[ROW.candidate + CANDIDATE.store, -1], layer[ROW.candidate + CANDIDATE.request, -1] = 0.4, 0.5
     return Weights(layer, np.append(np.zeros(WIDTH - 1, np.float32), np.float32(1.0)))
 
 

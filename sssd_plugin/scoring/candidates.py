@@ -10,43 +10,59 @@ from freedraft.compiled import compiled
 from sssd_plugin import recycled_logits
 from sssd_plugin.request_index import GRAM, find
 from sssd_plugin.scoring import matches
-from sssd_plugin.scoring.matches import KIND, LENGTH, POSITION, SINCE
-from sssd_plugin.scoring.ranges import MANY, STORE_ORDERS, newest_follower, sample
+from sssd_plugin.scoring.inputs import (
+    COLUMN,
+    COLUMNS,
+    INPUTS,
+    LONG_ORDERS,
+    NODE_INPUTS,
+    SHORT_ORDERS,
+    SKIP_ORDERS,
+    STORE_ORDERS,
+)
+from sssd_plugin.scoring.matches import EDIT, LENGTH, POSITION, SINCE
+from sssd_plugin.scoring.ranges import MANY, newest_follower, sample
 from sssd_plugin.scoring.views import record
-from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, WIDTH
+from sssd_plugin.scoring.weights import WIDTH
 
-SHORT_ORDERS = 3  # contexts of 1 to 3 tokens are looked up in the request by their last token
-LONG_ORDERS = np.array([4, 5, 6, 8, 16, 32])  # longer ones by their last four: least matching tokens
-ORDERS = SHORT_ORDERS + len(LONG_ORDERS)
 CONTEXT = 6  # last tokens kept per node
-SKIP_ORDERS = 3  # contexts in the store that leave out the last token
 MAX_CANDIDATES = 256
 MAX_SAMPLES = 64  # suffixes sampled per range
 OCCURRENCES = 64  # newest occurrences of a single token to visit in the request
 SHORTLIST = 16
 _HASH_BITS = 9
-
-# Columns of the counts: store orders 1-4 and many, request orders, then contexts that skip their last token.
-STORE, INPUT = 0, STORE_ORDERS + 1
-SKIP_STORE = INPUT + ORDERS
-SKIP_INPUT = SKIP_STORE + SKIP_ORDERS
-COLUMNS = SKIP_INPUT + 2
 _ROW = 32  # bytes of a row of counts; every count is at most 64
 
 STAMP, NUMBER = range(2)  # of `Found.state`: calls of `gather` so far; candidates of this node
 
-# Per candidate: its share of the store's tokens; its probability interpolated over the store's orders, and over the
-# request's; the shortlist's criterion; the token; length of its longest match, 0 for none; of its alignment the tokens
-# equal since the edit, -1 for none, and the kind of edit; its cost by recycled logits (`recycled_logits.ENTRY`), -1 if
-# not among the likeliest.
-_CANDIDATE = record("share store input promise", "token match since kind cost")
-# Per column: observations, and distinct tokens among them; the terms of the interpolation.
-_COLUMN = record("scale back_off", "total kinds")
-# Per node: rows of the candidates of the longest match and of the newest one, -1 for none; results of `align_root` and
-# `newest_follower`.
-_ABOUT = record("", "longest newest run evidence follower learnt")
-_LEAF = record("score", "parent token kind")
-_HASH = np.dtype([("stamp", "i8"), ("token", "i4"), ("row", "i4")], align=True)
+_CANDIDATE = record(
+    share="f8",  # of the store's tokens
+    store="f8",  # probability interpolated over contexts in the store
+    request="f8",  # and over those in the request
+    promise="f8",  # the shortlist's criterion
+    token="i4",
+    match="i4",  # length of its longest match, 0 for none
+    since="i4",  # of its alignment: tokens equal since the edit, -1 for none
+    edit="i4",  # and the kind of edit
+    cost="i4",  # by recycled logits (`recycled_logits.ENTRY`), -1 if not among the likeliest
+)
+_COLUMN = record(
+    scale="f8",  # terms of the interpolation
+    back_off="f8",
+    total="i4",  # observations
+    distinct="i4",  # tokens among them
+)
+_ABOUT = record(
+    longest="i4",  # row of the candidate of the longest match, -1 for none
+    newest="i4",  # and of the newest one
+    run="i4",  # result of `align_root`
+    evidence="i4",
+    follower="i4",  # result of `newest_follower`
+    learnt="i4",
+)
+_LEAF = record(score="f8", parent="i4", token="i4", kind="i4")
+_HASH = record(stamp="i8", token="i4", row="i4")
+
 
 Found = namedtuple("Found", "state hash candidates counts columns")
 Scratch = namedtuple(
@@ -60,34 +76,33 @@ Scratch = namedtuple(
 def scratch(max_nodes, max_sub_indices):
     """Allocate the learned scorer's arrays for trees of `max_nodes` nodes over `max_sub_indices` sub-indices."""
     n = max_nodes + 1
-    found = Found(
-        np.zeros(2, np.int64),
-        np.zeros(1 << _HASH_BITS, _HASH),  # open addressing: row of each token; other stamps are empty
-        np.empty(MAX_CANDIDATES, _CANDIDATE),
-        np.empty((MAX_CANDIDATES, _ROW), np.uint8),  # how often each candidate followed, by column
-        np.empty(COLUMNS, _COLUMN),
-    )
     return Scratch(
-        found,
-        np.empty(CONTEXT, np.int32),  # the last tokens at the node, newest first, drafted ones included
+        found=Found(
+            state=np.zeros(2, np.int64),
+            hash=np.zeros(1 << _HASH_BITS, _HASH),  # open addressing: row of each token; other stamps are empty
+            candidates=np.empty(MAX_CANDIDATES, _CANDIDATE),
+            counts=np.empty((MAX_CANDIDATES, _ROW), np.uint8),  # how often each candidate followed, by column
+            columns=np.empty(COLUMNS, _COLUMN),
+        ),
+        context=np.empty(CONTEXT, np.int32),  # the last tokens at the node, newest first, drafted ones included
         # [i, j, k - 1]: range in sub-index j of the last k tokens of node i's context; the last one: of many tokens.
-        np.empty((n, max_sub_indices, STORE_ORDERS + 1, 2), np.int32),
-        np.empty(n, np.int32),  # how many these are; 0 for none
-        np.empty(MAX_SAMPLES, np.int32),  # tokens sampled from the ranges of one order
-        np.empty((n, 1 + matches.MAX_MATCHES, 2), np.int32),  # see `matches.match_root`
-        np.empty((n, 1 + matches.MAX_ALIGNMENTS, 3), np.int32),  # see `matches.align_root`
-        np.empty(1, _ABOUT),
-        np.empty(SHORTLIST, np.int32),  # rows of the most promising candidates, best first
-        np.empty(recycled_logits.ORDERS, np.uint64),  # keys of recycled logits
-        np.empty((COLUMNS, 2), np.int32),  # inputs of columns with observations, and these columns
-        np.empty((1, NODE_INPUTS), np.float32),
-        np.empty((SHORTLIST, INPUTS), np.float32),
-        np.empty((1, INPUTS), np.float32),  # the largest of each input among the shortlist
-        np.empty(WIDTH, np.float32),  # share of the hidden layer common to all candidates of a node
-        np.empty(WIDTH, np.float32),  # the hidden layer of one candidate
-        np.empty(SHORTLIST, np.float64),  # probabilities
-        np.empty(n, _LEAF),  # the best nodes outside the tree, best first
-        np.empty(n, np.float64),  # score of each node of the tree
+        ranges=np.empty((n, max_sub_indices, STORE_ORDERS + 1, 2), np.int32),
+        many=np.empty(n, np.int32),  # how many these are; 0 for none
+        samples=np.empty(MAX_SAMPLES, np.int32),  # tokens sampled from the ranges of one order
+        matches=np.empty((n, 1 + matches.MAX_MATCHES, 2), np.int32),  # see `matches.match_root`
+        alignments=np.empty((n, 1 + matches.MAX_ALIGNMENTS, 3), np.int32),  # see `matches.align_root`
+        about=np.empty(1, _ABOUT),
+        shortlist=np.empty(SHORTLIST, np.int32),  # rows of the most promising candidates, best first
+        keys=np.empty(recycled_logits.ORDERS, np.uint64),  # of recycled logits
+        seen=np.empty((COLUMNS, 2), np.int32),  # inputs of columns with observations, and these columns
+        node_inputs=np.empty((1, NODE_INPUTS), np.float32),
+        inputs=np.empty((SHORTLIST, INPUTS), np.float32),
+        largest=np.empty((1, INPUTS), np.float32),  # the largest of each input among the shortlist
+        common=np.empty(WIDTH, np.float32),  # share of the hidden layer common to all candidates of a node
+        hidden=np.empty(WIDTH, np.float32),  # the hidden layer of one candidate
+        probabilities=np.empty(SHORTLIST, np.float64),
+        frontier=np.empty(n, _LEAF),  # the best nodes outside the tree, best first
+        path_scores=np.empty(n, np.float64),  # score of each node of the tree
     )
 
 
@@ -122,7 +137,7 @@ def _count(counts, columns, row, first, orders):
         columns[column].total += 1
         if row >= 0:
             if counts[row, column] == 0:
-                columns[column].kinds += 1
+                columns[column].distinct += 1
             counts[row, column] += 1
 
 
@@ -133,11 +148,11 @@ def _count_store(scratch, table, ranges, many, skip, max_samples):
     add no candidates."""
     state, entries, candidates, counts, columns = scratch.found
     samples = scratch.samples
-    first_column, orders = (SKIP_STORE, SKIP_ORDERS) if skip else (STORE, STORE_ORDERS + 1)
+    first_column, orders = (COLUMN.skip_store, SKIP_ORDERS) if skip else (COLUMN.store, STORE_ORDERS + 1)
     for k in range(orders - 1, -1, -1):
         column = first_column + k
         columns[column].total = sample(table, ranges, k, (many if k == MANY else k + 1) + skip, max_samples, samples)
-        kinds, last, row = 0, np.int32(-1), np.int64(-1)
+        distinct, last, row = 0, np.int32(-1), np.int64(-1)
         for q in range(columns[column].total):
             token = samples[q]
             if token < 0:
@@ -146,9 +161,9 @@ def _count_store(scratch, table, ranges, many, skip, max_samples):
                 last, row = token, _row(state, entries, candidates, counts, token, k >= skip)
             if row >= 0:
                 if counts[row, column] == 0:
-                    kinds += 1
+                    distinct += 1
                 counts[row, column] += 1
-        columns[column].kinds = kinds
+        columns[column].distinct = distinct
 
 
 @compiled(nogil=True, inline="always")
@@ -171,7 +186,7 @@ def _count_matches(request, scratch, node, parent, context_length):
         row = _row(state, entries, candidates, counts, tokens[own[m, POSITION] + 1], True)
         while orders < len(LONG_ORDERS) and match >= LONG_ORDERS[orders]:
             orders += 1
-        _count(counts, columns, row, INPUT + SHORT_ORDERS, orders)
+        _count(counts, columns, row, COLUMN.request + SHORT_ORDERS, orders)
         if row >= 0:
             candidates[row].match = max(candidates[row].match, match)
             if m == 1:
@@ -182,7 +197,7 @@ def _count_matches(request, scratch, node, parent, context_length):
 
 
 @compiled(nogil=True, inline="always")
-def _count_input(request, scratch, node, parent, context_length):
+def _count_request(request, scratch, node, parent, context_length):
     """Count the tokens after the request's own occurrences of a node's context."""
     tokens, previous, context, alignments = request.tokens, request.previous, scratch.context, scratch.alignments[node]
     state, entries, candidates, counts, columns = scratch.found
@@ -194,13 +209,13 @@ def _count_input(request, scratch, node, parent, context_length):
             while match < min(SHORT_ORDERS, context_length) and i >= match and tokens[i - match] == context[match]:
                 match += 1
             row = _row(state, entries, candidates, counts, tokens[i + 1], True)
-            _count(counts, columns, row, INPUT, match)
+            _count(counts, columns, row, COLUMN.request, match)
         i = previous[i]
     _count_matches(request, scratch, node, parent, context_length)
     for m in range(1, 1 + alignments[0, 0]):
         row = _row(state, entries, candidates, counts, tokens[alignments[m, POSITION] + 1], True)
         if row >= 0 and alignments[m, SINCE] > candidates[row].since:
-            candidates[row].since, candidates[row].kind = alignments[m, SINCE], alignments[m, KIND]
+            candidates[row].since, candidates[row].edit = alignments[m, SINCE], alignments[m, EDIT]
 
 
 @compiled(nogil=True, inline="always")
@@ -214,7 +229,7 @@ def _count_skips(request, scratch):
             seen += 1
             two = i >= 1 and tokens[i - 1] == context[2]
             row = _row(state, entries, candidates, counts, tokens[i + 2], two)
-            _count(counts, columns, row, SKIP_INPUT, 2 if two else 1)
+            _count(counts, columns, row, COLUMN.skip_request, 2 if two else 1)
         i = previous[i]
 
 
@@ -238,10 +253,10 @@ def gather(sources, scratch, node, parent, max_samples, context_length):
     state[STAMP] += 1
     state[NUMBER] = 0
     for column in range(COLUMNS):
-        columns[column].total = columns[column].kinds = 0
+        columns[column].total = columns[column].distinct = 0
     _count_store(scratch, store.table, ranges[node], many, 0, max_samples)
     about.follower, about.learnt = newest_follower(store, ranges[node], many, max_samples)
-    _count_input(request, scratch, node, parent, context_length)
+    _count_request(request, scratch, node, parent, context_length)
     if parent >= 0:
         _count_store(scratch, store.table, ranges[parent], 0, 1, max_samples)
     if context_length >= 3:

@@ -17,31 +17,20 @@ from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at
 from sssd_plugin.recycled_logits import SCALE, Recycled
 from sssd_plugin.request_index import Request, request_at
-from sssd_plugin.scoring.candidates import (
-    INPUT,
-    MAX_SAMPLES,
-    NUMBER,
-    ORDERS,
-    SHORTLIST,
-    SKIP_INPUT,
-    SKIP_STORE,
-    STORE,
-    gather,
-    scratch,
-)
+from sssd_plugin.scoring.candidates import MAX_SAMPLES, NUMBER, SHORTLIST, gather, scratch
+from sssd_plugin.scoring.inputs import COLUMN, NODE_KINDS, REQUEST_ORDERS, STORE_ORDERS
 from sssd_plugin.scoring.network import evaluate, write_inputs, write_node_inputs
-from sssd_plugin.scoring.ranges import STORE_ORDERS, advance, find_many
+from sssd_plugin.scoring.ranges import advance, find_many
 from sssd_plugin.scoring.views import Limits, Store, Tree, add_node, store_of, write_context
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root (at the root MAX_SAMPLES)
 FEW_NODES = 16  # larger trees use more candidates and samples
 FEW_CANDIDATES = 10
 STORE_DISCOUNT = 0.7
-INPUT_DISCOUNT = 0.4
+REQUEST_DISCOUNT = 0.4
 EXPAND_MARGIN = 0.7  # upper bound of a child's share of its parent's probability
 ALIGNED = 0.2  # bonus of an alignment in the shortlist's criterion
 RECYCLED = 0.3  # weight of a probability by recycled logits there
-KINDS = (STORE_ORDERS + 1) * (ORDERS + 1)  # kinds of nodes: longest contexts in store and request
 
 
 class Sources(NamedTuple):
@@ -70,7 +59,8 @@ def _write_shares_of_store(store, candidates, n):
 
 @compiled(nogil=True)
 def _interpolation(columns, first, orders, discount):
-    """Write p <- max(count - discount, 0) / total + (discount * kinds / total) * p; return the longest order seen."""
+    """Write p <- max(count - discount, 0) / total + (discount * distinct / total) * p. Returns the longest order
+    seen."""
     longest = 0
     for k in range(orders):
         if columns[first + k].total > 0:
@@ -80,7 +70,7 @@ def _interpolation(columns, first, orders, discount):
         column.scale, column.back_off = 0.0, 1.0
         if column.total > 0:
             column.scale = 1.0 / column.total
-            column.back_off = discount * column.kinds * column.scale
+            column.back_off = discount * column.distinct * column.scale
     return longest
 
 
@@ -89,24 +79,24 @@ def _choose(store, scratch, limit):
     """Write the shortlist, at most `limit` of the candidates; return its length and both longest orders."""
     state, _, candidates, counts, columns = scratch.found
     shortlist, n = scratch.shortlist, state[NUMBER]
-    store_order = _interpolation(columns, STORE, STORE_ORDERS + 1, STORE_DISCOUNT)
-    input_order = _interpolation(columns, INPUT, ORDERS, INPUT_DISCOUNT)
-    skip_store = 0.1 / max(columns[SKIP_STORE + 1].total, 1)
-    skip_input = 0.1 / max(columns[SKIP_INPUT + 1].total, 1)
+    store_order = _interpolation(columns, COLUMN.store, STORE_ORDERS + 1, STORE_DISCOUNT)
+    request_order = _interpolation(columns, COLUMN.request, REQUEST_ORDERS, REQUEST_DISCOUNT)
+    skip_store = 0.1 / max(columns[COLUMN.skip_store + 1].total, 1)
+    skip_request = 0.1 / max(columns[COLUMN.skip_request + 1].total, 1)
     _write_shares_of_store(store, candidates, n)
     m = 0
     for c in range(n):
         candidate = candidates[c]
         p = candidate.share + 1e-7
-        for k in range(STORE, STORE + store_order):  # shortest context first
+        for k in range(COLUMN.store, COLUMN.store + store_order):  # shortest context first
             p = max(counts[c, k] - STORE_DISCOUNT, 0.0) * columns[k].scale + columns[k].back_off * p
         candidate.store = p
         p = 1e-4
-        for k in range(INPUT, INPUT + input_order):
-            p = max(counts[c, k] - INPUT_DISCOUNT, 0.0) * columns[k].scale + columns[k].back_off * p
-        candidate.input = p
+        for k in range(COLUMN.request, COLUMN.request + request_order):
+            p = max(counts[c, k] - REQUEST_DISCOUNT, 0.0) * columns[k].scale + columns[k].back_off * p
+        candidate.request = p
         v = 0.6 * p + 0.4 * candidate.store
-        v = v + skip_store * counts[c, SKIP_STORE + 1] + skip_input * counts[c, SKIP_INPUT + 1]
+        v = v + skip_store * counts[c, COLUMN.skip_store + 1] + skip_request * counts[c, COLUMN.skip_request + 1]
         if candidate.since >= 0:
             v += ALIGNED
         if candidate.cost >= 0:
@@ -123,7 +113,7 @@ def _choose(store, scratch, limit):
             shortlist[i] = shortlist[i - 1]
             i -= 1
         shortlist[i] = c
-    return m, store_order, input_order
+    return m, store_order, request_order
 
 
 @compiled(nogil=True, inline="always")
@@ -133,11 +123,11 @@ def score(sources, scratch, node, order, limit, weights):
     Writes the shortlist, its inputs and probabilities P(next token = candidate), which sum to 1 with P(none of these).
     Returns the length of the shortlist and the node's kind. order: result of `gather`.
     """
-    m, store_order, input_order = _choose(sources.store, scratch, limit)
-    kind = min(store_order, STORE_ORDERS) * (ORDERS + 1) + input_order + (KINDS if order > 0 else 0)
+    m, store_order, request_order = _choose(sources.store, scratch, limit)
+    kind = min(store_order, STORE_ORDERS) * (REQUEST_ORDERS + 1) + request_order + (NODE_KINDS if order > 0 else 0)
     if m == 0:
         return m, kind
-    write_node_inputs(scratch, node, store_order, input_order, order)
+    write_node_inputs(scratch, node, store_order, request_order, order)
     write_inputs(sources.request, scratch, node, m)
     evaluate(scratch, m, weights)
     probabilities, top = scratch.probabilities, 0.0
@@ -206,7 +196,7 @@ def draft_tree(sources, weights, limits, tree, scratch):
     Args:
         sources, limits, scratch: `Sources`, `Limits`, `Scratch`.
         weights: layer and out, as in `Weights`.
-        tree: output; a node's kind encodes its longest contexts in store and request, plus KINDS with recycled logits.
+        tree: output; a node's kind encodes its longest contexts in store and request (see `inputs.NODE_KINDS`).
     """
     tokens, table, chain, max_nodes = sources.request.tokens, sources.store.table, limits.chain, limits.max_nodes
     if len(tokens) == 0:

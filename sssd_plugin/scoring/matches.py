@@ -23,7 +23,7 @@ EVIDENCE = 32  # tokens before the copy that show whether it started after an ed
 REPLACED, INSERTED, DELETED = range(3)
 
 POSITION, LENGTH = range(2)  # of a match
-SINCE, KIND = range(1, 3)  # of an alignment: tokens equal since the edit, and the kind of edit
+SINCE, EDIT = range(1, 3)  # of an alignment: tokens equal since the edit, and REPLACED, INSERTED or DELETED
 
 
 @compiled(nogil=True)
@@ -157,7 +157,7 @@ def align_root(request, longest, alignments):
                     continue
                 n += 1
                 alignments[n, POSITION], alignments[n, SINCE] = i, since
-                alignments[n, KIND] = REPLACED if shift == 0 else INSERTED if shift < 0 else DELETED
+                alignments[n, EDIT] = REPLACED if shift == 0 else INSERTED if shift < 0 else DELETED
             break
     alignments[0, 0] = n
     return run, evidence
@@ -172,5 +172,5 @@ def align_child(request, above, alignments, token):
         if i < len(tokens) - 1 and tokens[i] == token:
             n += 1
             alignments[n, POSITION], alignments[n, SINCE] = i, above[m, SINCE] + 1
-            alignments[n, KIND] = above[m, KIND]
+            alignments[n, EDIT] = above[m, EDIT]
     alignments[0, 0] = n

@@ -4,8 +4,7 @@ import numpy as np
 
 from freedraft.compiled import compiled
 from freedraft.cost.acceptance import PASS_KINDS
-from sssd_plugin.scoring.candidates import ORDERS
-from sssd_plugin.scoring.learned import KINDS
+from sssd_plugin.scoring.inputs import NODE_KINDS, REQUEST_ORDERS
 
 SOURCES = ("input", "store", "other")
 INPUT, STORE, OTHER = range(len(SOURCES))
@@ -14,7 +13,7 @@ INPUT, STORE, OTHER = range(len(SOURCES))
 def sources_of_kinds(scoring):
     """Return the index in SOURCES of every kind: the source with the longest context of a node, up to four tokens."""
     kinds = np.arange(PASS_KINDS)
-    store, request = (kinds == 0, kinds) if scoring == "paper" else np.divmod(kinds % KINDS, ORDERS + 1)
+    store, request = (kinds == 0, kinds) if scoring == "paper" else np.divmod(kinds % NODE_KINDS, REQUEST_ORDERS + 1)
     return np.select([store > request, request > 0], [STORE, INPUT], OTHER)
 
 

@@ -29,15 +29,20 @@ INPUT_DISCOUNT = 0.6
 DISCOUNTS = (1.0, 0.7, 0.8, 0.9, 1.0)
 
 _MAX_NODES = 1 + PREFIX + PREFIX * OCCURRENCES * (GRAM - 1) + 4096
-_NODE = record("", "token count first last next")
+_NODE = record(
+    token="i4",
+    count="i4",  # continuations through the node
+    first="i4",  # child, -1 for none, as in the next ones
+    last="i4",  # visited child
+    next="i4",  # sibling
+)
 
 
 class Tries(NamedTuple):
     """Tries of continuations by source, in one array: node 0 is the root for the datastore, node m the root for matches
     of m tokens in the request. Siblings are sorted by token."""
 
-    # Token, number of continuations through the node, first child, last visited child, next sibling; -1 for none.
-    nodes: NDArray[Any]
+    nodes: NDArray[Any]  # [_MAX_NODES]
     used: NDArray[np.int64]  # [1], number of nodes
 
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.search import bucket, find_ngram, narrow, suffixes_of
+from sssd_plugin.scoring.inputs import STORE_ORDERS
 
-STORE_ORDERS = 4  # contexts of 1 to 4 tokens, and one of many
 MANY = STORE_ORDERS
 MANY_SIZES = (6, 8, 12, 16, 24, 32, 48, 64)
 

@@ -35,9 +35,9 @@ class Tree(NamedTuple):
     kinds: NDArray[np.uint8]
 
 
-def record(floats: str, ints: str) -> np.dtype:
-    """Return a record of float64 and int32 fields with these names."""
-    return np.dtype([(name, "f8") for name in floats.split()] + [(name, "i4") for name in ints.split()], align=True)
+def record(**fields: str) -> np.dtype:
+    """Return a record of these fields, each with numpy's code of its type."""
+    return np.dtype(list(fields.items()), align=True)
 
 
 @compiled(nogil=True)

@@ -129,8 +129,11 @@ class Pair:
         if self.scoring == "paper":
             literal_trie.check(batch, self.store, requests, **options)
             return batch
-        logits = [self.logits[self.tenants.get(name, 0)] for name in names]
-        trees = oracle.draft(self.store, requests, logits=logits, weights=self.weights, **options)
+        trees = []
+        for name, request in zip(names, requests, strict=True):
+            logits = self.logits[self.tenants.get(name, 0)]
+            one = oracle.Oracle(self.store, request, self.weights, logits, options["max_nodes"])
+            trees.append(one.tree(options.get("shape") == "chain"))
         assert_equal(batch, trees)
         return batch
 

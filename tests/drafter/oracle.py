@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from sssd_plugin.scoring.inputs import CandidateInputs, NodeInputs
 from sssd_plugin.scoring.weights import Weights
 
 SEPARATOR = -1
@@ -87,8 +88,6 @@ def evenly(items: list, most: int) -> list:
     return [items[q * len(items) // take] for q in range(take)]
 
 
-# ---------------------------------------------------------------------------------------------------- learned scorer
-
 OCCURRENCES, MAX_CANDIDATES = 64, 256
 LONG_ORDERS = (4, 5, 6, 8, 16, 32)  # tokens that a match of the request's last four has at least
 ROOT_SAMPLES, EXPAND_MARGIN = 64, 0.7
@@ -104,14 +103,8 @@ class Column:
         self.count: dict[int, int] = defaultdict(int)
         self.total = 0
 
-    @property
-    def kinds(self) -> int:
-        return len(self.count)
-
     def log_ratio(self, token: int) -> float:
-        if self.total == 0:
-            return 0.0
-        return float(LOG_COUNT[self.count.get(token, 0)] - LOG_TOTAL[self.total])
+        return float(LOG_COUNT[self.count.get(token, 0)] - LOG_TOTAL[self.total]) if self.total else 0.0
 
 
 def common(request: list[int], i: int, end: int) -> int:
@@ -248,11 +241,8 @@ class Counts:
             column.count[token] += 1
 
 
-def gather(
-    store: OracleStore, request: list[int], context: list[int], samples: int, copies: Copies | None = None
-) -> Counts:
+def gather(store: OracleStore, request: list[int], context: list[int], samples: int, copies: Copies) -> Counts:
     """All evidence on what follows `context`: the request's tokens, then those drafted on the way to this node."""
-    copies = copies or Copies.of_root(store, request)
     seen = Counts()
     for k, column in ((copies.many, seen.many), *((k, seen.store[k - 1]) for k in (4, 3, 2, 1))):
         if len(context) >= k > 0:
@@ -327,7 +317,7 @@ def interpolate(base: float, columns: list[Column], token: int, discount: float)
     for column in columns:
         if column.total > 0:
             scale = 1.0 / column.total
-            p = max(column.count.get(token, 0) - discount, 0.0) * scale + discount * column.kinds * scale * p
+            p = max(column.count.get(token, 0) - discount, 0.0) * scale + discount * len(column.count) * scale * p
     return p
 
 
@@ -337,10 +327,10 @@ def longest(columns: list[Column]) -> int:
 
 def variety(columns: list[Column], order: int) -> int:
     """How much the followers of the longest context differ."""
-    total, kinds = (columns[order - 1].total, columns[order - 1].kinds) if order else (0, 0)
-    if kinds <= 1:
+    total, distinct = (columns[order - 1].total, len(columns[order - 1].count)) if order else (0, 0)
+    if distinct <= 1:
         return [0, 1, 2, 2, 3][min(total, 4)]
-    return 4 if kinds == total else 5 if total / kinds >= 3 else 6
+    return 4 if distinct == total else 5 if total / distinct >= 3 else 6
 
 
 Logits = dict[tuple[int, ...], dict[int, int]]
@@ -357,6 +347,13 @@ def remember(logits: Logits, text: list[int], tokens: Sequence[int], log_probs: 
 def one_hot(value: int, size: int) -> list[float]:
     """Which of 1..size a value is; 0 is none of them."""
     return [float(value == k) for k in range(1, size + 1)]
+
+
+def laid_out(table: CandidateInputs | NodeInputs, **values: float | list[float]) -> list[float]:
+    """Inputs by name in the table's order, as many of each as it says."""
+    lists = {name: value if isinstance(value, list) else [float(value)] for name, value in values.items()}
+    assert {name: len(value) for name, value in lists.items()} == table._asdict()
+    return [x for name in table._fields for x in lists[name]]
 
 
 def network(weights: Weights, node: list[float], candidates: list[list[float]]) -> list[float]:
@@ -384,143 +381,118 @@ def network(weights: Weights, node: list[float], candidates: list[list[float]]) 
     return logits
 
 
-def score(
-    store: OracleStore,
-    request: list[int],
-    context: list[int],
-    samples: int,
-    weights: Weights,
-    copies: Copies | None = None,
-    shortlisted: int = 10,
-    logits_of: Logits | None = None,
-    below_root: bool = False,
-) -> list[tuple[int, float]]:
-    """(token, P(token follows context)) of the shortlist, most promising first; without `copies`, at the root."""
-    copies = copies or Copies.of_root(store, request)
-    seen = gather(store, request, context, samples, copies)
-    known_by = max((k for k in (1, 2, 3, 4) if logits_of and tuple(context[-k:]) in logits_of), default=0)
-    if known_by > len(context):
-        known_by = len(context)
-    costs: dict[int, int] = {}
-    for x, cost in logits_of[tuple(context[-known_by:])].items() if logits_of and known_by else ():
-        if seen.known(x):
-            costs[x] = cost
-    store_p, request_p, promise = {}, {}, {}
-    skip_store, skip_request = seen.skip_store[1], seen.skip_request[1]
-    for x in seen.candidates:
-        store_p[x] = interpolate(store.share(x) + 1e-7, [*seen.store, seen.many], x, 0.7)
-        request_p[x] = interpolate(1e-4, seen.request, x, 0.4)
-        promise[x] = (
-            0.6 * request_p[x]
-            + 0.4 * store_p[x]
-            + 0.1 / max(skip_store.total, 1) * skip_store.count.get(x, 0)
-            + 0.1 / max(skip_request.total, 1) * skip_request.count.get(x, 0)
-        )
-        if x in seen.alignments:
-            promise[x] += 0.2
-        if x in costs:
-            promise[x] += 0.3 * math.exp(costs[x] * (-1 / 1024))
-    shortlist = sorted(seen.candidates, key=lambda x: -promise[x])[:shortlisted]
-    if not shortlist:
-        return []
-    store_order, request_order = longest([*seen.store, seen.many]), longest(seen.request)
-    many = math.log((copies.many or 4) / 4)
-    node = [
-        float(below_root),
-        *one_hot(store_order, 5),
-        *one_hot(request_order, 9),
-        *one_hot(variety([*seen.store, seen.many], store_order), 6),
-        *one_hot(variety(seen.request, request_order), 6),
-        many,
-        *one_hot(known_by, 4),
-    ]
-    newest, learnt = newest_follower(store, context, copies.many, samples)
-    inputs = []
-    for x in shortlist:
-        in_request = min(request.count(x), 65535)
-        log_in_request = float(LOG_COUNT[in_request]) if in_request < 512 else math.log(in_request + 0.1)
-        own = [
-            math.log(max(store_p[x], 1e-7)),
-            math.log(max(request_p[x], 1e-6)),
-            log_in_request - math.log(len(request) * store.share(x) + 0.5),
-            *(column.log_ratio(x) for column in seen.store[1:4]),
-            *(column.log_ratio(x) for column in seen.request[:4]),
-            *(column.log_ratio(x) for column in seen.skip_store),
-            *(column.log_ratio(x) for column in seen.skip_request),
-            seen.many.log_ratio(x),
-            *(column.log_ratio(x) for column in seen.request[6:]),
-            many if seen.many.count.get(x) else 0.0,
-            float(LOG_MATCH[seen.matches.get(x, 0)]),
-            1.0 if x == seen.longest else 0.0,
-            1.0 if x == seen.newest else 0.0,
-        ]
-        since, kind = seen.alignments.get(x, (-1, ""))
-        own += [1.0, math.log(1.0 + since), math.log(copies.run / 8)] if since >= 0 else [0.0] * 3
-        own += [{"inserted": 1.0, "deleted": -1.0}.get(kind, 0.0), copies.evidence / 32 if since >= 0 else 0.0]
-        own += [1.0, learnt] if x == newest else [0.0, 0.0]
-        own += [1.0, 4.0 - costs[x] * (1 / 1024)] if x in costs else [0.0, 0.0]
-        inputs.append(own)
-    logits = network(weights, node, inputs)
-    top = max([0.0, *logits])
-    total = math.exp(-top)
-    for z in logits:
-        total += math.exp(z - top)
-    return [(x, math.exp(z - top) / total) for x, z in zip(shortlist, logits, strict=True)]
+@dataclass
+class Oracle:
+    """What one request is drafted from, and how large its tree may be."""
 
+    store: OracleStore
+    request: list[int]
+    weights: Weights
+    logits: Logits
+    max_nodes: int
 
-def learned_tree(
-    store: OracleStore,
-    request: list[int],
-    weights: Weights,
-    max_nodes: int,
-    chain: bool,
-    logits: Logits | None,
-) -> Tree:
-    tree = Tree()
-    if not request:
+    def tree(self, chain: bool) -> Tree:
+        tree = Tree()
+        if not self.request:
+            return tree
+        current = tree.add(self.request[-1], -1, 1.0)
+        copies = {0: Copies.of_root(self.store, self.request)}
+        frontier: list[tuple[float, int, int]] = []  # (score, parent, token), best first
+        while len(tree.tokens) < self.max_nodes:
+            room = self.max_nodes - len(tree.tokens)
+            base = tree.scores[current]
+            full = current > 0 and not chain and len(frontier) >= room
+            if not (full and base * EXPAND_MARGIN <= frontier[room - 1][0]):
+                context = self.request + tree.path(current)
+                if current:
+                    copies[current] = copies[tree.parents[current]].child(self.store, self.request, context)
+                scored = self.score(context, copies[current], current > 0)
+                if chain:
+                    frontier = [(base * p, current, x) for x, p in scored if p == max(p for _, p in scored)][:1]
+                else:
+                    frontier += [(base * p, current, x) for x, p in scored]
+                    frontier = sorted(frontier, key=lambda entry: -entry[0])[:room]  # stable: older ones win ties
+            if not frontier:
+                break
+            value, parent, token = frontier.pop(0)
+            current = tree.add(token, parent, value)
         return tree
-    current = tree.add(request[-1], -1, 1.0)
-    copies = {0: Copies.of_root(store, request)}
-    frontier: list[tuple[float, int, int]] = []  # (score, parent, token), best first
-    while len(tree.tokens) < max_nodes:
-        room = max_nodes - len(tree.tokens)
-        base = tree.scores[current]
-        hopeless = current > 0 and not chain and len(frontier) >= room and base * EXPAND_MARGIN <= frontier[room - 1][0]
-        if not hopeless:
-            samples = ROOT_SAMPLES if current == 0 else 8 if max_nodes <= 16 else 16
-            context = request + tree.path(current)
-            if current:
-                copies[current] = copies[tree.parents[current]].child(store, request, context)
-            many = 10 if max_nodes <= 16 else 16
-            scored = score(store, request, context, samples, weights, copies[current], many, logits, current > 0)
-            if chain:
-                frontier = [(base * p, current, x) for x, p in scored if p == max(p for _, p in scored)][:1]
-            else:
-                frontier += [(base * p, current, x) for x, p in scored]
-                frontier = sorted(frontier, key=lambda entry: -entry[0])[:room]  # stable: older ones win ties
-        if not frontier:
-            break
-        value, parent, token = frontier.pop(0)
-        current = tree.add(token, parent, value)
-    return tree
 
-
-# --------------------------------------------------------------------------------------------------------------- batch
-
-
-def draft(
-    store: OracleStore,
-    requests: Sequence[Sequence[int]],
-    *,
-    weights: Weights,
-    max_nodes: int,
-    shape: str = "tree",
-    logits: Sequence[Logits] | None = None,
-) -> list[Tree]:
-    """One tree per request; `logits` are what each request sees of recycled ones."""
-    trees = []
-    for b, request in enumerate(requests):
-        tokens = [int(t) for t in request]
-        own = logits[b] if logits else None
-        trees.append(learned_tree(store, tokens, weights, max_nodes, shape == "chain", own))
-    return trees
+    def score(self, context: list[int], copies: Copies, below_root: bool) -> list[tuple[int, float]]:
+        """(token, P(token follows context)) of the shortlist, most promising first."""
+        store, request, few = self.store, self.request, self.max_nodes <= 16
+        samples = ROOT_SAMPLES if not below_root else 8 if few else 16
+        seen = gather(store, request, context, samples, copies)
+        orders = [k for k in (1, 2, 3, 4) if k <= len(context) and tuple(context[-k:]) in self.logits]
+        known_by = max(orders, default=0)
+        known = self.logits[tuple(context[-known_by:])] if known_by else {}
+        costs = {x: cost for x, cost in known.items() if seen.known(x)}
+        store_p, request_p, promise = {}, {}, {}
+        skip_store, skip_request = seen.skip_store[1], seen.skip_request[1]
+        for x in seen.candidates:
+            store_p[x] = interpolate(store.share(x) + 1e-7, [*seen.store, seen.many], x, 0.7)
+            request_p[x] = interpolate(1e-4, seen.request, x, 0.4)
+            promise[x] = (
+                0.6 * request_p[x]
+                + 0.4 * store_p[x]
+                + 0.1 / max(skip_store.total, 1) * skip_store.count.get(x, 0)
+                + 0.1 / max(skip_request.total, 1) * skip_request.count.get(x, 0)
+            )
+            if x in seen.alignments:
+                promise[x] += 0.2
+            if x in costs:
+                promise[x] += 0.3 * math.exp(costs[x] * (-1 / 1024))
+        shortlist = sorted(seen.candidates, key=lambda x: -promise[x])[: 10 if few else 16]
+        if not shortlist:
+            return []
+        store_order, request_order = longest([*seen.store, seen.many]), longest(seen.request)
+        many = math.log((copies.many or 4) / 4)
+        node = laid_out(
+            NodeInputs(),
+            below_root=below_root,
+            store_order=one_hot(store_order, 5),
+            request_order=one_hot(request_order, 9),
+            store_variety=one_hot(variety([*seen.store, seen.many], store_order), 6),
+            request_variety=one_hot(variety(seen.request, request_order), 6),
+            many=many,
+            recycled_order=one_hot(known_by, 4),
+        )
+        newest, learnt = newest_follower(store, context, copies.many, samples)
+        inputs = []
+        for x in shortlist:
+            in_request = min(request.count(x), 65535)
+            log_in_request = float(LOG_COUNT[in_request]) if in_request < 512 else math.log(in_request + 0.1)
+            since, kind = seen.alignments.get(x, (-1, ""))
+            aligned = since >= 0
+            own = laid_out(
+                CandidateInputs(),
+                store=math.log(max(store_p[x], 1e-7)),
+                request=math.log(max(request_p[x], 1e-6)),
+                surplus=log_in_request - math.log(len(request) * store.share(x) + 0.5),
+                store_counts=[column.log_ratio(x) for column in seen.store[1:4]],
+                request_counts=[column.log_ratio(x) for column in seen.request[:4]],
+                skip_store_counts=[column.log_ratio(x) for column in seen.skip_store],
+                skip_request_counts=[column.log_ratio(x) for column in seen.skip_request],
+                many_counts=seen.many.log_ratio(x),
+                long_counts=[column.log_ratio(x) for column in seen.request[6:]],
+                many=many if seen.many.count.get(x) else 0,
+                match=LOG_MATCH[seen.matches.get(x, 0)],
+                longest=x == seen.longest,
+                newest=x == seen.newest,
+                aligned=aligned,
+                since=math.log(1.0 + since) if aligned else 0,
+                run=math.log(copies.run / 8) if aligned else 0,
+                edit={"inserted": 1, "deleted": -1}.get(kind, 0),
+                evidence=copies.evidence / 32 if aligned else 0,
+                follower=x == newest,
+                learnt=learnt if x == newest else 0,
+                recycled=x in costs,
+                recycled_log_prob=4.0 - costs[x] * (1 / 1024) if x in costs else 0,
+            )
+            inputs.append(own)
+        logits = network(self.weights, node, inputs)
+        top = max([0.0, *logits])
+        total = math.exp(-top)
+        for z in logits:
+            total += math.exp(z - top)
+        return [(x, math.exp(z - top) / total) for x, z in zip(shortlist, logits, strict=True)]

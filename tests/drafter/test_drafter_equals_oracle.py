@@ -195,6 +195,7 @@ def test_more_candidates_than_fit() -> None:
     request = [t for context in ([c, b, other], [other, a]) for text in followers(70, *context) for t in text]
     pair = Pair([documents[::2], documents[1::2]], scoring="learned", vocab_size=4000)
     pair.extend({"full": [*request, d, c, b, a], "repeated": [*request, d, c, b, a, *request[-40:], d, c, b, a]})
-    found = [oracle.gather(pair.store, r, r, oracle.ROOT_SAMPLES).candidates for r in pair.requests.values()]
-    assert max(map(len, found)) == oracle.MAX_CANDIDATES
+    copies = [oracle.Copies.of_root(pair.store, request) for request in pair.requests.values()]
+    seen = [oracle.gather(pair.store, r, r, 64, c) for r, c in zip(pair.requests.values(), copies, strict=True)]
+    assert max(len(each.candidates) for each in seen) == oracle.MAX_CANDIDATES
     pair.compare()

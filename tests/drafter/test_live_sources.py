@@ -237,14 +237,9 @@ def test_chains_where_lengths_may_differ_and_trees_where_they_may_not(
     assert branches == (shape == "tree")
 
 
-POLICIES = [({"policy": "auto"}, Auto), ({"policy": "knee"}, Knee), ({"policy": "fixed"}, Fixed)]
-
-
-@pytest.mark.parametrize(
-    ("options", "kind"), [*POLICIES, ({"policy": None}, Auto), ({"policy": None, "knee": 7}, Knee)]
-)
-def test_policies(options: dict[str, Any], kind: type) -> None:
-    assert type(method(None, **options).controller) is kind
+@pytest.mark.parametrize(("policy", "knee", "kind"), [(None, None, Auto), (None, 7, Knee), ("fixed", 7, Fixed)])
+def test_the_policy_is_auto_or_that_of_a_knee_unless_one_is_given(policy: Any, knee: Any, kind: type) -> None:
+    assert type(method(None, policy=policy, knee=knee).controller) is kind
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from drafting import random_weights
 
 from bench.scorer.weights import save
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.scoring.weights import INPUTS, NODE_INPUTS, ROWS, WIDTH, Weights
+from sssd_plugin.scoring.inputs import INPUTS, NODE_INPUTS, ROWS
+from sssd_plugin.scoring.weights import WIDTH, Weights
 
 
 def test_round_trip(tmp_path: Path) -> None:

@@ -24,22 +24,9 @@ pytest.importorskip("triton")
 @pytest.mark.skipif(GPU or interpreting(), reason="the tests of Triton run in this process")
 def test_in_the_interpreter() -> None:
     """All tests of this folder that run Triton; skipped are this one, that which needs a GPU, and compiling."""
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-k",
-            "triton and not without",
-            Path(__file__).parent,
-        ],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton and not without"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run([*command, Path(__file__).parent], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
     assert "11 passed, 4 skipped" in run.stdout, run.stdout[-2000:]
 

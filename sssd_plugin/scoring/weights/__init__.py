@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from sssd_plugin.scoring.inputs import ROWS
+
 WIDTH = 32
 """Units of the hidden layer. The last one is linear, the others are rectified."""
-NODE_INPUTS, INPUTS = 32, WIDTH
-"""Inputs of a node, and of each of its candidates: `network.write_node_inputs`, `network.write_inputs`."""
-ROWS = 1 + NODE_INPUTS + 2 * INPUTS
-"""Of the layer: the bias; the node's inputs; the largest of each input among the candidates; the candidate's inputs."""
 
 FORMAT = "freedraft-scorer-4"
 
