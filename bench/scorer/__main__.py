@@ -32,8 +32,7 @@ def main() -> None:
     traces = [replayed(Trace.load(path, options.tokenizer).rows[: options.rows]) for path in options.trace]
     sessions = [Sessions.load(path, options.tokenizer) for path in options.sessions]
     recordings = [load_recordings(path) for path in options.recorded]
-    vocab_size = tokenizer.load(options.tokenizer).get_vocab_size()
-    weights = train(traces, sessions, recordings, vocab_size)
+    weights = train(traces, sessions, recordings, tokenizer.load(options.tokenizer).get_vocab_size())
     files = {path.name: sha256(path) for path in (*options.trace, *options.sessions, *options.recorded)}
     save(replace(weights, trained_on=files, recipe=command_line(sys.orig_argv[1:])), options.out)
     print(f"wrote {options.out}: trained on {', '.join(files)}")

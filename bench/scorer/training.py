@@ -23,7 +23,7 @@ from sssd_plugin.method import LEADING, to_learn
 from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
 from sssd_plugin.scoring.candidates import SHORTLIST, scratch
-from sssd_plugin.scoring.inputs import INPUTS, NODE_INPUTS, ROW, ROWS, CandidateInputs, NodeInputs, starts
+from sssd_plugin.scoring.inputs import INPUTS, NODE_INPUTS, ROW, ROWS
 from sssd_plugin.scoring.learned import FEW_CANDIDATES, Sources, draft_tree, effort_of, expand
 from sssd_plugin.scoring.views import Limits, Tree, store_of, write_context
 from sssd_plugin.scoring.weights import WIDTH, Weights
@@ -170,15 +170,8 @@ def collect(lessons: Iterator[Lesson], weights: Weights) -> Examples:
     return Examples(*map(np.concatenate, zip(*found, strict=True)))
 
 
-def _places(table: NodeInputs | CandidateInputs, names: Sequence[str]) -> list[int]:
-    """Return which inputs of a table have these names."""
-    sizes, first = table._asdict(), starts(table)._asdict()
-    return [first[name] + i for name in names if name in sizes for i in range(sizes[name])]
-
-
-def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0, without: Sequence[str] = ()) -> Weights:
-    """Train a network on the log-loss of the next token, among the first CANDIDATES of each node. without: names of
-    inputs to leave out."""
+def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0) -> Weights:
+    """Train a network on the log-loss of the next token, among the first CANDIDATES of each node."""
     import torch
 
     torch.manual_seed(seed)
@@ -187,8 +180,6 @@ def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0, without: Seq
     labels = torch.from_numpy(np.where(examples.labels < CANDIDATES, examples.labels, -1) + 1).long()
     nodes, inputs = torch.from_numpy(examples.node_inputs).float(), torch.from_numpy(examples.inputs).float()
     inputs = inputs[:, :CANDIDATES] * mask[..., None]
-    left_out = _places(NodeInputs(), without), _places(CandidateInputs(), without)
-    nodes[:, left_out[0]], inputs[..., left_out[1]] = 0.0, 0.0
     some = nodes, inputs[mask]
     spread = [part.square().mean(0).sqrt() + 0.05 for part in some]  # inputs are scaled to similar sizes
     inputs /= spread[1]
@@ -204,7 +195,7 @@ def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0, without: Seq
     none = torch.zeros(BATCH, 1)
     for _ in range(epochs):
         for batch in torch.randperm(len(labels))[: len(labels) // BATCH * BATCH].split(BATCH):
-            hidden = (shared[batch] @ layer[:-INPUTS])[:, None] + inputs[batch] @ layer[-INPUTS:]
+            hidden = (shared[batch] @ layer[: ROW.candidate])[:, None] + inputs[batch] @ layer[ROW.candidate :]
             logits = torch.relu(hidden[..., :-1]) @ out + hidden[..., -1]
             logits = torch.cat([none, logits.masked_fill(~mask[batch], -1e9)], 1)
             loss = torch.nn.functional.cross_entropy(logits, labels[batch])
@@ -212,10 +203,8 @@ def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0, without: Seq
             loss.backward()
             optimizer.step()
             schedule.step()
-    linear, trained = torch.cat([out, torch.ones(1)]), (layer / scale).detach().numpy().copy()
-    for first, rows in zip((ROW.node, ROW.largest, ROW.candidate), (*left_out, left_out[1]), strict=True):
-        trained[[first + row for row in rows]] = 0.0
-    return Weights(trained, linear.detach().numpy().copy())
+    linear = torch.cat([out, torch.ones(1)])
+    return Weights((layer / scale).detach().numpy().copy(), linear.detach().numpy().copy())
 
 
 def train(

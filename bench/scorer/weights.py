@@ -14,8 +14,7 @@ from sssd_plugin.scoring.weights import FORMAT, WIDTH, Weights
 def initial_weights() -> Weights:
     """Return the initial weights: a mix of both interpolated probabilities, in the linear unit."""
     layer = np.zeros((ROWS, WIDTH), np.float32)
-    layer[ROW.bias, -1] = 1.0
-    layer[ROW.candidate + CANDIDATE.store, -1], layer[ROW.candidate + CANDIDATE.request, -1] = 0.4, 0.5
+    layer[[ROW.bias, ROW.candidate + CANDIDATE.store, ROW.candidate + CANDIDATE.request], -1] = 1.0, 0.4, 0.5
     return Weights(layer, np.append(np.zeros(WIDTH - 1, np.float32), np.float32(1.0)))
 
 
