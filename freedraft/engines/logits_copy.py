@@ -11,6 +11,7 @@ from freedraft_kernels import top_tokens
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
+from freedraft.engines.copied import to_host
 from freedraft.step import TOP_TOKENS, NodeLogits
 
 
@@ -34,16 +35,8 @@ class LogitsCopy:
                 row.
             contexts: see `NodeLogits`.
         """
-        tokens, log_probs = top_tokens(logits, TOP_TOKENS)
-        event = None
-        if logits.device.type != "cpu":
-            tokens, log_probs = (
-                torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True)
-                for t in (tokens, log_probs)
-            )
-            event = torch.Event(logits.device)
-            event.record()
-        self._taken = request_ids, draft, contexts, tokens, log_probs, nodes, event
+        top = [to_host(values) for values in top_tokens(logits, TOP_TOKENS)]
+        self._taken = request_ids, draft, contexts, top, nodes
 
     def put_nodes(
         self, request_ids: Sequence[str], drafts: tuple[NDArray[Any], ...], first: NDArray[np.int64],
@@ -76,14 +69,12 @@ class LogitsCopy:
         """Return and clear the pending copy; None if there is none."""
         if self._taken is None:
             return None
-        request_ids, draft, contexts, tokens, log_probs, nodes, event = self._taken
+        request_ids, draft, contexts, copied, nodes = self._taken
         self._taken = None
-        if event is not None:
-            event.synchronize()
-        found = tokens.numpy(), log_probs.numpy()
+        found = [copy.wait() for copy in copied]
         if nodes is not None:
             of_rows, size = found, (draft.tokens.size, TOP_TOKENS)
-            found = np.full(size, -1, np.int32), np.zeros(size, np.float32)
+            found = [np.full(size, -1, np.int32), np.zeros(size, np.float32)]
             for array, rows in zip(found, of_rows, strict=True):
                 array[nodes[1]] = rows[nodes[0]]
         top, of_top = (array.reshape(*draft.tokens.shape, TOP_TOKENS) for array in found)
