@@ -102,7 +102,6 @@ def _broken(point: EntryPoint, name: str, error: Exception) -> TyperCommand:
 app = typer.Typer(
     name="freedraft",
     cls=PluginGroup,
-    help="Training-free speculative decoding for stock vLLM and SGLang.",
     epilog="Begin with 'freedraft doctor', which says what to type next.",
     no_args_is_help=True,
     add_completion=False,
@@ -162,8 +161,6 @@ def explain(
     context: Annotated[int, typer.Option(min=1, help="Tokens per request in the KV cache.")] = 1024,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks.")] = 1,
     dtype: Annotated[str | None, typer.Option(help="The engine's dtype (default: the model's).")] = None,
-    tokens_per_step: Annotated[str | None, typer.Option(
-        metavar="N:T,...", help="Tokens per step by nodes (default: SSSD's on chat answers).")] = None,
     shape: Annotated[str, typer.Option(
         metavar="chain|tree", help="Shape of drafts: vLLM's FlashAttention verifies chains, SGLang trees.")] = "chain",
 ) -> None:  # fmt: skip
@@ -171,30 +168,29 @@ def explain(
     from rich.console import Console
     from rich.table import Table
 
-    from freedraft.cost import explain as explanation
+    from freedraft.cost.explain import CURVES
+    from freedraft.cost.explain import explain as rows_of
     from freedraft.cost.hardware import choose_profile
     from freedraft.cost.model_shape import ModelShape
     from freedraft.cost.roofline import Roofline
 
     roofline = Roofline(ModelShape.load(model, dtype), choose_profile(hardware), tensor_parallel)
-    if shape not in explanation.CURVES:
-        raise ValueError(f"--shape '{shape}': write {' or '.join(explanation.CURVES)}")
-    curve = explanation.parse_curve(tokens_per_step) if tokens_per_step else explanation.CURVES[shape]
-    rows = explanation.explain(roofline, context, curve=curve)
+    if shape not in CURVES:
+        raise ValueError(f"--shape '{shape}': write {' or '.join(CURVES)}")
     table = Table(title=f"{model} on {roofline.profile.name} ({roofline.profile.source}), context {context:,}")
     for heading in ("requests", "step ms", "SSSD's rule", "ms", "best", "ms", "tokens/s", "speed-up"):
         table.add_column(heading, justify="right")
-    for row in rows:
+    for batch, plain, rule, rule_seconds, best, best_seconds, speedup in rows_of(roofline, context, CURVES[shape]):
         table.add_row(
-            str(row.batch), f"{row.plain * 1e3:.2f}", str(row.rule), f"{row.rule_seconds * 1e3:.2f}", str(row.best),
-            f"{row.best_seconds * 1e3:.2f}", f"{row.batch / row.plain * row.speedup:,.0f}", f"{row.speedup:.2f}x",
+            str(batch), f"{plain * 1e3:.2f}", str(rule), f"{rule_seconds * 1e3:.2f}", str(best),
+            f"{best_seconds * 1e3:.2f}", f"{batch / plain * speedup:,.0f}", f"{speedup:.2f}x",
         )  # fmt: skip
     Console().print(table)
     typer.echo(
         "An estimate: real steps are slower than the profile's peak speeds say. SSSD's rule and the best length count "
         "nodes per request, root included. Tokens per step are taken to be "
-        + ", ".join(f"{t:g} for {n} nodes" for n, t in curve.items() if n > 1)
-        + " (--shape, --tokens-per-step). While serving, policy 'auto' measures both."
+        + ", ".join(f"{t:g} for {n} nodes" for n, t in CURVES[shape].items() if n > 1)
+        + " (--shape). While serving, policy 'auto' measures both."
     )
 
 

@@ -54,11 +54,7 @@ class GuardedMethod:
     """Wraps a method: counts and times its calls, and turns exceptions (all but `EngineMustEnd` and device faults) into
     a pause.
 
-    A failure is counted in `freedraft_failures_total`, logged with its traceback, and followed by a pause without
-    drafts. Requests are added and finished during a pause, too, so that no state is lost or leaked.
-
-    Args:
-        spec, options, context: see `MethodSpec.make`; its errors are raised.
+    Requests are added and finished during a pause, too, so that no state is lost or leaked.
 
     Attributes:
         running: ids of the requests that the method drafts for.
@@ -154,7 +150,7 @@ class GuardedMethod:
         return draft
 
     def count(self) -> None:
-        """Count the step that was drafted for, in the metrics."""
+        """Count the step that was drafted for."""
         if self._uncounted is not None:
             (step, draft, seconds), self._uncounted = self._uncounted, None
             self.metrics.budget.set(self.method.controller.budget)
@@ -174,14 +170,15 @@ class GuardedMethod:
         self._take(step, self.method.update, "no room")
 
     def _take(self, step: Step, action: Callable[[Step], Any], reason: str) -> None:
-        if self._paused > 0 or self.call(lambda: (action(step),)) is None:
+        if self._paused == 0:
+            self.call(action, step)
+        if self._paused > 0:  # a failure begins a pause
             self._count_failed(step)
         else:
             self.call(self._count, step)
             self._count_undrafted(step, reason)
 
     def _count_failed(self, step: Step) -> None:
-        """Count a step without calling the method, which has failed."""
         self.metrics.add(step)
         self._count_undrafted(step, "failure")
 
@@ -219,8 +216,8 @@ class GuardedMethod:
         self.call(self.method.close)
 
     def call(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `work`, None if it raises; adapters also guard their own drafting code with it. Raises
-        RuntimeError: the device has failed."""
+        """The result of `work`, None if it raises anything but a device fault; adapters also guard their own drafting
+        code with it."""
         try:
             return work(*arguments)
         except Exception as error:

@@ -74,24 +74,16 @@ def rows_in(names: Sequence[str], request_ids: Sequence[str]) -> NDArray[np.int3
     return np.array([row_of.get(request_id, -1) for request_id in request_ids], np.int32)
 
 
-def room(
-    limits: NDArray[np.int64], contexts: NDArray[Any], most: int, *,
-    trees: NDArray[np.bool_] | bool | None = None, widest: NDArray[Any] | int | None = None,
-) -> NDArray[np.int32]:  # fmt: skip
+def room(limits: NDArray[np.int64], contexts: NDArray[Any], most: int, *, trees: bool = False) -> NDArray[np.int32]:
     """int32 [B], maximum of draft tokens per request. A chain leaves room for the target's own token after it. A tree,
     of which one path is accepted, may have its full size wherever a chain of one token may be drafted.
 
     Args:
         limits: int [B], maximum total tokens of each request; contexts: int [B], its present tokens.
         most: maximum of draft tokens per request.
-        trees: bool [B], which requests may have trees; None: none. widest: the most tokens of each tree, None for
-            `most`.
     """
-    chains: NDArray[np.int64] = np.maximum(np.minimum(most, limits - 1 - contexts), 0)
-    if trees is not None:
-        widths = most if widest is None else np.minimum(most, widest)
-        chains = np.where((chains > 0) & trees, widths, chains)
-    return chains.astype(np.int32)
+    tokens: NDArray[np.int64] = np.maximum(np.minimum(most, limits - 1 - contexts), 0)
+    return (np.where(tokens > 0, most, 0) if trees else tokens).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)

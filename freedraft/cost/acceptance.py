@@ -38,7 +38,8 @@ _SHARES = (np.arange(_GRID) + 0.5) / _GRID
 _BIN_OF = np.clip(np.log(_SHARES / (1 - _SHARES)) + _BINS / 2, 0, _BINS - 1).astype(np.int64)
 
 
-# Arguments of compiled functions: the arrays of a `DraftBatch`, and accepted tokens, see `Acceptance.learn`
+# Arguments of compiled functions: the arrays of a `DraftBatch`; accepted tokens as in a `Step`, and the row of it of
+# each request of the draft, -1 for those that have ended
 _Nodes = namedtuple("_Nodes", ("tokens", "parents", "depths", "scores", "kinds", "counts"))
 _Gained = namedtuple("_Gained", ("rows", "tokens", "starts", "ends"))
 
@@ -81,15 +82,8 @@ def _estimate(odds, ratios, kinds, depth, out):
 @compiled(nogil=True)
 def _learn(bias, odds, trend, nodes, gained):
     """Update the corrections from a draft's outcome: at each node of the true path, which child came next.
-
-    Args:
-        trend: float64 [1], the mean error of the newest steps, which sets the step size of d.
-        nodes: of the draft, verified or not.
-
-    Returns:
-        Outcomes seen.
-    """
-    seen, common, wrong = 0, 0, 0.0
+    trend: float64 [1], the mean error of the newest steps, which sets the step size of d."""
+    common, wrong = 0, 0.0
     fast = (_RATE + _FAST_RATE * trend[0] ** 2) / max(1, len(nodes.counts))
     for b in range(len(nodes.counts)):
         r = gained.rows[b]
@@ -111,7 +105,6 @@ def _learn(bias, odds, trend, nodes, gained):
                     odds[f] = np.exp(bias[f])
                     common += 1
                     wrong += hit - p
-                seen += 1
                 if hit > 0.0:
                     following = i
             if following < 0:
@@ -119,28 +112,21 @@ def _learn(bias, odds, trend, nodes, gained):
             node = following
     if common > 0:
         trend[0] += _TREND_RATE * (wrong / common - trend[0])
-    return seen
 
 
-def _nodes(draft: DraftBatch, counts: NDArray[np.int32] | None = None) -> _Nodes:
-    counts = draft.counts if counts is None else counts
+def _nodes(draft: DraftBatch, counts: NDArray[np.int32]) -> _Nodes:
     return _Nodes(draft.tokens, draft.parents, draft.depths, draft.scores, draft.kinds, counts)
 
 
 class Acceptance:
-    """Learns corrections from drafts and the tokens that followed, and applies them to new drafts.
-
-    Attributes:
-        bias, odds: float64 [SIZE], the corrections, and their exp.
-        outcomes: number of nodes learnt from.
-    """
+    """Learns corrections from drafts and the tokens that followed, and applies them to new drafts. bias, odds: float64
+    [SIZE], the corrections, and their exp."""
 
     def __init__(self) -> None:
         self.bias, self.odds = np.zeros(SIZE), np.ones(SIZE)
-        self.outcomes = 0
         self._trend = np.zeros(1)
         self._request_ids: list[str] = []
-        self._followed: list[tuple[DraftBatch, NDArray[np.int32]]] = []
+        self._followed: list[_Nodes] = []
 
     @staticmethod
     def warm_up() -> None:
@@ -150,7 +136,8 @@ class Acceptance:
         draft.depths[:, 1] = 1
         draft.scores[:] = 1.0, 0.5
         fresh, none = Acceptance(), np.zeros(1, np.int64)
-        fresh.learn(draft, draft.counts, np.full(1, -1, np.int32), np.zeros(1, np.int32), none, none)
+        gained = _Gained(np.full(1, -1, np.int32), np.zeros(1, np.int32), none, none)
+        _learn(fresh.bias, fresh.odds, fresh._trend, _nodes(draft, draft.counts), gained)
         fresh.probabilities(draft)
         fresh.given_parent(draft.scores[0], draft.kinds[0], 1)
 
@@ -160,7 +147,7 @@ class Acceptance:
 
     @property
     def follows(self) -> bool:
-        """Whether drafts were given to `follow` since the last `update`."""
+        """Whether the outcome of drafts is still to be learnt."""
         return bool(self._followed)
 
     @property
@@ -171,56 +158,29 @@ class Acceptance:
     def follow(self, *drafts: DraftBatch) -> None:
         """Register drafts, verified or not, for the next `update` to learn from. Their arrays, except counts, must not
         change until then."""
-        self._followed = [(draft, draft.counts.copy()) for draft in drafts]
+        self._followed = [_nodes(draft, draft.counts.copy()) for draft in drafts]
 
     def update(self, step: Step) -> None:
-        """Learn the outcome of the drafts passed to `follow`."""
+        """Learn the outcome of the drafts that `follow` was given."""
         if self._followed:
             rows = rows_in(step.request_ids, self._request_ids)
-            for draft, counts in self._followed:
-                self.learn(draft, counts, rows, step.tokens, step.starts, step.ends)
+            gained = _Gained(rows, step.tokens, step.starts, step.ends)
+            for nodes in self._followed:
+                _learn(self.bias, self.odds, self._trend, nodes, gained)
             self._followed = []
         self._request_ids = list(step.request_ids)
 
     def probabilities(self, draft: DraftBatch) -> NDArray[np.float64]:
         """float64 [B, N]: estimated probability of every node; entries at and beyond `counts` are undefined."""
         out = np.empty(draft.tokens.shape)
-        _calibrate(self.odds, _nodes(draft), out)
+        _calibrate(self.odds, _nodes(draft, draft.counts), out)
         return out
 
     def given_parent(
         self, confidences: NDArray[np.float32], kinds: NDArray[np.uint8], depth: int
     ) -> NDArray[np.float64]:
-        """float64 [R]: probability that nodes are accepted if their parents are.
-
-        Args:
-            confidences: float32 [R], the drafter's own probability of each node given its parent.
-            kinds: uint8 [R], see `DraftBatch`.
-            depth: of the nodes, at least 1.
-        """
+        """float64 [R]: probability that nodes at a depth of at least 1 are accepted if their parents are. confidences:
+        float32 [R], the drafter's own probability of that; kinds: uint8 [R], see `DraftBatch`."""
         out = np.empty(len(confidences))
         _estimate(self.odds, confidences, kinds, depth, out)
         return out
-
-    def learn(
-        self,
-        draft: DraftBatch,
-        counts: NDArray[np.int32],
-        rows: NDArray[np.int32],
-        tokens: NDArray[np.int32],
-        starts: NDArray[np.int64],
-        ends: NDArray[np.int64],
-    ) -> int:
-        """Learn from the tokens that followed a draft. Returns the number of nodes with a known outcome.
-
-        Args:
-            counts: replace the draft's own.
-            rows: int32 [B], the request's index in starts and ends; -1: it has ended.
-            tokens, starts, ends: tokens[starts[r]:ends[r]] are the request's new tokens.
-        """
-        if len(rows) != draft.batch_size:
-            raise ValueError(f"{len(rows)} rows for a draft of {draft.batch_size} requests")
-        gained = _Gained(rows, tokens, starts, ends)
-        seen = int(_learn(self.bias, self.odds, self._trend, _nodes(draft, counts), gained))
-        self.outcomes += seen
-        return seen

@@ -20,7 +20,7 @@ from freedraft.cost.allocation import FREE, allocate, allocate_width
 from freedraft.cost.auto_by_batch import BatchLengths
 from freedraft.cost.controller import Controller, Fixed, Knee, Policy
 from freedraft.cost.costs import Costs
-from freedraft.cost.hardware import HardwareProfile, choose_profile
+from freedraft.cost.hardware import choose_profile
 from freedraft.cost.probes import Probes
 from freedraft.cost.roofline import knee_of, roofline_of
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, row_of
@@ -39,14 +39,14 @@ class Auto(Costs):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.explorer = Probes()
+        self.probes = Probes()
         self.gain = 0.0
         self.drafting_seconds = 0.0
         self._longest = float(self.max_draft_tokens)
         self._drafts_pay = False
 
     def rests(self) -> bool:
-        if self.acceptance.follows or not self.explorer.rests():
+        if self.acceptance.follows or not self.probes.rests():
             return False
         self._ended = None  # of the steps of a pause, one is timed
         return True
@@ -56,7 +56,7 @@ class Auto(Costs):
         self.budget = 0
         if batch == 0 or not verify:
             return 0
-        if self.explorer.rests():
+        if self.probes.rests():
             self.speedup = 1.0
             return 0
         draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max()), int(2.0 * self._longest) + 2)
@@ -84,7 +84,7 @@ class Auto(Costs):
                 rate = 0.5 if self.drafting_seconds == 0.0 else 0.05
                 self.drafting_seconds += rate * (min(spent, 4 * self.drafting_seconds or spent) - self.drafting_seconds)
             if self.gain < 0.0 and not self.acceptance.rises:
-                self.explorer.rest(self.drafting_seconds, float(self.step_seconds(batch, batch)))
+                self.probes.rest(self.drafting_seconds, float(self.step_seconds(batch, batch)))
         super().done(step)
 
     def exclude(self, seconds: float) -> None:
@@ -115,13 +115,13 @@ class Auto(Costs):
 
     def _probe(self, batch: int, seconds: NDArray[np.float64]) -> int:
         """Now and then, a random number of draft tokens (an index of widths) instead of the best."""
-        if len(seconds) < 2 or not self.explorer.due(row_of(batch, self.context), eager=self._drafts_pay):
+        if len(seconds) < 2 or not self.probes.due(row_of(batch, self.context), eager=self._drafts_pay):
             return FREE
-        affordable = len(self.explorer.affordable(seconds))
+        affordable = len(self.probes.affordable(seconds))
         if self.widths is not None:
-            return int(self.explorer.random.integers(max(1, affordable - 1)))
+            return int(self.probes.random.integers(max(1, affordable - 1)))
         octaves = math.log2(max(1, affordable - 1))
-        return int(2 ** (self.explorer.random.random() * (octaves + 1)) - 1)
+        return int(2 ** (self.probes.random.random() * (octaves + 1)) - 1)
 
     def warm_up(self) -> None:
         super().warm_up()
@@ -130,44 +130,34 @@ class Auto(Costs):
 
 
 def make_controller(
-    context: EngineContext,
-    policy: Policy = "auto",
-    *,
-    hardware: str = "auto",
-    knee: int | None = None,
-    step_times: Path | None = None,
-    decide: bool = True,
-) -> Controller:
+    context: EngineContext, policy: Policy = "auto", *, hardware: str = "auto", knee: int | None = None,
+    step_times: Path | None = None, decide: bool = True,
+) -> Controller:  # fmt: skip
     """The controller of a policy, for an engine. Where the model's configuration cannot be read, "knee" decides instead
     of "auto", with one warning.
 
     Args:
-        decide: of policy "auto"; False: the drafter decides how much it drafts, by these `Costs`.
         hardware: name or file of a profile, or "auto".
         knee: of policy "knee"; replaces the profile's ridge.
         step_times: of policy "auto": file to keep the step times in.
+        decide: of policy "auto"; False: the drafter decides how much it drafts, by these `Costs`.
 
     Raises:
         ConfigError: `hardware` names no usable profile.
     """
-    controller = _controller(context, policy, choose_profile(hardware, context.device), knee, step_times, decide)
-    controller.warm_up()
-    return controller
-
-
-def _controller(
-    context: EngineContext, policy: Policy, profile: HardwareProfile, knee: int | None, step_times: Path | None,
-    decide: bool,
-) -> Controller:  # fmt: skip
-    max_draft_tokens, widths = context.max_draft_tokens, context.widths
+    profile, most, widths = choose_profile(hardware, context.device), context.max_draft_tokens, context.widths
+    controller: Controller | None = None
     if policy == "fixed" or (context.lengths is not None and (policy != "auto" or len(context.lengths) == 1)):
-        return Fixed(profile, max_draft_tokens, widths)
-    if policy == "auto":
+        controller = Fixed(profile, most, widths)
+    elif policy == "auto":
         try:
             roofline = roofline_of(context, profile)
             if context.lengths is not None:
-                return BatchLengths(roofline, context.lengths, path=step_times)
-            return (Auto if decide else Costs)(roofline, max_draft_tokens, widths, path=step_times)
+                controller = BatchLengths(roofline, context.lengths, path=step_times)
+            else:
+                controller = (Auto if decide else Costs)(roofline, most, widths, path=step_times)
         except ConfigError as error:
             logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
-    return Knee(profile, max_draft_tokens, widths, knee or knee_of(context, profile))
+    controller = controller or Knee(profile, most, widths, knee or knee_of(context, profile))
+    controller.warm_up()
+    return controller

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,27 +49,24 @@ def batch_range(batch: int) -> tuple[int, int]:
     return first, first + size - 1
 
 
-class BatchLengths(Fixed):
-    """Drafts the number of tokens that the engine requests, and recommends the next one.
+class _Price(NamedTuple):
+    seconds: NDArray[np.float64]  # of a step of each length that may be scheduled
+    steps_left: int  # until it is taken again
 
-    Args:
-        lengths: draft tokens per request to choose from.
-        path: file to keep the step times in; clock: seconds.
-    """
+
+class BatchLengths(Fixed):
+    """Drafts the number of tokens that the engine requests, and recommends the next one. lengths: draft tokens per
+    request to choose from; path: file to keep the step times in; clock: seconds."""
 
     def __init__(
-        self,
-        roofline: Roofline,
-        lengths: Sequence[int],
-        *,
-        path: Path | None = None,
+        self, roofline: Roofline, lengths: Sequence[int], *, path: Path | None = None,
         clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(roofline.profile, max(lengths))
         self.lengths: NDArray[np.int64] = np.unique([0, *lengths])
         self.times = StepTimes(roofline, path, clock)
         self.acceptance = Acceptance()
-        self.explorer = Probes()
+        self.probes = Probes()
         self._clock = clock
         # ln(measured / predicted) of steps, and their number, by range of batch sizes, length and bucket of contexts.
         # Step times by query tokens alone do not include waiting for drafts.
@@ -78,8 +75,7 @@ class BatchLengths(Fixed):
         self._gain = expected_tokens(1 + self.lengths, CHAIN_TOKENS_PER_STEP) - 1.0
         self._newest: tuple[DraftBatch, int, NDArray[np.float64]] | None = None
         self._began, self._step_seconds, self._asked = 0.0, 1.0, 0
-        # By range of batch sizes: seconds of a step of each length that may be scheduled, and for how many more steps
-        self._priced: dict[tuple[int, int], tuple[NDArray[np.float64], int]] = {}
+        self._prices: dict[tuple[int, int], _Price] = {}  # by range of batch sizes
         self._probed: tuple[int, int] | None = None
 
     # -- learning ------------------------------------------------------------------------------------------------------
@@ -92,21 +88,21 @@ class BatchLengths(Fixed):
             self._newest = None
 
     def rests(self) -> bool:
-        return not (self.acceptance.follows or self.acceptance.rises) and self.explorer.rests()
+        return not (self.acceptance.follows or self.acceptance.rises) and self.probes.rests()
 
     def plan(self, step: Step, *, verify: bool = True) -> int:
         self._began = self._clock()
         if verify:
             self._asked = super().plan(step)
         else:
-            waits = self.explorer.rests() and not self.acceptance.rises
+            waits = self.probes.rests() and not self.acceptance.rises
             self._asked = 0 if waits else self.max_draft_tokens
         return self._asked
 
     def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
         """Cuts nothing: the engine has decided the length. Updates the expected acceptance."""
         draft = drafts[0]
-        self.explorer.rest(self._clock() - self._began, self._step_seconds)
+        self.probes.rest(self._clock() - self._began, self._step_seconds)
         self.acceptance.follow(draft)
         self._newest = draft, self._asked, self._expected(draft, self._asked)
         rate = min(1.0, draft.batch_size / _REQUESTS)
@@ -120,10 +116,11 @@ class BatchLengths(Fixed):
         p[:, : known.shape[1]] = known
         p[(nodes == 0) | (nodes >= draft.counts[:, None])] = 0.0
         tokens = np.cumsum(p.mean(0))
-        # Extrapolate longer drafts from these, or from the last observation.
+        # Behind the last node asked for, of probability q, m more bring q (r + r^2 + ... + r^m); or what was last seen.
         more, at = np.maximum(self.lengths - asked, 0), int(np.searchsorted(self.lengths, asked, side="right")) - 1
-        ratio = p[:, -1:] ** (1 / asked) * (asked**2 / (asked**2 + 1))
-        tail = (p[:, -1:] * ratio * (1.0 - ratio**more) / (1.0 - ratio)).mean(0)
+        last = p[:, -1:]
+        ratio = last ** (1 / asked) * (asked**2 / (asked**2 + 1))
+        tail = (last * ratio * (1.0 - ratio**more) / (1.0 - ratio)).mean(0)
         expected: NDArray[np.float64] = tokens[np.minimum(self.lengths, asked)] + tail
         seen = self._gain * (expected[at] / max(float(self._gain[at]), 1e-9))
         return np.where(more > 0, np.maximum(expected, seen), expected)
@@ -157,7 +154,7 @@ class BatchLengths(Fixed):
         return 1.0 + self._gain
 
     def seconds(self, batch: int, context: float) -> NDArray[np.float64]:
-        """Seconds of a step of each of `lengths` that may be scheduled for a batch."""
+        """float64: of a step of each of `lengths` that may be scheduled for a batch."""
         lengths = self.lengths[batch * (1 + self.lengths) <= max(MAX_QUERY_TOKENS, batch)]
         seconds = self.times.seconds(batch, batch * (1 + lengths), context)
         uncorrected = self.times.uncorrected(batch, batch * (1 + lengths), context)
@@ -168,7 +165,7 @@ class BatchLengths(Fixed):
         return seconds
 
     def best(self, seconds: NDArray[np.float64]) -> int:
-        """The shortest length with about the most tokens per second. seconds: result of `seconds`."""
+        """The shortest length with about the most tokens per second, by the result of `seconds`."""
         rates = self.tokens()[: len(seconds)] / seconds
         best = int(np.flatnonzero(rates >= _MARGIN * rates.max())[0])
         self.speedup = float(rates[best] / rates[0])
@@ -179,14 +176,14 @@ class BatchLengths(Fixed):
         at = batch_range(batch)
         rows: Rows = []
         if self._probed is not None and self._probed != at:
-            rows.append((*self._probed, self.best(self._priced[self._probed][0])))
+            rows.append((*self._probed, self.best(self._prices[self._probed].seconds)))
         self._probed = None
-        seconds, left = self._priced.get(at, (None, 0))
+        seconds, left = self._prices.get(at, (None, 0))
         if seconds is None or left == 0:
             seconds, left = self.seconds(batch, context), _PRICE_EVERY
-        self._priced[at] = seconds, left - 1
+        self._prices[at] = _Price(seconds, left - 1)
         length = self.best(seconds)
-        if self.explorer.due(row_of(batch, context), eager=length > 0):
+        if self.probes.due(row_of(batch, context), eager=length > 0):
             length, self._probed = self._probe(seconds, length), at
         return [*rows, (*at, length)]
 
@@ -195,9 +192,9 @@ class BatchLengths(Fixed):
         plain."""
         lengths = self.lengths[: len(seconds)]
         others = lengths != length
-        if self.explorer.random.random() < 0.5 and others.any():
+        if self.probes.random.random() < 0.5 and others.any():
             return int(lengths[others][(self.tokens()[: len(seconds)] / seconds)[others].argmax()])
-        return int(self.explorer.random.choice(lengths[self.explorer.affordable(seconds)]))
+        return int(self.probes.random.choice(lengths[self.probes.affordable(seconds)]))
 
     def save(self) -> None:
         self.times.save()

@@ -40,14 +40,12 @@ class Controller(ABC):
     speedup = math.nan
 
     def __init__(self, profile: HardwareProfile, max_draft_tokens: int, widths: Sequence[int] | None = None) -> None:
-        if max_draft_tokens < 0:
-            raise ValueError(f"max_draft_tokens must be at least 0, not {max_draft_tokens}")
         self.profile, self.max_draft_tokens = profile, max_draft_tokens
         self.widths = None if widths is None else np.array(widths, np.int32)
         self.budget = 0
 
     def max_tokens_per_request(self, batch_size: int) -> int:
-        """Most draft tokens of a request by the profile's caps, without the root."""
+        """By the profile's caps."""
         cap = self.profile.max_nodes(batch_size)
         return self.max_draft_tokens if cap is None else min(self.max_draft_tokens, cap - 1)
 
@@ -101,17 +99,15 @@ class Fixed(Controller):
 
     def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
         if verify and self.widths is None and drafts[0].draft_tokens > self.budget:
-            self._allocate(drafts[0])
+            self._keep_likeliest(drafts[0])
 
     def warm_up(self) -> None:
-        draft = DraftBatch.empty(1, 1)
-        draft.counts[:] = 1
-        self._allocate(draft)
+        self._keep_likeliest(DraftBatch.roots(np.zeros(1, np.int32)))
 
-    def _allocate(self, draft: DraftBatch) -> None:
-        from freedraft.cost.allocation import allocate
+    def _keep_likeliest(self, draft: DraftBatch) -> None:
+        from freedraft.cost.allocation import keep_likeliest
 
-        allocate(draft.scores, draft.counts, np.ones(draft.scores.size + 1), 0.0, self.budget)
+        keep_likeliest(draft.scores, draft.counts, self.budget)
 
 
 class Knee(Fixed):
@@ -119,24 +115,16 @@ class Knee(Fixed):
     much as one: b * s_q = I_knee (paper, section 3.2), with caps for small batches."""
 
     def __init__(
-        self,
-        profile: HardwareProfile,
-        max_draft_tokens: int,
-        widths: Sequence[int] | None = None,
+        self, profile: HardwareProfile, max_draft_tokens: int, widths: Sequence[int] | None = None,
         knee: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(profile, max_draft_tokens, widths)
-        if knee is not None and knee < 1:
-            raise ValueError(f"knee must be at least 1, not {knee}")
         self.knee = profile.ridge if knee is None else knee
 
-    def speculation_length(self, batch_size: int) -> int:
-        """s_q of the paper: nodes per request, root included, I_knee / b; at least 1."""
-        return max(1, round(self.knee / max(1, batch_size)))
-
     def length(self, batch_size: int) -> int:
-        """Draft tokens per request, the same for all: s_q, capped."""
-        return min(self.max_tokens_per_request(batch_size), self.speculation_length(batch_size) - 1)
+        """Draft tokens per request, the same for all: s_q = I_knee / b nodes of the paper, capped, without the root."""
+        nodes = max(1, round(self.knee / max(1, batch_size)))
+        return min(self.max_tokens_per_request(batch_size), nodes - 1)
 
     def plan(self, step: Step, *, verify: bool = True) -> int:
         batch = step.batch_size

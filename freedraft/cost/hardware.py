@@ -20,38 +20,25 @@ DTYPE_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8": 1.0, "
 
 
 class HardwareProfile(BaseModel):
-    """What the cost model knows of an accelerator.
-
-    Attributes:
-        name: also the stem of the file it comes from.
-        peak_flops: dense bf16 FLOP/s.
-        bandwidth: bytes/s of the memory that holds the weights.
-        source: "datasheet" or "measured".
-        peak_flops_by_dtype: FLOP/s of other number formats (float32, float16, bfloat16, float8, int8).
-        knee: query tokens per step, over the whole batch, that cost about as much as one; None: derived.
-        max_nodes_by_batch: the paper's caps: most nodes per request (root included) from this batch size up to the next
-            larger entry.
-        devices: parts of the device names that torch reports, by which `hardware: auto` finds this profile.
-    """
+    """What the cost model knows of an accelerator."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    name: str = Field(min_length=1)
-    peak_flops: PositiveFloat
-    bandwidth: PositiveFloat
+    name: str = Field(min_length=1)  # also the stem of its file
+    peak_flops: PositiveFloat  # dense bf16 FLOP/s
+    bandwidth: PositiveFloat  # bytes/s of the memory that holds the weights
     source: Literal["datasheet", "measured"]
-    peak_flops_by_dtype: dict[Dtype, PositiveFloat] = {}
+    peak_flops_by_dtype: dict[Dtype, PositiveFloat] = {}  # FLOP/s of other number formats
+    # Query tokens per step, over the whole batch, that cost about as much as one; None: derived.
     knee: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    # The paper's caps: most nodes per request (root included) from this batch size up to the next larger entry.
     max_nodes_by_batch: dict[PositiveInt, PositiveInt] = {}
-    devices: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()  # parts of the names that torch reports, by which `hardware: auto` finds this profile
 
     @property
     def ridge(self) -> int:
-        """Query tokens per step at the ridge of the roofline: `knee`, or I_knee = peak FLOP/s / bandwidth.
-
-        With bf16 weights a matrix product does 2 FLOP per query token for every 2-byte weight that it reads, so its
-        intensity is about b * s_q FLOP per byte, and I_knee counts query tokens (paper, section 3.2).
-        """
+        """Query tokens per step at the ridge of the roofline: `knee`, or I_knee = peak FLOP/s / bandwidth (paper,
+        section 3.2): a matrix product does 2 FLOP per query token for every 2-byte weight that it reads."""
         return self.knee if self.knee is not None else max(1, round(self.peak_flops / self.bandwidth))
 
     def ridge_of(self, weight_bytes: float) -> int:
@@ -93,10 +80,8 @@ class HardwareProfile(BaseModel):
 
     @classmethod
     def detect(cls, device: str | None = None) -> Self:
-        """The shipped profile of a device: a GPU's name, or "cpu"; None: the first device of torch.
-
-        An unknown GPU gets the shipped GPU profile with the lowest ridge, which drafts least, and a log line.
-        """
+        """The shipped profile of a device: a GPU's name, or "cpu"; None: the first device of torch. An unknown GPU gets
+        the GPU profile with the lowest ridge, which drafts least, and a log line."""
         device = device or device_name() or CPU
         profiles = [cls.load(path) for path in cls.shipped().values()]
         if device == CPU:
@@ -125,6 +110,5 @@ def device_name() -> str | None:
 
 
 def choose_profile(hardware: str, device: str | None = None) -> HardwareProfile:
-    """The profile named by option `hardware`; "auto": see `HardwareProfile.detect`. Raises ConfigError: no such
-    profile, or an invalid one."""
+    """The profile named by option `hardware`. Raises ConfigError: no such profile, or an invalid one."""
     return HardwareProfile.detect(device) if hardware == "auto" else HardwareProfile.load(hardware)

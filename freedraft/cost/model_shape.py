@@ -25,69 +25,46 @@ _UNGATED = {"gpt2", "gptj", "gpt_neox", "gpt_bigcode", "opt", "bloom", "falcon",
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Multi-head latent attention (MLA): all heads share one compressed cache entry per token.
+    """Widths of multi-head latent attention (MLA): all heads share one compressed cache entry per token."""
 
-    Attributes:
-        kv_rank: width of the compressed key/value.
-        rope_dim: width of the key part that carries the position, also shared.
-        q_rank: width of the compressed query; 0 where the query is not compressed.
-        nope_dim, v_dim: width per head of the rest of the key, and of the value.
-    """
-
-    kv_rank: int
-    rope_dim: int
-    q_rank: int
-    nope_dim: int
-    v_dim: int
+    kv_rank: int  # of the compressed key/value
+    rope_dim: int  # of the key part that carries the position, also shared
+    q_rank: int  # of the compressed query; 0 where the query is not compressed
+    nope_dim: int  # per head, of the rest of the key
+    v_dim: int  # per head, of the value
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Mixture of experts in some of the layers.
+    """Mixture of experts in some of the layers."""
 
-    Attributes:
-        total: experts per layer; active: experts per token.
-        intermediate: h_mlp of one expert; shared: h_mlp of the experts that every token uses, together.
-        layers: number of layers with experts.
-    """
-
-    total: int
-    active: int
-    intermediate: int
-    shared: int
-    layers: int
+    total: int  # experts per layer
+    active: int  # experts per token
+    intermediate: int  # h_mlp of one expert
+    shared: int  # h_mlp of the experts that every token uses, together
+    layers: int  # that have experts
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Dimensions of a decoder, in the symbols of the paper (appendix B).
+    """Dimensions of a decoder; symbols are those of the paper (appendix B)."""
 
-    Attributes:
-        hidden: h. layers: number of decoder layers. heads, kv_heads: n_q, n_kv. head_dim: d.
-        intermediate: h_mlp of a dense layer. vocab: rows of the output head.
-        gated: whether the MLP is SwiGLU-like (three matrices) or has two.
-        weight_bytes, activation_bytes, kv_bytes: bytes per element.
-        dtype: number format of the matrix products, for the hardware's peak.
-        latent: MLA instead of grouped-query attention. experts: MoE layers.
-        window: tokens that attention looks back to in `window_layers` of the layers (a share); None for all tokens.
-    """
-
-    hidden: int
+    hidden: int  # h
     layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    gated: bool = True
-    weight_bytes: float = 2.0
+    heads: int  # n_q
+    kv_heads: int  # n_kv
+    head_dim: int  # d
+    intermediate: int  # h_mlp of a dense layer
+    vocab: int  # rows of the output head
+    gated: bool = True  # whether the MLP is SwiGLU-like (three matrices) or has two
+    weight_bytes: float = 2.0  # per element, as the next two
     activation_bytes: float = 2.0
     kv_bytes: float = 2.0
-    dtype: str = "bfloat16"
-    latent: LatentAttention | None = None
+    dtype: str = "bfloat16"  # of the matrix products, for the hardware's peak
+    latent: LatentAttention | None = None  # instead of grouped-query attention
     experts: Experts | None = None
-    window: int | None = None
-    window_layers: float = 1.0
+    window: int | None = None  # tokens that attention looks back to in some layers; None for all tokens
+    window_layers: float = 1.0  # share of these layers
 
     def attended(self, context: float) -> float:
         """Tokens of the cache that a layer reads for each request, on average over the layers."""
@@ -120,21 +97,15 @@ class ModelShape:
 
     @classmethod
     def from_config(
-        cls,
-        config: Mapping[str, Any],
-        *,
-        dtype: str | None = None,
-        kv_dtype: str | None = None,
+        cls, config: Mapping[str, Any], *, dtype: str | None = None, kv_dtype: str | None = None,
         source: str = "the model's configuration",
-    ) -> Self:
-        """The shape that a Hugging Face configuration (as a dictionary) describes.
+    ) -> Self:  # fmt: skip
+        """The shape that a Hugging Face configuration describes. Raises ConfigError: a field is missing or makes no
+        sense.
 
         Args:
             dtype: the engine's dtype, if it differs from the configuration's.
             kv_dtype: dtype of the KV cache, e.g. "fp8_e4m3"; None or "auto": the same, or the checkpoint's.
-
-        Raises:
-            ConfigError: a field is missing or makes no sense.
         """
         quantised = config.get("quantization_config")
         quantised = quantised if isinstance(quantised, Mapping) else {}

@@ -21,19 +21,13 @@ Number = float | NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One row of Table 2, on one of p tensor-parallel ranks; for several s_q at once, arrays of one shape.
-
-    Attributes:
-        name: the row.
-        flops: FLOPs of matrix products. read, write: bytes.
-        count: runs per forward pass.
-    """
+    """One row of Table 2, on one of p tensor-parallel ranks; for several s_q at once, arrays of one shape."""
 
     name: str
     flops: Number
-    read: Number
-    write: Number
-    count: Number
+    read: Number  # bytes
+    write: Number  # bytes
+    count: Number  # runs per forward pass
 
     def seconds(self, peak_flops: float, bandwidth: float) -> Number:
         """Time of all its runs: the slower of computing and moving."""
@@ -47,16 +41,9 @@ def product(name: str, shape: ModelShape, n: Number, rows: float, columns: float
 
 
 def operations(
-    shape: ModelShape,
-    batch: Number,
-    s_q: Number,
-    s_kv: float,
-    *,
-    tensor_parallel: int = 1,
-    mask: bool = True,
-    attention: float = 1.0,
-    mlp: float = 1.0,
-) -> list[Operation]:
+    shape: ModelShape, batch: Number, s_q: Number, s_kv: float, *, tensor_parallel: int = 1, mask: bool = True,
+    attention: float = 1.0, mlp: float = 1.0,
+) -> list[Operation]:  # fmt: skip
     """The rows of Table 2 for a batch of b requests with s_q query tokens each, over contexts of s_kv tokens.
 
     The head is added to the paper's rows, since small models spend much of a step there. MLA is taken as engines run
@@ -143,26 +130,16 @@ def _mlp(name: str, shape: ModelShape, n: Number, width: float, count: Number) -
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Predicted step times of one model on one kind of hardware.
-
-    Attributes:
-        tensor_parallel: number of ranks; their communication is left out, as in the paper.
-        mask: whether attention reads a tree mask.
-    """
+    """Predicted step times of one model on one kind of hardware."""
 
     shape: ModelShape
     profile: HardwareProfile
-    tensor_parallel: int = 1
-    mask: bool = False
+    tensor_parallel: int = 1  # number of ranks; their communication is left out, as in the paper
+    mask: bool = False  # whether attention reads a tree mask
 
     def seconds(self, batch: int, query_tokens: Number, context: float) -> Number:
-        """Time of one forward pass.
-
-        Args:
-            batch: requests, b >= 1.
-            query_tokens: over the whole batch, b * s_q; requests are taken to have equal shares.
-            context: tokens in the cache per request, s_kv.
-        """
+        """Time of one forward pass over b >= 1 requests. query_tokens: over the whole batch, b * s_q, of which requests
+        have equal shares; context: tokens in the cache per request, s_kv."""
         return self._seconds(batch, query_tokens / batch, context, mask=self.mask)
 
     def pass_seconds(self, recipe: Recipe, batch: Number, context: float) -> Number:

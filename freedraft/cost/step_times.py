@@ -37,7 +37,6 @@ _PATIENCE = 20  # consecutive dropped times after which they are accepted
 
 
 def _bucket(query_tokens: int) -> int:
-    """The nearest of `CENTRES`."""
     return int(np.searchsorted((CENTRES[1:] + CENTRES[:-1]) / 2, query_tokens, side="right"))
 
 
@@ -52,8 +51,8 @@ def row_of(batch: int, context: float) -> int:
 
 @compiled
 def _curve(delta, count):
-    """float64 [BUCKETS]: corrections of a row, interpolated between buckets with times; buckets with few times are
-    drawn towards their neighbours; 0 without any."""
+    """float64 [BUCKETS]: corrections of a row, interpolated between buckets with times; those of few times are drawn
+    towards their neighbours."""
     seen = np.flatnonzero(count)
     if len(seen) == 0:
         return np.zeros(len(delta))
@@ -76,7 +75,7 @@ class _Corrections:
         self._alike: dict[int, int] = {}  # since the newest bucket
 
     def learn(self, row: int, bucket: int, error: float) -> None:
-        """Add a time. error: its ln(measured / predicted), without the common level."""
+        """error: ln(measured / predicted) of a time, without the common level."""
         seen, known = self.count[row, bucket], self.delta[row, bucket]
         clip = _CLIP if seen >= 3 else math.inf if seen == 0 else 3 * _CLIP
         self.delta[row, bucket] += max(_RATE, 1.0 / (seen + 1.0)) * min(max(error - known, -clip), clip)
@@ -117,7 +116,7 @@ class StepTimes:
     clipped, absurd times dropped.
 
     Args:
-        path: file that keeps step times between starts, read by the constructor; None: no file.
+        path: file that keeps step times between starts.
         clock: seconds.
 
     Attributes:
@@ -142,7 +141,7 @@ class StepTimes:
         return float(self._steps.count[row_of(batch, context), _bucket(query_tokens)])
 
     def update(self, batch: int, query_tokens: int, context: float, seconds: float) -> bool:
-        """Learn from one step. Returns False if the time was dropped (not positive, not finite, absurdly far off)."""
+        """Learn from one step. Returns False if the time was dropped."""
         if not 1 <= batch <= query_tokens <= MAX_QUERY_TOKENS:
             return False
         predicted = float(np.interp(query_tokens, CENTRES, self._log(batch, context)))
@@ -184,17 +183,15 @@ class StepTimes:
     # -- predictions ---------------------------------------------------------------------------------------------------
 
     def seconds(self, batch: int, query_tokens: ArrayLike, context: float) -> Floats:
-        """Seconds of one step, by query tokens."""
         logs = self._log(batch, context) + self._steps.row(row_of(batch, context)) + self._level
         return np.interp(np.asarray(query_tokens, np.float64), CENTRES, np.exp(logs))
 
     def uncorrected(self, batch: int, query_tokens: ArrayLike, context: float) -> Floats:
-        """Roofline estimate of a step, scaled to this machine; ignores measured step times."""
+        """The same by the roofline alone, scaled to this machine."""
         logs = self._log(batch, context) + self._level
         return np.exp(np.interp(np.asarray(query_tokens, np.float64), CENTRES, logs))
 
     def pass_seconds(self, recipe: Recipe, batch: ArrayLike, context: float) -> Floats:
-        """Seconds of one draft pass, by batch size."""
         corrections = self._of_recipe(recipe).row(context_bucket(context))
         seconds = np.exp(self._log(recipe, context) + corrections + self._level)
         return np.interp(np.asarray(batch, np.float64), CENTRES, seconds)
@@ -222,13 +219,11 @@ class StepTimes:
     # -- on disk -------------------------------------------------------------------------------------------------------
 
     def save_if_due(self) -> None:
-        """Write the file once a minute."""
         if self._path is not None and self._clock() - self._saved > _SAVE_SECONDS:
             self._saved = self._clock()
             self.save()
 
     def save(self) -> None:
-        """Replace the file atomically; on failure warn and continue without a file."""
         if self._path is None:
             return
         delta, count = self._steps.delta, self._steps.count
@@ -245,7 +240,7 @@ class StepTimes:
             self._path = None
 
     def _load(self, path: Path) -> None:
-        """Load a file that `save` wrote for the same model and hardware; warn and ignore any other."""
+        """Warns of a file that is not of the same model and hardware."""
         steps = _Corrections(BATCHES * CONTEXTS)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))

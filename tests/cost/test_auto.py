@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from known import LLAMA3_8B, ROOFLINE, engine_context
 
-from freedraft.cost.acceptance import SIZE, Acceptance
+from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.allocation import allocate, allocate_width
 from freedraft.cost.auto import Auto, make_controller
 from freedraft.cost.auto_by_batch import BatchLengths, candidate_lengths
@@ -88,9 +88,12 @@ def test_an_outcome_counts_once_per_child_of_the_true_path() -> None:
     # root -> 1 (token 10), 2 (token 11); 2 -> 3 (token 12), 4 (token 13); 1 -> 5 (token 14), not on the true path
     tree.parents[0], tree.depths[0], tree.counts[0] = [-1, 0, 0, 2, 2, 1], [0, 1, 1, 2, 2, 2], 6
     tree.tokens[0], tree.scores[0] = [9, 10, 11, 12, 13, 14], [1, 0.5, 0.3, 0.1, 0.1, 0.2]
-    acceptance = Acceptance()
-    assert [observe(acceptance, tree, [tokens]) for tokens in ([11, 13, 5], [8], [])] == [4, 2, 0]
-    assert np.isfinite(acceptance.bias).all() and acceptance.bias.shape == (SIZE,)
+    tree.kinds[0] = np.arange(6)
+    for tokens, learnt in (([11, 13, 5], [1, 2, 3, 4]), ([8], [1, 2]), ([], [])):
+        acceptance = Acceptance()
+        observe(acceptance, tree, [tokens])
+        p = acceptance.given_parent(np.full(6, 0.5, np.float32), tree.kinds[0], 8)
+        assert np.flatnonzero(p != p[0]).tolist() == learnt, "by their kinds"
 
 
 def test_passes_and_steps_are_timed_apart() -> None:
@@ -116,7 +119,7 @@ def test_a_rest_begins_when_nothing_is_left_to_learn_from_and_is_not_timed() -> 
     step = make_step(["a"], [[1]], previous=(1, 1))
     auto.learn(step)
     auto.acceptance.follow(chains([[0.5]]))
-    auto.explorer.rest(1.0, 1.0)
+    auto.probes.rest(1.0, 1.0)
     assert not auto.rests(), "the outcome of a draft is not known"
     auto.learn(step)
     assert auto.plan(step) == 0, "it rests all the same"

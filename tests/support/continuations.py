@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from freedraft.cost.acceptance import Acceptance
 from freedraft.draft import DraftBatch
+from tests.support.steps import make_step
 
 
-def observe(acceptance: Acceptance, draft: DraftBatch, continuations: Sequence[Sequence[int]]) -> int:
-    """Learn from the tokens that followed each root of a draft. Returns the number of nodes with a known outcome."""
-    ends = np.cumsum([len(tokens) for tokens in continuations], dtype=np.int64)
-    tokens = np.array([token for each in continuations for token in each], np.int32)
-    starts = np.array([0, *ends[:-1]], np.int64)
-    return acceptance.learn(draft, draft.counts, np.arange(len(ends), dtype=np.int32), tokens, starts, ends)
+def observe(acceptance: Acceptance, draft: DraftBatch, continuations: Sequence[Sequence[int]]) -> None:
+    """Learn from the tokens that followed each root of a draft."""
+    step = make_step([str(row) for row in range(len(continuations))], continuations)
+    acceptance.update(step)  # of the requests that are drafted for
+    acceptance.follow(draft)
+    acceptance.update(step)
