@@ -74,7 +74,7 @@ S3 = pytest.param("s3", marks=pytest.mark.extended)
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "file":
+    if getattr(request, "param", "file") == "file":
         return f"file://{tmp_path}/bucket"
     monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3"))
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
@@ -82,11 +82,6 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     name = f"b-{abs(hash(tmp_path))}"
     fsspec.filesystem("s3").mkdir(name)
     return f"s3://{name}/servers"
-
-
-@pytest.fixture
-def folder_url(tmp_path: Path) -> str:
-    return f"file://{tmp_path}/bucket"
 
 
 def started(url: str, **settings: object) -> LiveStore:
@@ -218,61 +213,61 @@ def test_a_url_that_is_down_stops_nothing(
     one.close(), other.close()
 
 
-def test_a_start_without_the_url(folder_url: str, tmp_path: Path) -> None:
+def test_a_start_without_the_url(url: str, tmp_path: Path) -> None:
     (tmp_path / "bucket").write_text("no folder")
-    check_live(folder_url, VOCAB, None, "strict")
-    server = LiveStore(VOCAB, folder_url)
+    check_live(url, VOCAB, None, "strict")
+    server = LiveStore(VOCAB, url)
     time.sleep(0.2)
     assert not server.insert(np.array([1, 2, 3], np.int32), number_in(server, A))
     assert server.stats().dropped["bucket"] == 1
     (tmp_path / "bucket").unlink()
     learn(server, A, [1, 2, 3])
     server.close()
-    assert texts_at(folder_url) == [[1, 2, 3]]
+    assert texts_at(url) == [[1, 2, 3]]
 
 
-def test_what_does_not_fit_is_refused_in_one_line(folder_url: str, tmp_path: Path) -> None:
-    publish(member(folder_url, fingerprint="a" * 64), [1, 2])
-    check_live(folder_url, VOCAB, "a" * 64, "shared")
+def test_what_does_not_fit_is_refused_in_one_line(url: str, tmp_path: Path) -> None:
+    publish(member(url, fingerprint="a" * 64), [1, 2])
+    check_live(url, VOCAB, "a" * 64, "shared")
     with refused("learn with isolation 'shared', not 'salt'"):
-        check_live(folder_url, VOCAB, "a" * 64, "salt")
+        check_live(url, VOCAB, "a" * 64, "salt")
     with refused("another model's tokenizer"):
-        check_live(folder_url, VOCAB, "b" * 64, "shared")
+        check_live(url, VOCAB, "b" * 64, "shared")
     (tmp_path / "bucket" / "learnt" / "manifest.json").unlink()
     with refused("is missing though there are batches: restore it"):
-        check_live(folder_url, VOCAB, None, "shared")
+        check_live(url, VOCAB, None, "shared")
 
 
-def test_one_batch_grows_until_it_is_full(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_batch_grows_until_it_is_full(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_BATCH_TOKENS", 100)
-    one, other = member(folder_url), member(folder_url)
+    one, other = member(url), member(url)
     for number in range(20):
         publish(one, [number] * 9)
         assert texts_of(other) == [[number] * 9], "each text once"
-    assert len(contents(folder_url)) == 1 + 2
-    assert sorted(texts_at(folder_url)) == [[number] * 9 for number in range(20)]
-    assert sorted(texts_of(new(folder_url))) == sorted(texts_at(folder_url))
+    assert len(contents(url)) == 1 + 2
+    assert sorted(texts_at(url)) == [[number] * 9 for number in range(20)]
+    assert sorted(texts_of(new(url))) == sorted(texts_at(url))
     publish(one, [50, 51])
     monkeypatch.setattr(UrlFolder, "remove", raising(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):  # killed between the two
         publish(one, [77, 78])
-    assert texts_of(other) == [[50, 51], [77, 78]] and texts_at(folder_url).count([50, 51]) == 1
+    assert texts_of(other) == [[50, 51], [77, 78]] and texts_at(url).count([50, 51]) == 1
 
 
-def test_a_fresh_server_reads_the_newest_that_it_may_hold(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fresh_server_reads_the_newest_that_it_may_hold(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_BATCH_TOKENS", 2000)
-    one, now = member(folder_url), now_ms()
+    one, now = member(url), now_ms()
     for number in range(20):
         publish(one, [number] * 1900, at=now + number)
-    server = LiveStore(VOCAB, folder_url, isolation="shared", max_tokens=1 << 14)
+    server = LiveStore(VOCAB, url, isolation="shared", max_tokens=1 << 14)
     wait_until(lambda: server.stats().tokens > 11_000 and server.runs.settle())
     assert [bool(count(server, None, [number] * 5)) for number in range(20)] == [False] * 12 + [True] * 8
     server.close()
 
 
-def test_an_answer_that_is_lost_loses_no_text(folder_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_lost_loses_no_text(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch arrives, is read, and the server that was not told so publishes it again, with more."""
-    one, other = member(folder_url), member(folder_url)
+    one, other = member(url), member(url)
     original = UrlFolder.put
 
     def lost(self: UrlFolder, name: str, data: bytes) -> None:
@@ -285,94 +280,90 @@ def test_an_answer_that_is_lost_loses_no_text(folder_url: str, monkeypatch: pyte
             publish(one, [1, 2, 3])
     assert texts_of(other) == [[1, 2, 3]]
     publish(one, [4, 5, 6])
-    assert texts_of(other) == [[4, 5, 6]] and sorted(texts_at(folder_url)) == [[1, 2, 3], [4, 5, 6]]
+    assert texts_of(other) == [[4, 5, 6]] and sorted(texts_at(url)) == [[1, 2, 3], [4, 5, 6]]
 
 
-def test_what_is_too_old_goes_everywhere(folder_url: str, tmp_path: Path) -> None:
+def test_what_is_too_old_goes_everywhere(url: str, tmp_path: Path) -> None:
     now, hour = now_ms(), 3_600_000
-    one = member(folder_url)
+    one = member(url)
     publish(one, [1, 2, 3], at=now - hour - 200_000)
     publish(one, SECRET, at=now - hour - 100_000)
     publish(one, [7, 8, 9], at=now)  # in one batch with the others
     (tmp_path / "bucket" / "learnt" / ".of-a-killed-one.new").write_bytes(np.array(SECRET, "<i4").tobytes())
-    other = started(folder_url, isolation="shared")
+    other = started(url, isolation="shared")
     wait_until(lambda: count(other, None, SECRET) == 1)
-    young = started(folder_url, isolation="shared", max_age=3600.0)
-    wait_until(lambda: count(other, None, SECRET) == 0 and not holds(folder_url, SECRET))
+    young = started(url, isolation="shared", max_age=3600.0)
+    wait_until(lambda: count(other, None, SECRET) == 0 and not holds(url, SECRET))
     for server in (other, young):
         wait_until(lambda server=server: count(server, None, [7, 8, 9]) == 1)
         assert count(server, None, SECRET) == 0
         server.close()
-    assert texts_at(folder_url) == [[7, 8, 9]]
+    assert texts_at(url) == [[7, 8, 9]]
 
 
-def test_a_host_whose_clock_is_ahead_erases_nothing_that_comes(folder_url: str) -> None:
-    one, ahead, now = member(folder_url), member(folder_url, max_age=3600.0), now_ms()
+def test_a_host_whose_clock_is_ahead_erases_nothing_that_comes(url: str) -> None:
+    one, ahead, now = member(url), member(url, max_age=3600.0), now_ms()
     publish(one, [1, 2, 3], at=now)
     ahead.expire(now + 10**12)
     sync(ahead)
     publish(one, [4, 5, 6], at=now + 1)
     sync(ahead)
-    assert texts_at(folder_url) == [[4, 5, 6]]
-    assert [name for name in contents(folder_url) if name.startswith("erased")] == [f"erased.{now + 1}.all.done"]
+    assert texts_at(url) == [[4, 5, 6]]
+    assert [name for name in contents(url) if name.startswith("erased")] == [f"erased.{now + 1}.all.done"]
 
 
 @pytest.mark.parametrize("step", ["_announce", "_sweep", "_rewrite", "_mark_done"])
-def test_a_forget_that_was_killed_is_finished_by_a_server(
-    folder_url: str, step: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, tenants = member(folder_url, isolation="strict"), (2, 1 << 62)
+def test_a_forget_that_was_killed_is_finished_by_a_server(url: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, tenants = member(url, isolation="strict"), (2, 1 << 62)
     for tenant, text in zip(tenants, (SECRET, [1, 2, 3]), strict=True):
         publish(one, text, tenant=tenant, at=5)
-    other = member(folder_url, isolation="strict")
+    other = member(url, isolation="strict")
     with monkeypatch.context() as killed:
         killed.setattr(Exchange, step, raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
-            member(folder_url, isolation="strict").forget([tenants[0]], 10)
+            member(url, isolation="strict").forget([tenants[0]], 10)
     monkeypatch.setattr(exchange, "FINISH_SECONDS", 0.05)
     erased = [sync(other).erasures]
     time.sleep(0.1)
     sync(other)
     begun = step != "_announce"
     assert erased == [[Erasure(tenants[0], 10)] if begun else []]
-    assert holds(folder_url, SECRET) != begun and [1, 2, 3] in texts_at(folder_url)
-    assert not any(name.endswith("due") for name in contents(folder_url))
+    assert holds(url, SECRET) != begun and [1, 2, 3] in texts_at(url)
+    assert not any(name.endswith("due") for name in contents(url))
 
 
-def test_what_was_erased_while_a_server_was_away_is_never_published(folder_url: str) -> None:
-    away, one = member(folder_url), member(folder_url)
+def test_what_was_erased_while_a_server_was_away_is_never_published(url: str) -> None:
+    away, one = member(url), member(url)
     away.pending.append(Record(0, 5, np.array(SECRET, np.int32)))
     one.forget([None], 10)
     publish(away, [1, 2, 3])
-    assert texts_at(folder_url) == [[1, 2, 3]] and not holds(folder_url, SECRET)
+    assert texts_at(url) == [[1, 2, 3]] and not holds(url, SECRET)
 
 
-def test_an_erased_batch_is_written_anew_though_that_failed_once(
-    folder_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = member(folder_url)
+def test_an_erased_batch_is_written_anew_though_that_failed_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = member(url)
     one.forget([None], 10)
     name, data = seal("a" * 16, [(0, Record(0, 5, np.array(SECRET, np.int32)))])  # of a server that was away
-    Path(folder_url.removeprefix("file://"), "learnt", name).write_bytes(data)
+    Path(url.removeprefix("file://"), "learnt", name).write_bytes(data)
     with monkeypatch.context() as once:
         once.setattr(UrlFolder, "remove", raising(UnreachableError("503")))
         with pytest.raises(UnreachableError):
             sync(one)
-    assert holds(folder_url, SECRET) and sync(one).records == []
-    assert not holds(folder_url, SECRET)
+    assert holds(url, SECRET) and sync(one).records == []
+    assert not holds(url, SECRET)
 
 
-def test_forgetting_reaches_what_a_clock_that_was_ahead_has_dated(folder_url: str) -> None:
-    one = member(folder_url)
+def test_forgetting_reaches_what_a_clock_that_was_ahead_has_dated(url: str) -> None:
+    one = member(url)
     publish(one, SECRET, at=now_ms() + 3_600_000)
-    maintenance.forget_at(folder_url)
-    assert not holds(folder_url, SECRET)
+    maintenance.forget_at(url)
+    assert not holds(url, SECRET)
 
 
-def test_damaged_and_hostile_files_are_left_out_in_one_line(folder_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    one, other = member(folder_url), member(folder_url)
+def test_damaged_and_hostile_files_are_left_out_in_one_line(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    one, other = member(url), member(url)
     publish(one, [1, 2, 3])
-    folder = Path(folder_url[7:]) / "learnt"
+    folder = Path(url[7:]) / "learnt"
     (good,) = [path for path in folder.iterdir() if path.name.startswith("20")]
     data = bytearray(good.read_bytes())
     data[-3] ^= 1
@@ -385,13 +376,9 @@ def test_damaged_and_hostile_files_are_left_out_in_one_line(folder_url: str, cap
     said = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     assert len(said) == 4 and not any("\n" in line for line in said)
     assert [sum(words in line for line in said) for words in ("is damaged", "is not a file of freedraft")] == [1, 3]
-    for wrong in (-1, VOCAB):
-        name, sealed = seal("0" * 16, [(0, Record(0, 5, np.array([1, wrong], np.int32)))])
-        with refused("beyond the vocabulary"):
-            unseal(Batch("0" * 16, 0, 5, 5, name), sealed, VOCAB)
 
 
-def test_numbers_that_cannot_be_are_refused(folder_url: str) -> None:
+def test_numbers_that_cannot_be_are_refused(url: str) -> None:
     """Names included: whoever may write there cannot crash a server."""
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, VOCAB, 30).astype(np.int32) for _ in range(5)]
@@ -405,32 +392,33 @@ def test_numbers_that_cannot_be_are_refused(folder_url: str) -> None:
         name = f"1970-01-01.{'0' * 16}.{4:012d}.{5:013d}.{9:013d}.{hashlib.sha256(content).hexdigest()[:32]}"
         try:
             documents = unseal(Batch("0" * 16, 4, 5, 9, name), content, VOCAB)
-        except DatastoreError:
+        except DatastoreError as error:
+            assert "or holds ids beyond the vocabulary" in str(error)
             continue
         taken += 1
         assert all(r.tokens.min() >= 0 and r.tokens.max() < VOCAB for _, r in documents)
     assert taken < 500
 
 
-def test_a_built_store_at_the_url_is_drafted_from(folder_url: str, tmp_path: Path) -> None:
+def test_a_built_store_at_the_url_is_drafted_from(url: str, tmp_path: Path) -> None:
     build_store(tmp_path / "bucket", [[5, 6, 7]], VOCAB)
-    server = started(folder_url)
+    server = started(url)
     wait_until(lambda: count(server, None, [5, 6, 7]) == 1)
     learn(server, A, SECRET)
     assert count(server, A, SECRET) == count(server, A, [5, 6, 7]) == 1 and count(server, None, SECRET) == 0
     server.close()
-    assert run("verify", folder_url).exit_code == 0
+    assert run("verify", url).exit_code == 0
 
 
-def test_commands_at_a_url(folder_url: str, tmp_path: Path) -> None:
-    one = member(folder_url, isolation="strict")
+def test_commands_at_a_url(url: str, tmp_path: Path) -> None:
+    one = member(url, isolation="strict")
     assert one.key is not None
     for name, text in ((A, [1, 2, 3]), (B, [4, 5])):
         publish(one, text, tenant=tenant_number(one.key, name))
     out, salts = tmp_path / "out.npy", tmp_path / "salts"
-    assert "say --accept" in one_line("export", folder_url, out)
+    assert "say --accept" in one_line("export", url, out)
     salts.write_text("a\n")
-    assert run("export", folder_url, out, "--tenants", salts).exit_code == 0
+    assert run("export", url, out, "--tenants", salts).exit_code == 0
     assert np.load(out).tolist() == [1, 2, 3, -1]
     local = LiveStore(VOCAB, tmp_path / "local", isolation="shared")
     learn(local, None, [8, 9])
@@ -439,8 +427,8 @@ def test_commands_at_a_url(folder_url: str, tmp_path: Path) -> None:
     args = (tmp_path / "store", out, tmp_path / "more.npy", "--vocab-size", VOCAB, "--quiet")
     assert run("build", *args).exit_code == 0
     assert documents_at(tmp_path / "store") == [[1, 2, 3], [8, 9]]
-    forgotten = run("forget", folder_url, "--tenants", "-", input="a\n")
+    forgotten = run("forget", url, "--tenants", "-", input="a\n")
     assert forgotten.exit_code == 0, forgotten.output
-    assert texts_at(folder_url) == [[4, 5]]
+    assert texts_at(url) == [[4, 5]]
     assert "no server learns at" in one_line("forget", f"file://{tmp_path}/nothing", "--before", "2020-01-01")
     assert [path.name for path in (tmp_path / "bucket").iterdir()] == ["learnt"]

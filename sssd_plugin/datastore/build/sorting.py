@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
-import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -80,15 +78,9 @@ def format_size(size: int) -> str:
 
 
 def resident_bytes(field: str = "VmRSS") -> int:
-    """Return the present memory of this process; its peak so far where the system does not report it."""
-    try:
-        match = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    if match:
-        return int(match[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    """Return the present memory of this process in bytes."""
+    match = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 1024 * int(match[1]) if match else 0
 
 
 def peak_resident_bytes() -> int:

@@ -50,7 +50,7 @@ class Datastore(NamedTuple):
         check(manifest.files(path), contents=verify)
         try:
             snapshot = tuple(_map(path / sub.name, sub) for sub in manifest.sub_indices)
-        except ValueError as error:  # only without `verify`
+        except ValueError as error:
             raise DatastoreError(f"{path} is corrupted ({error}): {REBUILD}") from None
         return cls(path, manifest, snapshot)
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -94,7 +93,7 @@ class Run:
         for array in (self.sub.tokens, self.sub.suffix_array):
             start = -(-array.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
             size = (array.ctypes.data + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
-            if size >= _LARGE and sys.platform == "linux":
+            if size >= _LARGE:
                 _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
 
 
