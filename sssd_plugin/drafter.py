@@ -106,7 +106,6 @@ class Drafter:
             self._tenants.pop(request_id, None)
 
     def recycle(self, logits: NodeLogits) -> None:
-        """Keep the likeliest next tokens at every verified node."""
         if len(self._entries) == 0:
             return
         ids, draft = logits.request_ids, logits.draft
@@ -207,7 +206,6 @@ class Drafter:
             self._index.finish(request_ids)
 
     def request_ids(self) -> list[str]:
-        """Return the ids of the requests held."""
         return self._index.request_ids()
 
     def __len__(self) -> int:

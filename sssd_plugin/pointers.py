@@ -21,11 +21,9 @@ def _pointer(typingctx, address, dtype):
 
 @compiled(nogil=True)
 def int32_at(address, n):
-    """Return a view of the n int32 at `address`."""
     return carray(_pointer(address, np.int32), (n,))
 
 
 @compiled(nogil=True)
 def uint16_at(address, n):
-    """Return a view of the n uint16 at `address`."""
     return carray(_pointer(address, np.uint16), (n,))

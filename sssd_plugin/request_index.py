@@ -67,7 +67,6 @@ def _request(slots, s, n):
 
 @compiled(nogil=True)
 def request_at(slots, s):
-    """Return the `Request` in slot s."""
     return _request(slots, s, slots[s, LENGTH])
 
 
@@ -250,7 +249,6 @@ class RequestIndex:
         return self._stale[1 : self._stale[0] + 1].tolist()
 
     def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
-        """Set the tokens (int32 [n]) of a request, known or not."""
         self.finish([request_id])
         if not self._free:
             old = len(self.slots)
@@ -271,7 +269,6 @@ class RequestIndex:
         return self._memory[slot][: 4 * self.slots[slot, LENGTH]].view(np.int32)
 
     def finish(self, request_ids: Iterable[str]) -> None:
-        """Forget requests. Unknown ids are ignored."""
         for request_id in request_ids:
             slot = self._slot_of.pop(request_id, None)
             if slot is not None:
@@ -280,7 +277,6 @@ class RequestIndex:
                 self._free.append(slot)
 
     def nbytes(self) -> int:
-        """Return the bytes that all requests hold."""
         return sum(memory.nbytes for memory in self._memory.values())
 
     def _allocate(self, slot: int, sizes: tuple[int, int, int]) -> None:

@@ -40,7 +40,6 @@ class TreeQueries:
     trees: Tensor
 
     def first(self) -> TreeQueries:
-        """The queries of the first request."""
         return replace(self, starts=self.starts[:2], seq_lens=self.seq_lens[:1], trees=self.trees[:1])
 
 

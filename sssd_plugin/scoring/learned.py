@@ -34,8 +34,6 @@ RECYCLED = 0.3  # weight of a probability by recycled logits there
 
 
 class Sources(NamedTuple):
-    """The sources of one request."""
-
     request: Request
     store: Store
     recycled: Recycled

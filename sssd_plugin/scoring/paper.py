@@ -48,7 +48,6 @@ class Tries(NamedTuple):
 
 @compiled(nogil=True)
 def scratch():
-    """Allocate scratch space."""
     return Tries(np.empty(_MAX_NODES, _NODE), np.empty(1, np.int64))
 
 

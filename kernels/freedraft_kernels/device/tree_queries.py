@@ -66,7 +66,6 @@ def tree_queries_kernel(
 def launch_tree_queries(
     trees: Any, slots: Tensor, nodes: Tensor, queries: Any, positions: Tensor, parents: Tensor, counts: Tensor
 ) -> None:
-    """See `freedraft_kernels.tree_queries.write_tree_queries`."""
     width = trees.masks.shape[1]
     tree_queries_kernel[(len(slots),)](
         trees.masks, trees.prompts, slots, nodes, queries.starts, queries.seq_lens, queries.prefixes, queries.masks,
