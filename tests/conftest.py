@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.models import DEMO_MODEL
 
+pytest.register_assert_rewrite("tests.support.conformance")
+
 
 @pytest.fixture(scope="session")
 def demo_model() -> Path:

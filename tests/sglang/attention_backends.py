@@ -1,20 +1,16 @@
-"""What SGLang's attention backends take from us, on a real ModelRunner: FA3 from tree masks, the slots of each node's
-path, in order, and what it attends to, with pages of one token and of four; FlashInfer's planner, the mask and slots
-that it tells the kernels of; Triton's of several widths, from where they read page indices, with how little scratch.
-And encoders, which the worker refuses.
+"""SGLang's own attention backends with our trees, in a process of their own, which `test_attention_masks.py` starts
+with TRITON_INTERPRET=1 and the folder of a model in TINY_MODEL.
 
-Argument: a model folder; the checks that fail, on the last line, as JSON. FA3's kernels are not for this machine: they
-are written out here, FlashInfer's are left out, and no graph is captured.
+The kernel of Triton's backend runs in Triton's interpreter, against attention written out. The others are on a real
+ModelRunner. FA3's and FlashInfer's kernels are not for this machine: the former are written out here, the latter are
+left out, and no graph is captured.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import logging
+import os
 import sys
-import traceback
-from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -23,6 +19,7 @@ import pytest
 import torch
 from freedraft_kernels import tree_inputs
 from sglang.benchmark.one_batch import load_model
+from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plugins import load_plugins
@@ -36,14 +33,18 @@ from freedraft.draft import DraftBatch
 from tests.support.random_trees import on, path_to, random_batch
 
 LENGTHS = [7, 1, 4]
-BATCH, NODES = len(LENGTHS), 8
+BATCH, NODES, WINDOW, DIM = len(LENGTHS), 8, 6, 16
 
 
-def model_runner(model: str) -> ModelRunner:
+@pytest.fixture(scope="session")
+def runner() -> ModelRunner:
+    sys.modules["sgl_kernel"] = sys.modules["sgl_kernel.flash_attn"] = MagicMock()
     load_plugins()
     on_cpu = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "disable_cuda_graph": True}
     sizes = {"max_total_tokens": 256, "max_running_requests": BATCH, "speculative_num_draft_tokens": NODES}
-    args = ServerArgs(model_path=model, skip_tokenizer_init=True, speculative_algorithm="sssd", **on_cpu, **sizes)
+    args = ServerArgs(
+        model_path=os.environ["TINY_MODEL"], skip_tokenizer_init=True, speculative_algorithm="sssd", **on_cpu, **sizes
+    )
     args.resolve_once()
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     return load_model(args, PortArgs.init_new(args), 0, 0)[0].torch_runner
@@ -83,6 +84,55 @@ def path_of(drafts: DraftBatch, row: int, node: int) -> list[int]:
     return path_to(drafts, row, node) if node < drafts.counts[row] else [node]
 
 
+def largest_error(drafts: DraftBatch, window: int, page: int = 1) -> float:
+    """Of SGLang's Triton attention, against attention written out."""
+    torch.manual_seed(0)
+    batch, nodes = drafts.tokens.shape
+    inputs = tree_inputs(
+        on("cpu", drafts), torch.tensor(LENGTHS), layout="full", seq_lens_sum=sum(LENGTHS), backend="reference"
+    )
+    q = torch.randn(batch * nodes, 4, DIM)
+    k, v = torch.randn(2, batch * nodes, 2, DIM)
+    pool_k, pool_v = torch.randn(2, 64, 2, DIM)
+    slots = [torch.randperm(64)[:length] for length in LENGTHS]
+    read = [row[-window:] if window > 0 else row for row in slots]
+    starts = torch.tensor([0] + [len(row) for row in read]).cumsum(0).to(torch.int32)
+    masks = torch.tensor([0] + [nodes * (length + nodes) for length in LENGTHS]).cumsum(0)
+    out = torch.zeros_like(q)
+    extend_attention_fwd(
+        q, k, v, out, pool_k, pool_v,
+        torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32), starts, torch.cat(read),
+        inputs.mask, True, masks, nodes, 1.0, 1.0,
+        sliding_window_size=window,
+        page_size=page,
+        window_kv_offsets=torch.tensor([n - len(r) for n, r in zip(LENGTHS, read, strict=True)], dtype=torch.int32),
+    )  # fmt: skip
+    worst = 0.0
+    for b, length in enumerate(LENGTHS):
+        here = slice(b * nodes, (b + 1) * nodes)
+        keys = torch.cat((pool_k[slots[b]], k[here])).repeat_interleave(2, 1)
+        values = torch.cat((pool_v[slots[b]], v[here])).repeat_interleave(2, 1)
+        at = torch.cat((torch.arange(length), inputs.positions[here]))
+        for i in range(int(drafts.counts[b])):
+            seen = torch.zeros(length + nodes, dtype=torch.bool)
+            seen[[*range(length), *(length + node for node in path_to(drafts, b, i))]] = True
+            if window > 0:
+                seen &= at >= at[length + i] - window
+            scores = torch.einsum("hd,shd->hs", q[b * nodes + i], keys[seen]) / DIM**0.5
+            want = torch.einsum("hs,shd->hd", scores.softmax(-1), values[seen])
+            worst = max(worst, float((out[b * nodes + i] - want).abs().max()))
+    return worst
+
+
+def test_triton() -> None:
+    """Trees are attended to as they should be; under a sliding window chains only (`guards.BACKENDS`)."""
+    tree, chain = (random_trees(np.random.default_rng(0), NODES, chain) for chain in (False, True))
+    for page in (1, 4):
+        assert largest_error(tree, -1, page) < 1e-5
+        assert largest_error(chain, WINDOW, page) < 1e-5
+    assert largest_error(tree, WINDOW) > 0.1, "SGLang counts windows by position now: draft trees there"
+
+
 def inputs_and_slots(
     runner: ModelRunner, drafts: DraftBatch, slots: Any
 ) -> tuple[Any, torch.Tensor, list[torch.Tensor]]:
@@ -114,7 +164,51 @@ def verification(inputs: Any, rows: torch.Tensor, nodes: int, windows: list[torc
     )
 
 
-def check_masks_in_fa3(runner: ModelRunner, nodes: int, page: int, topk: int) -> None:
+@pytest.mark.extended
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_what_graphs_of_further_widths_share(runner: ModelRunner, hybrid: bool) -> None:
+    """Page indices, which are gigabytes at long contexts that the memory fraction does not count; and scratch for
+    decoding under MLA."""
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    from freedraft.engines.sglang.graphs import capture
+
+    def triton() -> Any:
+        backend = TritonAttnBackend(runner)
+        backend.max_kv_splits = 256  # of MLA on an H100
+        return backend
+
+    def made() -> Any:
+        return HybridAttnBackend(runner, decode_backend=triton(), prefill_backend=triton()) if hybrid else triton()
+
+    def verifies(backend: Any) -> Any:
+        return backend.prefill_backend if hybrid else backend
+
+    runner.attn_backend = made()
+    runner.attn_backend.init_cuda_graph_state(BATCH, BATCH * NODES)
+    own = verifies(runner.attn_backend).cuda_graph_kv_indices
+    runner._get_attention_backend = lambda init_new_workspace: made()
+    for window in (None, 64):
+        runner.sliding_window_size = window
+        for width in (1, 4):
+            whole = capture(runner, width).backend
+            whole.init_cuda_graph_state(BATCH, BATCH * width)
+            backend = verifies(whole)
+            assert backend.num_draft_tokens == width
+            assert (backend.cuda_graph_kv_indices.data_ptr() == own.data_ptr()) == (window is None)
+            assert len(backend.cuda_graph_kv_indices) >= BATCH * width * backend.max_context_len
+            scratch = backend.cuda_graph_attn_logits.numel()
+            assert scratch == BATCH * width * backend.num_head * backend.v_head_dim, "for one part of the keys"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("nodes", [2, 5, NODES])
+@pytest.mark.parametrize("page", [1, 4])
+@pytest.mark.parametrize("topk", [1, 2])
+def test_what_fa3_takes_from_a_mask(runner: ModelRunner, nodes: int, page: int, topk: int) -> None:
+    """Slots of each node's ancestors and of itself, in order, and what it attends to; also on pages of several tokens,
+    and where chains are read without a mask."""
     from sglang.srt.layers.attention import flashattention_backend as module
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -152,40 +246,6 @@ def check_masks_in_fa3(runner: ModelRunner, nodes: int, page: int, topk: int) ->
     runner.token_to_kv_pool, runner.page_size = before, 1
 
 
-def check_shared_page_indices(runner: ModelRunner, hybrid: bool) -> None:
-    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
-    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-
-    from freedraft.engines.sglang.graphs import capture
-
-    def triton() -> Any:
-        backend = TritonAttnBackend(runner)
-        backend.max_kv_splits = 256  # of MLA on an H100
-        return backend
-
-    def made() -> Any:
-        return HybridAttnBackend(runner, decode_backend=triton(), prefill_backend=triton()) if hybrid else triton()
-
-    def verifies(backend: Any) -> Any:
-        return backend.prefill_backend if hybrid else backend
-
-    runner.attn_backend = made()
-    runner.attn_backend.init_cuda_graph_state(BATCH, BATCH * NODES)
-    own = verifies(runner.attn_backend).cuda_graph_kv_indices
-    runner._get_attention_backend = lambda init_new_workspace: made()
-    for window in (None, 64):
-        runner.sliding_window_size = window
-        for width in (1, 4):
-            whole = capture(runner, width).backend
-            whole.init_cuda_graph_state(BATCH, BATCH * width)
-            backend = verifies(whole)
-            assert backend.num_draft_tokens == width
-            assert (backend.cuda_graph_kv_indices.data_ptr() == own.data_ptr()) == (window is None)
-            assert len(backend.cuda_graph_kv_indices) >= BATCH * width * backend.max_context_len
-            scratch = backend.cuda_graph_attn_logits.numel()
-            assert scratch == BATCH * width * backend.num_head * backend.v_head_dim, "for one part of the keys"
-
-
 class OnThisMachine(TorchFunctionMode):
     """FlashInfer's backend allocates on "cuda", wherever the model is."""
 
@@ -204,8 +264,10 @@ def flashinfer_backend(runner: ModelRunner) -> Any:
     return module
 
 
-def check_masks_in_flashinfer(runner: ModelRunner, nodes: int) -> None:
-    """What SGLang's planner tells FlashInfer: for each node, a mask over the slots of its request and of its tree."""
+@pytest.mark.extended
+@pytest.mark.parametrize("nodes", [2, 5, NODES])
+def test_what_flashinfers_planner_takes_from_a_mask(runner: ModelRunner, nodes: int) -> None:
+    """For each node, a mask over the slots of its request and of its tree."""
     module = flashinfer_backend(runner)
     drafts = random_trees(np.random.default_rng(nodes), nodes)
     slots = (1 + torch.randperm(200)[: BATCH * 20]).reshape(BATCH, 20)
@@ -226,7 +288,8 @@ def check_masks_in_flashinfer(runner: ModelRunner, nodes: int) -> None:
             assert of_request[seen[i]].tolist() == expected, (b, i)
 
 
-def check_flashinfer_of_several_widths(runner: ModelRunner) -> None:
+@pytest.mark.extended
+def test_flashinfer_of_several_widths(runner: ModelRunner) -> None:
     """SGLang's backend, which has names of kernels where that of two others has these; without the kernels."""
     from freedraft.engines.sglang.graphs import capture
 
@@ -244,7 +307,8 @@ def check_flashinfer_of_several_widths(runner: ModelRunner) -> None:
             assert backend.cuda_graph_kv_indices[0].data_ptr() == own.data_ptr()
 
 
-def check_widths_that_cannot_be_captured(runner: ModelRunner) -> None:
+@pytest.mark.extended
+def test_widths_that_cannot_be_captured(runner: ModelRunner, caplog: pytest.LogCaptureFixture) -> None:
     """They cost themselves, one line each; where other ranks capture them, too, the start."""
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.runtime_context import get_parallel
@@ -263,15 +327,13 @@ def check_widths_that_cannot_be_captured(runner: ModelRunner) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nand more")
         return made
 
-    too_large, lines = {1}, list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("freedraft").addHandler(handler)
+    too_large = {1}
     runner.attn_backend, runner._get_attention_backend = backend(False), backend
     graphs, widths = WidthGraphs(runner), (1, 4, NODES)
     kept = graphs.capture(widths, fixed_width=True)
     assert kept == (4, NODES) and graphs.capture(kept, fixed_width=True) == kept
-    assert len(lines) == 1 and "trees of 1 nodes" in lines[0] and "20.00 GiB)" in lines[0], lines
+    (line,) = [line for line in caplog.messages if "GiB" in line]
+    assert "trees of 1 nodes" in line and "20.00 GiB)" in line
     with graphs.use(4):
         assert runner.attn_backend.num_draft_tokens == 4
     with pytest.raises(torch.OutOfMemoryError):  # the other ranks would go on with this width
@@ -300,7 +362,8 @@ def worker_of(runner: ModelRunner, **given: Any) -> Any:
     return worker
 
 
-def check_encoders_are_refused(runner: ModelRunner) -> None:
+@pytest.mark.extended
+def test_encoders_are_refused(runner: ModelRunner) -> None:
     from freedraft.config import ConfigError
 
     worker = worker_of(runner)
@@ -308,23 +371,3 @@ def check_encoders_are_refused(runner: ModelRunner) -> None:
     runner.model_config.is_encoder_decoder = True
     with pytest.raises(ConfigError, match="has an encoder"):
         worker._check_model()
-
-
-def main(folder: str) -> None:
-    sys.modules["sgl_kernel"] = sys.modules["sgl_kernel.flash_attn"] = MagicMock()
-    runner, failed = model_runner(folder), {}
-    checks = [partial(check_shared_page_indices, hybrid=hybrid) for hybrid in (False, True)]
-    of_fa3 = itertools.product((2, 5, NODES), (1, 4), (1, 2))
-    checks += [partial(check_masks_in_fa3, nodes=nodes, page=page, topk=topk) for nodes, page, topk in of_fa3]
-    checks += [partial(check_masks_in_flashinfer, nodes=nodes) for nodes in (2, 5, NODES)]
-    checks += map(partial, (check_flashinfer_of_several_widths, check_widths_that_cannot_be_captured))
-    for check in [*checks, partial(check_encoders_are_refused)]:
-        try:
-            check(runner)
-        except Exception:
-            failed[check.func.__name__] = traceback.format_exc()
-    print("\n" + json.dumps(failed))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

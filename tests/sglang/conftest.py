@@ -49,15 +49,6 @@ def tiny(demo_model, tmp_path_factory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("tiny"), vocab_size=49152, tokenizer=demo_model)
 
 
-SIX_TOKENS = 6
-
-
-@pytest.fixture(scope="session")
-def six(tmp_path_factory) -> Path:
-    """The tiny model with a vocabulary of six, no tokenizer."""
-    return make_tiny(tmp_path_factory.mktemp("six"), vocab_size=SIX_TOKENS, tokenizer=None)
-
-
 @contextmanager
 def sglang_engine(model: Path, counts: Path | None = None, env: dict[str, str] | None = None, **options):
     """A `sglang.Engine` on the CPU platform; `counts` gets what the verify worker has done."""
@@ -102,4 +93,5 @@ def token_ids(model: Path, texts):
 def read_counts(path: Path) -> dict[str, int]:
     counts = json.loads(path.read_text())
     assert not counts.get("failures"), "drafting failed, and the engine went on without it"
+    assert not counts.get("wrong texts"), "the drafter's text is not the request's"
     return counts

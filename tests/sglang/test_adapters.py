@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine
-from tests.support.models import save_adapter
+from tests.support.models import continuations, save_adapter
 from tests.support.prompts import random_ids
 
 EACH = 12
@@ -13,14 +13,14 @@ SETTINGS = {"enable_lora": True, "lora_backend": "torch_native", "max_running_re
 ENVIRONMENT = {"TREE_TEST_ADAPTERS": "1", "FREEDRAFT_LIVE": "memory"}
 
 
-def ask_all(engine, given):
+OFF = {"freedraft": "off"}
+
+
+def ask_all(engine, given, sent=None):
     """Answers of the model and of two adapters in turn, six at a time."""
     names = (None, "a", "b")
-    prompts = [prompt for prompt in given for _ in names]
-    return ids(engine.generate(input_ids=prompts, sampling_params=GREEDY, lora_path=[*names] * len(given)))
-
-
-OFF = {"freedraft": "off"}
+    asked = {"input_ids": [prompt for prompt in given for _ in names], "lora_path": [*names] * len(given)}
+    return ids(engine.generate(sampling_params=GREEDY | {"custom_params": sent}, **asked))
 
 
 def ask(engine, counts, prompt, adapter, salt, sent=None):
@@ -52,11 +52,11 @@ def adapters(tiny, tmp_path_factory):
 
 def test_adapters_answer_as_plain_and_draft_from_their_own_text_only(tiny, tmp_path, given, adapters):
     counts = tmp_path / "counts.json"
-    with sglang_engine(tiny, env=ENVIRONMENT, **SETTINGS | adapters) as engine:
-        plain = ask_all(engine, given)
-    assert len(set(map(tuple, plain))) > 2 * EACH, "the adapters must answer otherwise"
     options = SETTINGS | adapters | {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": 8}
     with sglang_engine(tiny, counts, ENVIRONMENT, **options) as engine:
+        plain = ask_all(engine, given, OFF)
+        assert len(set(map(tuple, plain))) > 2 * EACH, "the adapters must answer otherwise"
+        assert plain[::3] == continuations(tiny, given, GREEDY["max_new_tokens"]), "of the model alone"
         assert ask_all(engine, given) == plain
         for i in range(3):
             prompt, salt = given[i], f"one {i}"

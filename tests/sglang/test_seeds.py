@@ -1,9 +1,8 @@
-"""Through the real engine: seeded requests have the tokens of stock SGLang, whatever is drafted."""
+"""Through the real engine: seeded requests have the tokens of requests without drafts, whatever is drafted."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 
 import pytest
@@ -32,22 +31,14 @@ def seeded_requests(kinds):
         yield prompt, {"max_new_tokens": 16, "ignore_eos": True, "sampling_seed": seed} | kind
 
 
-@contextlib.contextmanager
-def seeded_engine(model, counts=None, env=None, **options):
-    env = {"TORCHDYNAMO_DISABLE": "1"} | (env or {})  # SGLang would compile its sampler with a C++ compiler
-    options |= {"enable_deterministic_inference": True, "skip_tokenizer_init": True}
-    with sglang_engine(model, counts, env, **options) as engine:
-        yield engine
-
-
-def answer(engine, given, together):
-    """Tokens and mean accepted lengths of a tenant's requests, of this many at a time."""
+def answer(engine, given, together, extra=None):
+    """Tokens and mean accepted lengths of a tenant's requests, of this many at a time; extra: for the drafter."""
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     outputs = []
     for first in range(0, len(given), together):
         prompts, sampling = zip(*given[first : first + together], strict=True)
-        sampling = [dict(each) for each in sampling]
+        sampling = [each | {"custom_params": extra} for each in sampling]
         request = GenerateReqInput(input_ids=list(prompts), sampling_params=sampling, extra_key="tenant")
         outputs += engine.loop.run_until_complete(anext(engine.tokenizer_manager.generate_request(request, None)))
     return [o["output_ids"] for o in outputs], [o["meta_info"].get("spec_accept_length", 1.0) for o in outputs]
@@ -66,39 +57,30 @@ async def give_up(engine, given):
     await asyncio.gather(running, return_exceptions=True)
 
 
-@pytest.fixture(scope="module")
-def seeded(tmp_path_factory):
-    """A model, and requests with stock SGLang's answers: with filters, and without."""
-    model = make_tiny(tmp_path_factory.mktemp("seeded"), vocab_size=SEEDED_VOCAB, tokenizer=None)
-    cases = []
-    with seeded_engine(model) as engine:
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.extended)])
+def test_seeded_requests_have_the_tokens_of_requests_without_drafts(tmp_path, overlap):
+    """While the drafter learns from their answers: what is drafted changes, and what is said does not. Requests with
+    filters, and without."""
+    model = make_tiny(tmp_path / "seeded", vocab_size=SEEDED_VOCAB, tokenizer=None)
+    counts, options = tmp_path / "counts.json", {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": 8}
+    options |= {"enable_deterministic_inference": True, "skip_tokenizer_init": True}
+    env = {"FREEDRAFT_LIVE": "store", "FREEDRAFT_DATASTORE": str(tmp_path / "store")}
+    env["TREE_TEST_PROBABILITIES"] = str(ROWS * SEEDED_VOCAB)  # batches are sampled in parts
+    env["TORCHDYNAMO_DISABLE"] = "1"  # SGLang would compile its sampler with a C++ compiler
+    with sglang_engine(model, counts, env, disable_overlap_schedule=not overlap, **options) as engine:
         for kinds in (FILTERED, PLAIN):
             given = list(seeded_requests(kinds))
-            expected, _ = answer(engine, given, 4)
+            expected, _ = answer(engine, given, 4, {"freedraft": "off"})
             of_each_seed = len(given) // len(SEEDS)
             others = sum(a != b for a, b in zip(expected[:of_each_seed], expected[of_each_seed:], strict=False))
             assert others > of_each_seed / 2, "seeds are not heeded"
-            cases.append((given, expected))
-    return model, cases
-
-
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.extended)])
-def test_seeded_requests_have_the_tokens_of_stock_sglang(seeded, tmp_path, overlap):
-    """While the drafter learns from their answers: what is drafted changes, and what is said does not."""
-    model, cases = seeded
-    counts, options = tmp_path / "counts.json", {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": 8}
-    env = {"FREEDRAFT_LIVE": "store", "FREEDRAFT_DATASTORE": str(tmp_path / "store")}
-    env["TREE_TEST_PROBABILITIES"] = str(ROWS * SEEDED_VOCAB)  # batches are sampled in parts
-    with seeded_engine(model, counts, env, disable_overlap_schedule=not overlap, **options) as engine:
-        for given, expected in cases:
-            first, before = answer(engine, given, 4)
-            assert first == expected
+            together, accepted = answer(engine, given, 4)
+            assert together == expected
             beside = engine.loop.create_task(give_up(engine, given[:4]))
             again, _ = answer(engine, given[::3], 4)
             engine.loop.run_until_complete(beside)
             assert again == expected[::3]
-            alone, learned = answer(engine, given[1::3], 1)
-            assert alone == expected[1::3]
-            assert sum(learned) / len(learned) > 1.2 * sum(before) / len(before), "the answers were not learned"
+            assert answer(engine, given[1::3], 1)[0] == expected[1::3]
+            assert sum(accepted) > 1.2 * len(accepted), "nothing was learned"
     done = read_counts(counts)
     assert done["batch 4"] > 0 and done["most rows sampled"] == ROWS

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from bench.lib.servers import free_port
-from tests.sglang.conftest import GREEDY, ids, sglang_engine, token_ids
-from tests.sglang.layerskip_tools import make_model, options, prompts
+from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine, token_ids
+from tests.support.conformance import PROMPTS as TOKEN_PROMPTS
+from tests.support.conformance import make_model
 from tests.support.models import continuations
 from tests.support.pages import sums
 from tests.support.prompts import REPETITIVE as PROMPTS
@@ -84,19 +85,22 @@ def test_two_ranks(tiny, plain, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A model with skip sets, prompts, and what it answers."""
-    folder = make_model(tmp_path_factory.mktemp("llama"), "Llama")
-    given = [(prompt * 8)[:96] for prompt in prompts()[:4]]
+def llama(demo_model, tmp_path_factory):
+    """A model with skip sets, prompts that repeat themselves, and what it answers."""
+    folder, given = make_model(tmp_path_factory.mktemp("llama"), demo_model), TOKEN_PROMPTS[-4:]
     return folder, given, continuations(folder, given, GREEDY["max_new_tokens"])
+
+
+def skipping(folder, *names, **more):
+    return {"FREEDRAFT_SKIP_SET": ",".join(str(folder / f"{name}.json") for name in names)} | more
 
 
 @pytest.mark.extended
 def test_two_ranks_do_the_same_draft_passes(llama, tmp_path):
     """Without skipping anything they draft what they verify, which shows whatever is wrong with a pass."""
     folder, given, expected = llama
-    env = options(folder, tmp_path / "log", "empty weak", FREEDRAFT_LOOKAHEAD="fixed", FREEDRAFT_LENGTH="3")
-    env["FREEDRAFT_SHAPE"] = "chain"
+    more = {"FREEDRAFT_LOOKAHEAD": "fixed", "FREEDRAFT_LENGTH": "3", "FREEDRAFT_SHAPE": "chain"}
+    env = skipping(folder, "empty", "weak", **more)
     with two_ranks(folder, tmp_path, env=env, speculative_algorithm="layerskip", skip_tokenizer_init=True) as engine:
 
         def ask(skip_set, word):
@@ -139,12 +143,14 @@ def test_two_ranks_of_the_hybrid_method(llama, tmp_path):
     """Draft passes for requests at random, over a part of the KV cache."""
     folder, given, expected = llama
     more = {"FREEDRAFT_POLICY": "auto", "FREEDRAFT_SCORING": "learned", "FREEDRAFT_WINDOW": "32"}
-    env = options(folder, tmp_path / "log", "weak mixed", **more)
-    with two_ranks(folder, tmp_path, env=env, speculative_algorithm="hybrid_any", skip_tokenizer_init=True) as engine:
+    env, counts = skipping(folder, "weak", "mixed", **more), tmp_path / "counts"
+    with two_ranks(
+        folder, tmp_path, counts=counts, env=env, speculative_algorithm="any", skip_tokenizer_init=True
+    ) as engine:
         for _ in range(3):
             assert ids(engine.generate(input_ids=given, sampling_params=GREEDY)) == expected
-    log = json.loads((tmp_path / "log").read_text())
-    assert log["of the model"] > 50 and log["mixed"] > 5
+    done = read_counts(counts)
+    assert min(done["of passes"], done["of n-grams"]) > 0
     assert steps(tmp_path) == steps(tmp_path, 1), "ranks disagree"
 
 

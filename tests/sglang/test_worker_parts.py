@@ -1,4 +1,5 @@
-"""Pieces of the worker against slow, obvious versions: rows of `req_to_token` for windows, and links of trees."""
+"""Pieces of the worker against slow, obvious versions: rows of `req_to_token` for windows, links of trees, candidates
+of a pass; and models that are refused."""
 
 from __future__ import annotations
 
@@ -52,3 +53,59 @@ def test_tree_links():
                 after = [j for j in range(i + 1, n) if i and tree.parents[b, j] == tree.parents[b, i]]
                 assert child[b, i] == (below[0] if below else -1)
                 assert sibling[b, i] == (after[0] if after and i < n else -1)
+
+
+def test_other_architectures_are_refused():
+    from freedraft.config import ConfigError
+    from freedraft.engines.sglang.layers import check_structure
+
+    def bare(cls, **attributes):
+        made = cls.__new__(cls)
+        made.__dict__.update(attributes)
+        return made
+
+    from sglang.srt.models import gemma2, llama, qwen2, qwen2_moe
+
+    linear = type("Linear", (), {"input_scale": None})()
+    norm = type("Norm", (), {"_quant_linear": linear})()
+
+    def stack(layer=llama.LlamaDecoderLayer, mlp=llama.LlamaMLP):
+        made = bare(layer, mlp=bare(mlp), input_layernorm=norm, post_attention_layernorm=norm)
+        return bare(llama.LlamaForCausalLM, model=bare(llama.LlamaModel, layers=[made]))
+
+    def refused(model, why):
+        with pytest.raises(ConfigError, match=why):
+            check_structure(model)
+
+    check_structure(stack())
+    check_structure(stack(mlp=qwen2.Qwen2MLP))
+    for other in (gemma2.Gemma2ForCausalLM, qwen2_moe.Qwen2MoeForCausalLM):
+        refused(bare(other, model=None), f"cannot skip layers of {other.__name__}")
+    refused(stack(layer=gemma2.Gemma2DecoderLayer), "layers are of type Gemma2DecoderLayer")
+    refused(stack(mlp=qwen2_moe.Qwen2MoeSparseMoeBlock), "MLPs are of type Qwen2MoeSparseMoeBlock")
+    linear.input_scale = 1.0
+    refused(stack(), "norms quantise")
+
+
+def test_candidates_of_a_pass():
+    """The best tokens, their probabilities and the entropy, against numpy."""
+    import torch
+
+    from freedraft.draft_model import PassOutputs
+    from freedraft.engines.draft_round import most_likely, on_host
+
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(1)) * 3
+    p = torch.softmax(logits.double(), -1).numpy()
+    for wanted in (1, 4, 10):
+        outputs = PassOutputs(wanted, entropy=True)
+        made = on_host(most_likely(logits, outputs), outputs)
+        known = min(wanted, 7)
+        order = np.argsort(-p, 1)[:, :known]
+        assert made.tokens.shape == made.probabilities.shape == (3, wanted)
+        assert (made.tokens[:, :known] == order).all()
+        assert made.probabilities[:, :known] == pytest.approx(np.take_along_axis(p, order, 1), rel=1e-5)
+        assert (made.probabilities[:, known:] == 0).all()
+        assert made.entropy == pytest.approx(-(p * np.log(p)).sum(1), rel=1e-5)
+    forbidden = logits.clone()
+    forbidden[:, 2] = -torch.inf
+    assert most_likely(forbidden, PassOutputs(1, entropy=True)).isfinite().all()

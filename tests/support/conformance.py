@@ -60,10 +60,10 @@ def methods(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def make_model(folder: Path, demo_model: Path) -> Path:
+def make_model(folder: Path, demo_model: Path, kind: str = "Llama") -> Path:
     """A random model whose tokens are bytes, its skip sets, and a file of the methods beside it."""
     vocab_size = save_byte_tokenizer(folder, (demo_model / "chat_template.jinja").read_text())
-    model = tiny_model(seed=11, num_hidden_layers=LAYERS, vocab_size=vocab_size, **SHAPE)
+    model = tiny_model(kind, seed=11, num_hidden_layers=LAYERS, vocab_size=vocab_size, **SHAPE)
     weaken(model, range(LAYERS // 2, LAYERS), 0.03)
     save(model, folder)
     for name, (attention, mlp) in SETS.items():
@@ -78,6 +78,7 @@ class Served:
 
     folder: Path
     expected: list[list[int]]
+    least_room = 3  # tokens between a prompt and the end of the context
 
     def ask(self, prompts: Sequence[list[int]], asked: Any = None, **more: Any) -> list[list[int]]:
         """Tokens of the answers to prompts, all at once. asked: parameters of all, or of each; more: see `answers`."""
@@ -128,7 +129,7 @@ class Conformance:
             assert served.ask(PROMPTS[i : i + 1], each[i : i + 1], method=method) == served.expected[i : i + 1]
         done = served.counts() - before
         assert method in ("sssd", "layerskip", "hybrid") or done["drafted"] > done["accepted"] > 30, done
-        assert method != "any" or min(done["of n-grams"], done["of passes"]) > 20
+        assert method != "any" or min(done["of n-grams"], done["of passes"]) > 0
         assert not done["failures"]
         served.check_nothing_is_left()
 
@@ -157,7 +158,7 @@ class Conformance:
     @pytest.mark.parametrize("method", ["fixed", "passes", "windows"])
     def test_to_the_end_of_the_context(self, served: Served, method: str) -> None:
         """Beside a request that has room."""
-        rooms = (3, 9, 30)
+        rooms = (served.least_room, 9, 30)
         long = [(PROMPTS[-1] * 3)[: CONTEXT - room] for room in rooms]
         expected = continuations(served.folder, long, max(rooms))
         for prompt, room, answer in zip(long, rooms, expected, strict=True):
@@ -183,7 +184,8 @@ class Conformance:
         off = served.answers(given, [one | {"extra": OFF} for one in each], method=method)
         before = served.counts()
         for answer, (tokens, logprobs) in zip(served.answers(given, each, method=method), off, strict=True):
-            assert answer[0] == tokens and answer[1] == pytest.approx(logprobs, abs=1e-3)
+            assert answer[0] == tokens
+            assert answer[1] == pytest.approx(logprobs, abs=1e-3)
         assert (served.counts() - before)["accepted"] > 0
         assert off[-1][0] == served.expected[0]
 

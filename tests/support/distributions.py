@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 Output = tuple[int, ...]
@@ -31,8 +31,9 @@ def same_distribution(a: Sequence[Output], b: Sequence[Output], lengths: Sequenc
 
 
 def enumerate_outputs(
-    model: Path, prompt: Sequence[int], tokens: int, *, temperature: float, top_k: int, top_p: float, min_p: float = 0.0
-) -> dict[Output, float]:
+    model: Path, prompt: Sequence[int], tokens: int, *, temperature: float, top_k: int, top_p: float,
+    min_p: float = 0.0, bias: Mapping[int, float] | None = None,
+) -> dict[Output, float]:  # fmt: skip
     """Probability of every output of this many tokens, by enumeration with the model itself."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -43,6 +44,8 @@ def enumerate_outputs(
         prefixes = list(paths)
         with torch.no_grad():
             logits = whole(torch.tensor([[*prompt, *p] for p in prefixes])).logits[:, -1]
+        for token, added in (bias or {}).items():
+            logits[:, token] += added
         probs = torch.softmax(logits.double() / temperature, -1)
         grown = {}
         for prefix, row in zip(prefixes, probs, strict=True):

@@ -66,7 +66,6 @@ SHORT = [
 _WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu"]
 # For a random model with a real tokenizer: each says the same four words three times.
 REPETITIVE = [f"{word}: " + " ".join(_WORDS[i : i + 4] * 3) for i, word in enumerate(_WORDS[:12])]
-LONG = " ".join(_WORDS * 12)
 
 
 def chat_and_raw_ids(model: Path) -> list[list[int]]:

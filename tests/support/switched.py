@@ -38,6 +38,10 @@ class Switched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["now"], name)
 
+    @property
+    def needs_prompt_states(self) -> bool:
+        return any(part.needs_prompt_states for part in self.parts.values())
+
     def prepare(self, model: Any) -> None:
         for part in self.parts.values():
             part.prepare(model)
@@ -60,6 +64,15 @@ class Switched:
     def close(self) -> None:
         for part in self.parts.values():
             part.close()
+
+
+def kept_by(method: Any) -> int:
+    """How many requests a method, or a part of it, still knows."""
+    parts = getattr(method, "parts", {"": method}).values()
+    every = [one for part in parts for one in (part, getattr(part, "ngrams", ()), getattr(part, "passes", ()))]
+    selections = [getattr(getattr(one, "selection", ()), "requests", ()) for one in every]
+    texts = [getattr(one, "drafter", ()) for one in every]
+    return sum(map(len, (*texts, *selections, *(getattr(one, "_running", ()) for one in every))))
 
 
 SPECS = {"any": replace(HYBRID, factory="tests.support.any_hybrid:AnyHybrid"), "repeat": repeat_drafter.SPEC}

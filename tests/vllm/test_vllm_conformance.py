@@ -129,10 +129,7 @@ class OnV1(Served):
     def check_nothing_is_left(self):
         settle(self.llm)
         assert not self.method.running and not self.proposer.guarded.running and not self.proposer.limits
-        for part in self.method.parts.values():
-            for one in (part, getattr(part, "ngrams", None), getattr(part, "passes", None)):
-                assert not len(getattr(one, "drafter", ())) and not getattr(one, "_running", None)
-                assert not getattr(getattr(one, "selection", None), "requests", None)
+        assert not switched.kept_by(self.method)
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +317,7 @@ class TestV1(Conformance):
         assert np.mean(found, 0)[1:].min() < 0.9 and np.mean(found, 0)[4] > 0.1
 
     def test_a_selection_is_passed_the_hidden_states_of_prompts(self, served, monkeypatch):
-        """What KNN-SSD makes of them: `tests/sglang/test_selection.py`, `tests/layerskip/test_knn.py`."""
+        """What KNN-SSD makes of them: `tests/sglang/test_conformance.py`, `tests/layerskip/test_knn.py`."""
         seen, method = {}, served.method.parts["passes"]
         monkeypatch.setattr(method, "needs_prompt_states", True)
         monkeypatch.setattr(method, "set_prompt_state", lambda request_id, state: seen.setdefault(request_id, state))

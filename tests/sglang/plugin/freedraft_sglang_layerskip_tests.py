@@ -1,13 +1,14 @@
-"""Loaded by the tests' engines through PYTHONPATH: layer skip that checks the KV pool around every draft.
+"""Loaded by the tests' engines through PYTHONPATH: layer skip that looks at the KV pool around every step.
 
-What a request does is in its id, as words between dashes: `set2` drafts with skip set 2, `chain` verifies chains in
-place of trees, `nodes` runs draft passes as verifications of one node (as with CUDA graphs), `replay` drafts nothing
-and verifies what the request with the same word `as...` had drafted.
-
-Algorithm `hybrid_any` is the hybrid one with draft passes for requests at random.
+`layerskip_watched` writes what it has seen to a file of JSON, in the folder of LAYERSKIP_TEST_LOG. Clients tell it what
+to do: {"record": name} notes drafts and the KV of committed tokens under this name, {"replay": name} verifies these
+drafts in place of others, {"nodes": true} runs draft passes as verifications of one node (as with CUDA graphs),
+{"name": name} notes a request's prompt state and its first set. `layerskip_timed` has one time for every pass and one
+for every step.
 """
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -15,10 +16,12 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
+log = collections.Counter(states={}, first={}, kv={})
+trees = collections.defaultdict(dict)
 
-LOG = "LAYERSKIP_TEST_LOG"
-TIMES = "LAYERSKIP_TEST_TIMES"  # what a draft pass and a step are said to take, whatever they do; and no checks
+
+def write(name, seen):
+    (Path(os.environ["LAYERSKIP_TEST_LOG"]) / name).write_text(json.dumps(seen))
 
 
 def register():
@@ -27,156 +30,138 @@ def register():
     from freedraft.hybrid import SPEC as HYBRID
     from layerskip_plugin.method import SPEC as LAYERSKIP
 
-    register(dataclasses.replace(LAYERSKIP, name="layerskip_checked", factory=f"{__name__}:make_checked"))
-    register(dataclasses.replace(HYBRID, name="hybrid_any", factory=f"{__name__}:make_any"))
+    for name, spec, factory in (
+        ("layerskip_watched", LAYERSKIP, f"{__name__}:make_watched"),
+        ("layerskip_timed", LAYERSKIP, f"{__name__}:make_timed"),
+        ("any", HYBRID, "tests.support.any_hybrid:AnyHybrid"),
+    ):
+        register(dataclasses.replace(spec, name=name, factory=factory))
 
 
-def fix(times, one_pass, one_step):
-    """Let a pass and a step take so long, however busy the machine is."""
-    update, update_pass = times.update, times.update_pass
-    times.update = lambda batch, tokens, context, seconds: update(batch, tokens, context, one_step)
-    times.update_pass = lambda recipe, batch, context, seconds: update_pass(recipe, batch, context, one_pass)
+def make_timed(options, context, controller=None):
+    """Layer skip to which a pass takes 8 ms and a step 10, however busy the machine is."""
+    from layerskip_plugin.method import LayerSkipMethod
+    from tests.support.any_hybrid import fix_times
 
-
-def make_any(options, context, controller):
-    from freedraft.cost.acceptance import PASS_KINDS
-    from freedraft.hybrid.method import HybridMethod
-
-    path = Path(os.environ[LOG])
-    coins = np.random.default_rng(1)
     totals = collections.Counter()
 
-    class Any(HybridMethod):
-        def _rows_of_passes(self, step, draft):
-            _, rest = super()._rows_of_passes(step, draft)  # what it would have been: its code runs, too
-            allowed = self.passes.capacities(step) > 0
-            rows = np.flatnonzero(allowed & (coins.random(len(allowed)) < 0.5))
-            totals["mixed"] += 0 < len(rows) < len(allowed)
-            return rows if self.passes.begin_round(pays=True) else rows[:0], rest
-
+    class Timed(LayerSkipMethod):
         def draft(self, step, **how):
             tree = super().draft(step, **how)
-            tree.check()
-            for b in range(tree.batch_size):
-                nodes = int(tree.counts[b]) - 1
-                if nodes > 0:
-                    totals["of the model" if tree.kinds[b, 1] >= PASS_KINDS else "of n-grams"] += nodes
-            path.write_text(json.dumps(totals))
+            totals["steps"] += 1
+            totals["rounds"] += self._last is not None
+            write("timed.json", totals)
             return tree
 
-    method = Any(options, context, controller)
-    fix(method.auto.times, 0.001, 0.01)
+    method = Timed(options, context, controller)
+    fix_times(method.costs.times, 0.008, 0.01)
     return method
 
 
-def words(request_id):
-    return set(request_id.split("-"))
-
-
-def set_of(request_id):
-    """Number of the skip set that the id asks for; None for none."""
-    return next((number for number in range(4) if f"set{number}" in words(request_id)), None)
-
-
-def recorded_as(request_id):
-    return next((word for word in words(request_id) if word.startswith("as")), None)
-
-
-def make_checked(options, context, controller):
+def make_watched(options, context, controller=None):
+    from layerskip_plugin.knapsack_search import search
     from layerskip_plugin.method import LayerSkipMethod
+    from layerskip_plugin.pass_times import PassTimes
+    from layerskip_plugin.selection.online_search import KnapSpec, OnlineSearch
+    from layerskip_plugin.skip_set import SkipSet
 
-    path = Path(os.environ[LOG])
-    totals = collections.Counter()
-    trees, hashes = {}, collections.defaultdict(list)
-
-    def write():
-        path.write_text(json.dumps({**totals, "hashes": hashes}))
-
-    class Checked(LayerSkipMethod):
+    class Watched(LayerSkipMethod):
         def prepare(self, model):
             super().prepare(model)
-            self.paged = model
-            one_token_each = model.one_token_each
+            self.asked, self.run_once = {}, model.one_token_each
+            if isinstance(self.selection, KnapSpec):
+                # Drafts that cost next to nothing, so that some sets pay.
+                self.selection.pass_times = lambda: PassTimes(1.0, 1.0, 0.0, lambda n: 100.0 + n)
+                self.selection.sets_of_weights = self.sets_of_weights
 
-            def watched(*args, left_out=None, **more):
-                batch = one_token_each(*args, left_out=left_out, **more)
-                if left_out is not None:  # positions stay as they are
-                    before = batch.seq_lens_cpu - (0 if batch.forward_mode.is_target_verify() else 1)
-                    assert (batch.positions.cpu() == before + left_out.tokens).all()
-                totals["longest read"] = max(totals["longest read"], int(batch.seq_lens_cpu.max()))
-                return batch
+        @contextlib.contextmanager
+        def watching(self, nodes):
+            self._model.has_graphs, self._model.one_token_each = lambda stages: nodes, self.one_token_each
+            yield
+            del self._model.has_graphs, self._model.one_token_each
 
-            model.one_token_each = watched
-            record = self.lookahead.record_acceptance
+        def one_token_each(self, *args, left_out=None, **more):
+            batch = self.run_once(*args, left_out=left_out, **more)
+            if left_out is not None:  # positions stay as they are
+                before = batch.seq_lens_cpu - (0 if batch.forward_mode.is_target_verify() else 1)
+                assert (batch.positions.cpu() == before + left_out.tokens).all()
+            log["passes"] += 1
+            log["passes that read more than 80 tokens"] += int(batch.seq_lens_cpu.max()) > 80
+            return batch
 
-            def recording(outcome):
-                drafted, accepted = outcome.verified.tolist(), outcome.accepted.tolist()
-                for request_id, d, a in zip(outcome.request_ids, drafted, accepted, strict=True):
-                    totals[f"drafted by set {set_of(request_id)}"] += d
-                    totals[f"accepted of set {set_of(request_id)}"] += a
-                record(outcome)
+        def sets_of_weights(self, weights, most, base):
+            """As the search has them, and the same sets in one pass each: the same tokens."""
+            scorer, decoder = self.selection.scorer, self._model.decoder
 
-            self.lookahead.record_acceptance = recording
-            if os.environ.get(TIMES):
-                fix(self.costs.times, *map(float, os.environ[TIMES].split()))
+            def visit(embedded, run):
+                found = search(embedded, run, 2 * self._model.n_layers, weights, most, base=base.sublayers)
+                logits = decoder.norm(found.states.flatten(0, 1)) @ self._model._model.lm_head.weight.T
+                return found.skipped, logits.argmax(-1).view(len(found.skipped), -1).numpy()
 
-        def draft(self, step):
-            totals["steps"] += 1
-            tree = super().draft(step) if os.environ.get(TIMES) else self.checked(step)
-            totals["rounds"] += self._last is not None
-            write()
-            return tree
+            skipped, best = scorer.run_sublayers(visit)
+            start = scorer.window - best.shape[1]
+            right = best == scorer.tokens[1:][start:]
+            alone = [scorer._right(bits[None], start, scorer.window)[0] for bits in skipped]
+            log["searches"] += 1
+            log["searches as in one pass"] += bool((right == alone).all())
+            return [SkipSet.of_sublayers(bits.nonzero()[0], self._model.n_layers) for bits in skipped]
 
-        def checked(self, step):
-            ids, batch, runner = step.request_ids, step.engine, self.paged.runner
-            buffers = [*runner.token_to_kv_pool.k_buffer, *runner.token_to_kv_pool.v_buffer]
-            rows = runner.req_to_token_pool.req_to_token
-            lengths = batch.seq_lens_cpu.tolist()
-            for request_id, row, length in zip(ids, batch.req_pool_indices.tolist(), lengths, strict=True):
-                if recorded_as(request_id):
-                    slots = rows[row, :length].long()
-                    kept = b"".join(buffer[slots].numpy().tobytes() for buffer in buffers)
-                    hashes[request_id].append([length, hashlib.sha256(kept).hexdigest()])
-                if set_of(request_id) is not None:
-                    skip_set = list(self.selection.sets.values())[set_of(request_id)]
-                    self.selection.requests[request_id] = skip_set
-            nodes = any("nodes" in words(request_id) for request_id in ids)
-            self.paged.has_graphs = lambda stages: nodes
-            self.trees = not any("chain" in words(request_id) for request_id in ids)
-            if "replay" in words(ids[0]):
-                return trees[recorded_as(ids[0])].pop(0)
+        def begin(self, request_id, tokens, tenant, extra):
+            super().begin(request_id, tokens, tenant, extra)
+            self.asked[request_id] = extra
+
+        def set_prompt_state(self, request_id, state):
+            super().set_prompt_state(request_id, state)
+            log["states"][self.asked[request_id].get("name")] = state.tolist()
+
+        def draft(self, step, **how):
+            batch, runner = step.engine, self._model.runner
+            pool, rows = runner.token_to_kv_pool, runner.req_to_token_pool.req_to_token
+            buffers = [*pool.k_buffer, *pool.v_buffer]
+            places = [*zip(batch.req_pool_indices.tolist(), batch.seq_lens_cpu.tolist(), strict=True)]
+            asked = self.asked.get(step.request_ids[0], {})
+            if name := asked.get("record") or asked.get("replay"):
+                (row, length), *_ = places
+                kept = b"".join(buffer[rows[row, :length].long()].numpy().tobytes() for buffer in buffers)
+                log["kv"].setdefault(f"{name} replayed" if "replay" in asked else name, []).append(
+                    [length, hashlib.sha256(kept).hexdigest()]
+                )
+            if "replay" in asked:
+                return trees[name][length]
             before = [buffer.clone() for buffer in buffers]
-            tree = super().draft(step)
-            width = int(step.capacities.max()) + 1
-            window = np.concatenate(
-                [
-                    rows[row, length : length + width].numpy()
-                    for row, length in zip(batch.req_pool_indices.tolist(), lengths, strict=True)
-                ]
-            )
-            changed = set()
-            for old, new in zip(before, buffers, strict=True):
-                changed |= set(np.flatnonzero((old != new).flatten(1).any(1).numpy()).tolist())
-            totals["written outside the window"] += len(changed - set(window.tolist()))
-            totals["written"] += len(changed)
-            if self._last is not None:
-                drafted = self._last.drafted
-                totals["drafted"] += int(drafted.sum())
-                totals["batch 4"] += len(ids) == 4
-                totals["uneven"] += len(set(drafted.tolist())) > 1
-                chosen = len(set(self.selection.choose(ids, step.contexts)))
-                totals["sets in a batch"] = max(totals["sets in a batch"], chosen)
-                totals["branches"] += int((tree.counts - 1 - drafted).sum())
-            for i, request_id in enumerate(ids):
-                if recorded_as(request_id):
-                    assert i == 0
-                    trees.setdefault(recorded_as(request_id), []).append(copy.deepcopy(tree))
+            with self.watching(bool(asked.get("nodes"))):
+                tree = super().draft(step, **how)
             tree.check()
+            changed = set[int]()
+            for old, new in zip(before, buffers, strict=True):
+                changed |= set((old != new).flatten(1).any(1).nonzero().flatten().tolist())
+            width = int(step.capacities.max()) + 1
+            own = {slot for row, length in places for slot in rows[row, length : length + width].tolist()}
+            log["written"] += len(changed)
+            log["written elsewhere"] += len(changed - own - {0})  # SGLang's slot for padding
+            if name:
+                trees[name][length] = copy.deepcopy(tree)
+            self.note(step, tree)
             return tree
+
+        def note(self, step, tree):
+            if self._last is not None:
+                log["uneven"] += len(set(self._last.drafted.tolist())) > 1
+                log["branches"] += int((tree.counts - 1 - self._last.drafted).sum())
+            names = {skip_set: name for name, skip_set in self.selection.sets.items()}
+            chosen = [names.get(skip_set) for skip_set in self.selection.choose(step.request_ids, step.contexts)]
+            log["mixed"] += len({*chosen}) > 1
+            for request_id, skip_set in zip(step.request_ids, chosen, strict=True):
+                log["first"].setdefault(self.asked.get(request_id, {}).get("name"), skip_set)
+            if isinstance(self.selection, OnlineSearch):
+                found = log.setdefault(f"sets of {self.selection.name}", [])
+                sublayers = [*map(int, self.selection.incumbent.sublayers)]
+                found += [sublayers] if sublayers not in found else []
+            write("watched.json", log)
 
         def finish(self, request_id, output, aborted):
             super().finish(request_id, output, aborted)
-            totals["held"] = len(self.selection.requests) + len(self._running)
-            write()
+            self.asked.pop(request_id, None)
+            write("watched.json", log)
 
-    return Checked(options, context, controller)
+    return Watched(options, context, controller)

@@ -2,7 +2,7 @@
 
 `sssd_cycle` drafts with SSSD, puts a wrong sibling before every draft token, so that every accepted one has to be
 moved, and changes the width at every step; it fails wherever a request's id begins with `broken`. `wild` drafts random
-trees over a tiny vocabulary.
+trees over a few tokens.
 """
 
 import collections
@@ -22,6 +22,7 @@ def register():
     from freedraft.method import MethodSpec
     from sssd_plugin.method import SPEC
     from sssd_plugin.options import SssdOptions
+    from tests.support import switched
 
     if os.environ.get("TREE_TEST_WIDTHS"):
         from freedraft.engines.sglang import guards
@@ -37,6 +38,7 @@ def register():
         take_adapters_on_cpu()
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle"))
     register(MethodSpec("wild", f"{__name__}:make_wild", SssdOptions))
+    register(switched.SPEC)
     if os.environ.get("TREE_TEST_COUNTS"):
         count_work(Path(os.environ["TREE_TEST_COUNTS"]))
     if os.environ.get("TREE_TEST_RANKS"):
@@ -87,28 +89,31 @@ def murmur_hash32(seed, positions, columns):
 
 
 def count_work(path):
-    """Write, after every verified step, what the worker has done so far."""
+    """Write, after every verified step, what the worker has done so far. Requests that SGLang does not report are
+    forgotten in steps of a request whose id begins with `sweep`, and in these only; requests are thrown out where an id
+    begins with `crowded`."""
     from sglang.srt.layers.sampler import Sampler
+    from sglang.srt.managers import scheduler
 
     from freedraft.engines.sglang.drafting import Drafting
     from freedraft.engines.sglang.verify import TreeVerifier
+    from tests.support.switched import kept_by
 
     totals = collections.Counter()
     verify, step_of, draft, finish = TreeVerifier.verify, Drafting._step, Drafting.draft, Drafting.finish
-    sample = Sampler.forward
+    sample, sweep = Sampler.forward, Drafting._sweep
 
     def verifying(self, batch, host_tree, tree, output):
         verified = verify(self, batch, host_tree, tree, output)
-        accepted = verified.accepted
-        here = np.arange(accepted.shape[1])
-        moved = ((accepted.numpy() >= 0) & (accepted.numpy() != here)).any(1)
-        totals["compacted"] += int(moved.sum())
+        accepted = verified.accepted.numpy()
+        totals["compacted"] += int(((accepted >= 0) & (accepted != np.arange(accepted.shape[1]))).any(1).sum())
         totals["steps"] += 1
         totals["tokens"] += int(verified.lengths.sum())
-        totals["request_steps"] += accepted.shape[0]
+        totals["request_steps"] += len(accepted)
         totals[f"width {accepted.shape[1]}"] += 1
-        totals["batch 4"] += accepted.shape[0] == 4
-        path.write_text(json.dumps(totals))
+        totals["batch 4"] += len(accepted) == 4
+        if "drafted" in totals:  # in the rank that drafts
+            path.write_text(json.dumps(totals))
         return verified
 
     @functools.wraps(sample)  # whose parameters are checked
@@ -118,14 +123,11 @@ def count_work(path):
 
     def stepping(self, batch, *given):
         step = step_of(self, batch, *given)
-        drafter = getattr(self.guarded.method, "drafter", None)
         running = [row for row, request in enumerate(batch.reqs) if not request.finished()]
+        self.texts = {step.request_ids[row]: step.history(row).tolist() for row in running}
         for row in running:
-            whole = step.history(row)
+            whole = self.texts[step.request_ids[row]]
             assert len(whole) == step.contexts[row] and whole[-1] == step.roots[row]
-            if drafter is not None and not totals["failures"]:
-                held = drafter.tokens(step.request_ids[row]).tolist()
-                assert held == whole[: len(whole) - step.gained[row]].tolist(), "not the text so far"
 
         def history(row):
             totals["rebuilt"] += row in running
@@ -134,23 +136,37 @@ def count_work(path):
         return dataclasses.replace(step, history=history)
 
     def drafting(self, batch):
+        scheduler.TEST_RETRACT = any(request.rid.startswith("crowded") for request in batch.reqs)
         totals["prepared"] += self._prepared is not None
+        self.texts = {}
         tree = draft(self, batch)
-        metrics = self.guarded.metrics
+        metrics, method = self.guarded.metrics, self.guarded.method
         for name in ("drafted", "accepted", "failures"):
             totals[name] = int(getattr(metrics, name)._value.get())
-        totals["drafts between failures"] += int((tree.counts - 1).sum()) if totals["failures"] else 0
+        if not totals["failures"] and (drafter := getattr(method, "drafter", None)) is not None:
+            totals["wrong texts"] += sum(drafter.tokens(name).tolist() != text for name, text in self.texts.items())
+        hybrid = getattr(method, "parts", {}).get("any", method)
+        totals["of n-grams"], totals["of passes"] = getattr(hybrid, "by_kind", (0, 0))
         return tree
+
+    def sweeping(self, ids):
+        self._max_running = 0 if any(name.startswith("sweep") for name in ids) else 1 << 30
+        sweep(self, ids)
+        hold(self)
 
     def finishing(self, request_id):
         finish(self, request_id)
         totals["finished"] += 1
-        drafter = getattr(self.guarded.method, "drafter", ())
-        totals["held"] = len(drafter) + len(self.guarded.running) + len(self._requests) + len(self._states)
+        hold(self)
+
+    def hold(drafting):
+        """Count what is kept of requests."""
+        kept = len(drafting.guarded.running) + len(drafting._requests) + len(drafting._states)
+        totals["held"] = kept + kept_by(drafting.guarded.method)
         path.write_text(json.dumps(totals))
 
     TreeVerifier.verify, Drafting._step, Sampler.forward = verifying, stepping, sampling
-    Drafting.draft, Drafting.finish = drafting, finishing
+    Drafting.draft, Drafting.finish, Drafting._sweep = drafting, finishing, sweeping
 
 
 def record_ranks(folder):
@@ -195,61 +211,45 @@ def record_ranks(folder):
     TreeVerifier.verify, SssdMethod.__init__, PagedRound._ready = verifying, making, failing
 
 
-def make_cycle(options, context, controller):
+def make_cycle(options, context, controller=None):
     from freedraft.draft import DraftBatch
     from sssd_plugin.method import SssdMethod
 
     class Cycle(SssdMethod):
-        cycle = itertools.cycle((16, 4, 1, 8, 2))
+        widths = itertools.cycle((16, 4, 1, 8))
 
-        def draft(self, step):
+        def draft(self, step, **how):
             if any(name.startswith("broken") for name in step.request_ids):
                 raise RuntimeError("this drafter fails on purpose")
             self.update(step)
-            width = min(next(self.cycle), int(step.capacities.max()) + 1)
-            return decoys_beside(self.propose(step, (width + 1) // 2 - 1), width) if width > 1 else roots(step)
+            length = (min(next(self.widths), int(step.capacities.max()) + 1) - 1) // 2
+            return decoys_beside(self.propose(step, length)) if length else DraftBatch.roots(step.roots)
 
-    def roots(step):
-        return DraftBatch.roots(step.roots)
-
-    def decoys_beside(tree, width):
-        out = DraftBatch.empty(tree.batch_size, width)
-        for b in range(tree.batch_size):
-            place = [0]  # node i of the tree stands at place[i]
-            out.tokens[b, 0], out.parents[b, 0], out.scores[b, 0] = tree.tokens[b, 0], -1, 1
-            n = 1
-            for i in range(1, int(tree.counts[b])):
-                if n + 2 > width:
-                    break
-                parent = place[tree.parents[b, i]] if tree.parents[b, i] < len(place) else None
-                if parent is None:
-                    break
-                siblings = {int(tree.tokens[b, j]) for j in range(i, int(tree.counts[b]))}
-                siblings |= {int(out.tokens[b, j]) for j in range(1, n) if out.parents[b, j] == parent}
-                decoy = next(t for t in range(100, 1000) if t not in siblings)
-                for token in (decoy, tree.tokens[b, i]):
-                    out.tokens[b, n], out.parents[b, n] = token, parent
-                    out.depths[b, n] = out.depths[b, parent] + 1
-                    n += 1
-                place.append(n - 1)
-            out.counts[b] = n
+    def decoys_beside(chains):
+        out = DraftBatch.empty(chains.batch_size, 2 * chains.max_nodes - 1)
+        nodes = np.arange(out.max_nodes)
+        out.tokens[:, ::2], out.tokens[:, 1::2] = chains.tokens, (chains.tokens[:, 1:] + 1) % context.vocab_size
+        out.parents[:], out.depths[:] = np.where(nodes, (nodes - 1) // 2 * 2, -1), (nodes + 1) // 2
+        out.scores[:], out.counts[:] = 1.0, 2 * chains.counts - 1
         out.check()
         return out
 
-    return Cycle(options, context, controller)
+    return Cycle(options.model_copy(update={"shape": "chain"}), context, controller)
 
 
-def make_wild(options, context, controller):
+def make_wild(options, context, controller=None):
     from freedraft.method import Method
+    from tests.support.conformance import FEW
     from tests.support.random_trees import random_batch
 
     rng = np.random.default_rng(0)
 
     class Wild(Method):
-        def draft(self, step):
+        def draft(self, step, **how):
             width = int(step.capacities.max()) + 1
             counts = rng.integers(1, width + 1, step.batch_size).tolist()
-            out = random_batch(rng, step.batch_size, width, context.vocab_size, counts)
+            out = random_batch(rng, step.batch_size, width, len(FEW), counts)
+            out.tokens[...] += FEW[0]
             out.tokens[:, 0] = step.roots
             return out
 
