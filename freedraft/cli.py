@@ -146,7 +146,7 @@ def profile(
     with Progress(TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), transient=True) as bar:
         task = bar.add_task("starting", total=1.0)
         show = partial(bar.update, task)
-        measured = measure(device, name=name, progress=lambda what, share: show(description=what, completed=share))
+        measured = measure(device, name, lambda what, share: show(description=what, completed=share))
     path = write(measured, out, force=force)
     typer.echo(
         f"{path}: {measured.peak_flops / 1e12:.3g} TFLOP/s, {measured.bandwidth / 1e9:.3g} GB/s, "

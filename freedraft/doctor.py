@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -14,10 +13,9 @@ from rich.console import Console
 from freedraft import __version__
 from freedraft.config import ConfigError
 from freedraft.cost.hardware import HardwareProfile, device_name
-from freedraft.engines.hooks import Hook, check, installed_version, is_tested
+from freedraft.engines.hooks import check, installed_version, is_tested
 
 ENGINES = ("vllm", "sglang")
-TESTED = "vLLM 0.32, SGLang 0.5.23"
 START = {
     "vllm": """vllm serve MODEL --speculative-config '{"method": "sssd", "metrics_port": 9100}'""",
     "sglang": "FREEDRAFT_METRICS_PORT=9100 python -m sglang.launch_server --model-path MODEL "
@@ -48,20 +46,18 @@ def examine(engine: str) -> EngineReport:
         table = importlib.import_module(f"freedraft.engines.{engine}.hooks")
     except Exception as error:  # an incomplete installation may raise anything
         return EngineReport(engine, "?", problems=(f"{error!r}: reinstall {engine}",))
-    for_model: Sequence[Hook] = getattr(table, "MODEL_HOOKS", ())
-    problems, of_model, notes = check(table.HOOKS), check(for_model), []
+    problems, of_model, notes = check(table.HOOKS), check(table.MODEL_HOOKS), []
     if not any(point.value.startswith("sssd_plugin.") for point in entry_points(group=table.ENTRY_POINT_GROUP)):
         problems.append(f"no entry point of freedraft in group '{table.ENTRY_POINT_GROUP}': reinstall freedraft")
     if of_model:
         notes.append(f"'sssd' can draft, 'layerskip' and 'hybrid' cannot: {'; '.join(of_model)}")
-    optional: Sequence[Hook] = getattr(table, "OPTIONAL_HOOKS", ())
-    notes += [f"{problem}: no {hook.purpose}" for hook in optional if (problem := hook.problem())]
-    found, tested = installed_version(table.DISTRIBUTIONS), getattr(table, "TESTED_VERSIONS", ())
-    if tested and not is_tested(found, tested):
-        notes.append(f"untested version; tested: {', '.join(tested)}")
-    if not problems and hasattr(table, "settings"):
+    notes += [f"{problem}: no {hook.purpose}" for hook in table.OPTIONAL_HOOKS if (problem := hook.problem())]
+    found = installed_version(table.DISTRIBUTIONS)
+    if not is_tested(found, table.TESTED_VERSIONS):
+        notes.append(f"untested version; tested: {', '.join(table.TESTED_VERSIONS)}")
+    if not problems:
         notes += table.settings()
-    there = len(table.HOOKS) + (0 if of_model else len(for_model))
+    there = len(table.HOOKS) + (0 if of_model else len(table.MODEL_HOOKS))
     return EngineReport(engine, found, there, tuple(problems), tuple(notes))
 
 
@@ -108,4 +104,4 @@ def _show(console: Console, report: EngineReport) -> None:
     for note in (*report.problems, *report.notes):
         console.print(f"    - {note}", markup=False)
     if report.problems:
-        console.print(f"    The engine runs without freedraft. Versions that are tested: {TESTED}.")
+        console.print("    The engine runs without freedraft.")

@@ -16,29 +16,21 @@ class DraftBatch:
     their children, so one forward scan over the nodes visits every path from the root down. Entries at and beyond
     `counts[b]` are undefined.
 
-    Attributes:
-        tokens: int32 [B, N], token id of each node.
-        parents: int32 [B, N], index of each node's parent; -1 for the root.
-        depths: int32 [B, N], 0 for the root, parent's depth + 1 otherwise.
-        scores: float32 [B, N], estimated probability that verification accepts the node (and so its whole path);
-            1 for the root, never above the parent's.
-        counts: int32 [B], number of nodes, root included; 0 where the request has no token to extend.
-        kinds: uint8 [B, N], origin of each node in the drafter's own numbering below 112 (source, match length);
-            acceptance is learnt per kind.
     """
 
-    tokens: NDArray[np.int32]
-    parents: NDArray[np.int32]
-    depths: NDArray[np.int32]
+    tokens: NDArray[np.int32]  # [B, N]
+    parents: NDArray[np.int32]  # [B, N], node of each node's parent; -1 for the root
+    depths: NDArray[np.int32]  # [B, N], 0 for the root
+    # [B, N], estimated probability that verification accepts the node (and so its whole path); 1 for the root, never
+    # above the parent's
     scores: NDArray[np.float32]
-    counts: NDArray[np.int32]
+    counts: NDArray[np.int32]  # [B], number of nodes, root included; 0 where the request has no token to extend
+    # [B, N], origin in the drafter's own numbering below 112 (source, match length), by which acceptance is learnt
     kinds: NDArray[np.uint8]
 
     @classmethod
     def empty(cls, batch_size: int, max_nodes: int) -> DraftBatch:
-        """Allocate room for `batch_size` trees of at most `max_nodes` nodes, roots included, with no nodes in them."""
-        if batch_size < 0 or max_nodes < 1:
-            raise ValueError(f"a DraftBatch needs batch_size >= 0 and max_nodes >= 1, not {batch_size} and {max_nodes}")
+        """Trees without nodes, with room for `max_nodes` each, roots included."""
         shape = (batch_size, max_nodes)
         tokens, parents, depths = np.zeros((3, *shape), np.int32)
         scores, kinds = np.zeros(shape, np.float32), np.zeros(shape, np.uint8)
@@ -61,7 +53,6 @@ class DraftBatch:
 
     @property
     def draft_tokens(self) -> int:
-        """Draft tokens over the batch."""
         return int(np.maximum(self.counts - 1, 0).sum())
 
     def limit(self, capacities: NDArray[np.int32]) -> None:

@@ -58,11 +58,11 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durable: boo
 
 
 def write_json_atomically(
-    path: Path, values: Mapping[str, Any], *, indent: int | None = None, mode: int = 0o666, durable: bool = True
+    path: Path, values: Mapping[str, Any], *, indent: int | None = None, durable: bool = True
 ) -> None:
-    """Create or replace the JSON file `path`, as `write_atomically` does; indented JSON ends in a newline."""
+    """As `write_atomically`; indented JSON ends in a newline."""
     text = json.dumps(values, indent=indent) + ("" if indent is None else "\n")
-    write_atomically(path, text.encode(), mode=mode, durable=durable)
+    write_atomically(path, text.encode(), mode=0o666, durable=durable)
 
 
 class FileLock:

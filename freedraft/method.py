@@ -170,11 +170,10 @@ class MethodSpec:
     schedule: Callable[[Any, EngineContext], Schedule | None] | None = None
     default_length: int | None = None  # default maximum of draft tokens per request; None if the user must set one
 
-    def make(self, options: PluginOptions, context: EngineContext, controller: Controller | None = None) -> Any:
-        """Build the `Method`. controller: in place of the one that the options name. Raises ValueError: the method
-        cannot work."""
+    def make(self, options: PluginOptions, context: EngineContext) -> Any:
+        """Build the `Method`. Raises ValueError: it cannot work."""
         module, _, name = self.factory.partition(":")
-        return getattr(importlib.import_module(module), name)(options, context, controller)
+        return getattr(importlib.import_module(module), name)(options, context)
 
 
 # Registered methods by name; each engine's adapter adds the ones that it serves.

@@ -28,16 +28,13 @@ class Window(NamedTuple):
     def pages(
         self, roots: NDArray[np.int64], page_size: int, *, attended: int | None = None, max_draft_len: int = 1
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The pages that a round of draft passes leaves out: page i of its shorter table is page i of the request for i
-        < s, and page i + d from there on.
+        """s and d, int64 [B], which say what a round of draft passes leaves out: page i of its table is page i of the
+        request for i < s, and page i + d from there on.
 
         Args:
             roots: int64 [B], position of each request's root. The newest tokens are counted from here.
             attended: the model's own sliding window, tokens; a request that may draft beyond it has no sinks: the
                 engine may have reused their pages.
-
-        Returns:
-            s, d: int64 [B].
         """
         sinks = np.full(len(roots), -(-self.sinks // page_size))
         if attended is not None:

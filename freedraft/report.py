@@ -17,15 +17,13 @@ OFF, ON = 0.02, 0.05  # shares of decoded requests with drafts, below and above 
 
 
 @dataclass
-class Sums:
-    """Sums over the steps since a time, in seconds. compared: steps with an estimated speedup over plain decoding."""
-
-    since: float
+class _Sums:
+    since: float  # seconds
     steps: int = 0
     requests: int = 0
     tokens: int = 0
     drafted: int = 0
-    compared: int = 0
+    compared: int = 0  # steps with an estimated speedup over plain decoding
     speedups: float = 0.0
 
 
@@ -35,11 +33,11 @@ class Report:
     def __init__(self, method: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._method, self._clock = method, clock
         self._off: bool | None = None  # as it was last reported
-        self._sums: Sums | None = None
+        self._sums: _Sums | None = None
 
     def add(self, step: Step, speedup: float) -> None:
-        """Add a step. speedup: see `Controller`."""
-        sums = self._sums = self._sums or Sums(self._clock())
+        """speedup: see `Controller`."""
+        sums = self._sums = self._sums or _Sums(self._clock())
         sums.steps += 1
         sums.requests += step.batch_size
         sums.tokens += int(step.gained.sum())
@@ -51,7 +49,7 @@ class Report:
             self._report(sums)
             self._sums = None
 
-    def _report(self, sums: Sums) -> None:
+    def _report(self, sums: _Sums) -> None:
         share = sums.drafted / max(sums.requests, 1)
         off = share < (ON if self._off else OFF)
         if off == self._off:

@@ -131,10 +131,10 @@ def register() -> None:
     registration.register(replace(SPEC, name=ALGORITHM, factory=f"{__name__}:make_method"))
 
 
-def make_method(options: Any, context: Any, controller: Any = None) -> Any:
+def make_method(options: Any, context: Any) -> Any:
     from layerskip_plugin.method import SPEC
 
-    method = SPEC.make(options, context, controller)
+    method = SPEC.make(options, context)
     Switch(method, lambda step: step.request_ids[0].startswith("draft"), Path(os.environ[LOG]))
     return method
 

@@ -46,14 +46,14 @@ def _keep(p, counts, order, n):
 
 @compiled(nogil=True)
 def keep_likeliest(p, counts, n):
-    """Truncate the drafts to the n likeliest draft nodes of the batch, which has at least as many. p, counts: as for
-    `allocate`."""
+    """Truncate the drafts to the n likeliest draft nodes of the batch, which has at least as many; see `allocate`."""
     _keep(p, counts, _falling(p, counts), n)
 
 
 @compiled(nogil=True)
 def allocate(p, counts, seconds, drafting, forced):
-    """Truncate the drafts to the number of nodes (possibly 0) with the most expected tokens per second.
+    """Truncate the drafts to the number of nodes (possibly 0) with the most expected tokens per second. Returns (draft
+    nodes kept, expected gain over not drafting at all, as a share of it, nodes kept of the longest draft).
 
     Args:
         p: [B, N], probability of every node, falling from node to node.
@@ -61,9 +61,6 @@ def allocate(p, counts, seconds, drafting, forced):
         seconds: float64, step time by number of verified draft nodes.
         drafting: seconds that drafting takes.
         forced: number of nodes to keep regardless of gain; `FREE`: the best number.
-
-    Returns:
-        (draft nodes kept, expected gain over not drafting at all, as a share of it, nodes kept of the longest draft).
     """
     batch, order = len(counts), _falling(p, counts)
     baseline = batch / seconds[0]
@@ -79,15 +76,9 @@ def allocate(p, counts, seconds, drafting, forced):
 
 @compiled(nogil=True)
 def allocate_width(p, counts, seconds, drafting, forced, widths):
-    """Truncate all drafts to the one of `widths` with the most expected tokens per second; every request then costs
-    that number of query tokens.
-
-    Args: as for `allocate`; widths: int32, ascending; seconds: float64 [1 + W], step times without drafts and with each
-        width; forced: an index of widths, or `FREE`.
-
-    Returns:
-        (width, expected gain over not drafting at all, as a share of it, nodes kept of the largest draft).
-    """
+    """Truncate all drafts to the one of `widths` (int32, ascending) with the most expected tokens per second; every
+    request then costs that number of query tokens. The rest is as for `allocate`, but that the width is returned.
+    seconds: float64 [1 + W], step times without drafts and with each width; forced: an index of widths, or `FREE`."""
     batch, largest = len(counts), counts.max()
     baseline = batch / seconds[0]
     tokens = best_tokens = float(batch)

@@ -28,14 +28,9 @@ class Costs(Controller):
     step times in; clock: seconds; other arguments: see `Controller`."""
 
     def __init__(
-        self,
-        roofline: Roofline,
-        max_draft_tokens: int,
-        widths: Sequence[int] | None = None,
-        *,
-        path: Path | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+        self, roofline: Roofline, max_draft_tokens: int, widths: Sequence[int] | None = None, *,
+        path: Path | None = None, clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
         super().__init__(roofline.profile, max_draft_tokens, widths)
         self.times = StepTimes(roofline, path, clock)
         self.acceptance = Acceptance()
@@ -79,15 +74,14 @@ class Costs(Controller):
         return self.times.count(batch, tokens, self.context) >= _ENOUGH
 
     def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of a step of the whole model, by query tokens over the batch."""
+        """By query tokens over the batch."""
         return self.times.seconds(batch, query_tokens, self.context)
 
     def pass_seconds(self, recipe: Recipe, batch: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of a draft pass, by number of requests."""
+        """By number of requests."""
         return self.times.pass_seconds(recipe, batch, self.context)
 
     def record_pass(self, recipe: Recipe, batch: int, seconds: float) -> None:
-        """Learn from a draft pass over `batch` requests."""
         self.times.update_pass(recipe, batch, self.context, seconds)
 
     def warm_up(self) -> None:

@@ -20,21 +20,13 @@ _SECONDS = 1.5  # per measurement
 _DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
 
 
-def measure(
-    device: str | None = None,
-    *,
-    name: str | None = None,
-    progress: Callable[[str, float], None] = lambda what, share: None,
-) -> HardwareProfile:
-    """Measure matrix products and copies with torch.
+def measure(device: str | None, name: str | None, progress: Callable[[str, float], None]) -> HardwareProfile:
+    """Measure matrix products and copies with torch. Raises ConfigError: torch is missing, or the device is.
 
     Args:
         device: "cuda" or "cpu"; None takes the GPU where there is one.
         name: of the profile; None: from the device's name.
         progress: called with the name of each measurement and the share done, 0 to 1.
-
-    Raises:
-        ConfigError: torch is missing, or the device is.
     """
     try:
         import torch

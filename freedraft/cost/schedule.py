@@ -19,18 +19,15 @@ LARGEST = 1 << 13  # Largest batch size with its own entry; larger batches use t
 
 
 class Schedule(NamedTuple):
-    """Draft lengths by batch size. rows: ascending, without gaps; learnt: lengths to choose from while serving,
-    ascending, or none if `rows` are final."""
-
-    rows: Rows
-    learnt: tuple[int, ...] = ()
+    rows: Rows  # ascending, without gaps
+    learnt: tuple[int, ...] = ()  # lengths to choose from while serving, ascending; none if `rows` are final
 
 
 def draft_lengths(
     context: EngineContext, policy: Policy, *, hardware: str = "auto", knee: int | None = None
 ) -> Schedule | None:
-    """Draft tokens per request by batch size; None if one fixed number is used. policy, hardware, knee: as in
-    `freedraft.cost.auto.make_controller`. Raises ConfigError: `hardware` names no usable profile."""
+    """Draft tokens per request by batch size; None if one fixed number is used. Arguments and errors: see
+    `freedraft.cost.auto.make_controller`."""
     if policy == "fixed":
         return None
     profile, max_tokens = choose_profile(hardware, context.device), context.max_draft_tokens

@@ -63,15 +63,9 @@ class RankedRound(DraftRound):
 def run_kept(
     hidden: torch.Tensor, sublayers: Iterable[tuple[Any, Any, bool]], last_norm: Any, **attention: Any
 ) -> torch.Tensor:
-    """Hidden states of embedded tokens after the kept sublayers of a pre-norm decoder, and its last norm.
-
-    A skipped sublayer is no operation at all. `residual` holds the sum of all sublayers before the last one; each norm
-    adds the last one's output to it.
-
-    Args:
-        sublayers: norm, attention or MLP, and which of the two; attention is called with the keyword arguments.
-    """
-    residual: torch.Tensor | None = None
+    """Hidden states of embedded tokens after the kept sublayers of a pre-norm decoder, and its last norm. sublayers:
+    norm, attention or MLP, and whether it is attention, which is called with the keyword arguments."""
+    residual: torch.Tensor | None = None  # sum of all sublayers before the last one; each norm adds the last one to it
     for norm, sublayer, is_attention in sublayers:
         if residual is None:
             residual, hidden = hidden, norm(hidden)

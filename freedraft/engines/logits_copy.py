@@ -31,9 +31,7 @@ class LogitsCopy:
         Args:
             draft: [B, N], the verified trees; they must not change until `take`.
             logits: float [R, V], which may be overwritten as soon as this returns.
-            nodes: int64 [K] each, rows of `logits`, and their indices among the B * N nodes; None if each node has its
-                row.
-            contexts: see `NodeLogits`.
+            nodes: int64 [K] each, rows of `logits`, and their indices among the B * N nodes; None if each has its row.
         """
         top = [to_host(values) for values in top_tokens(logits, TOP_TOKENS)]
         self._taken = request_ids, draft, contexts, top, nodes

@@ -30,24 +30,20 @@ SETS = 16  # most sets of a pass sublayer by sublayer, which is padded to it
 
 def sublayers_of(layers: Iterable[Any], **given: Any) -> list[Sublayer]:
     """The sublayers of decoder layers. Attention is called with `hidden_states` and the given keyword arguments."""
+
+    def attend(attention: Any, hidden: torch.Tensor) -> Any:
+        return attention(hidden_states=hidden, **given)
+
     sublayers = []
     for layer in layers:
-        sublayers.append(Sublayer(layer.input_layernorm, partial(_attend, layer.self_attn, given), True))
+        sublayers.append(Sublayer(layer.input_layernorm, partial(attend, layer.self_attn), True))
         sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
     return sublayers
 
 
-def _attend(attention: Any, given: dict[str, Any], hidden: torch.Tensor) -> Any:
-    return attention(hidden_states=hidden, **given)
-
-
 def run_sublayer(sublayers: Sequence[Sublayer], passes: int, index: int, states: torch.Tensor) -> torch.Tensor:
-    """The residual stream after one sublayer.
-
-    Args:
-        sublayers: all 2L, in order, of passes over the same tokens under `passes` sets.
-        states: float [J, W, H], the stream before sublayer `index` under each of J sets.
-    """
+    """The residual stream after sublayer `index` of all 2L of a pass over the same tokens under `passes` sets. states:
+    float [J, W, H], the stream before it under each of J sets."""
     norm, run, is_attention = sublayers[index]
     width, size = states.shape[1:]
     added = []
@@ -89,19 +85,12 @@ class Target(Protocol):
 class SetScores(MatchnessScorer):
     """Matchness of recipes on the newest `window` generated tokens of a request, by the target's own modules,
     uncompiled. Attention reads the target's KV, also of the window; a real draft would read the draft's own KV of the
-    newest token.
-
-    Args:
-        max_recipes: most recipes per pass; part: most tokens of the window per pass and recipe.
-
-    Attributes:
-        tokens: int64 [window + 1], the tokens to read, and the next one; first: position of the first.
-    """
+    newest token. max_recipes: most recipes per pass; part: most tokens of the window per pass and recipe."""
 
     def __init__(self, model: Target, window: int, max_recipes: int, part: int) -> None:
         self.model, self.window, self.max_recipes, self.part = model, window, max_recipes, part
-        self.tokens: NDArray[np.int64] = np.zeros(0, np.int64)
-        self.first = self._turn = 0
+        self.tokens: NDArray[np.int64] = np.zeros(0, np.int64)  # [window + 1], the tokens to read, and the next one
+        self.first = self._turn = 0  # position of the first token
         self._place: Any = None
 
     def observe(self, step: Step) -> bool:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from freedraft.config import ConfigError
 from freedraft.cost.auto import Auto
-from freedraft.cost.controller import Controller, holding
+from freedraft.cost.controller import holding
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel
 from freedraft.hybrid.options import NAME, HybridOptions
@@ -39,9 +39,9 @@ class HybridMethod(Method):
         ConfigError: steps of this model cannot be priced.
     """
 
-    def __init__(self, options: HybridOptions, context: EngineContext, controller: Controller | None = None) -> None:
+    def __init__(self, options: HybridOptions, context: EngineContext) -> None:
         of_ngrams, of_passes = options.parts()
-        self.ngrams = SssdMethod(of_ngrams, context, controller)
+        self.ngrams = SssdMethod(of_ngrams, context)
         auto = self.ngrams.controller
         if not isinstance(auto, Auto):
             raise ConfigError(
