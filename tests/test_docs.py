@@ -1,5 +1,5 @@
 """The documentation: generated pages are up to date, links lead somewhere, what is named exists, commands and metrics
-among it; examples run, images pass the linter."""
+among it; examples run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def test_generated_pages_are_up_to_date(name: str) -> None:
 WORDS = {  # most words of a page, without the bars of tables
     "README": 950, "guide": 700, "install": 450, "configuration": 1_100, "operating": 900, "troubleshooting": 950,
     "security": 900, "sssd": 1_050, "layerskip": 1_050, "design": 1_150, "add-a-drafter": 1_000, "docker": 180,
-    "CONTRIBUTING": 380, "CHANGELOG": 450,
+    "CONTRIBUTING": 380, "CHANGELOG": 450, "results": 1_300, "papers": 1_250, "benchmarks": 700, "gpu": 480,
+    "compare": 650, "compatibility": 860,
 }  # fmt: skip
 ALL_WORDS = 16_000
 SHORT = {page: page.parent.name if page.stem == "README" and page.parent != ROOT else page.stem for page in PAGES}
@@ -73,10 +74,11 @@ def test_all_pages_are_read_in_an_hour() -> None:
 def test_a_page_is_short_and_so_are_its_sentences(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert words(text) <= WORDS[SHORT[page]]
-    text = re.sub(r"^```.*?^```|<!--.*?-->|^#.*?$", "\n\n", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```|<!--.*?-->|^(#|Files:).*?$", "\n\n", text, flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
     blocks = re.split(r"\n\s*\n|\n(?= *[-\d|>])|\|", text)
-    sentences = [one for block in blocks for one in re.split(r"(?<=[.!?:])\s", " ".join(block.split()))]
+    ends = r"(?<=[.!?:])\s" if page.stem == "configuration" else r"(?<=[.!?])\s"
+    sentences = [one for block in blocks for one in re.split(ends, " ".join(block.split()))]
     assert [one for one in sentences if len(one.split()) > 35] == []
 
 
@@ -137,15 +139,6 @@ def test_the_step_of_the_page_is_the_one_of_the_code() -> None:
     assert shown == textwrap.dedent(inspect.getsource(Method.draft)).removeprefix("@final\n")
 
 
-@pytest.mark.parametrize("image", sorted((ROOT / "docker").glob("*.Dockerfile")), ids=lambda p: p.name)
-def test_images_are_not_root_and_say_how_they_are(image: Path) -> None:
-    lines = [line.split() for line in image.read_text().splitlines() if line and not line.startswith((" ", "#"))]
-    users = [line[1] for line in lines if line[0] == "USER"]
-    assert users and users[-1].isdigit() and int(users[-1]) > 0
-    assert any(line[0] == "HEALTHCHECK" for line in lines)
-    assert any("dist/freedraft-*.whl" in line for line in lines if line[0] == "COPY")
-
-
 def commands(page: Path) -> Iterator[list[str]]:
     """Words of each line in code blocks, and of inline code, that calls one of ours."""
     text = page.read_text(encoding="utf-8")
@@ -195,12 +188,6 @@ def test_commands_of_ours(page: Path) -> None:
             assert find_spec(words[2]), words
         if "--speculative-algorithm" in words:
             assert words[words.index("--speculative-algorithm") + 1] in {*OPTIONS, "repeat"}, words
-
-
-@of_pages(PAGES)
-def test_requests_are_json(page: Path) -> None:
-    bodies = re.findall(r"^curl .*?-d '(.*?)'$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert all(json.loads(body)["model"] == "MODEL" for body in bodies)
 
 
 @of_pages(COMMAND_PAGES)

@@ -12,7 +12,6 @@ import pytest
 
 from bench.demo import server
 from bench.demo.measure import BASELINE, SSSD, Answer, Prompt, prompts, row
-from bench.lib import servers
 from bench.lib.prompts import PROMPTS
 
 
@@ -41,16 +40,6 @@ def test_a_row_sums_up_the_prompts_of_a_kind() -> None:
     other = prompt(1.0)
     other.answers[SSSD][0] = Answer((1, 2, 3, 5), 1.0, 2)
     assert not row("code", [other])["identical"]
-
-
-def test_what_is_being_done_is_said_again_within_20_s(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    timers: list[servers.Timer] = []
-    monkeypatch.setattr(servers.Timer, "start", lambda timer: timers.append(timer))
-    servers.keep_telling(now := ["one"])
-    now[0] = "two"
-    assert timers[0].interval < 20 and timers[0].daemon, "it does not keep the process"
-    timers[0].function(*timers[0].args)
-    assert capsys.readouterr().out == "one ...\ntwo ...\n"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

@@ -1,11 +1,11 @@
-"""What bench/forced.py and bench/identity.py compute of answers, steps and logits, without an engine."""
+"""What bench/lib/forcing.py and bench/identity.py compute of answers, steps and logits, without an engine."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bench import forced, identity
+from bench import identity
 from bench.lib import forcing
 from bench.lib.forcing import Answer, Forcing
 
@@ -47,14 +47,6 @@ def test_log_probabilities_are_those_of_the_accepted_path(started):
     assert forcing.last_scores([[(0, 1, -2.0), (0, 2, -1.0)], [(0, 2, -3.0)]]) == {(0, 1): -2.0, (0, 2): -3.0}
 
 
-def test_the_first_difference_is_named():
-    forcing.check([Answer(0, 0.0, [7, 8, 9])], TEXTS)
-    with pytest.raises(AssertionError, match="text 0, token 1: 3, 8 is recorded"):
-        forcing.check([Answer(0, 0.0, [7, 3, 9])], TEXTS)
-    with pytest.raises(AssertionError, match="text 1, token 1: None, 5 is recorded"):
-        forcing.check([Answer(1, 0.0, [4])], TEXTS)
-
-
 def test_figures():
     """One request at a time, three answers of five tokens in three passes each, drafts of two."""
     came = [(1.0, 1), (1.1, 3), (1.2, 4), (1.3, 5)]
@@ -66,12 +58,6 @@ def test_figures():
     assert found["tokens_per_s"] == pytest.approx(5.0)  # four of the first answer behind 1.0, and one at 2.0
     answers[0].passes = 4
     assert forcing.figures(answers, 1, steps)["tokens_per_step"] == 12 / 10
-
-
-def test_each_text_is_asked_once():
-    assert forced.cells([1, 8], 3, 40) == {1: range(8), 8: range(8, 32)}
-    with pytest.raises(ValueError, match=r"^40 answers are needed, 39 fit"):
-        forced.cells([1, 8], 3, 39)
 
 
 def test_answers_and_logits_are_compared_with_plain_and_plain_with_itself():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,14 +81,6 @@ def test_a_clock_that_jumps_does_no_harm() -> None:
     served.now = 100.0
     served.run(1, Text(0.7), 3)
     assert np.allclose(served.controller.times.seconds(1, np.arange(1, 10), 300.0), known, rtol=0.1)
-
-
-def test_step_times_survive_a_restart(tmp_path: Path) -> None:
-    first = V1(steep, path=tmp_path / "times.json")
-    first.run(1, Text(0.6), 400)
-    first.controller.save()
-    again = V1(steep, path=tmp_path / "times.json")
-    assert np.count_nonzero(again.run(1, Text(0.6), 90)[:, 2]) <= 3
 
 
 def h200(batch: int, query_tokens: int) -> float:

@@ -61,15 +61,6 @@ def test_saved_and_reloaded(tmp_path: Path, damage: str, caplog: pytest.LogCaptu
 RECIPE = SkipSet(30, frozenset(range(10, 20)), frozenset(range(10, 16)))
 
 
-def test_what_is_kept_of_all_batch_sizes_and_contexts_is_bounded() -> None:
-    learnt = StepTimes(ROOFLINE)
-    first = learnt.seconds(1, 4, 64.0)
-    for batch in range(1, 101):
-        for eighth in range(6 * 8, 17 * 8):
-            learnt.seconds(batch, 4, 2 ** (eighth / 8))
-    assert len(learnt._predicted) <= 4096 and learnt.seconds(1, 4, 64.0) == first
-
-
 def test_a_draft_pass_costs_its_share_until_it_is_timed() -> None:
     learnt = StepTimes(ROOFLINE)
     for _ in range(30):
