@@ -11,7 +11,7 @@ Parts, each in its own engine, bf16, compiled on vLLM; prefill is not timed:
   quartiles; M, tokens per step and request; alpha, accepted share of draft tokens; c, time of a draft pass in plain
   steps; and the share reached of M alpha / ((M - 1) c + alpha).
 - demo (vLLM): the demo model, too small for layer skipping to pay: the controller has to switch drafting off.
-- windows (on request, alone): the demo model with `window: auto`, at prompts of --contexts tokens.
+- windows (on request, alone): the demo model with `window: 512`, at prompts of --contexts tokens.
 - hybrid (vLLM, on request): method "hybrid" on both models, by kind of prompt: no drafts, n-grams only, layer
   skipping only and both, alternating prompt by prompt.
 """
@@ -70,7 +70,7 @@ def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
     at_once = max(args.batches)
     prompts = long_chats(args.model, args.contexts[0], max(6, at_once)) if windows else chats(args.model, BY_KIND)
     speculative = {"method": "layerskip", "num_speculative_tokens": K}
-    speculative |= {"window": "auto"} if windows else {"skip_set": str(args.skip_set)}
+    speculative |= {"window": 512} if windows else {"skip_set": str(args.skip_set)}
     longest = max(1024, args.tokens + 64 + max(map(len, prompts)))
 
     def groups(batch: int) -> list[list[list[int]]]:
@@ -155,9 +155,8 @@ def main() -> None:
         options = ("--part", part, "--model", model, "--skip-set", skip_set, *sizes, "--batches", *args.batches)
         return in_process(__file__, *options, *more)
 
-    names = args.only or PARTS[args.engine]
     figures: dict[str, Any] = {"output_tokens": args.tokens}
-    for part in names:
+    for part in args.only or PARTS[args.engine]:
         if part == "hybrid":
             figures |= {"demo model": measured(part, *demo), "deep model": measured(part, *deep)}
         elif part == "windows":

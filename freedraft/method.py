@@ -77,8 +77,7 @@ class Method:
 
     @property
     def optimized_passes(self) -> int:
-        """Number of optimized draft passes that `prepare` builds, several windows of one skip set counted once. Engines
-        reserve memory for their CUDA graphs."""
+        """Number of optimized draft passes that `prepare` builds; engines reserve memory for their CUDA graphs."""
         return 0
 
     def rests(self) -> bool:

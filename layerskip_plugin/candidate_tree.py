@@ -17,7 +17,7 @@ MAX_CANDIDATES = CANDIDATES[0]
 
 
 def candidates_at(confidence: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Number of candidates to verify by the probability of the best one; any shape."""
+    """Candidates to verify by the probability of the best one; any shape."""
     return np.asarray(CANDIDATES, np.int64)[np.searchsorted(CONFIDENCES, confidence, side="left")]
 
 

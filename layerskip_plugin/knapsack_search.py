@@ -38,7 +38,6 @@ class Survivors(NamedTuple):
     states: Tensor  # float[J, N, hidden], not normed
 
     def sets(self, model: str = "") -> list[SkipSet]:
-        """The sets, for the model of this fingerprint."""
         return [SkipSet.of_sublayers(np.flatnonzero(row), len(row) // 2, model) for row in self.skipped]
 
 
@@ -66,15 +65,12 @@ def search(
     """The best sets by skipped weight, 0 included: the empty set, or `base`.
 
     Args:
-        embedded: float[N, hidden], tokens before the first sublayer.
-        sublayers: 2L.
+        embedded: float[N, hidden], tokens before the first of the 2L `sublayers`.
         weights: of an attention and of an MLP sublayer.
-        max_weight: limit of the skipped weight; by default half of the whole.
-        protected: sublayers that are never skipped.
+        max_weight: limit of the skipped weight; None: half of the whole.
+        protected: sublayers that are never skipped; base: those that every set skips, with weight 0.
         prune: cosine below which a partial set is dropped.
         survivors: partial sets kept per weight; 1 is the paper's.
-        progress: called at each sublayer.
-        base: sublayers that every set skips, with weight 0.
     """
     w = np.array([weights[i % 2] for i in range(sublayers)])
     max_weight = int(w.sum()) // 2 if max_weight is None else max_weight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +23,10 @@ from freedraft.method import Method, MethodSpec
 from freedraft.metrics import serve, where_to_look
 from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
-from layerskip_plugin.lookahead import Cost
+from layerskip_plugin.lookahead.cost import Cost
 from layerskip_plugin.lookahead.records import JUDGED, Recorder
 from layerskip_plugin.options import LayerSkipOptions, check
-from layerskip_plugin.rounds import DraftPassEstimate, Recipes, RestOfBatch, Round
+from layerskip_plugin.rounds import Candidate, DraftPassEstimate, RestOfBatch, Round
 from layerskip_plugin.selection.online_search import OnlineSearch
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
@@ -73,10 +73,10 @@ class LayerSkipMethod(Method):
             raise ConfigError(f"'{NAME}' cannot price this model's steps (see the warning above): use method 'sssd'")
         self.selection = options.make_selection(context.hf_config, context.hardware)
         self.needs_prompt_states = self.selection.needs_prompt_states
-        self.windows = options.windows(context)
-        self.recipes = Recipes(self.selection.sets.values(), self.windows, context.page_size or 1)
+        self.window = options.draft_window(context)
+        self.use(self.selection.sets.values())
         self.recipe: SkipSet | None = None  # of the present step; None: nothing is drafted
-        self.lookahead = options.make_lookahead(context, self.recipes.all, self.costs)
+        self.lookahead = options.make_lookahead(context, list(self.recipes.values()), self.costs)
         self.recorder: Recorder | None = None
         if options.record is not None:
             self.recorder = Recorder(options.record, model_fingerprint(context.hf_config), self._prices)
@@ -99,10 +99,11 @@ class LayerSkipMethod(Method):
         self.outputs = JUDGED if judged else PassOutputs(MAX_CANDIDATES if self.trees else 1)
         self.lookahead.reads_ahead = model.waits
         shape = "trees" if self.trees else "chains"
-        read = " or ".join("all" if w is None else f"{w.tokens} tokens" for w in self.windows)
+        read = "all" if self.window is None else f"{self.window.tokens} tokens"
         for number, (name, skip_set) in enumerate(self.selection.sets.items()):
             started = time.perf_counter()
-            self.build(skip_set.require(model.n_layers), optimize=number < self.optimized_passes)
+            skip_set.require(model.n_layers)
+            self.build(self.recipes[skip_set], optimize=number < self.optimized_passes)
             logger.info(
                 "freedraft: skip set '%s' leaves out %d of %d sublayers (built in %.0f s); lookahead '%s', %s, drafts "
                 "read %s of the KV cache", name, len(skip_set), 2 * skip_set.n_layers, time.perf_counter() - started,
@@ -115,10 +116,12 @@ class LayerSkipMethod(Method):
     def optimized_passes(self) -> int:
         return min(len(self.selection.sets), self.selection.optimized)
 
-    def build(self, skip_set: SkipSet, *, optimize: bool) -> None:
+    def use(self, skip_sets: Iterable[SkipSet]) -> None:
+        self.recipes = {skip_set: replace(skip_set, window=self.window) for skip_set in skip_sets}
+
+    def build(self, recipe: SkipSet, *, optimize: bool) -> None:
         assert self._model is not None
-        for recipe in self.recipes.of(skip_set):
-            self.draft_passes[recipe] = self._model.build(recipe, self.outputs, optimize=optimize)
+        self.draft_passes[recipe] = self._model.build(recipe, self.outputs, optimize=optimize)
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         self._running.add(request_id)
@@ -145,7 +148,7 @@ class LayerSkipMethod(Method):
         if self.costs is None or not self.costs.baseline_known(batch):
             return None
         one, two = self.costs.step_seconds(batch, np.array([batch, 2 * batch]))
-        return float(self.costs.pass_seconds(self.recipes.all[0], batch)) / one, max(float(two / one) - 1.0, 0.0)
+        return float(self.costs.pass_seconds(self._first, batch)) / one, max(float(two / one) - 1.0, 0.0)
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         if self.capacities(step).any():
@@ -162,7 +165,7 @@ class LayerSkipMethod(Method):
         last, self._last = self._last, None
         if last is not None and (outcome := last.outcome(step)) is not None:
             self.lookahead.record_acceptance(outcome)
-            if self.recorder is not None and outcome.recipe == self.recipes.all[0]:
+            if self.recorder is not None and outcome.recipe == self._first:
                 self.recorder.record(outcome)
         self._search(step)
         self._batch, contexts = max(step.batch_size, 1), step.contexts
@@ -171,34 +174,51 @@ class LayerSkipMethod(Method):
         if lengths is not None:  # only requests that may draft vote
             rows = np.flatnonzero(lengths)
             chosen, contexts = [chosen[i] for i in rows], contexts[rows]
-        candidates = self.recipes.candidates(chosen, contexts)
+        candidates = self._candidates(chosen, contexts)
         mean = float(step.contexts.mean()) if step.batch_size else 1.0
         self.recipe = self.lookahead.choose(candidates, self._batch, mean)
 
     def _search(self, step: Step) -> None:
         if not isinstance(self.selection, OnlineSearch):
             return
-        present = self.recipes.all[0] if self.recipe is None else self.recipe
-        if (found := self.selection.search(step, present)) is not None:
-            self.recipes.use([found])
-            self.lookahead.use(self.recipes.all)
+        if (found := self.selection.search(step, self._first)) is not None:
+            self.use([found])
+            self.lookahead.use([self._first])
             self.draft_passes.clear()
-            self.build(found, optimize=False)
+            self.build(self._first, optimize=False)
+
+    def _candidates(self, chosen: Sequence[SkipSet], contexts: NDArray[np.int32]) -> list[Candidate]:
+        """Possible recipes of a round for requests with these skip sets and int32 [R] tokens."""
+        found = []
+        for skip_set, recipe in self.recipes.items():
+            voters = np.fromiter((each == skip_set for each in chosen), np.bool_, len(chosen))
+            saves = self._saves(recipe, contexts)
+            found.append(Candidate(recipe, int((saves & voters).sum()), int(saves.sum())))
+        return [candidate for candidate in found if candidate.votes]
+
+    def _saves(self, recipe: SkipSet, contexts: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool [B]: whether requests of these lengths draft with a recipe. Without skipped layers, a window that holds
+        the whole request would save nothing."""
+        if recipe.window is None or len(recipe):
+            return np.ones(len(contexts), np.bool_)
+        return contexts > recipe.window.whole_up_to(self.context.page_size or 1)
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
         """int32 [B]: draft tokens allowed per request by the present recipe; at most `step.capacities`."""
         if self.recipe is None:
             return np.zeros(step.batch_size, np.int32)
         assert self._model is not None
-        applies = self.recipes.applies(self.recipe, step.contexts)
-        capacities = np.where(applies, self._model.capacities(step), 0).astype(np.int32)
+        capacities = np.where(self._saves(self.recipe, step.contexts), self._model.capacities(step), 0).astype(np.int32)
         lengths = self.selection.max_lengths(step.contexts)
         return capacities if lengths is None else np.minimum(capacities, lengths)
 
     def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
-        """Expected gain and time of draft passes for this number of requests in the present step."""
         assert self._cost is not None and self.recipe is not None
         return self._cost.estimate(self.recipe, requests, max_draft_len)
+
+    @property
+    def _first(self) -> SkipSet:
+        return next(iter(self.recipes.values()))
 
     @property
     def _cost(self) -> Cost | None:
@@ -237,7 +257,8 @@ class LayerSkipMethod(Method):
     def _run(self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch) -> Round:
         model, lookahead, recipe = self._model, self.lookahead, self.recipe
         assert model is not None and recipe is not None
-        since = time.perf_counter()
+        clock = time.perf_counter if self.costs is None else self.costs.clock
+        since = clock()
         batch, depth = step.batch_size, int(limits.max(initial=0))
         result = Round(step.request_ids, recipe, depth, self.outputs.top)
         allowed, place, latest = np.zeros(batch, np.int32), np.zeros(batch, np.int32), step.roots.copy()
@@ -245,7 +266,7 @@ class LayerSkipMethod(Method):
         request_ids = [step.request_ids[i] for i in rows.tolist()]
         lookahead.begin(request_ids, recipe, depth, rest)
         if recipe not in self.draft_passes:  # found by a search, but not built
-            self.build(replace(recipe, window=None), optimize=False)
+            self.build(recipe, optimize=False)
         draft_round = model.start(step, self.draft_passes[recipe], rows, depth)
         active = rows[limits > 0]
         for position in range(depth):
@@ -257,7 +278,7 @@ class LayerSkipMethod(Method):
                     count = min(max(lookahead.expected_len() - position, 1), int(allowed[active].min()) - position)
                 drafted = draft_round.read(draft_round.launch(active, latest[active], position, count))
                 result.take(drafted, active, position)
-                now, lookahead.read = time.perf_counter(), position + count
+                now, lookahead.read = clock(), position + count
                 if self.costs is not None:  # including set-up and decisions of the round
                     self.costs.record_pass(recipe, len(active), (now - since) / count)
                 since = now

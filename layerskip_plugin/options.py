@@ -14,8 +14,9 @@ from freedraft.extras import require
 from freedraft.metrics import check_address
 from freedraft.recipe import Window
 from freedraft.step import EngineContext
-from layerskip_plugin.lookahead import Confidence, Cost, Disco, DraftVerify, Fixed, Lookahead
-from layerskip_plugin.lookahead.disco import Classifier
+from layerskip_plugin.lookahead.base import Confidence, DraftVerify, Fixed, Lookahead
+from layerskip_plugin.lookahead.cost import Cost
+from layerskip_plugin.lookahead.disco import Classifier, Disco
 from layerskip_plugin.selection.base import Selection, Static
 from layerskip_plugin.selection.knapsack import Knapsack, Plan
 from layerskip_plugin.selection.knn import Domains, Knn
@@ -25,7 +26,6 @@ from layerskip_plugin.skip_set import SkipSet, model_fingerprint, text_config
 LookaheadName = Literal["cost", "confidence", "adaptive", "disco", "fixed"]
 SelectionName = Literal["static", "swift", "knn", "knapsack"]
 MAX_SKIP_SETS = 4
-AUTO_WINDOWS = (512, 2048, 8192)
 # Commands that write the files of options.
 MADE_BY = {
     "skip_set": "'freedraft calibrate skip-set'",
@@ -45,14 +45,6 @@ def _paths(value: object) -> object:
     return tuple(Path(part).expanduser() for part in value) if isinstance(value, (list, tuple)) else value
 
 
-def _tokens_or_auto(value: object) -> object:
-    if value is None or value == "auto":
-        return value
-    if not str(value).isdigit() or int(str(value)) < 1:
-        raise ValueError("must be a number of tokens, or auto")
-    return int(str(value))
-
-
 class LayerSkipOptions(PluginOptions):
     """Options of layer skipping.
 
@@ -66,8 +58,7 @@ class LayerSkipOptions(PluginOptions):
         skip_set: files with skip sets, at most 4 (comma-separated in a variable); requests use the first unless they
             name another.
         window: tokens of a request's KV cache that draft passes read, the first `sinks` and the newest, in whole pages.
-            "auto" chooses among 512, 2,048, 8,192 and all, by measured times and acceptance (on vLLM by model runner
-            V1, without async scheduling); None: all.
+            None: all.
         sinks: tokens of `window` from the start of the request (attention sinks).
         lookahead: policy of draft lengths. "cost" goes on while one more token pays, and does not draft where none
             does.
@@ -91,7 +82,7 @@ class LayerSkipOptions(PluginOptions):
     search_share: float = Field(default=0.01, gt=0.0, le=0.5)
     skip_ratio: float = Field(default=Swift.ratio, gt=0.0, lt=1.0)
     skip_set: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = ()
-    window: Annotated[int | Literal["auto"] | None, BeforeValidator(_tokens_or_auto)] = None
+    window: int | None = Field(default=None, ge=1)
     sinks: int = Field(default=16, ge=0)
     lookahead: LookaheadName = "cost"
     threshold: float | None = Field(default=None, ge=0.0, le=1.0)
@@ -133,42 +124,31 @@ class LayerSkipOptions(PluginOptions):
             sets[path.stem] = SkipSet.load(path, layers, model)
         return sets or {"": SkipSet.empty(layers, model)}
 
-    def windows(self, context: EngineContext) -> tuple[Window | None, ...]:
-        """The possible windows of draft passes, ascending; None: the whole cache. Raises ValueError for a window that
-        does not fit the model or its pages."""
+    def draft_window(self, context: EngineContext) -> Window | None:
+        """The window of draft passes. Raises ValueError for one that does not fit the model or its pages."""
         if self.window is None:
-            return (None,)
-        auto, config, page_size = self.window == "auto", text_config(context.hf_config), context.page_size or 1
+            return None
+        config, page_size = text_config(context.hf_config), context.page_size or 1
         slides = getattr(config, "use_sliding_window", True) is not False
         attended = getattr(config, "sliding_window", None) if slides else None
-        sizes = AUTO_WINDOWS if self.window == "auto" else (self.window,)
-        usable = [w for w in sizes if w >= page_size and (attended is None or w < attended)]
         one = f"option 'window' is {self.window} tokens"
         for wrong, why in (
             (getattr(config, "dual_chunk_attention_config", None), "option 'window' does not go with dual chunk "
              "attention: remove it"),
-            (self.sinks >= sizes[0], f"option 'sinks' is {self.sinks} and leaves nothing of a window of {sizes[0]} "
-             "tokens: set it to 16"),
-            (not auto and sizes[0] < page_size, f"{one}, less than a page of the KV cache: set {page_size} or more"),
-            (not auto and not usable, f"{one}, and this model looks back {attended} at most: set fewer"),
-            (auto and self.lookahead != "cost", f"option 'window' auto needs lookahead cost, not {self.lookahead}: set "
-             "it, or give a number"),
-            (auto and context.lengths is not None, f"{self.needs_own_lengths}, or unset VLLM_USE_V2_MODEL_RUNNER"),
+            (self.sinks >= self.window, f"option 'sinks' is {self.sinks} and leaves nothing of a window of "
+             f"{self.window} tokens: set it to 16"),
+            (self.window < page_size, f"{one}, less than a page of the KV cache: set {page_size} or more"),
+            (attended is not None and self.window >= attended, f"{one}, and this model looks back {attended} at most: "
+             "set fewer"),
         ):  # fmt: skip
             if wrong:
                 raise ValueError(why)
-        windows = tuple(Window(self.sinks, w - self.sinks) for w in usable)
-        return (*windows, None) if auto else windows
+        return Window(self.sinks, self.window - self.sinks)
 
     @property
     def needs_own_lengths(self) -> str:
         """Why these options need draft lengths per request (the engine decides them beforehand), and the remedy; "" if
         they do not."""
-        if self.window == "auto":
-            return (
-                "option 'window' auto needs draft lengths chosen at each step, which vLLM's model runner V2, and "
-                "replicas that share experts, decide beforehand: to be served there give a number of tokens"
-            )
         if self.selection == "knapsack" and self.searches:
             return (
                 "selection 'knapsack' searches by the times of steps, which are not known where vLLM decides draft "
@@ -255,5 +235,5 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
         raise ValueError(why)
     options.make_selection(context.hf_config, context.hardware)
     options.make_lookahead(context, [], None)
-    options.windows(context)
+    options.draft_window(context)
     check_address(options.metrics_port, options.metrics_host)

@@ -26,16 +26,13 @@ class PassTimes:
         return kept + self.head
 
     def best(self, skip: SkipSet, acceptance: float, max_length: int = MAX_LENGTH) -> tuple[float, int]:
-        """The most tokens per time with a set, and the draft length for it."""
-        draft = self.draft(skip)
-        rates = [tokens_per_time(acceptance, draft, self.verify, length) for length in range(1, max_length + 1)]
+        """The most tokens per time with a set, and the draft length for it: the maximum over d of
+        TPT(S, d) = (1 + a + ... + a^d) / (d * t_draft(S) + t_verify(d + 1))."""
+        draft, tokens, rates = self.draft(skip), 1.0, []
+        for d in range(1, max_length + 1):
+            tokens += acceptance**d
+            rates.append(tokens / (d * draft + self.verify(d + 1)))
         return max(rates), 1 + rates.index(max(rates))
-
-
-def tokens_per_time(acceptance: float, draft: float, verify: Callable[[int], float], length: int) -> float:
-    """TPT(S, d) = (1 + a + ... + a^d) / (d * t_draft(S) + t_verify(d + 1)); d = 0 is decoding without drafts."""
-    tokens = sum(acceptance**i for i in range(length + 1))
-    return tokens / (length * draft + verify(length + 1))
 
 
 def serving_times(costs: Costs, present: SkipSet, batch: int) -> PassTimes | None:

@@ -1,16 +1,14 @@
-"""A round of draft passes: its possible recipes, drafts, verification outcome, and the record of its recipe."""
+"""A round of draft passes: its candidates, drafts, verification outcome, and the record of its recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft_model import Drafted
-from freedraft.recipe import Window
 from freedraft.step import Step
 from layerskip_plugin.skip_set import SkipSet
 
@@ -41,57 +39,12 @@ class DraftPassEstimate(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A recipe that a round may run."""
-
     recipe: SkipSet
     votes: int  # requests with its skip set
     requests: int  # that would draft with it
 
 
-class Recipes:
-    """Every skip set with every window: ascending; None, the whole cache, last."""
-
-    def __init__(self, skip_sets: Iterable[SkipSet], windows: Sequence[Window | None], page_size: int) -> None:
-        self._windows, self._page_size = windows, page_size
-        self.use(skip_sets)
-
-    def use(self, skip_sets: Iterable[SkipSet]) -> None:
-        """Replace all skip sets."""
-        # A pass that skips nothing and reads all is a full step: not offered if there are other recipes.
-        short = [w for w in self._windows if w is not None or len(self._windows) == 1]
-        self._of = {s: [replace(s, window=window) for window in (self._windows if s else short)] for s in skip_sets}
-
-    @property
-    def all(self) -> list[SkipSet]:
-        """Every recipe, those of one skip set together."""
-        return [recipe for recipes in self._of.values() for recipe in recipes]
-
-    def of(self, skip_set: SkipSet) -> list[SkipSet]:
-        return self._of[skip_set]
-
-    def applies(self, recipe: SkipSet, contexts: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """bool [B]: whether requests of these lengths draft with a recipe. Without skipped layers, a window that holds
-        the whole request would save nothing."""
-        if recipe.window is None or len(recipe):
-            return np.ones(len(contexts), np.bool_)
-        return contexts > recipe.window.whole_up_to(self._page_size)
-
-    def candidates(self, chosen: Sequence[SkipSet], contexts: NDArray[np.int32]) -> list[Candidate]:
-        """Possible recipes of a round for requests with these skip sets and int32 [R] tokens: these sets, with windows
-        shorter than the longest request."""
-        longest, found = int(contexts.max(initial=0)), []
-        for skip_set, recipes in self._of.items():
-            voters = np.fromiter((each == skip_set for each in chosen), np.bool_, len(chosen))
-            shorter = [r for r in recipes if r.window is None or r.window.whole_up_to(self._page_size) < longest]
-            for recipe in shorter or (recipes[-1:] if skip_set else []):
-                applies = self.applies(recipe, contexts)
-                found.append(Candidate(recipe, int((applies & voters).sum()), int(applies.sum())))
-        return [candidate for candidate in found if candidate.votes]
-
-
 class Round:
-    """The drafts of one round."""
-
     def __init__(self, request_ids: Sequence[str], recipe: SkipSet, depth: int, top_k: int) -> None:
         batch = len(request_ids)
         self.request_ids, self.recipe = request_ids, recipe
@@ -148,12 +101,8 @@ class Outcome(NamedTuple):
     entropy: Floats  # [R, D], in nats
 
     def judged(self) -> tuple[NDArray[np.intp], NDArray[np.intp], Flags]:
-        """The judged tokens: accepted ones, and the first rejected one of each request. Later tokens had a wrong
-        context.
-
-        Returns:
-            row intp [N], position intp [N], accepted bool [N]; by request, then by position.
-        """
+        """The accepted tokens, and the first rejected one of each request; later ones had a wrong context. Returns row
+        intp [N], position intp [N], accepted bool [N]; by request, then by position."""
         counts = np.minimum(self.verified, self.accepted + 1)
         row, position = np.nonzero(np.arange(self.entropy.shape[1]) < counts[:, None])
         return row, position, position < self.accepted[row]

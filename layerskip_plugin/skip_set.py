@@ -21,10 +21,8 @@ SHAPE_FIELDS = (
 
 
 def model_fingerprint(config: Mapping[str, Any] | object) -> str:
-    """16 hex digits over the shape fields of a Hugging Face config; ValueError if one is missing.
-
-    Independent of name, folder, dtype and engine. Fine-tunes share it, and so skip sets.
-    """
+    """16 hex digits over the shape fields of a Hugging Face config, so that fine-tunes share skip sets. Raises
+    ValueError if one is missing."""
     config = text_config(config)
     get = config.get if isinstance(config, Mapping) else lambda name: getattr(config, name, None)
     shape = {name: get(name) for name in SHAPE_FIELDS}
@@ -67,7 +65,6 @@ class SkipSet:
 
     @classmethod
     def empty(cls, n_layers: int, model: str = "") -> SkipSet:
-        """The set that skips nothing: the draft model is the model itself."""
         return cls(n_layers, frozenset(), frozenset(), model)
 
     @classmethod
@@ -84,21 +81,19 @@ class SkipSet:
 
     @property
     def sublayers(self) -> tuple[int, ...]:
-        """The inverse of `of_sublayers`, ascending."""
         return tuple(i for i, flag in enumerate(self.bits) if flag)
 
     def __len__(self) -> int:
-        """Number of skipped sublayers; the empty set is false."""
+        """Skipped sublayers; the empty set is false."""
         return len(self.attention) + len(self.mlp)
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields that a JSON file holds."""
         fields = {"model": self.model, "n_layers": self.n_layers}
         return fields | {"attention": sorted(self.attention), "mlp": sorted(self.mlp)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "skip set") -> SkipSet:
-        """The inverse of `to_dict`; raises ValueError, which names `source`, if a key is missing or wrong."""
+        """Raises ValueError, which names `source`, if a key is missing or wrong."""
         try:
             n_layers, model = values["n_layers"], values.get("model", "")
             lists = [values["attention"], values["mlp"]]
@@ -117,7 +112,7 @@ class SkipSet:
 
     @classmethod
     def load(cls, path: Path, n_layers: int | None = None, model: str | None = None) -> SkipSet:
-        """Read what `save` wrote; raises ValueError, one line, if it is damaged or not of this model, see `require`."""
+        """Raises ValueError, one line, if the file is damaged or not of this model, see `require`."""
         values = read_json(path, FORMAT, "skip set")
         return cls.from_dict(values, str(path)).require(n_layers, model, str(path))
 
@@ -132,7 +127,7 @@ class SkipSet:
 
 
 def write_json(path: Path, form: str, values: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
-    """Write a JSON file of format `form` atomically. Raises ValueError, one line, on a disk error."""
+    """Raises ValueError, one line, on a disk error."""
     try:
         write_json_atomically(path, {"format": form, **values, "about": dict(about or {})}, indent=1)
     except OSError as error:
@@ -141,7 +136,7 @@ def write_json(path: Path, form: str, values: Mapping[str, Any], about: Mapping[
 
 @contextmanager
 def undamaged(what: str, path: Path) -> Iterator[None]:
-    """Context: turn errors of a file's contents into a ValueError of one line."""
+    """Turn errors of a file's contents into a ValueError of one line."""
     try:
         yield
     except (KeyError, TypeError, ValueError) as error:

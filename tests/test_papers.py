@@ -14,7 +14,7 @@ import pytest
 
 from layerskip_plugin import candidate_tree, knapsack_search, pass_times
 from layerskip_plugin.calibrate import commands, common, disco, knapsack, knn
-from layerskip_plugin.lookahead import Confidence, DraftVerify
+from layerskip_plugin.lookahead.base import Confidence, DraftVerify
 from layerskip_plugin.lookahead.records import TOP
 from layerskip_plugin.options import SWIFT_KEEPS, LayerSkipOptions
 from layerskip_plugin.selection import bit_search, online_search

@@ -62,6 +62,7 @@ class Switch:
                     self._method.controller.learn(step)
                     self._method.update(step)
                 self._method.controller.interrupt()
+                self._method.unmatched = np.zeros(step.batch_size, np.bool_)
                 draft, self._drafted = DraftBatch.roots(step.roots), []
         except Exception as error:
             self.error = error

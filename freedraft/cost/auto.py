@@ -79,7 +79,7 @@ class Auto(Costs):
     def done(self, step: Step) -> None:
         batch = step.batch_size
         if self.acceptance.follows:
-            spent = self._clock() - self._began
+            spent = self.clock() - self._began
             if 0.0 < spent < 1.0:
                 rate = 0.5 if self.drafting_seconds == 0.0 else 0.05
                 self.drafting_seconds += rate * (min(spent, 4 * self.drafting_seconds or spent) - self.drafting_seconds)

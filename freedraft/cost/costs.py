@@ -35,12 +35,12 @@ class Costs(Controller):
         self.times = StepTimes(roofline, path, clock)
         self.acceptance = Acceptance()
         self.context = 1.0  # mean tokens of the requests of the newest step
-        self._clock = clock
+        self.clock = clock
         self._began = 0.0
         self._ended: float | None = None
 
     def learn(self, step: Step) -> None:
-        now = self._began = self._clock()
+        now = self._began = self.clock()
         if step.previous is not None and self._ended is not None:
             self.times.update(*step.previous, self.context, now - self._ended)
         if step.batch_size:
@@ -56,7 +56,7 @@ class Costs(Controller):
         self.budget = drafts[0].draft_tokens
 
     def done(self, step: Step) -> None:
-        self._ended = self._clock()
+        self._ended = self.clock()
         self.times.save_if_due()
 
     def interrupt(self) -> None:

@@ -13,57 +13,36 @@ from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.skip_set import SkipSet
 
-Evaluate = Callable[[Sequence[SkipSet]], NDArray[np.float64]]
-RANDOM, BATCH = 10, 4  # random points before the Gaussian process; points per evaluation
+RANDOM = 10  # sets before the Gaussian process
+
+Evaluate = Callable[[Sequence[SkipSet]], NDArray[np.float64]]  # acceptance of each set
 
 
-def search(
-    evaluate: Evaluate,
-    space: BitSearch,
-    iterations: int,
-    times: PassTimes | None = None,
-    progress: Callable[[int], object] = lambda new: None,
-) -> SkipSet:
-    """The best set after `iterations` evaluations, including those in `space`.
-
-    Args:
-        evaluate: acceptance of each set.
-        times: to minimise time per token (equation 1 of KNN-SSD); None: maximise acceptance (of sets of one size).
-        progress: called with the number of new evaluations.
-    """
-
-    def values(skips: list[SkipSet]) -> NDArray[np.float64]:
-        acceptance = evaluate(skips)
-        if times is None:
-            return acceptance
-        seconds = np.array([1 / times.best(s, float(a))[0] for s, a in zip(skips, acceptance, strict=True)])
-        # Relative to a step without drafts, in the range of a Gaussian process.
-        return -seconds / times.verify(1)
-
-    done = len(space.values)
+def search(evaluate: Evaluate, space: BitSearch, iterations: int, times: PassTimes | None = None) -> SkipSet:
+    """The best set after `iterations` evaluations: of most acceptance (sets of one size), or with `times` of least time
+    per token (equation 1 of KNN-SSD)."""
+    proposals, done = [space.uniform(), *(space.random() for _ in range(min(RANDOM, iterations) - 1))], 0
     while done < iterations:
-        if done == 0:
-            proposals = [space.uniform()]
-        elif done < RANDOM:
-            proposals = [space.random() for _ in range(min(BATCH, RANDOM - done, iterations - done))]
-        else:
-            proposals = [space.bayesian()]
-        new = list(dict.fromkeys(proposals))  # an exhausted space repeats some
-        space.register(new, values(new))
-        done += len(new)
-        progress(len(new))
+        sets = list(dict.fromkeys(proposals))  # an exhausted space repeats some
+        values = evaluate(sets)
+        if times is not None:
+            rates = np.array([times.best(s, float(a))[0] for s, a in zip(sets, values, strict=True)])
+            # Relative to a step without drafts, in the range of a Gaussian process.
+            values = -1 / (rates * times.verify(1))
+        space.register(sets, values)
+        done += len(sets)
+        proposals = [space.bayesian()]
     return space.best[0]
 
 
 def best_set(run: Run, sample: Sample, size: int | None, iterations: int) -> tuple[SkipSet, float]:
-    """The best set after `iterations` evaluations, and its agreement. size: maximise agreement at this size; None:
-    minimise time per token at any size."""
-    times = run.times if size is None else None
+    """The best set, and its agreement. size: of the set; None: any, by time per token."""
     space = BitSearch(run.model.n_layers, run.model.fingerprint, size=size, seed=run.common.seed)
-
-    def evaluate(skips: Sequence[SkipSet]) -> NDArray[np.float64]:
-        return run.model.scores(skips, sample)[0]
-
     with bar("evaluating", iterations) as advance:
-        best = search(evaluate, space, iterations, times, advance)
-    return best, float(evaluate([best])[0])
+
+        def evaluate(sets: Sequence[SkipSet]) -> NDArray[np.float64]:
+            advance(len(sets))
+            return run.model.scores(sets, sample)[0]
+
+        best = search(evaluate, space, iterations, run.times if size is None else None)
+    return best, float(run.model.scores([best], sample)[0][0])

@@ -117,7 +117,7 @@ def knapsack(
         times = pass_times(run.model, context)
         weights = integer_weights(times.attention, times.mlp)
         options = {"weights": weights, "protected": protected, "survivors": survivors}
-        choice = best_choice(run.search(f"context {context}", sample, **options), times, longest, len(sample))
+        choice = best_choice(run.search(f"context {context}", sample, **options), times, len(sample), longest)
         choices.append(choice)
         plain = 1 / times.verify(1)
         details.append({"context": context, "weights": list(weights), "plain_tokens_per_second": round(plain, 2)})

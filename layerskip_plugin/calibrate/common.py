@@ -14,8 +14,6 @@ Seed = Annotated[int, typer.Option(help="Random seed.")]
 
 @dataclass(frozen=True, kw_only=True)
 class Common:
-    """Common options of all searches."""
-
     data: Annotated[
         list[Path], typer.Argument(help='JSONL files with "prompt", "question", "turns" or "text" in each line.')
     ]

@@ -49,11 +49,8 @@ class RecordedRounds:
 
     def outcome(self, score: Floats, rule: Rule, prices: Prices) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """float64 [R] each: tokens of a round under a rule, by the score of each record (float32 [N]), and its time in
-        plain steps.
-
-        Nothing was recorded after a rejected token: there the rule is taken to go on as often as at rejected tokens. It
-        stops after the last token of a fully accepted draft.
-        """
+        plain steps. Nothing was recorded after a rejected token: there the rule is taken to go on as often as at
+        rejected tokens. It stops after the last token of a fully accepted draft."""
         scores = np.where(self.entries >= 0, score[self.entries], -np.inf)
         stops = np.append(scores < rule.threshold, np.ones((len(scores), 1), np.bool_), 1).argmax(1)
         drafted = np.minimum(np.minimum(stops + 1, self.lengths), rule.max_length)
@@ -66,7 +63,6 @@ class RecordedRounds:
         return 1.0 + np.minimum(self.accepted, drafted), 1.0 + (prices.draft_pass + prices.query_token) * total
 
     def best_rule(self, score: Floats, prices: Prices) -> Rule:
-        """The rule of the most tokens per time."""
         grid = [-np.inf, *np.unique(np.quantile(score, np.linspace(0, 1, 41)))]
         rules = [Rule(float(t), n) for t in grid for n in range(1, self.entries.shape[1] + 1)]
         return max(rules, key=lambda rule: np.divide(*(part.sum() for part in self.outcome(score, rule, prices))))
@@ -85,7 +81,6 @@ class Comparison:
 
     @property
     def better(self) -> bool:
-        """Whether the classifier beats the others, and no drafting, significantly."""
         return self.classifier - max(self.confidence, self.fixed, 1.0) > self.error
 
 
@@ -97,7 +92,7 @@ def train(records: Verifications, prices: Prices, seed: int = 0) -> tuple[Classi
     raw = fit(learned, seed)
 
     def scores(part: Verifications) -> tuple[Floats, Floats, Floats]:
-        """Scores of the classifier, a confidence threshold and a fixed length."""
+        """Of the classifier, a confidence threshold and a fixed length."""
         probability = raw.probability(features(part.top, part.entropy, part.position))
         return probability, part.top[:, 0], np.ones(len(part), np.float32)
 
@@ -111,7 +106,6 @@ def train(records: Verifications, prices: Prices, seed: int = 0) -> tuple[Classi
 
 
 def _split(records: Verifications, rng: np.random.Generator) -> list[Verifications]:
-    """Half of the requests, a quarter, and a quarter."""
     kinds = [int(records.accepted.sum()), int((~records.accepted).sum())]
     if min(kinds) < MIN_TOKENS:
         raise ValueError(
@@ -130,7 +124,6 @@ def _split(records: Verifications, rng: np.random.Generator) -> list[Verificatio
 
 
 def fit(records: Verifications, seed: int) -> Classifier:
-    """The network without a rule."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.neural_network import MLPClassifier
 

@@ -29,8 +29,6 @@ ROWS, HEAD_ROWS = 2048, 256  # rows (sets x tokens) per pass, and per call of th
 
 @dataclass(frozen=True)
 class Text:
-    """A text, with results of the whole model."""
-
     tokens: Tensor  # int64[T]
     best: Tensor  # int64[T], the whole model's top-1 next token after each
     final: Tensor  # float[T, hidden], the last hidden state, normed

@@ -54,25 +54,23 @@ def search(model: HostModel, sample: Sample, **options: Any) -> list[ScoredSet]:
     ]
 
 
-def best_choice(
-    candidates: Sequence[ScoredSet], times: PassTimes, max_length: int = MAX_LENGTH, trials: int | None = None
-) -> Choice:
+def best_choice(candidates: Sequence[ScoredSet], times: PassTimes, trials: int, max_length: int) -> Choice:
     """The set and draft length with the highest tokens per time; decoding without drafts competes. trials: tokens that
-    agreement was measured on; with it, acceptance is taken as (hits + 1/2) / (trials + 1)."""
-    drafting, plain = best_drafting(candidates, times, max_length, trials), 1 / times.verify(1)
+    agreement was measured on: acceptance is taken as (hits + 1/2) / (trials + 1)."""
+    drafting, plain = best_drafting(candidates, times, trials, max_length), 1 / times.verify(1)
     if drafting is None:
         return Choice(SkipSet.empty(candidates[0].skip.n_layers, candidates[0].skip.model), 0, plain)
     return drafting if drafting.rate > plain else Choice(drafting.skip, 0, plain, trial_length=drafting.length)
 
 
 def best_drafting(
-    candidates: Sequence[ScoredSet], times: PassTimes, max_length: int = MAX_LENGTH, trials: int | None = None
+    candidates: Sequence[ScoredSet], times: PassTimes, trials: int, max_length: int = MAX_LENGTH
 ) -> Choice | None:
     """The same among sets that skip something, even if decoding without drafts is faster; None without any."""
     choices = []
     for candidate in candidates:
-        acceptance = (candidate.agreement * trials + 0.5) / (trials + 1) if trials else candidate.agreement
         if candidate.skip:
+            acceptance = (candidate.agreement * trials + 0.5) / (trials + 1)
             rate, length = times.best(candidate.skip, acceptance, max_length)
             choices.append(Choice(candidate.skip, length, rate))
     return max(choices, key=lambda choice: choice.rate, default=None)

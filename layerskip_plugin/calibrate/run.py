@@ -8,25 +8,23 @@ from functools import cached_property, partial
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import AutoTokenizer
 
 from freedraft.fingerprints import hardware_name
 from layerskip_plugin.calibrate.common import Common
 from layerskip_plugin.calibrate.host_model import HostModel, Sample
 from layerskip_plugin.calibrate.knapsack import MIN_TOKENS, ScoredSet, best_drafting, search
-from layerskip_plugin.calibrate.prompts import Answered, Prompts, answer, load_tokenizer
+from layerskip_plugin.calibrate.prompts import Answered, Prompts, encode
 from layerskip_plugin.calibrate.timing import pass_times
 from layerskip_plugin.pass_times import PassTimes
 
-ANSWER_TOKENS = 96
+ANSWER_TOKENS, ANSWERED_TOGETHER = 96, 8
 TIMED_CONTEXT = 512
 
 
 class Run:
-    """One search. Raises ValueError for too few tokens, and for unusable data, folders or models.
-
-    Args:
-        name: of the command; common: its options.
-    """
+    """One search, by the command of this name. Raises ValueError for too few tokens, and for unusable data, folders or
+    models."""
 
     def __init__(self, name: str, common: Common) -> None:
         if common.tokens < MIN_TOKENS:
@@ -36,10 +34,10 @@ class Run:
         self.name, self.common = name, common
         self.prompts = [Prompts.load(path) for path in common.data]
         self.model = HostModel.load(common.model, common.device)
-        self.tokenizer = load_tokenizer(common.model)
+        self.tokenizer = AutoTokenizer.from_pretrained(common.model)
 
     def size(self, share: float | None) -> int | None:
-        """The number of sublayers in `share` of them; None for None. Raises ValueError for 0 or more than half."""
+        """The number of sublayers in `share` of them. Raises ValueError for 0 or more than half."""
         if share is None:
             return None
         total = self.model.sublayers
@@ -49,10 +47,14 @@ class Run:
         return size
 
     def answers(self, domain: Prompts, count: int) -> list[Answered]:
-        """The model's answers to the first `count` prompts of a file."""
-        texts = domain.texts[:count]
-        with bar(f"answering {domain.name}", len(texts)) as advance:
-            return answer(self.model, self.tokenizer, texts, ANSWER_TOKENS, progress=advance)
+        prompts, answers = [encode(self.tokenizer, text) for text in domain.texts[:count]], list[Answered]()
+        with bar(f"answering {domain.name}", len(prompts)) as advance:
+            for start in range(0, len(prompts), ANSWERED_TOGETHER):
+                group = prompts[start : start + ANSWERED_TOGETHER]
+                new = self.model.generate(group, ANSWER_TOKENS)
+                answers += [Answered(prompt + more, len(prompt)) for prompt, more in zip(group, new, strict=True)]
+                advance(len(group))
+        return answers
 
     def sample(self, answers: Sequence[Answered] | None = None) -> Sample:
         """Tokens of these answers, by default of the answers to the first prompts of each file."""
@@ -62,7 +64,7 @@ class Run:
         return self.model.sample(texts, self.common.tokens, first, self.common.seed)
 
     def search(self, label: str, sample: Sample, **options: Any) -> list[ScoredSet]:
-        """The knapsack search under a progress bar; see `knapsack.search`."""
+        """`knapsack.search` under a progress bar."""
         with bar(label, self.model.sublayers) as advance:
             return search(self.model, sample, progress=advance, **options)
 
@@ -73,14 +75,13 @@ class Run:
     def fastest(self, candidates: Sequence[ScoredSet], trials: int) -> tuple[ScoredSet, float]:
         """The non-empty set of most tokens per time, and its gain over decoding without drafts; see `best_drafting`.
         Raises ValueError if there is none."""
-        choice = best_drafting(candidates, self.times, trials=trials)
+        choice = best_drafting(candidates, self.times, trials)
         if choice is None:
             raise ValueError("no sublayer can be skipped without ruining the draft: this model is too small for it")
         best = next(candidate for candidate in candidates if candidate.skip == choice.skip)
         return best, choice.rate * self.times.verify(1)
 
     def about(self, **more: Any) -> dict[str, Any]:
-        """The origin of a file."""
         source = {
             "search": self.name,
             "model": self.common.model.resolve().name,

@@ -18,10 +18,8 @@ VERIFIED = (1, 2, 4, 8, 12)  # query tokens per request of timed verifications
 
 @torch.inference_mode()
 def pass_times(model: HostModel, context: int, repeats: int = 7) -> PassTimes:
-    """Times at one context length and batch 1; medians over `repeats` rounds.
-
-    A round runs all layers: weights and KV of a few would stay in caches that a whole pass exceeds.
-    """
+    """Times at one context length and batch 1; medians over `repeats` rounds of all layers, since weights and KV of a
+    few would stay in caches that a whole pass exceeds."""
     text = _random_text(model, context)
 
     def run_sublayers(kind: int, h: Tensor, sample: Sample) -> None:
@@ -43,7 +41,6 @@ def pass_times(model: HostModel, context: int, repeats: int = 7) -> PassTimes:
 
 
 def _random_text(model: HostModel, context: int) -> Text:
-    """Random KV and states: times do not depend on the contents."""
     ids = torch.zeros(context, dtype=torch.int64, device=model.device)
     final = torch.randn_like(model.embed(ids))
     shape = (int(model.config.num_key_value_heads), context, model.head_size)

@@ -1,5 +1,4 @@
-"""`Lookahead`: a policy that decides after each drafted token which requests draft one more; policies without costs: a
-fixed length, and a fixed or adaptive threshold of confidence."""
+"""`Lookahead`: a policy that decides after each drafted token which requests draft one more; those without costs."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ class Lookahead(ABC):
     _mean_len = 0.0
 
     def use(self, recipes: Sequence[SkipSet]) -> None:
-        """Set the recipes of later rounds, and forget learnt state of others."""
+        """Set the recipes of later rounds, and forget what was learnt of others."""
 
     def choose(self, candidates: Sequence[Candidate], batch: int, context: float) -> SkipSet | None:
         """The recipe for a round of this step, by default the one of most votes; None without candidates. Called once
@@ -44,8 +43,8 @@ class Lookahead(ABC):
         return max(candidates, key=lambda candidate: candidate.votes).recipe if candidates else None
 
     def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        """Start a round of `recipe`, of at most `max_draft_len` tokens for each of these requests; `rows` in
-        `should_continue` are their indices. rest: the other requests of the step."""
+        """Start a round, of at most `max_draft_len` tokens for each of these requests; `rows` in `should_continue` are
+        their indices. rest: the other requests of the step."""
         self.max_draft_len, self.read = max_draft_len, 0
 
     def expected_len(self) -> int:
@@ -74,12 +73,10 @@ class Lookahead(ABC):
         """Learn from the verification of the round."""
 
     def finish(self, request_id: str) -> None:
-        """Drop the state of a finished or aborted request."""
+        """A request has ended."""
 
 
 class Fixed(Lookahead):
-    """Draft `length` tokens, or the allowed maximum."""
-
     def __init__(self, length: int) -> None:
         self.length = length
 
@@ -91,10 +88,8 @@ class Fixed(Lookahead):
 
 
 class Confidence(Lookahead):
-    """Go on while the draft token's top-1 probability is at least `threshold`; the token below it is kept.
-
-    Draft & Verify and SWIFT use .8, KnapSpec .7.
-    """
+    """Go on while the draft token's top-1 probability is at least `threshold`; the token below it is kept. Draft &
+    Verify and SWIFT use .8, KnapSpec .7."""
 
     def __init__(self, threshold: float = 0.7) -> None:
         self.threshold = threshold
@@ -104,14 +99,9 @@ class Confidence(Lookahead):
 
 
 class DraftVerify(Confidence):
-    """Draft & Verify's threshold (Zhang et al. 2024, section 3.3), one per request.
-
-    After each round of a request, with its acceptance rate a and the threshold g:
-        rate <- memory * rate + (1 - memory) * a
-        g <- inertia * g + (1 - inertia) * (g + step  if rate < target  else  g - step)
-    A round that was cut by the length limit with everything accepted leaves g as it is. A new request starts from the
-    running mean of those that ended.
-    """
+    """Draft & Verify's threshold (Zhang et al. 2024, section 3.3), one per request: after each round it rises by `step`
+    if the smoothed rate of acceptance is below `target`, else falls, unless the length limit cut a round that was
+    accepted whole. A new request starts from the running mean of those that ended."""
 
     target, memory, step, inertia = 0.9, 0.5, 0.01, 0.9
 

@@ -76,7 +76,6 @@ class Cost(Lookahead):
     # -- before a round ------------------------------------------------------------------------------------------------
 
     def estimate(self, recipe: SkipSet, requests: int, max_draft_len: int) -> DraftPassEstimate:
-        """Expected gain and time of a round."""
         record, most = self.records[recipe], min(max_draft_len, self.longest)
         if self.reads_ahead:
             seconds = self.costs.pass_seconds(recipe, requests) * np.arange(1, most + 1)

@@ -25,6 +25,7 @@ JUDGED = PassOutputs(TOP, entropy=True)  # of passes whose tokens are recorded, 
 FORMAT = "freedraft verifications 1"
 ARRAYS = ("top", "entropy", "position", "accepted", "request", "round")
 SAVE_SECONDS = 10.0  # between writes while requests run
+MAX_TOKENS = 200_000  # of a file; later ones are dropped
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,6 @@ class Verifications:
         return replace(self, **{name: getattr(self, name)[chosen] for name in ARRAYS})
 
     def save(self, path: Path) -> None:
-        """Write an .npz atomically."""
         arrays = {name: getattr(self, name) for name in ARRAYS}
         about = json.dumps({"format": FORMAT, "model": self.model, "prices": self.prices})
         file = io.BytesIO()
@@ -79,16 +79,10 @@ class Verifications:
 
 class Recorder:
     """Records verifications for `freedraft calibrate disco`; writes them when no request is left, and every
-    `SAVE_SECONDS` while some run. prices: see `Verifications`. Tokens after `max_tokens` are dropped."""
+    `SAVE_SECONDS` while some run. prices: see `Verifications`."""
 
-    def __init__(
-        self,
-        path: Path,
-        model: str = "",
-        prices: Callable[[], tuple[float, float] | None] = lambda: None,
-        max_tokens: int = 200_000,
-    ) -> None:
-        self.path, self.model, self.prices, self.max_tokens = path, model, prices, max_tokens
+    def __init__(self, path: Path, model: str, prices: Callable[[], tuple[float, float] | None]) -> None:
+        self.path, self.model, self.prices = path, model, prices
         self.kept = self._written = 0
         self._parts: list[tuple[NDArray[Any], ...]] = []  # in the order of `ARRAYS`
         self._numbers: dict[str, list[int]] = {}  # by request: its number, and that of its newest round
@@ -97,7 +91,7 @@ class Recorder:
 
     def record(self, outcome: Outcome) -> None:
         row, position, good = outcome.judged()
-        if not len(good) or self.kept >= self.max_tokens:
+        if not len(good) or self.kept >= MAX_TOKENS:
             return
         numbers = np.zeros((len(outcome.request_ids), 2), np.int32)
         for i in np.unique(row):
@@ -111,13 +105,12 @@ class Recorder:
         self.kept += len(good)
 
     def finish(self, request_id: str, *, idle: bool) -> None:
-        """A request has finished; idle: it was the last one."""
+        """A request has ended; idle: it was the last one."""
         self._numbers.pop(request_id, None)
         if idle or time.monotonic() > self._saved + SAVE_SECONDS:
             self.close()
 
     def close(self) -> None:
-        """Write all records, if there are new ones."""
         if self.kept == self._written:
             return
         self._saved = time.monotonic()

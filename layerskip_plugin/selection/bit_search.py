@@ -16,7 +16,6 @@ SAMPLES, PARENTS = 200, 8
 
 
 def evenly_spread(sublayers: NDArray[np.intp], count: int) -> NDArray[np.intp]:
-    """`count` of these sublayers, evenly spread."""
     return sublayers[((np.arange(count) + 0.5) * len(sublayers) / max(1, count)).astype(np.intp)]
 
 
@@ -37,7 +36,6 @@ class BitSearch:
         self.fitted = 0
 
     def uniform(self) -> SkipSet:
-        """The set evenly spread over the skippable sublayers."""
         return self._skip(evenly_spread(self.skippable, len(self.skippable) // 2 if self.size is None else self.size))
 
     def random(self) -> SkipSet:
@@ -72,7 +70,6 @@ class BitSearch:
         return max(self.values.items(), key=lambda item: item[1])
 
     def _draw(self, count: int) -> NDArray[np.bool_]:
-        """bool[count, skippable] random sets."""
         width = len(self.skippable)
         rank = self.rng.random((count, width)).argsort(1).argsort(1)
         if self.size is not None:

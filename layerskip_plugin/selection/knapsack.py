@@ -18,8 +18,6 @@ FORMAT = "freedraft knapsack plan 1"
 
 @dataclass(frozen=True)
 class Choice:
-    """The calibrated choice of a context length."""
-
     skip: SkipSet  # set of most tokens per second with drafts; empty without any
     length: int  # draft length; 0 if decoding without drafts was faster
     rate: float  # tokens per second expected
@@ -28,8 +26,6 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """The set and draft length to use at each context length."""
-
     contexts: tuple[int, ...]  # ascending; borders are geometric means of neighbours
     choices: tuple[Choice, ...]  # one per context
     hardware: str  # hardware of the measured times
@@ -97,5 +93,4 @@ class Knapsack(Selection):
         return [self.plan.choices[i].skip for i in self.plan.at(contexts).tolist()]
 
     def max_lengths(self, contexts: Counts) -> Counts:
-        """int32[B]: the draft length at each context length; 0 where decoding without drafts is faster."""
         return self._length[self.plan.at(contexts)]

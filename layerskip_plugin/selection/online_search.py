@@ -38,10 +38,10 @@ class OnlineSearch(Selection):
     only if it leads by `min_lead` over `confirm` further windows; it is dropped as soon as it does not lead.
 
     Attributes:
-        share: of elapsed time that searching may take; 0.01 is 1 %.
+        share: of elapsed time that searching may take.
         window: tokens to score a batch of sets on (SWIFT's gamma).
-        incumbent: the present set; matchness: its recent mean.
-        candidates: sets tried; idle: sets tried since the incumbent last changed.
+        matchness: recent mean of the incumbent, the present set.
+        candidates: sets tried; idle: those since the incumbent last changed.
     """
 
     optimized = 0  # sets are replaced soon
@@ -66,7 +66,6 @@ class OnlineSearch(Selection):
         self._use([])
 
     def prepare(self, scorer: MatchnessScorer, costs: Costs | None) -> None:
-        """Called before the first `search`: the model is there."""
         self.scorer, self.costs = scorer, costs
 
     @property
@@ -75,7 +74,6 @@ class OnlineSearch(Selection):
 
     @property
     def searching(self) -> bool:
-        """Whether `step` has anything to do."""
         return True
 
     def search(self, step: Step, present: SkipSet) -> SkipSet | None:
@@ -102,15 +100,14 @@ class OnlineSearch(Selection):
         return self.incumbent
 
     @abstractmethod
-    def _propose(self) -> None:
-        """Start with new candidates."""
+    def _propose(self) -> None: ...
 
     @abstractmethod
     def _values(self, sets: Sequence[SkipSet], acceptance: NDArray[np.float64]) -> NDArray[np.float64]:
         """float64 [J]: the positive objective, for sets with this acceptance."""
 
     def step(self) -> bool:
-        """Propose or score candidates. True if the incumbent has changed."""
+        """Propose or score candidates; whether the incumbent has changed."""
         before = self.incumbent
         if self._trial:
             self._score()
@@ -119,7 +116,6 @@ class OnlineSearch(Selection):
         return self.incumbent != before
 
     def _use(self, trial: list[SkipSet]) -> None:
-        """Score these sets from the next window on."""
         self._trial, self._hits, self._windows = trial, np.zeros(1), 0
 
     def _score(self) -> None:
@@ -156,11 +152,8 @@ class OnlineSearch(Selection):
 class Swift(OnlineSearch):
     """SWIFT: the set of a fixed size with the best matchness, by random draws and occasional Bayesian optimisation.
 
-    Args:
-        ratio: share of skipped sublayers. The paper's models of 7 to 70 billion weights skip .4 to .5.
-        protected: sublayers that are never skipped.
-
     Attributes:
+        ratio: share of skipped sublayers. The paper's models of 7 to 70 billion weights skip .4 to .5.
         bayesian: every how many candidates one is proposed by a Gaussian process.
         most, patience, stop_score: the search ends after `most` candidates, after `patience` without a better one, or
             with a matchness above `stop_score`.

@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 import pytest
 from known import roofline_on
-from simulated import V1, V2, Engine, Seconds, Text
 
 from freedraft.cost.probes import PROBE_EVERY
+from tests.support.simulated import V1, V2, Engine, Seconds, Text
 
 
 def knee(batch: int, query_tokens: int) -> float:

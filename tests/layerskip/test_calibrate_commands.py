@@ -150,7 +150,6 @@ def test_inspect_shows_layers(run: Callable, tmp_path: Path) -> None:
     ("command", "options", "says"),
     [
         ("skip-set", ["--tokens", 23], "23 calibration tokens are too few"),
-        ("bayesian", ["--tokens", 8], "8 calibration tokens are too few"),
         ("knapsack", ["--contexts", "64;16"], "separated by commas"),
         ("skip-set", ["--share", 0.9], "choose between 1 and half"),
         ("skip-set", ["--tokens", 100000], "give more text"),

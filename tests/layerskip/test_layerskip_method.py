@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,16 +10,19 @@ import pytest
 from lookahead_tools import KnownCosts
 
 from freedraft.config import ConfigError
-from freedraft.draft_model import Drafted, DraftModel, DraftRound
+from freedraft.draft_model import Drafted
 from freedraft.step import EngineContext
 from layerskip_plugin.candidate_tree import candidate_tree, cut_to_width
-from layerskip_plugin.lookahead import Confidence, Cost, Fixed, Verifications
+from layerskip_plugin.lookahead.base import Confidence, Fixed
+from layerskip_plugin.lookahead.cost import Cost
+from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.method import LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.rounds import Round
 from layerskip_plugin.selection.base import Static
 from layerskip_plugin.selection.online_search import KnapSpec
 from layerskip_plugin.skip_set import SkipSet
+from tests.support.simulated import MadeUpModel
 from tests.support.steps import make_step
 
 VOCAB, LAYERS, NODES = 32, 2, 6
@@ -36,7 +40,7 @@ def true_next(token):
     return (5 * token + 3) % VOCAB
 
 
-class Model(DraftModel, DraftRound):
+class Model(MadeUpModel):
     """Drafts rightly with all layers, after two thirds of the tokens with one skipped, never with all skipped. Where it
     is wrong it is unsure, and the right token is the second one."""
 
@@ -44,19 +48,6 @@ class Model(DraftModel, DraftRound):
 
     def __init__(self, waits=False, trees=False):
         self.passes, self.waits, self.reads, self.trees = [], waits, [], trees
-
-    def build(self, recipe, outputs, *, optimize):
-        return len(recipe), *outputs
-
-    def capacities(self, step):
-        return step.capacities
-
-    def start(self, step, draft_pass, rows, max_draft_len):
-        self.draft_pass = draft_pass
-        return self
-
-    def scorer(self, window):
-        raise AssertionError("nothing searches here")
 
     def read(self, launched):
         self.reads.append(len(launched.tokens))
@@ -70,7 +61,7 @@ class Model(DraftModel, DraftRound):
         return Drafted(*(None if parts[0] is None else np.stack(parts) for parts in zip(*drafted, strict=True)))
 
     def run_one(self, rows, tokens, position):
-        skipped, candidates, entropy = self.draft_pass
+        skipped, (candidates, entropy) = len(self.recipe), self.outputs
         self.passes.append((skipped, position, rows.tolist(), tokens.tolist()))
         right = np.array([skipped == 0 or (skipped == 1 and t % 3 != 0) for t in tokens.tolist()])
         best = np.where(right, true_next(tokens), true_next(tokens) ^ 1)
@@ -88,20 +79,22 @@ class Engine:
 
     def __init__(
         self, lookahead=None, *, shape="auto", chains=False, one_length=False, sets=SETS, costs=None, waits=False,
-        record=None,
+        **more,
     ):  # fmt: skip
         self.model = Model(waits, trees=not chains)
         self.widths = None if chains or one_length else tuple(range(1, NODES + 1))
         known = {"max_draft_tokens": NODES - 1, "widths": self.widths, "lengths": (NODES - 1,) if one_length else None}
-        context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, **known)
-        options = LayerSkipOptions(shape=shape, lookahead="fixed" if costs is None else "cost", record=record)
+        context = EngineContext(hf_config=CONFIG, vocab_size=VOCAB, page_size=8, **known)
+        options = LayerSkipOptions(shape=shape, lookahead="fixed" if costs is None else "cost", **more)
         self.method = method = LayerSkipMethod(options, context)
         method.selection = Static(sets)
-        method.recipes.use(sets.values())
+        method.use(sets.values())
         if costs is not None:
-            known = KnownCosts({recipe: {1: costs[0]} for recipe in method.recipes.all}, costs[1])
+            known = KnownCosts(*costs)
             method.costs.step_seconds, method.costs.pass_seconds = known.step_seconds, known.pass_seconds
-            lookahead = Cost(method.costs, method.recipes.all)
+            ticks = itertools.count()
+            method.costs.clock = lambda: 0.001 * next(ticks)
+            lookahead = Cost(method.costs, list(method.recipes.values()))
         method.lookahead = lookahead
         method.prepare(self.model)
         self.text, self.gained, self.drafted = {}, {}, {}
@@ -236,6 +229,18 @@ def test_requests_with_different_sets_draft_with_the_most_frequent_one():
     for name in "abcdef":
         engine.method.finish(name, None, aborted=False)
     assert not engine.method.selection.requests and not engine.method._running
+
+
+@pytest.mark.parametrize("chosen", ["empty", "half"])
+def test_requests_that_the_window_holds_are_drafted_for_only_where_sublayers_are_skipped(chosen):
+    """Of 16 newest tokens and 4 sinks in pages of 8, 31 tokens read everything."""
+    engine = Engine(Fixed(3), chains=True, window=20, sinks=4)
+    for name, length in (("held", 31), ("longer", 32)):
+        engine.add(name, 1, chosen)
+        while len(engine.text[name]) < length:
+            engine.text[name].append(int(true_next(engine.text[name][-1])))
+        engine.gained[name] = engine.text[name][-1:]
+    assert (engine.step(["held", "longer"]).counts > 1).tolist() == [chosen == "half", True]
 
 
 def test_recorded_verifications_have_prices(tmp_path):

@@ -9,10 +9,13 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from lookahead_tools import RECIPE, KnownCosts
+from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from freedraft.config import ConfigError
+from freedraft.recipe import Window
 from freedraft.step import EngineContext
-from layerskip_plugin.lookahead import Confidence, Cost, DraftVerify, Fixed, Lookahead
+from layerskip_plugin.lookahead.base import Confidence, DraftVerify, Fixed, Lookahead
+from layerskip_plugin.lookahead.cost import Cost
 from layerskip_plugin.options import LayerSkipOptions, SelectionName
 from layerskip_plugin.selection.base import Selection
 from layerskip_plugin.selection.knapsack import Choice, Plan
@@ -24,7 +27,7 @@ SIZES = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num
 CONFIG, MODEL = SimpleNamespace(**SIZES), model_fingerprint(SIZES)
 CHAINS = EngineContext(hf_config=CONFIG, max_draft_tokens=7)
 TREES = EngineContext(hf_config=CONFIG, max_draft_tokens=15, widths=(1, 16))
-COSTS = KnownCosts({1: 0.5}, {1: 1.0})
+COSTS = KnownCosts(0.5, {1: 1.0})
 
 
 @pytest.fixture
@@ -88,16 +91,10 @@ def test_every_selection_by_name(selections: dict[str, Path], name: str) -> None
     assert not {0, 1, 6, 7} & set(next(iter(made.sets.values())).sublayers)
 
 
-def test_what_is_set_reaches_swift_and_what_is_not_is_the_papers() -> None:
-    """Appendix B.2 of SWIFT: gamma, r, beta, S, patience, and the score at which its search stops."""
-    names = ("window", "bayesian", "most", "patience", "stop_score")
-    for options, size, expected in (
-        ({}, 4, [32, 25, 1000, 300, 0.95]),
-        ({"skip_ratio": 0.25}, 2, [32, 25, 1000, 300, 0.95]),
-    ):
-        made: Any = selection(selection="swift", **options)
-        assert made.space.size == len(made.incumbent) == size
-        assert [getattr(made, name) for name in names] == expected
+@pytest.mark.parametrize(("options", "size"), [({}, 4), ({"skip_ratio": 0.25}, 2)])
+def test_what_is_set_reaches_swift(options: dict[str, float], size: int) -> None:
+    made: Any = selection(selection="swift", **options)
+    assert made.space.size == len(made.incumbent) == size
 
 
 def test_a_search_or_a_plan(selections: dict[str, Path]) -> None:
@@ -156,3 +153,32 @@ def test_policies_and_records_that_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             LayerSkipOptions.parse(options)
+
+
+def window(given: dict[str, Any], config: Any = None, **context: Any) -> Window | None:
+    return LayerSkipOptions.parse(given).draft_window(EngineContext(hf_config=config or LlamaConfig(), **context))
+
+
+def test_windows_that_may_be() -> None:
+    assert window({}) is None
+    assert window({"window": 512}, page_size=128) == Window(16, 496)
+    assert window({"window": "600", "sinks": 0}) == Window(0, 600)
+    assert window({"window": 8192}, Qwen2Config(use_sliding_window=False, sliding_window=4096))
+
+
+@pytest.mark.parametrize(
+    ("given", "context", "words"),
+    [
+        ({"window": 100}, {"page_size": 128}, "'window' is 100 tokens, less than a page of the KV cache: set 128"),
+        ({"window": 64, "sinks": 64}, {}, "'sinks' is 64 and leaves nothing of a window of 64 tokens"),
+        ({"window": 4096}, {"config": MistralConfig(sliding_window=4096)}, "looks back 4096 at most"),
+        ({"window": 512}, {"config": LlamaConfig(dual_chunk_attention_config={"chunk_size": 1})}, "dual chunk"),
+        ({"window": 0}, {}, "window"),
+        ({"window": "wide"}, {}, "window"),
+        ({"sinks": -1}, {}, "sinks"),
+    ],
+)
+def test_windows_that_are_refused(given: dict[str, Any], context: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        window(given, **context)
+    assert "\n" not in str(error.value)

@@ -1,62 +1,37 @@
-"""Fixed, confidence and adaptive lookahead against plain restatements of their rules."""
+"""Lookahead policies in the method: longest drafts, thresholds, and the rule of Draft & Verify restated."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from lookahead_tools import RECIPE, Driver, cost, outcome
+from lookahead_tools import RECIPE, outcome
 
-from layerskip_plugin.lookahead import Confidence, Disco, DraftVerify, Fixed, Lookahead
-from layerskip_plugin.lookahead.disco import Classifier
+from layerskip_plugin.lookahead.base import Confidence, DraftVerify, Fixed, Lookahead
+from layerskip_plugin.lookahead.disco import Classifier, Disco
+from tests.support.simulated import Passes, Text
 
-
-def eager() -> list[Lookahead]:
-    """One policy of each kind, set so that it would draft for ever."""
-    shapes = ((12,), (12,), (12, 3), (3,), (3, 1), (1,))
-    always = Classifier(tuple(np.ones(shape, np.float32) for shape in shapes), threshold=0.5, max_length=99)
-    return [Fixed(99), Confidence(0.0), DraftVerify(0.0), Disco(always), cost({1: 1e-9}, {1: 1.0})]
+SHAPES = ((12,), (12,), (12, 3), (3,), (3, 1), (1,))
+ALWAYS = Classifier(tuple(np.ones(shape, np.float32) for shape in SHAPES), threshold=0.5, max_length=99)
 
 
-@pytest.mark.parametrize("policy", eager(), ids=lambda p: type(p).__name__)
-def test_the_longest_draft_allowed_is_never_exceeded_and_reached(policy: Lookahead) -> None:
+def served(lookahead: Lookahead | None, longest: int) -> Passes:
+    """Steps and passes that take hardly anything beside a step without drafts."""
+    return Passes(lambda batch, tokens: 0.02, lambda requests: 1e-6, most=longest, lookahead=lookahead)
+
+
+@pytest.mark.parametrize("policy", [Fixed(99), Confidence(0.0), DraftVerify(0.0), Disco(ALWAYS), None], ids=str)
+def test_the_longest_draft_allowed_is_never_exceeded_and_reached(policy: Lookahead | None) -> None:
     for longest in (1, 2, 7):
-        assert Driver(policy).draft(["a", "b", "c"], longest, 0.999).tolist() == [longest] * 3
+        assert served(policy, longest).run(3, Text(1.0, 0.999), 30)[:, 2].max() == 3 * longest
 
 
 def test_confidence_keeps_the_token_that_it_stops_at() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         p = rng.random((5, 8), np.float32)
-        drafted = Driver(Confidence(0.4)).draft(list("abcde"), 8, lambda position, rows, p=p: p[rows, position])
-        expected = [next((i + 1 for i, x in enumerate(row) if x < 0.4), 8) for row in p]
-        assert drafted.tolist() == expected
-
-
-def output_distribution(target: np.ndarray, draft: np.ndarray, threshold: float, keep: bool) -> np.ndarray:
-    """Exact law of the first two output tokens of a memoryless model, drafts of at most one token, p/q with residual.
-
-    The draft token's own probability decides whether it is verified at all; `keep`: it always is.
-    """
-    law, policy = np.zeros((len(target), len(target))), Confidence(threshold)
-    residual = np.maximum(target - draft, 0)
-    residual = residual / residual.sum()
-    for token in range(len(target)):
-        policy.begin(["r"], RECIPE, 2)
-        more = policy.should_continue(0, np.zeros(1, np.int32), np.array([[draft[token]]], np.float32), np.zeros(1))[0]
-        if not more and not keep:
-            law += draft[token] * np.outer(target, target)
-            continue
-        accept = min(1.0, target[token] / draft[token])
-        law[token] += draft[token] * accept * target
-        law += draft[token] * (1 - accept) * np.outer(residual, target)
-    return law
-
-
-def test_keeping_the_low_confidence_token_is_lossless_and_dropping_it_is_not() -> None:
-    target, draft = np.array([0.6, 0.3, 0.1]), np.array([0.3, 0.2, 0.5])
-    exact = np.outer(target, target)
-    assert np.abs(output_distribution(target, draft, 0.4, keep=True) - exact).sum() < 1e-12
-    assert np.abs(output_distribution(target, draft, 0.4, keep=False) - exact).sum() > 0.05
+        engine = served(Confidence(0.4), 8)
+        engine.run(5, Text(0.5, lambda position, rows, p=p: p[rows, position]), 1)
+        assert engine.drafted.tolist() == [next((i + 1 for i, x in enumerate(row) if x < 0.4), 8) for row in p]
 
 
 def test_draft_and_verify_follows_its_formula_per_request() -> None:

@@ -1,16 +1,40 @@
-"""Cost lookahead: decisions against exhaustive search, lengths against the formula, OFF where nothing pays."""
+"""Cost lookahead: lengths near the best fixed one, plain where nothing pays, and the set that is worth most."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
-from lookahead_tools import RECIPE, Driver, KnownCosts, cost, share
+from lookahead_tools import RECIPE, cost
 
-from layerskip_plugin.lookahead import Cost
+from layerskip_plugin.lookahead.cost import Cost
+from layerskip_plugin.lookahead.trials import FIRST_TRIALS
 from layerskip_plugin.rounds import Candidate
 from layerskip_plugin.skip_set import SkipSet
+from tests.support.simulated import SETS, Passes, Text
+
+PLAIN = 0.02  # seconds of a step of one token
+
+
+def served(one_pass: float, more_tokens: float = 0.02, **options: Any) -> Passes:
+    """A machine on which a draft pass, and a further query token, take these shares of a plain step."""
+    return Passes(lambda batch, tokens: PLAIN * (1 + more_tokens * (tokens - 1)), times(one_pass), **options)
+
+
+def times(one_pass: float) -> Callable[[int], float]:
+    return lambda requests: PLAIN * one_pass
+
+
+def said(accept: float) -> Text:
+    """Text whose drafts are accepted as they promise."""
+    return Text(accept, accept)
+
+
+def share(rows: np.ndarray) -> float:
+    """The share of steps with drafts."""
+    return float((rows[:, 2] > 0).mean())
 
 
 def accepted_at(policy: Cost, rates: Sequence[float]) -> None:
@@ -22,52 +46,48 @@ def accepted_at(policy: Cost, rates: Sequence[float]) -> None:
 
 @pytest.mark.parametrize("alpha", [0.95, 0.9, 0.8])
 def test_the_length_is_near_that_with_the_most_tokens_per_time(alpha: float) -> None:
-    """Batch 1: (1 + a + ... + a^d) / (d * draft + verify(d + 1))."""
-    draft, verify = 0.3, [1.0 + 0.02 * n for n in range(13)]
-    driver = Driver(cost({1: draft}, {n + 1: t for n, t in enumerate(verify)}))
-    assert share(driver.serve(600, alpha, 12, confidence=alpha)) > 0.99
-    by_length = [sum(alpha**i for i in range(d + 1)) / (d * draft + verify[d]) for d in range(len(verify))]
-    assert by_length[round(np.mean(driver.lengths[300:]))] > 0.98 * max(by_length)
+    engine = served(0.3, most=12)
+    rows = engine.run(1, said(alpha), 600)[300:]
+    tokens = ((1 - alpha ** (rows[:, 2] + 1)) / (1 - alpha)).sum()
+    assert tokens / rows[:, 1].sum() > 0.97 * max(engine.rates(1, said(alpha)))
 
 
 def test_unlikely_tokens_that_are_accepted_do_not_end_drafts_for_ever() -> None:
     """A pass costs more than the prior's acceptance brings, so behind which probabilities it pays has to be tried."""
-    driver = Driver(cost({1: 0.55}, {1: 1.0, 6: 1.05}))
-    used = driver.serve(1500, 0.98, confidence=lambda position, rows: driver.rng.beta(1.2, 0.5, len(rows)))
-    assert share(used) == 1 and np.mean(driver.lengths[-300:]) > 4
+    engine, rng = served(0.55, 0.01, most=5), np.random.default_rng(0)
+    rows = engine.run(1, Text(0.98, lambda position, rows: rng.beta(1.2, 0.5, len(rows))), 1500)[-300:]
+    assert share(rows) > 0.95 and rows[:, 2].mean() > 4
 
 
 def test_off_where_nothing_pays_and_on_again_when_it_does() -> None:
     """A draft pass at 85 % of a step with 80 % accepted: slower at every length."""
-    policy = cost({1: 0.85}, {1: 1.0, 16: 1.3})
-    driver = Driver(policy)
-    assert share(driver.serve(200, 0.8, 8, 0.8)) < 0.3 and 0 < share(driver.serve(4000, 0.8, 8, 0.8)) <= 0.01
-    policy.costs = KnownCosts({1: 0.2}, {1: 1.0, 16: 1.3})
-    driver.serve(1000, 0.95, 8, 0.95)
-    assert share(driver.serve(200, 0.95, 8, 0.95)) == 1
-    assert share(Driver(cost({1: 0.3}, {1: 1.0, 16: 1.5})).serve(1000, 0.05, 8, 0.05)) < 0.05
+    engine = served(0.85)
+    assert 0 < share(engine.run(1, said(0.8), 4000)[500:]) <= 0.01
+    engine.pass_seconds = times(0.2)
+    assert share(engine.run(1, said(0.95), 1200)[-200:]) > 0.95
+    assert share(served(0.3, 0.03).run(1, said(0.05), 1000)) < 0.05
 
 
 def test_a_larger_batch_drafts_less_where_verification_is_bound_by_compute() -> None:
     shares, lengths = [], []
     for batch in (1, 8, 32):
-        driver = Driver(cost({1: 0.3, 32: 0.45}, {1: 1.0, 17: 1.0, 200: 12.0}))
-        shares.append(share(driver.serve(300, 0.9, 8, 0.9, [Candidate(RECIPE, batch, batch)])))
-        lengths.append(np.mean(driver.lengths[len(driver.lengths) // 2 :]))
+        engine = Passes(lambda batch, tokens: PLAIN * (1 + 0.06 * max(0, tokens - 17)), times(0.4))
+        rows = engine.run(batch, said(0.9), 300)[150:]
+        shares.append(share(rows))
+        lengths.append(rows[:, 2].mean() / batch)
     assert lengths[0] > lengths[1] + 1 and shares[2] < 0.1
 
 
 def test_confidence_decides_between_requests() -> None:
     """Two kinds of requests; the tokens of one are sure. Only it is drafted far for."""
-    driver = Driver(cost({1: 0.3, 4: 0.4}, {1: 1.0, 40: 2.2}))
-    chance = np.array([0.97, 0.97, 0.3, 0.3], np.float32)
-    for _ in range(400):
-        drafted = driver.draft(list("abcd"), 8, lambda position, rows: chance[rows])
-        driver.judge(drafted, driver.luck(drafted, chance, 8))
+    engine, chance = served(0.25, 0.03), np.array([0.97, 0.97, 0.3, 0.3])
+    text = Text(chance[:, None], lambda position, rows: chance[rows])
+    engine.run(4, text, 400)
+    drafted = np.median([engine.drafted for _ in range(9) if len(engine.run(4, text, 1))], 0)
     assert drafted[:2].min() >= 4 and drafted[2:].max() <= 2
 
 
-SETS = [SkipSet(4, frozenset({i}), frozenset()) for i in range(4)]
+VOTED = [SkipSet(4, frozenset({i}), frozenset()) for i in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -80,20 +100,20 @@ SETS = [SkipSet(4, frozenset({i}), frozenset()) for i in range(4)]
     ],
 )
 def test_all_draft_with_the_set_that_is_worth_most_to_those_that_have_it(votes, rates, draft, best) -> None:
-    policy = Cost(KnownCosts({recipe: {1: draft} for recipe in SETS}, {1: 1.0, 20: 1.2}), SETS)
+    policy = cost(draft, {1: 1.0, 20: 1.2, 300: 4.2}, VOTED)
     accepted_at(policy, rates)
-    candidates = [Candidate(recipe, n, 4) for recipe, n in zip(SETS, votes, strict=True) if n]
-    assert policy.choose(candidates, 4, 300.0) == SETS[best] == policy.recipe_of_round()
+    candidates = [Candidate(recipe, n, 4) for recipe, n in zip(VOTED, votes, strict=True) if n]
+    assert policy.choose(candidates, 4, 300.0) == VOTED[best] == policy.recipe_of_round()
 
 
 def test_the_longest_draft_makes_all_requests_as_wide() -> None:
     """Eight requests, one of which drafts: five tokens of it are 40 of the step's."""
-    step, chance, c = {8: 1.0, 13: 1.0, 14: 1.3, 48: 2.0}, 0.9, 0.02
-    alone = cost({1: c}, step, longest=5)
+    step, chance, c = {8: 1.0, 13: 1.0, 14: 1.3, 48: 2.0, 64: 2.4}, 0.9, 0.02
+    alone = cost(c, step, longest=5)
     accepted_at(alone, [chance])
     assert alone.rates(RECIPE, 1, 8)[1:].max() > 1.1 * 8, "where every request has its own length it pays"
     for widths in (range(1, 7), (1, 2, 4, 8)):
-        policy = cost({1: c}, step, widths=widths, longest=5)
+        policy = cost(c, step, widths=widths, longest=5)
         accepted_at(policy, [chance])
         rates = policy.rates(RECIPE, 1, 8)
         for m in range(1, 6):
@@ -101,22 +121,47 @@ def test_the_longest_draft_makes_all_requests_as_wide() -> None:
             seconds = 0.0
             for d in range(1, m + 1):
                 p, width = chance ** (d - 1) * (1 - chance * (d < m)), min(w for w in widths if w >= d + 1)
-                seconds += p * (c * d + float(policy.costs.step(8 * width)))
+                seconds += p * (c * d + float(policy.costs.step_seconds(8, 8 * width)))
             gain = sum(chance**d for d in range(1, m + 1))
             assert rates[m] == pytest.approx((8 + gain) / seconds)
     # A step without drafts is as wide as the smallest width, which is four where graphs of one could not be captured.
-    wide = cost({1: 0.01}, {8: 1.0, 32: 2.0}, widths=(4, 8), longest=5)
+    wide = cost(0.01, {8: 1.0, 32: 2.0}, widths=(4, 8), longest=5)
     assert wide.rates(RECIPE, 1, 8)[0] == pytest.approx(8 / 2.0)
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_acceptance_that_rises_is_noticed(seed: int) -> None:
+@pytest.mark.parametrize(("new", "most"), [(False, 300), (True, 40)])
+def test_acceptance_that_rises_is_noticed(seed: int, new: bool, most: int) -> None:
     """Off at .35 for a long time, then .97: within 300 steps; and at once if the set is a new one."""
-    for new, most in ((False, 300), (True, 40)):
-        policy = cost({1: 0.5}, {1: 1.0, 8: 1.1})
-        driver = Driver(policy, seed)
-        assert share(driver.serve(3000, 0.35, confidence=0.35)) < 0.2 and not policy.on
-        if new:
-            policy.use([RECIPE])
-        on = [driver.serve(1, 0.97) != [None] and policy.on for _ in range(most)]
-        assert any(all(on[step : step + 10]) for step in range(most - 9)), "for ten steps in a row"
+    engine = served(0.5, 0.015, most=5)
+    engine.random = np.random.default_rng(seed)
+    assert share(engine.run(1, said(0.35), 2000)) < 0.2
+    if new:
+        engine.method.lookahead.use(SETS[:1])
+    drafts = engine.run(1, said(0.97), most)[:, 2] > 0
+    assert any(drafts[i : i + 10].all() for i in range(most - 9)), "for ten steps in a row"
+
+
+def test_another_set_is_tried_now_and_then() -> None:
+    """The text changes: what was the worse set is found again."""
+    engine, (one, other) = served(0.2, 0.005, sets=SETS, most=6), SETS
+    for best, worse, steps in ((one, other, 600), (other, one, 1500)):
+        engine.run(2, Text({best: 0.97, worse: 0.5}, 0.8), steps)
+        assert engine.used[-50:].count(best) > 40
+
+
+def test_nothing_is_drafted_where_no_set_pays() -> None:
+    """But for a round that the prior advises, first trials, and rare probes in which each set has its turn."""
+    engine = served(0.95, 0.005, sets=SETS, most=6)
+    assert (engine.run(2, Text(0.0, 0.8), 100)[:, 2] > 0).sum() == 1 + FIRST_TRIALS * 2
+    engine.run(2, Text(0.9, 0.8), 400)
+    assert share(engine.run(2, Text(0.9, 0.8), 2500)) < 0.01
+    assert {*engine.used[-2500:]} - {None} == set(SETS)
+
+
+def test_sets_are_tried_at_once_at_a_context_that_is_new() -> None:
+    """The roofline promises nothing, the passes are fast: that is found out in a few steps, not by a rare probe."""
+    engine = served(0.95, 0.005, most=4)
+    engine.run(1, Text(0.97, 0.8), 300)
+    engine.context, engine.pass_seconds = 6000, times(0.3)
+    assert share(engine.run(1, Text(0.97, 0.8), 40)[-20:]) > 0.9

@@ -9,8 +9,8 @@ import pytest
 from lookahead_tools import RECIPE, outcome
 
 from layerskip_plugin.calibrate.disco import Prices, RecordedRounds, train
-from layerskip_plugin.lookahead import Disco, Recorder, Verifications
-from layerskip_plugin.lookahead.disco import Classifier, features
+from layerskip_plugin.lookahead.disco import Classifier, Disco, features
+from layerskip_plugin.lookahead.records import Recorder, Verifications
 from tests.support.disks import full_disk
 
 sklearn = pytest.importorskip("sklearn")

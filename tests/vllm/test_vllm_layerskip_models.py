@@ -11,7 +11,7 @@ from vllm_engines import engine, runner_of, settle, spied, verified
 
 from freedraft.engines.vllm.guards import check_model
 from freedraft.fingerprints import hardware_name
-from layerskip_plugin.lookahead import Verifications
+from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.selection.knapsack import Choice, Plan
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from tests.support.models import continuations

@@ -179,15 +179,9 @@ def as_with_triton(monkeypatch):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"window": "auto"}, ["'window' auto", "give a number of tokens"]),
-        ({"selection": "knapsack"}, ["'knapsack' searches", "set 'selection_file'"]),
-    ],
-)
-def test_options_that_need_times_are_served_by_v1(tiny_model, as_with_triton, monkeypatch, line, options, words):
-    config = config_of(tiny_model, SKIPPING | {"window": 512})
+def test_options_that_need_times_are_served_by_v1(tiny_model, as_with_triton, monkeypatch, line):
+    options, words = {"selection": "knapsack"}, ["'knapsack' searches", "set 'selection_file'"]
+    config = config_of(tiny_model, SKIPPING)
     assert config.use_v2_model_runner and config.speculative_config.method == methods.V2_METHOD
     config = config_of(tiny_model, SKIPPING | options)
     assert not config.use_v2_model_runner and config.speculative_config.method == "custom_class"

@@ -231,8 +231,8 @@ def settings() -> list[str]:
     needs = [command] if installed_version(DISTRIBUTIONS[:1]) == "?" else []
     if HAS_TRITON and not check(V2_HOOKS):
         runner = (
-            "'sssd' and 'layerskip': model runner V2, with async scheduling; 'hybrid', and 'layerskip' with window "
-            "'auto' or a search of KnapSpec: model runner V1, without async scheduling"
+            "'sssd' and 'layerskip': model runner V2, with async scheduling; 'hybrid', and 'layerskip' with a search "
+            "of KnapSpec: model runner V1, without async scheduling"
         )
     else:
         why = "model runner V2 lacks what is hooked" if HAS_TRITON else "no Triton for this device"

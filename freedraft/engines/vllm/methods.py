@@ -74,7 +74,7 @@ def register(spec: MethodSpec) -> bool:
         reserve_slots(_runs_model)
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     noted = before(lambda args, usage_context=None, *_, **__: setattr(args, guards.USAGE, usage_context))
-    wrap_once(EngineArgs, "create_engine_config", lambda original: after(_check_windows)(noted(original)))
+    wrap_once(EngineArgs, "create_engine_config", lambda original: after(_check_window)(noted(original)))
     wrap_once(NewRequestData, "from_request", after(add_salt))
     # vLLM refuses `min_p` and `logit_bias` with drafts, which its rejection samplers ignore. Ours on V1 applies them.
     wrap_once(SamplingParams, "_validate_spec_decode", unless(_is_v1))
@@ -163,16 +163,16 @@ def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_speculative_config
 
 
-def _check_windows(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Check windows against the page size, which vLLM decides after `create_speculative_config`."""
+def _check_window(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Check a window against the page size, which vLLM decides after `create_speculative_config`."""
     if not _is_ours(vllm_config):
         return
     ours = configured(vllm_config)
     spec = METHODS[ours.name]
-    windows = getattr(spec.options.parse(ours.options), "windows", None)
-    if windows is not None:
+    draft_window = getattr(spec.options.parse(ours.options), "draft_window", None)
+    if draft_window is not None:
         try:
-            windows(context_of_engine(vllm_config))
+            draft_window(context_of_engine(vllm_config))
         except ValueError as error:
             stop_start(_error(spec, str(error)))
 
@@ -229,7 +229,7 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
         or getattr(engine_args, "ubatch_size", 0)
         or getattr(engine_args, "distributed_executor_backend", None) == "external_launcher"
     )
-    served = "'sssd' and 'layerskip' without window 'auto', and plain serving, by model runner V2"
+    served = "'sssd' and 'layerskip', and plain serving, by model runner V2"
     needs_v1 = served if v1_only else ""
     # Options may name a reason against V2, and the remedy; if the user forces V2, the method's check raises it.
     needs_v1 = needs_v1 or getattr(options, "needs_own_lengths", "")
