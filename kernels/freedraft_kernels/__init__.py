@@ -12,6 +12,7 @@ from freedraft_kernels.newest_tokens import newest_tokens
 from freedraft_kernels.top_tokens import top_tokens
 from freedraft_kernels.tree import TreeBatch
 from freedraft_kernels.tree_attention import TreeQueries, scratch_size, tree_attention
+from freedraft_kernels.tree_pages import PagedKeys, write_tree_pages
 from freedraft_kernels.tree_queries import NodeMasks, write_tree_queries
 from freedraft_kernels.verification import Verification, verify, verify_rows
 from freedraft_kernels.warm_up import warm_up
@@ -19,6 +20,7 @@ from freedraft_kernels.warm_up import warm_up
 __all__ = [
     "KVPool",
     "NodeMasks",
+    "PagedKeys",
     "TreeBatch",
     "TreeInputs",
     "TreeQueries",
@@ -31,5 +33,6 @@ __all__ = [
     "verify",
     "verify_rows",
     "warm_up",
+    "write_tree_pages",
     "write_tree_queries",
 ]
