@@ -278,3 +278,10 @@ def test_nothing_registers_when_a_hook_is_renamed(monkeypatch, caplog):
     assert get_spec("doubled") is None and "doubled" not in METHODS
     (line,) = [r.getMessage() for r in caplog.records if "doubled" in r.getMessage()]
     assert "build_grammar_vocab_mask is missing" in line and "not registered" in line
+
+
+def test_graphs_that_would_read_masks_of_earlier_trees_are_refused(resolved, monkeypatch):
+    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    with pytest.raises(ConfigError, match="graphs of metadata: unset SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
+        resolved(**ON_GPU)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,13 +36,14 @@ class Drafting:
         self.guarded, self.accepted = guarded, accepted
         self._trees = trees
         self._widths = np.array(widths, np.int32)
-        self._max_running = 4 * max_batch + 64
+        self._max_running = 4 * max_batch + 64  # a chunked or retracted request waits outside of the batch
         self._requests: dict[str, Tracked] = {}
         self._states: dict[str, torch.Tensor] = {}  # float [H] on the device, after the prompt
         self._drafted: dict[str, int] = {}  # draft tokens in verification, by request
         self._previous: tuple[int, int] | None = None
         self._logits = LogitsCopy()
-        self._prepared: Any = None  # tokens of the last step, and what proposes drafts for the next one
+        self._prepared: Any = None  # tokens of the last step, and what `_look_up` found; None if that failed
+        self._rests = False  # whether the method drafts nothing for this step and takes its tokens later
 
     def keep_widths(self, widths: Sequence[int]) -> None:
         """Restrict verification to `widths`, those that could be prepared."""
@@ -116,27 +117,54 @@ class Drafting:
         may still be running. Returns the number of tokens in the KV cache of each request, int64 [B]."""
         ids = [request.rid for request in batch.reqs]
         same = self._previous == (len(ids), len(ids)) and list(self._drafted) == ids
-        rests = same and self.guarded.rests()
-        drafts_of = None if rests else self.guarded.call(self._prepare, batch)
+        self._rests = same and self.guarded.rests()
+        known = None if self._rests else self.guarded.call(self._look_up, batch.reqs, ids)
         gained = self.accepted.read(batch.req_pool_indices_cpu.numpy())
-        if rests:
-            self._logits = LogitsCopy()
+        if known is None:
+            self._logits = LogitsCopy()  # of a text that the next draft does not continue
+        if self._rests:
             padding = [self._requests.get(i, UNTRACKED).padding for i in ids]
             self.guarded.rest(ids, gained.tokens[gained.ends - 1], gained.seq_lens + 1 - padding)
-        self._prepared = gained, drafts_of
+        self._prepared = gained, known
         return torch.tensor(gained.seq_lens)
+
+    def _look_up(self, requests: Sequence[Any], ids: Sequence[str]) -> tuple[Any, ...]:
+        """Track new requests; return their rows, the numeric fields of each `Tracked` and its draft tokens in
+        verification."""
+        new = [row for row, r in enumerate(requests) if r.rid not in self._requests and not r.finished()]
+        for row in new:
+            self._track(requests[row])
+        self._sweep(ids)
+        tracked = np.array([self._requests.get(i, UNTRACKED)[1:] for i in ids], np.int64)
+        return new, tracked, np.fromiter((self._drafted.get(i, 0) for i in ids), np.int32, len(ids))
 
     def draft(self, batch: Any) -> DraftBatch:
         """Return trees [B, n] for SGLang's ScheduleBatch, n the smallest prepared width that holds all of them; roots
         only if drafting fails."""
         if self._prepared is None:
             self.prepare(batch)
-        (gained, drafts_of), self._prepared = self._prepared, None
-        draft = None if drafts_of is None else self.guarded.call(drafts_of, gained)
+        (gained, known), self._prepared = self._prepared, None
+        draft = None if known is None else self.guarded.call(self._propose, batch, gained, *known)
         if draft is None:
             roots = gained.tokens[gained.ends - 1]
-            draft = self._cut(DraftBatch.roots(roots), np.zeros(len(roots), np.int32), roots)
+            draft = DraftBatch.roots(roots)
+            if self._widths[0] > 1:
+                draft = self._cut(draft, np.zeros(len(roots), np.int32), roots)
         return draft
+
+    def _propose(
+        self, batch: Any, gained: Gained, new: Sequence[int], tracked: NDArray[np.int64], drafted: NDArray[np.int32]
+    ) -> DraftBatch | None:
+        node_logits = self._logits.take()
+        step = self._step(batch, gained, tracked, drafted)
+        for row in new:
+            self._begin(batch.reqs[row], step.history(row)[: -int(step.gained[row])])
+        if node_logits is not None:
+            self.guarded.recycle(node_logits)
+        if states := {i: self._states.pop(i) for i in step.request_ids if i in self._states}:
+            self.guarded.set_prompt_states(states, torch.stack(list(states.values())))
+        proposed = self.guarded.draft(step, count=False)
+        return None if proposed is None else self._cut(proposed, step.capacities, step.roots)
 
     def note(self, batch: Any, draft: DraftBatch) -> None:
         """Record a step after its verification was launched, so that the device does not wait for this work."""
@@ -144,42 +172,12 @@ class Drafting:
         for request in batch.reqs:
             if request.finished():  # with a grammar, SGLang runs a request once more after its end
                 self._forget(request.rid, NOTHING, was_aborted(request))
-        self._drafted = dict(zip((r.rid for r in batch.reqs), (draft.counts - 1).tolist(), strict=True))
-        self._previous = draft.tokens.shape[0], draft.tokens.size
+        if not self._rests:  # otherwise, as in the step before
+            self._drafted = dict(zip((r.rid for r in batch.reqs), (draft.counts - 1).tolist(), strict=True))
+            self._previous = draft.tokens.shape[0], draft.tokens.size
 
-    def _prepare(self, batch: Any) -> Callable[[Gained], DraftBatch | None]:
-        """Return a function that drafts for the step, once it gets the tokens of the previous one."""
+    def _step(self, batch: Any, gained: Gained, tracked: NDArray[np.int64], drafted: NDArray[np.int32]) -> Step:
         requests = list(batch.reqs)
-        ids = [request.rid for request in requests]
-        new = [row for row, r in enumerate(requests) if r.rid not in self._requests and not r.finished()]
-        for row in new:
-            self._track(requests[row])
-        self._sweep(ids)
-        logits, self._logits = self._logits, LogitsCopy()
-        states = {i: self._states.pop(i) for i in ids if i in self._states} if self._states else {}
-        tracked = np.array([self._requests.get(i, UNTRACKED)[1:] for i in ids], np.int64)
-        drafted = np.fromiter((self._drafted.get(i, 0) for i in ids), np.int32, len(ids))
-        previous = self._previous
-
-        def draft(gained: Gained) -> DraftBatch | None:
-            step = self._step(batch, requests, gained, tracked, drafted, previous)
-            for row in new:
-                self._begin(requests[row], step.history(row)[: -int(step.gained[row])])
-            if (node_logits := logits.take()) is not None:
-                self.guarded.recycle(node_logits)
-            if states:
-                self.guarded.set_prompt_states(states, torch.stack(list(states.values())))
-            proposed = self.guarded.draft(step, count=False)
-            return None if proposed is None else self._cut(proposed, step.capacities, step.roots)
-
-        return draft
-
-    def _step(
-        self, batch: Any, requests: Sequence[Any], gained: Gained, tracked: NDArray[np.int64],
-        drafted: NDArray[np.int32], previous: tuple[int, int] | None,
-    ) -> Step:  # fmt: skip
-        """Build the `Step` of these requests, in batch order. tracked: int64 [B, 4], the numeric fields of each
-        `Tracked`."""
         tokens, starts, ends, seq_lens = gained
         _, padding, least, limits = tracked.T
         lengths = seq_lens + 1  # the root is not in the KV cache
@@ -194,7 +192,7 @@ class Drafting:
         return Step(
             request_ids=[request.rid for request in requests], tokens=tokens, starts=starts, ends=ends,
             contexts=contexts, capacities=room(limits, lengths, int(self._widths[-1]) - 1, trees=self._trees),
-            drafted=drafted, widths=self._widths, previous=previous, history=history,
+            drafted=drafted, widths=self._widths, previous=self._previous, history=history,
             trees=np.full(len(requests), self._trees), engine=batch,
         )  # fmt: skip
 

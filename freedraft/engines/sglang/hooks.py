@@ -85,7 +85,8 @@ HOOKS = table("""
     sglang.srt.layers.logprob_processor:compute_spec_logprobs(batch, logits_output, predict, accept_index)
     sglang.srt.layers.logits_processor:LogitsProcessorOutput has next_token_logits, hidden_states
     sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo has temperatures, top_ks, top_ps, min_ps,
-        is_all_greedy, sampling_seed, logit_bias, grammars, grammar_mask, has_custom_logit_processor
+        is_all_greedy, need_top_k_sampling, need_top_p_sampling, need_min_p_sampling, sampling_seed, logit_bias,
+        grammars, grammar_mask, has_custom_logit_processor
     sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo:apply_logits_bias(logits)
     sglang.srt.layers.sampler:apply_custom_logit_processor(num_tokens_in_batch)
     sglang.srt.layers.sampler:SYNC_TOKEN_IDS_ACROSS_TP

@@ -16,7 +16,6 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from freedraft.draft_model import T
 from freedraft.engines.draft_round import on_device
-from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.graphs import Captured, swapped_in
 from freedraft.engines.sglang.layers import check_structure
 from freedraft.engines.sglang.verify import SPARE_SLOT
@@ -110,10 +109,9 @@ class Passes:
         if as_nodes:  # as the worker verifies a tree that is only a root
             part.forward_mode = ForwardMode.TARGET_VERIFY
             part.seq_lens, part.seq_lens_cpu = read_there, read
-            seen = len(read) if selected() else int(read.sum()) + len(read)
             part.spec_info = NgramVerifyInput(
                 draft_token=tokens.ids,
-                custom_mask=torch.ones(seen, dtype=torch.bool, device=tokens.ids.device),
+                custom_mask=tokens.ids.new_ones(int(read.sum()) + len(read), dtype=torch.bool),
                 positions=tokens.positions,
                 draft_token_num=1,
             )

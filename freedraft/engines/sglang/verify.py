@@ -14,7 +14,7 @@ from freedraft_kernels import KVPool, TreeBatch, Verification, verify, warm_up
 from numpy.typing import NDArray
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
-from sglang.srt.layers.sampler import SYNC_TOKEN_IDS_ACROSS_TP, apply_custom_logit_processor
+from sglang.srt.layers.sampler import SYNC_TOKEN_IDS_ACROSS_TP, Sampler, apply_custom_logit_processor
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
@@ -55,13 +55,15 @@ class TreeVerifier:
         logits = torch.zeros(1, vocab_size, device=self._device)
         warm_up(widths, max_batch, logits, top=TOP_TOKENS, pool=self._pool, slot=SPARE_SLOT)
 
-    def verify(self, batch: Any, host_tree: DraftBatch, tree: TreeBatch, output: Any) -> Verification:
-        """Return the result of a verification pass, identical on every tensor-parallel rank. output: the pass's
-        LogitsProcessorOutput; its logits (float [B * n, V]) are processed in place."""
+    def verify(self, batch: Any, host_tree: DraftBatch, tree: TreeBatch | None, output: Any) -> Verification:
+        """Return the result of a verification pass, identical on every tensor-parallel rank. tree: `host_tree` on the
+        device, None for roots alone; output: the pass's LogitsProcessorOutput, whose logits (float [B * n, V]) are
+        processed in place."""
         self._process_logits(batch, output.next_token_logits, host_tree)
-        targets = self._targets(batch, tree, int(host_tree.counts.sum()), output.next_token_logits)
-        if tree.max_nodes == 1:
-            outcome = Verification(tree.parents + 1, tree.counts, targets.view(-1, 1).to(torch.int32))
+        targets = self._targets(batch, host_tree, tree, output.next_token_logits)
+        if tree is None:
+            tokens = targets.view(-1, 1).to(torch.int32)
+            outcome = Verification(torch.zeros_like(tokens), tokens.new_ones(len(tokens)), tokens)
         else:
             outcome = verify(tree, targets.view(tree.tokens.shape))
         sampling = batch.sampling_info
@@ -107,19 +109,24 @@ class TreeVerifier:
             barrier=None,
         )
 
-    def _targets(self, batch: Any, tree: TreeBatch, nodes: int, logits: torch.Tensor) -> torch.Tensor:
+    def _targets(
+        self, batch: Any, host_tree: DraftBatch, tree: TreeBatch | None, logits: torch.Tensor
+    ) -> torch.Tensor:
         """Return the token that SGLang's sampler draws after each node, int64 [B * n]; undefined at padding. Seed and
         position give the noise of plain decoding there; without a seed, every node has its own noise.
 
-        nodes: total number of nodes; logits: [B * n, V], processed; not modified."""
-        sampling = batch.sampling_info
+        logits: [B * n, V], processed; not modified."""
+        sampling, width = batch.sampling_info, host_tree.max_nodes
         if sampling.is_all_greedy:
             return logits.argmax(-1)
         seeds, positions = sampling.sampling_seed, batch.spec_info.positions
-        targets = torch.zeros_like(positions)
-        nodes_first = tree.valid().view(-1).argsort(descending=True, stable=True)
-        for rows in nodes_first[:nodes].split(rows_at_once(logits.shape[1])):
-            request = rows // tree.max_nodes
+        if seeds is None and type(self._sampler) is Sampler and not filters(sampling):
+            return drawn(logits, sampling.temperatures.repeat_interleave(width, 0))
+        targets, nodes = torch.zeros_like(positions), torch.arange(len(positions), device=logits.device)
+        if tree is not None:
+            nodes = tree.valid().view(-1).argsort(descending=True, stable=True)[: int(host_tree.counts.sum())]
+        for rows in nodes.split(rows_at_once(logits.shape[1])):
+            request = rows // width
             of_nodes = replace(
                 sampling,
                 temperatures=sampling.temperatures[request],
@@ -150,6 +157,24 @@ class TreeVerifier:
         first = torch.arange(0, accepted.numel(), width, dtype=torch.int32, device=self._device)[:, None]
         flat = torch.where(accepted >= 0, accepted + first, -1)
         return F.pad(flat, (0, self._max_nodes - width), value=-1)
+
+
+def filters(sampling: Any) -> bool:
+    """Whether a request of the batch samples by top-k, top-p or min-p. A greedy one does by top-k."""
+    return bool(sampling.need_top_k_sampling or sampling.need_top_p_sampling or sampling.need_min_p_sampling)
+
+
+def drawn(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+    """Return a token of softmax(logits / temperature) for each row, int64 [R]. SGLang divides probabilities by
+    exponential noise and takes the largest; these are the logarithms, without its passes for the probabilities.
+    logits: float [R, V]; temperatures: float [R, 1]."""
+
+    def of_rows(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        noise = torch.empty_like(logits, dtype=torch.float32).exponential_().log_()
+        return noise.addcdiv_(logits, temperatures, value=-1).argmin(-1)
+
+    size = rows_at_once(logits.shape[1])
+    return torch.cat([*map(of_rows, logits.split(size), temperatures.split(size))])
 
 
 def alters_logits(batch: Any) -> bool:

@@ -8,9 +8,10 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from freedraft_kernels import TreeBatch, tree_inputs
+from freedraft_kernels import TreeBatch, TreeInputs, tree_inputs
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -22,11 +23,11 @@ from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 
 from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
+from freedraft.engines.draft_round import on_device
 from freedraft.engines.sglang.accepted import AcceptedTokens
 from freedraft.engines.sglang.algorithm import TreeAlgorithm
 from freedraft.engines.sglang.contexts import context_of_worker, start_line
 from freedraft.engines.sglang.corpora import CorpusCalls
-from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.drafting import Drafting
 from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
@@ -237,16 +238,15 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
     def _decode(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:
         host_tree = self._draft(batch)
         size, width = host_tree.tokens.shape
-        tree = TreeBatch.from_numpy(
-            host_tree.tokens, host_tree.parents, host_tree.depths, host_tree.counts, self.device
-        )
-        on_cpu = selected()  # its attention reads the query layout
-        inputs = tree_inputs(
-            tree,
-            batch.seq_lens,
-            layout="query" if on_cpu else "full",
-            seq_lens_sum=None if on_cpu else int(batch.seq_lens_cpu.sum()),
-        )
+        seen, tree = int(batch.seq_lens_cpu.sum()), None
+        if width > 1:
+            drafted = host_tree.tokens, host_tree.parents, host_tree.depths, host_tree.counts
+            tree = TreeBatch.from_numpy(*drafted, self.device)
+            inputs = tree_inputs(tree, batch.seq_lens, layout="full", seq_lens_sum=seen)
+        else:
+            roots = on_device(host_tree.tokens.ravel().astype(np.int64), batch.seq_lens.device)
+            positions = batch.seq_lens.to(torch.int64, copy=True)
+            inputs = TreeInputs(roots, positions, roots.new_ones(seen + size, dtype=torch.bool))
         batch.forward_mode = ForwardMode.TARGET_VERIFY
         batch.input_ids = inputs.input_ids
         batch.out_cache_loc = assign_extend_cache_locs_func(
@@ -256,7 +256,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         )  # fmt: skip
         batch.spec_info = NgramVerifyInput(
             draft_token=inputs.input_ids,
-            custom_mask=inputs.mask.view(-1),
+            custom_mask=inputs.mask,
             positions=inputs.positions,
             draft_token_num=width,
         )

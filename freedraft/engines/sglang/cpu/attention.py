@@ -41,20 +41,22 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
         query = q.view(batch, nodes, layer.tp_q_head_num, layer.qk_head_dim).transpose(1, 2)
         keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        masks = spec.custom_mask.view(batch, nodes, nodes)
         positions = forward_batch.positions.view(batch, nodes)
         slots_of = self.req_to_token_pool.req_to_token
         window = layer.sliding_window_size if layer.sliding_window_size is not None else -1
         out = q.new_empty(batch, nodes, layer.tp_q_head_num * layer.v_head_dim)
+        start = 0  # of each request's cells in the mask
         for i, (row, length) in enumerate(
             zip(forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist(), strict=True)
         ):
             # In the request's row, the slots of the nodes follow those of the cached tokens.
             slots = slots_of[row, : length + nodes]
-            mask = torch.cat((masks.new_ones(nodes, length), masks[i]), 1) if nodes > 1 or window > -1 else None
+            end = start + nodes * len(slots)
+            mask, start = spec.custom_mask[start:end].view(nodes, -1) if nodes > 1 else None, end
             if window > -1:
                 at = torch.cat((torch.arange(length), positions[i]))
-                mask &= at >= positions[i][:, None] - window
+                inside = at >= positions[i][:, None] - window
+                mask = inside if mask is None else mask & inside
             attended = F.scaled_dot_product_attention(
                 query[i : i + 1],
                 keys[slots].transpose(0, 1).unsqueeze(0).to(q.dtype),
