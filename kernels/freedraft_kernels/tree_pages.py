@@ -20,8 +20,8 @@ class PagedKeys(NamedTuple):
 
 
 def write_tree_pages(
-    mask: Tensor, positions: Tensor, seq_lens: Tensor, rows: Tensor, table: Tensor, page_size: int,
-    past: PagedKeys, nodes: PagedKeys, *, backend: Backend = "auto",
+    mask: Tensor, positions: Tensor, seq_lens: Tensor, rows: Tensor, table: Tensor, past: PagedKeys, nodes: PagedKeys,
+    *, page_size: int, backend: Backend = "auto",
 ) -> None:  # fmt: skip
     """Write the cached tokens of B requests, in pages, and what each of their N nodes attends to among the nodes, in
     pages of one token; after these, `pages` names the request's other nodes.
@@ -38,7 +38,7 @@ def write_tree_pages(
     if use_triton(mask.device, backend):
         from freedraft_kernels.device.tree_pages import launch_tree_pages
 
-        launch_tree_pages(mask, positions, seq_lens, rows, table, page_size, past, nodes)
+        launch_tree_pages(mask, positions, seq_lens, rows, table, past, nodes, page_size=page_size)
         return
     start = 0
     for b, (length, row) in enumerate(zip(seq_lens.tolist(), rows.tolist(), strict=True)):

@@ -33,7 +33,7 @@ def test_tree_pages(backend: str, device: str, case: tuple[DraftBatch, int, int]
     past, own = empty(batch + padding, 2400, device), empty((batch + padding) * nodes, nodes, device)
     padded = (torch.tensor([*given, *[value] * padding]).to(device) for given, value in ((lengths, 1), (rows, 0)))
     write_tree_pages(
-        inputs.mask, inputs.positions, *padded, table.to(device), page, past, own, backend=backend,  # type: ignore[arg-type]
+        inputs.mask, inputs.positions, *padded, table.to(device), past, own, page_size=page, backend=backend,  # type: ignore[arg-type]
     )  # fmt: skip
     assert past.lengths.tolist() == [*lengths, *[1] * padding]
     for keys in (past, own):

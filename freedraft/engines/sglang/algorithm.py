@@ -52,11 +52,8 @@ class TreeAlgorithm(CustomSpecAlgo):
         from freedraft.engines.sglang.future_map import EarlyFutureMap
 
         future_map = EarlyFutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
-        future_map.prepare = self._prepare
+        future_map.prepare = lambda batch: None if self.prepare is None else self.prepare(batch)
         return future_map
-
-    def _prepare(self, batch: Any) -> Any:
-        return None if self.prepare is None else self.prepare(batch)
 
     def handle_server_args(self, server_args: Any) -> None:
         """Fill in defaults and reject unsupported settings. Raises ConfigError: an argument is incompatible with tree

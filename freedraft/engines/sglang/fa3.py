@@ -22,7 +22,7 @@ def write_metadata_at_once(backend: Any) -> None:
     def write(bs: int, seq_lens: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> None:
         past, nodes = backend.target_verify_metadata_topk_normal[bs], captured[bs]
         keys = (PagedKeys(m.cache_seqlens_int32, m.cu_seqlens_k, m.page_table) for m in (past, nodes))
-        write_tree_pages(mask, positions, seq_lens, rows, backend.req_to_token, backend.page_size, *keys)
+        write_tree_pages(mask, positions, seq_lens, rows, backend.req_to_token, *keys, page_size=backend.page_size)
         past.max_seq_len_k = backend.max_context_len
         backend.forward_metadata, backend.forward_metadata_spec_decode_expand = past, nodes
 

@@ -150,8 +150,6 @@ FA3_HOOKS = table("""
     sglang.srt.layers.attention.flashattention_backend:FlashAttentionBackend has forward_metadata,
         forward_metadata_spec_decode_expand, target_verify_metadata_topk_normal, target_verify_metadata_topk_expand,
         req_to_token, page_size, max_context_len, has_swa
-    sglang.srt.layers.attention.flashattention_backend:FlashAttentionMetadata has cache_seqlens_int32, cu_seqlens_k,
-        page_table, max_seq_len_k
 """)
 
 CPU_HOOKS = table("""

@@ -109,9 +109,7 @@ class TreeVerifier:
             barrier=None,
         )
 
-    def _targets(
-        self, batch: Any, host_tree: DraftBatch, tree: TreeBatch | None, logits: torch.Tensor
-    ) -> torch.Tensor:
+    def _targets(self, batch: Any, host_tree: DraftBatch, tree: Any, logits: torch.Tensor) -> torch.Tensor:
         """Return the token that SGLang's sampler draws after each node, int64 [B * n]; undefined at padding. Seed and
         position give the noise of plain decoding there; without a seed, every node has its own noise.
 
@@ -145,12 +143,8 @@ class TreeVerifier:
         if self._pool is not None:
             self._pool.compact(batch.out_cache_loc.view(-1, width), verified)
         else:
-            move_accept_tokens_to_target_kvcache(
-                batch,
-                self._flat(verified.accepted, width)[:, :width].contiguous(),
-                verified.lengths - 1,
-                self._allocator,
-            )
+            rows = self._flat(verified.accepted, width)[:, :width].contiguous()
+            move_accept_tokens_to_target_kvcache(batch, rows, verified.lengths - 1, self._allocator)
 
     def _flat(self, accepted: torch.Tensor, width: int) -> torch.Tensor:
         """Return int32 [B, N]: indices of accepted nodes within the whole batch, -1 after each path."""

@@ -68,16 +68,13 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
     def _check_model(self) -> None:
         from sglang.srt.configs.hybrid_arch import mambaish_config
 
-        if mambaish_config(self.model_runner.model_config) is not None:
-            raise ConfigError(
-                "--speculative-algorithm: this model has recurrent layers, whose state cannot follow a draft tree: "
-                "start without it"
-            )
-        if self.model_runner.model_config.is_encoder_decoder:
-            raise ConfigError(
-                "--speculative-algorithm: this model has an encoder, whose KV comes before that of the tokens: start "
-                "without it"
-            )
+        config, why = self.model_runner.model_config, ""
+        if mambaish_config(config) is not None:
+            why = "recurrent layers, whose state cannot follow a draft tree"
+        elif config.is_encoder_decoder:
+            why = "an encoder, whose KV comes before that of the tokens"
+        if why:
+            raise ConfigError(f"--speculative-algorithm: this model has {why}: start without it")
 
     @property
     def draft_worker(self) -> None:
@@ -106,7 +103,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             from freedraft.engines.sglang.draft_model import PagedDraftModel
 
             try:
-                self._draft_model = PagedDraftModel(self.model_runner, self._ranks, self._window_rows)
+                self._draft_model = PagedDraftModel(runner, self._ranks, self._window_rows)
             except ConfigError as error:
                 raise ConfigError(f"--speculative-algorithm {self._spec.name} {error}") from None
             self._draft_model.trees = self._trees

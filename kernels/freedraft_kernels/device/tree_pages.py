@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor, uint8
 
 BLOCK = 1024
 
@@ -57,11 +57,11 @@ def tree_pages_kernel(
 
 
 def launch_tree_pages(
-    mask: torch.Tensor, positions: torch.Tensor, seq_lens: torch.Tensor, rows: torch.Tensor, table: torch.Tensor,
-    page_size: int, past: Any, nodes: Any,
+    mask: Tensor, positions: Tensor, seq_lens: Tensor, rows: Tensor, table: Tensor, past: Any, nodes: Any, *,
+    page_size: int,
 ) -> None:  # fmt: skip
     width = nodes.pages.shape[1]
     tree_pages_kernel[(len(nodes.lengths),)](
-        mask.view(torch.uint8), positions, seq_lens, rows, table, *past, *nodes, len(positions), width, page_size,
+        mask.view(uint8), positions, seq_lens, rows, table, *past, *nodes, len(positions), width, page_size,
         table.stride(0), past.pages.stride(0), NODE_BLOCK=triton.next_power_of_2(width), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

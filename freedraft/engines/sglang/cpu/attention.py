@@ -18,9 +18,7 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
         if self.use_sliding_window_kv_pool:
-            raise ValueError(
-                "the freedraft CPU platform has no pool for sliding windows: add --disable-hybrid-swa-memory"
-            )
+            raise ValueError("freedraft's CPU platform has no pool for sliding windows: --disable-hybrid-swa-memory")
 
     def forward_extend(
         self,
