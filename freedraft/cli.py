@@ -65,7 +65,7 @@ class PluginGroup(OneLineGroup):
 
 
 # Help of the groups of plugins' two-word commands.
-GROUPS = {"calibrate": "Search skip sets; train DISCO's classifier."}
+GROUPS = {"calibrate": "layerskip: find layers that drafts can leave out."}
 
 
 def _group(name: str, prefix: str) -> Any:
@@ -133,12 +133,14 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
 @app.command()
 def profile(
-    name: Annotated[str | None, typer.Option(help="Name of the profile (default: the device's name).")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to write (default: where the device's name finds it).")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu (default: the GPU if there is one).")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the profile. Default: the device's name.")] = None,
+    out: Annotated[Path | None, typer.Option(
+        help="File to write. Default: freedraft's own folder, where the device's name finds it.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: the GPU if there is one.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
-) -> None:
-    """Measure this machine (matrix products and copies, a few seconds) and write its hardware profile."""
+) -> None:  # fmt: skip
+    """Measure this machine's speed in a few seconds, from which freedraft estimates how many draft tokens pay. Only
+    needed for GPUs other than A100, H100, H200, L40S and RTX 4090."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from freedraft.cost.profiling import measure, write
@@ -149,8 +151,8 @@ def profile(
         measured = measure(device, name, lambda what, share: show(description=what, completed=share))
     path = write(measured, out, force=force)
     typer.echo(
-        f"{path}: {measured.peak_flops / 1e12:.3g} TFLOP/s, {measured.bandwidth / 1e9:.3g} GB/s, "
-        f"{measured.ridge} query tokens per step at the ridge"
+        f"wrote {path}: {measured.peak_flops / 1e12:.3g} TFLOP/s, {measured.bandwidth / 1e9:.3g} GB/s; "
+        f"{measured.ridge} tokens per step take about as long as one"
     )
 
 
@@ -196,7 +198,7 @@ def explain(
 
 @app.command()
 def top(
-    port: Annotated[int, typer.Argument(min=1, max=65535, help="Value of option 'metrics_port'.")] = 9100,
+    port: Annotated[int, typer.Argument(min=1, max=65535, help="Port of the metrics: option 'metrics_port'.")] = 9100,
     host: Annotated[str, typer.Option(help="Host of the server, or of a proxy of its metrics.")] = "127.0.0.1",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print totals since the server's start, and exit.")]

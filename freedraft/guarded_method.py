@@ -230,7 +230,7 @@ class GuardedMethod:
                 self._good_steps = 0
                 self.method.controller.interrupt()
                 logger.exception(
-                    "freedraft: drafting failed; the engine goes on without drafts for %d steps. Please report this",
+                    "freedraft: drafting failed. Answers are not affected; %d steps have no drafts. Please report this",
                     self._paused,
                 )
             return None

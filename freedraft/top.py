@@ -25,7 +25,14 @@ SOURCES = {
     "store": "datastore and earlier answers",
     "other": "recycled logits and other",
 }
-REASONS = {"cost": "would cost more than it gains", "no match": "nothing similar found", "off": "the client wants none"}
+REASONS = {
+    "cost": "would cost more than it gains",
+    "no match": "nothing similar found",
+    "no room": "no room in the batch",
+    "failure": "the drafter failed",
+    "off": "the client wants none",
+}
+UNKNOWN = "-: not known yet, or not measured with this policy"
 SPEEDUP, ACCEPTED, UNDRAFTED = "speed-up, estimated", "draft tokens accepted", "requests without a draft"
 TOKENS, SECONDS = "tokens per step (1 without drafts)", "ms to draft, per step"
 FORMS = {SPEEDUP: ",.2f", TOKENS: ",.2f", SECONDS: ",.2f", ACCEPTED: ".0%", UNDRAFTED: ".0%"}
@@ -123,11 +130,12 @@ def run(url: str, interval: float, once: bool, as_json: bool) -> int:
         console.print_json(json.dumps(known))
         return 0
     if once:
-        console.print(_shown(before, {}, age))
+        console.print(_shown(f"{url}, since the server's start", before, {}, age))
         return 0
+    title = f"{url}, the last {interval:g} s; Ctrl-C ends this view"
     with (
         contextlib.suppress(KeyboardInterrupt),
-        Live(_shown(before, before, 1.0), console=console, screen=console.is_terminal) as live,
+        Live(_shown(title, before, before, 1.0), console=console, screen=console.is_terminal) as live,
     ):
         while True:
             time.sleep(interval)
@@ -136,10 +144,10 @@ def run(url: str, interval: float, once: bool, as_json: bool) -> int:
             except ValueError as error:
                 live.update(f"{error}; waiting for it", refresh=True)
                 continue
-            live.update(_shown(now, before, then - at), refresh=True)
+            live.update(_shown(title, now, before, then - at), refresh=True)
             before, at = now, then
     return 0
 
 
-def _shown(now: Samples, before: Samples, seconds: float) -> Any:
-    return Group(*filter(None, (view(now, before, seconds), sources(now, before))))
+def _shown(title: str, now: Samples, before: Samples, seconds: float) -> Any:
+    return Group(*filter(None, (title, view(now, before, seconds), sources(now, before), UNKNOWN)))

@@ -88,7 +88,7 @@ class LayerSkipMethod(Method):
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
         port = serve(options.metrics_port, context.rank, options.metrics_host)
         if alone:
-            pays = "where draft passes pay" if options.lookahead == "cost" else "whether draft passes pay or not"
+            pays = "when that is faster" if options.lookahead == "cost" else "always, even when that is slower"
             logger.info("freedraft: layerskip drafts %s; %s", pays, where_to_look(port))
 
     def prepare(self, model: DraftModel) -> None:
@@ -105,7 +105,7 @@ class LayerSkipMethod(Method):
             skip_set.require(model.n_layers)
             self.build(self.recipes[skip_set], optimize=number < self.optimized_passes)
             logger.info(
-                "freedraft: skip set '%s' leaves out %d of %d sublayers (built in %.0f s); lookahead '%s', %s, drafts "
+                "freedraft: skip set '%s' skips %d of %d sublayers (built in %.0f s); lookahead '%s', %s, drafts "
                 "read %s of the KV cache", name, len(skip_set), 2 * skip_set.n_layers, time.perf_counter() - started,
                 self.options.lookahead, shape, read,
             )  # fmt: skip

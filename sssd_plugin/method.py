@@ -131,8 +131,8 @@ class SssdMethod(Method):
         options, context = self.options, self.context
         place = options.datastore if options.live == "store" else None
         logger.info(
-            "freedraft: learning from finished requests, %s, up to %d tokens; isolation '%s': %s",
-            "in memory" if place is None else f"in {place}", options.live_tokens, options.isolation,
+            "freedraft: learning from finished requests, %s, up to %s tokens; isolation '%s': %s",
+            "in memory" if place is None else f"in {place}", f"{options.live_tokens:,}", options.isolation,
             _RULES[options.isolation],
         )  # fmt: skip
         static = self.store.snapshot if self.store else ()

@@ -27,19 +27,15 @@ class SssdOptions(PluginOptions):
     """Options of SSSD.
 
     Attributes:
-        live: learn from finished requests: their outputs are drafted from at the next step. "memory": until the server
-            ends; "store": also kept in the folder of the datastore or at its URL, which may be empty at first; "off".
-        datastore: folder of `freedraft datastore build`, or its URL for fsspec (copied to a local cache); None: only
-            text of requests. With `live: store`, servers with the same URL learn from each other.
-        datastore_sha256: required digest of the datastore, as shown by `freedraft datastore info`, if others could
-            change it; None checks for damage only.
-        live_tokens: maximum of learnt tokens, in memory (8 to 12 bytes each) and on disk (4 bytes). Beyond it,
-            tenants that hold more than an equal share lose their oldest text.
-        live_max_age: hours after which learnt text is erased; None: never. At a URL the smallest age of all servers
-            applies.
-        isolation: which requests share learnt text. "salt": those with the same cache_salt (in SGLang also extra_key),
-            as with the engine's prefix cache; requests without one share one pool. "strict": the same,
-            but requests without one share nothing. "shared": all.
+        live: learn from finished requests. "memory": until the server ends; "store": also kept in the folder of the
+            datastore or at its URL, which may be empty at first; "off".
+        datastore: folder of `freedraft datastore build`, or its URL for fsspec (copied to a local cache). With
+            `live: store`, servers with the same URL learn from each other.
+        datastore_sha256: required digest of the datastore, as `freedraft datastore info` shows it.
+        live_tokens: maximum of learnt tokens, in memory (8 to 12 bytes each) and on disk (4 bytes).
+        live_max_age: hours after which learnt text is erased; None: never.
+        isolation: which requests share learnt text. "salt": those with the same cache_salt (in SGLang also extra_key);
+            requests without one share one pool. "strict": requests without one share nothing. "shared": all.
         scoring: "learned" (calibrated probabilities) or "paper" (Algorithms 1-3 with their constants).
         weights: file of the learned scorer; None takes the shipped one.
         hardware: name of a shipped profile, path of a .yaml file, or "auto".
@@ -48,10 +44,10 @@ class SssdOptions(PluginOptions):
             acceptance; "knee" keeps the batch at the knee; "fixed" always drafts as much as the engine allows. None is
             "auto", or "knee" where a knee is given.
         step_times: file that keeps the step times of "auto" between starts; None: not kept.
-        shape: shape of drafts, "tree" or "chain"; "auto" is "tree" if the engine's attention verifies trees in all its
-            steps (with vLLM's FlashAttention, freedraft's kernel verifies trees, on "tree" only).
-        recycle: draft from the logits of verified nodes, too: "auto" on SGLang and vLLM's model runner V2, where they
-            come without a wait; "on" logs a warning where there are none; "off".
+        shape: shape of drafts; "auto" is "tree" if the engine's attention verifies trees in all its steps, else
+            "chain" (with vLLM's FlashAttention, freedraft's kernel verifies trees, on "tree" only).
+        recycle: draft from the logits of verified nodes, too: "auto" on SGLang and vLLM's model runner V2; "on" logs a
+            warning where there are none; "off".
         recycle_megabytes: memory for recycled logits; the oldest are replaced first.
         metrics_port: serve Prometheus metrics of the engine process at this port (0 picks a free one).
         metrics_host: address to serve them on; anyone who reaches it can read the amount of traffic.

@@ -84,6 +84,7 @@ def main() -> int:
     write_json(args.json, about | {"speculative": speculative | {"datastore": str(args.store)}, "rows": rows})
     engine = ", ".join(f"{name} {version}" for name, version in versions(args.engine, f"{args.engine}-cpu").items())
     print(f"\n{engine}, {MODEL}, float32 eager, {cores()} cores, batch 1\n\n{table(rows, COLUMNS)}\n")
+    print("ratio: 1.00 is the engine without freedraft; copying, code and agents should gain, stories should not lose")
     print(f"tok/s, ratio: medians of {args.repeats}, with prefill. tok/step: per pass of the model. In: {args.json}")
     if not all(r["identical"] for r in rows):
         print("error: outputs differ in fp32 eager, where they must be identical", file=sys.stderr)

@@ -53,7 +53,7 @@ def parse_arm(text: str) -> Arm:
         settings = json.loads(value)
         engine = settings.pop("engine", "vllm")
     except (ValueError, AttributeError, TypeError):
-        raise argparse.ArgumentTypeError(f"arm '{name}': {value!r} is no JSON object") from None
+        raise argparse.ArgumentTypeError(f"arm '{name}': {value!r} is not a JSON object") from None
     return Arm(name, engine, settings or None)
 
 

@@ -92,7 +92,7 @@ class HardwareProfile(BaseModel):
             return max(matches, key=lambda match: match[0])[1]
         fallback = min((p for p in profiles if p.name != "cpu"), key=lambda p: p.ridge)
         logger.warning(
-            "freedraft: no hardware profile for '%s', using '%s' (%d query tokens per step are free); "
+            "freedraft: no hardware profile for '%s', using '%s' (%d tokens per step take about as long as one); "
             "measure this GPU with 'freedraft profile', which is then found by its name",
             device, fallback.name, fallback.ridge,
         )  # fmt: skip

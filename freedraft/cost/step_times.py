@@ -248,7 +248,7 @@ class StepTimes:
                 raise ValueError("it is of another model, other hardware or another version")
             level, cells = float(data["level"]), data["cells"]
             if not math.isfinite(level):
-                raise ValueError("its level is no number")
+                raise ValueError("its level is not a number")
             for batch, context, i, value, seen in cells:
                 if not (0 <= batch < BATCHES and 0 <= context < CONTEXTS and 0 <= i < BUCKETS and abs(value) < 20):
                     raise ValueError("a cell is out of range")

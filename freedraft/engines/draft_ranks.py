@@ -101,7 +101,7 @@ class DraftRanks:
         except Exception as error:
             if not self.several or is_device_fault(error):
                 raise
-            logger.exception("freedraft: this rank failed in the midst of a draft pass: the engine has to end")
+            logger.exception("freedraft: the engine stops: this rank failed during a draft pass")
             raise EngineMustEnd("a draft pass failed that other tensor-parallel ranks wait for") from error
 
     def agree(self, able: bool) -> bool:

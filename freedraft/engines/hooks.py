@@ -138,7 +138,7 @@ def start_line(
 ) -> str:  # fmt: skip
     """Return the line. tested: tested versions; parts: runner, scheduling, graphs, attention; ranks: numbers by kind of
     parallelism; lengths: text on the number of draft tokens."""
-    untested = "" if is_tested(version, tested) else ", which we do not test"
+    untested = "" if is_tested(version, tested) else f" (untested; tested: {', '.join(tested)})"
     several = [f"{size} {kind}-parallel ranks" for kind, size in ranks.items() if size > 1]
     return f"freedraft: method '{method}': " + "; ".join([f"{engine} {version}{untested}", *parts, *several, *lengths])
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 Share = Annotated[
     float | None,
-    typer.Option(help="Share of the 2L sublayers to skip (default: the one of most tokens per time here)."),
+    typer.Option(help="Share of the sublayers to skip. Default: the one with the best expected speed here."),
 ]
-Survivors = Annotated[int, typer.Option(help="Partial sets kept per weight; 1 is the paper's.")]
+Survivors = Annotated[int, typer.Option(help="Width of the search: partial sets kept per weight (paper: 1).")]
 
 
 def command(*modules: str, **defaults: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -56,7 +56,7 @@ def command(*modules: str, **defaults: int) -> Callable[[Callable[..., None]], C
 
 @command()
 def skip_set(run: Run, share: Share = None, survivors: Survivors = 4) -> None:
-    """Search one skip set, of a given size or of most tokens per time, for the option "skip_set" (knapsack search)."""
+    """Find the layers to skip, and write the file for option skip_set (a knapsack search)."""
     from layerskip_plugin.calibrate.knapsack import protected_sublayers
 
     size, sample = run.size(share), run.sample()
@@ -79,10 +79,9 @@ def skip_set(run: Run, share: Share = None, survivors: Survivors = 4) -> None:
 
 @command("bayes_opt.acquisition", "sklearn.gaussian_process")
 def bayesian(
-    run: Run, share: Share = None, iterations: Annotated[int, typer.Option(help="Sets to evaluate.")] = 200
+    run: Run, share: Share = None, iterations: Annotated[int, typer.Option(help="How many sets to try.")] = 200
 ) -> None:
-    """Self-SD: offline Bayesian optimisation of agreement at a given share, or of time per token, modelled from
-    agreement and measured times of sublayers."""
+    """Find the layers to skip by Bayesian optimisation, slower than skip-set (Draft & Verify)."""
     from layerskip_plugin.calibrate.bayesian import best_set
 
     best, agreement = best_set(run, run.sample(), run.size(share), iterations)
@@ -95,11 +94,11 @@ def bayesian(
 @command()
 def knapsack(
     run: Run,
-    contexts: Annotated[str, typer.Option(help="Context lengths, with commas.")] = "256,1024,4096",
-    longest: Annotated[int, typer.Option(help="Largest draft length.")] = 10,
+    contexts: Annotated[str, typer.Option(help="Context lengths, separated by commas.")] = "256,1024,4096",
+    longest: Annotated[int, typer.Option(help="Most draft tokens.")] = 10,
     survivors: Survivors = 1,
 ) -> None:
-    """KnapSpec: the set and draft length of most tokens per time at each context length, from times measured here."""
+    """Find the fastest skip set and draft length for each context length, by times measured here (KnapSpec)."""
     from freedraft.fingerprints import hardware_name
     from layerskip_plugin.calibrate.knapsack import best_choice, protected_sublayers
     from layerskip_plugin.calibrate.timing import pass_times
@@ -132,18 +131,18 @@ def knapsack(
 def knn(
     run: Run,
     share: Share = None,
-    clusters: Annotated[int | None, typer.Option(help="Number of domains to find in a log without labels.")] = None,
-    answered: Annotated[int, typer.Option(help="Prompts of each domain that the model answers for its set.")] = 8,
+    clusters: Annotated[int | None, typer.Option(help="Find so many domains in one log without labels.")] = None,
+    answered: Annotated[int, typer.Option(help="Prompts of a domain that its set is searched with.")] = 8,
     anchors: Annotated[
         Literal["kmeans", "nearest"],
-        typer.Option(help="Centroids of k-means, or the states nearest to the domain's centroid (the paper's)."),
+        typer.Option(help="What prompts are compared with: centroids, or the states nearest to the domain's (paper)."),
     ] = "kmeans",
     iterations: Annotated[
-        int, typer.Option(min=0, help="Of Bayesian optimisation for each set (paper: 1000); 0: knapsack search.")
+        int, typer.Option(min=0, help="Sets to try by Bayesian optimisation (paper: 1000); 0: a knapsack search.")
     ] = 0,
     survivors: Survivors = 2,
 ) -> None:
-    """KNN-SSD: anchors and a skip set per domain, from a file of prompts per domain, or from a log with --clusters."""
+    """Find a skip set per domain, from one file of prompts per domain, or from one log with --clusters (KNN-SSD)."""
     from layerskip_plugin.calibrate.knn import calibrate
 
     domains, found = calibrate(run, run.size(share), clusters, answered, anchors, iterations, survivors)
@@ -155,18 +154,18 @@ def knn(
 
 
 def disco(
-    records: Annotated[Path, typer.Argument(help='Recorded verifications (.npz): the option "record" of the engines.')],
+    records: Annotated[Path, typer.Argument(help="File (.npz) that a server with option 'record' wrote.")],
     out: Out,
     draft_pass: Annotated[
-        float | None, typer.Option(min=0.0, help="Time of a draft pass in plain steps; default: as recorded.")
+        float | None, typer.Option(min=0.0, help="Time of a draft pass, in steps without drafts. Default: as recorded.")
     ] = None,
     query_token: Annotated[
-        float | None, typer.Option(min=0.0, help="Time of a further verified token; default: as recorded.")
+        float | None, typer.Option(min=0.0, help="Time of one more verified token, in the same unit.")
     ] = None,
     seed: Seed = 0,
 ) -> None:
-    """DISCO: train the classifier that says when to stop drafting; refused when a plain threshold, a fixed length or no
-    drafting does as well, in tokens per time."""
+    """Train the classifier that says when to stop drafting (DISCO). Nothing is written if a threshold, a fixed length
+    or no drafting does as well."""
     require("calibrate disco", "calibrate", "sklearn.neural_network")
     from layerskip_plugin.calibrate.disco import Prices, train
     from layerskip_plugin.lookahead.records import Verifications
@@ -197,8 +196,8 @@ def disco(
     )
 
 
-def inspect(file: Annotated[Path, typer.Argument(help="Output of another calibrate command.")]) -> None:
-    """Show the skip sets in a file: retained, skipped attention and skipped MLP, layer by layer."""
+def inspect(file: Annotated[Path, typer.Argument(help="File that another calibrate command wrote.")]) -> None:
+    """Show the skip sets in a file, layer by layer."""
     from layerskip_plugin.selection import knapsack, knn
     from layerskip_plugin.skip_set import FORMAT, SkipSet
 
@@ -219,12 +218,12 @@ def inspect(file: Annotated[Path, typer.Argument(help="Output of another calibra
         sets = {f"context {c}, draft {x.length}": x.skip for c, x in zip(plan.contexts, plan.choices, strict=True)}
         about["hardware"] = plan.hardware
     else:
-        raise ValueError(f"{file} holds {form!r}: there are no skip sets in it")
+        raise ValueError(f"{file} holds no skip sets, but {form!r}")
     for name, skip in sets.items():
         total = 2 * skip.n_layers
         typer.echo(f"{name}: {len(skip)} of {total} sublayers skipped ({len(skip) / total:.0%})")
         for kind, bits in (("attention", skip.bits[::2]), ("MLP", skip.bits[1::2])):
             typer.echo(f"  {kind:<9} {''.join('.' if bit else '#' for bit in bits)}")
-    typer.echo("  (# retained, . skipped)")
+    typer.echo("  (# kept, . skipped)")
     for key, value in about.items():
         typer.echo(f"{key}: {value}")

@@ -33,7 +33,7 @@ class Prompts:
                 value = next(row[key] for key in PROMPT_KEYS if key in row)
             except (ValueError, TypeError, StopIteration):
                 keys = ", ".join(f'"{key}"' for key in PROMPT_KEYS)
-                raise ValueError(f"data: {path} line {number} is no JSON object with one of {keys}") from None
+                raise ValueError(f"data: {path} line {number} is not a JSON object with one of {keys}") from None
             texts.append(str(value[0] if isinstance(value, list) and value else value))
         return cls(texts, path.stem, hashlib.sha256(raw).hexdigest()[:16])
 

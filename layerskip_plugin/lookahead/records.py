@@ -68,7 +68,7 @@ class Verifications:
         except OSError as error:
             raise ValueError(f"records: cannot read {path}: {error.strerror or error}") from None
         except Exception as error:
-            raise ValueError(f"records: {path} is no file of recorded verifications: {error}") from None
+            raise ValueError(f"records: {path} was not written by option record: {error}") from None
         n = len(loaded)
         if loaded.top.shape != (n, TOP) or any(len(array) != n for array in arrays.values()):
             raise ValueError(

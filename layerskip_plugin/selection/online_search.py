@@ -94,7 +94,7 @@ class OnlineSearch(Selection):
         if not changed:
             return None
         logger.info(
-            "freedraft: a better skip set after %d candidates: %d of %d sublayers, %.0f %% of tokens as the model's",
+            "freedraft: better skip set found (%d tried): skips %d of %d sublayers, agrees on %.0f %% of tokens",
             self.candidates, len(self.incumbent), 2 * self.incumbent.n_layers, 100 * self.matchness,
         )  # fmt: skip
         return self.incumbent

@@ -29,7 +29,7 @@ from sssd_plugin.datastore.live import maintenance
 from sssd_plugin.datastore.live.runs import SEARCHED
 
 CHECK_FAILED = 1  # exit code of `verify`
-ABOUT = "Build, inspect and verify suffix-array datastores for SSSD."
+ABOUT = "Build, check, merge, export and erase datastores for sssd."
 app = typer.Typer(
     name="datastore", cls=OneLineGroup, help=ABOUT, no_args_is_help=True, add_completion=False,
     pretty_exceptions_enable=False,
@@ -231,11 +231,11 @@ def export(
 def isolation(
     store: StorePath,
     kind: Annotated[Isolation, typer.Argument(help="Value of the server's option.")],
-    accept: Annotated[bool, typer.Option("--accept", help="Let all be drafted from one tenant's text.")] = False,
+    accept: Annotated[bool, typer.Option("--accept", help="Confirm: all clients profit from all text.")] = False,
 ) -> None:
     """Let servers with this isolation use text learnt under another one."""
     if not accept:
-        raise DatastoreError(f"requests of everybody may then be drafted from all of {store}: say so with --accept")
+        raise DatastoreError(f"this lets every client profit from all text in {store}: confirm it with --accept")
     before = maintenance.accept_isolation(store, kind)
     typer.echo(f"{store}: isolation '{kind}', before '{before}'")
 
@@ -248,7 +248,7 @@ def _tenants(source: str | None) -> list[str]:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     keys = [key for line in text.splitlines() if (key := parse_tenant(line))]
     if not keys:
-        raise DatastoreError(f"{'standard input' if source == '-' else source} names no tenant: give one a line")
+        raise DatastoreError(f"{'standard input' if source == '-' else source} is empty: write one cache_salt per line")
     return keys
 
 

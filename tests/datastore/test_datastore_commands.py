@@ -129,7 +129,7 @@ def test_forget_what_is_old(tmp_path: Path) -> None:
 def test_forget_says_what_it_needs(tmp_path: Path) -> None:
     for arguments, words in (
         ((tmp_path,), "--tenants FILE"),
-        ((tmp_path, "--tenants", "-"), "names no tenant"),
+        ((tmp_path, "--tenants", "-"), "is empty"),
         ((tmp_path, "--tenants", tmp_path / "none"), "correct the path"),
         ((tmp_path, "--before", "2020-01-01"), "learnt nothing"),
     ):

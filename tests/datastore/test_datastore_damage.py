@@ -156,7 +156,7 @@ SWAP = put([500, 501], lambda numbers: numbers[::-1])
     ("role", "change", "complaint"),
     [
         ("suffix_array", SWAP, "not sorted at entry"),
-        ("suffix_array", put([500, 501], lambda numbers: numbers[[1, 1]]), "no permutation"),
+        ("suffix_array", put([500, 501], lambda numbers: numbers[[1, 1]]), "not a permutation"),
         ("tokens", put(500, lambda number: (number + 1) % 89), "bucket_starts.i32 is wrong"),
         ("bucket_starts", put(50, lambda number: number + 1), "does not agree with the tokens"),
         ("sparse_index", put(50, lambda number: number + 1), "does not agree with the tokens and the suffix array"),

@@ -108,7 +108,7 @@ def test_tenants_have_keys_of_their_own() -> None:
 def test_one_line_says_who_learns_from_whom(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     caplog.set_level("INFO")
     for options, words in (
-        ({}, "in memory, up to 4194304 tokens; isolation 'salt': .*, and so do those without one"),
+        ({}, "in memory, up to 4,194,304 tokens; isolation 'salt': .*, and so do those without one"),
         ({"live": "store", "datastore": tmp_path}, f"in {tmp_path}, "),
         ({"isolation": "strict"}, "isolation 'strict': .* neither teach nor are taught"),
         ({"isolation": "shared"}, "isolation 'shared': all requests share"),

@@ -123,6 +123,6 @@ def test_the_recorder_keeps_what_was_judged(tmp_path: Path, caplog: pytest.LogCa
 
 def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "r.npz").write_bytes(b"PK nothing")
-    for name, says in (("r.npz", "no file of recorded verifications"), ("missing.npz", "cannot read")):
+    for name, says in (("r.npz", "was not written by option record"), ("missing.npz", "cannot read")):
         with pytest.raises(ValueError, match=says):
             Verifications.load(tmp_path / name)

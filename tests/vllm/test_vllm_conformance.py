@@ -346,5 +346,5 @@ class TestV1(Conformance):
                 changed.setitem(layer._modules, name, part)
                 Backbone.of(target)
         assert len(Backbone.of(target).layers) == LAYERS
-        with pytest.raises(UnsupportedModel, match="no plain decoder"):
+        with pytest.raises(UnsupportedModel, match="not a standard decoder"):
             Backbone.of(nn.Linear(2, 2))

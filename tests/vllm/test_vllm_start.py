@@ -140,7 +140,7 @@ def test_the_method_is_rewritten_and_options_travel(tiny_model):
 def test_one_line_says_what_decides_the_speed(tiny_model):
     config = config_of(tiny_model, GOOD, tensor_parallel_size=2, enforce_eager=True)
     line = start_line(config, "sssd", v2=False)
-    said = ["method 'sssd'", methods.vllm_version(), "runner V1", "async scheduling off", "CUDA graphs NONE",
+    said = ["method 'sssd'", methods.vllm_version(), "runner V1", "async scheduling off", "CUDA graphs off",
             "attention", "2 tensor-parallel ranks", "up to 8 draft tokens"]  # fmt: skip
     assert "\n" not in line and all(words in line for words in said) and "data" not in line and "not test" not in line
     config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 8), (9, 99, 0)]

@@ -77,10 +77,10 @@ class PagedDraftModel(Passes, DraftModel):
         if free is not None and self._graphs:
             left = free_bytes() or 0
             logger.info(
-                "freedraft: CUDA graphs of %d draft passes take %.0f MiB that --mem-fraction-static does not count; "
-                "%.2f GiB are free: if that is tight, lower --mem-fraction-static",
-                len(self._graphs),
+                "freedraft: %.0f MiB more GPU memory, for CUDA graphs of %d draft passes, which --mem-fraction-static "
+                "does not count; %.2f GiB are free: if that is tight, lower --mem-fraction-static",
                 (free - left) / 2**20,
+                len(self._graphs),
                 left / 2**30,
             )
 

@@ -60,9 +60,9 @@ class WidthGraphs:
                     raise
                 kept.remove(width)
                 logger.warning(
-                    "freedraft: trees of %d nodes are verified as larger ones: their CUDA graphs could not be captured "
-                    "(%s); if memory was short, lower --mem-fraction-static",
-                    width,
+                    "freedraft: drafts of %d tokens are verified as larger ones, which is slower: their CUDA graphs "
+                    "could not be captured (%s); if memory was short, lower --mem-fraction-static",
+                    width - 1,
                     (str(error) or repr(error)).splitlines()[0],
                 )
             gc.collect()  # frees a failed capture, which its error keeps alive in the except clause
@@ -73,11 +73,11 @@ class WidthGraphs:
         if free is not None:
             left = free_bytes() or 0
             logger.info(
-                "freedraft: CUDA graphs for %d more sizes of trees take %.2f GiB that --mem-fraction-static does not "
-                "count; %.2f GiB are free: if that is tight, lower --mem-fraction-static, or set "
-                "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1",
-                len(kept) - 1,
+                "freedraft: %.2f GiB more GPU memory, for CUDA graphs of %d sizes of drafts, which "
+                "--mem-fraction-static does not count; %.2f GiB are free: if that is tight, lower "
+                "--mem-fraction-static, or set SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1",
                 (free - left) / 2**30,
+                len(kept) - 1,
                 left / 2**30,
             )
         return tuple(kept)

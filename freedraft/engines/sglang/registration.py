@@ -31,10 +31,10 @@ def register(spec: MethodSpec) -> bool:
     missing = check(HOOKS + (MODEL_HOOKS if spec.runs_model else ()) + (CPU_HOOKS if selected() else ()))
     if missing:
         logger.warning(
-            "freedraft: SGLang %s lacks what speculative algorithm '%s' needs (%s): not registered; "
-            "see 'freedraft doctor' for what this version of freedraft supports",
-            installed_version(DISTRIBUTIONS),
+            "freedraft: speculative algorithm '%s' is not registered: SGLang %s lacks what it needs (%s); "
+            "'freedraft doctor' says which versions are tested",
             spec.name,
+            installed_version(DISTRIBUTIONS),
             "; ".join(missing),
         )
         return False

@@ -104,9 +104,9 @@ def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
     if v2:
         lengths = f"{most} draft tokens at every batch size"
     if schedule:
-        learnt = ", learnt while serving; at first" if configured(vllm_config).lengths else ":"
+        learnt = (", at first", "; then by measured times") if configured(vllm_config).lengths else ("", "")
         by_size = ", ".join(f"{n} from {first} on" for first, _, n in schedule)
-        lengths = f"draft tokens by batch size{learnt} {by_size}"
+        lengths = f"draft tokens by number of requests{learnt[0]}: {by_size}{learnt[1]}"
     if v2 and getattr(vllm_config.speculative_config, ADAPTIVE, False):
         lengths += ", of which the batch's likeliest are verified, as many as pay"
     asked = configured(vllm_config).shape == "tree"
@@ -118,7 +118,7 @@ def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
     parts = [
         f"model runner {'V2' if v2 else 'V1'}",
         f"async scheduling {'on' if vllm_config.scheduler_config.async_scheduling else 'off'}",
-        f"CUDA graphs {'NONE' if graphs is None else graphs.name}",
+        f"CUDA graphs {'off' if graphs is None or graphs.name == 'NONE' else graphs.name}",
         f"attention {' and '.join(sorted(backends)) or 'unknown'}",
     ]
     chains = ["drafts are chains: trees need model runner V2"] if asked and not v2 else []

@@ -51,7 +51,7 @@ class Backbone:
         embedding, layers, norm = (getattr(inner, name, None) for name in ("embed_tokens", "layers", "norm"))
         refused = f"layers of {type(target).__name__} cannot be skipped"
         if any(part is None for part in (embedding, layers, norm, head, processor)):
-            raise UnsupportedModel(f"{refused}: it is no plain decoder")
+            raise UnsupportedModel(f"{refused}: it is not a standard decoder")
         assert head is not None and processor is not None and layers is not None
         for index, layer in enumerate(layers):
             if problem := _problem(layer, RMSNorm):

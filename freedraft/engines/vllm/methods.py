@@ -113,9 +113,9 @@ def _runs_model(vllm_config: Any) -> bool:
 
 def _warn(spec: MethodSpec, missing: list[str], consequence: str) -> None:
     logger.warning(
-        "freedraft: vLLM %s lacks what speculative method '%s' needs (%s): %s; "
-        "see 'freedraft doctor' for what this version of freedraft supports",
-        vllm_version(), spec.name, "; ".join(missing), consequence,
+        "freedraft: %s: vLLM %s lacks what speculative method '%s' needs (%s); "
+        "'freedraft doctor' says which versions are tested",
+        consequence, vllm_version(), spec.name, "; ".join(missing),
     )  # fmt: skip
 
 
@@ -229,12 +229,12 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
         or getattr(engine_args, "ubatch_size", 0)
         or getattr(engine_args, "distributed_executor_backend", None) == "external_launcher"
     )
-    served = "'sssd' and 'layerskip', and plain serving, by model runner V2"
+    served = "'sssd' and 'layerskip' run on V2 with it"
     needs_v1 = served if v1_only else ""
     # Options may name a reason against V2, and the remedy; if the user forces V2, the method's check raises it.
     needs_v1 = needs_v1 or getattr(options, "needs_own_lengths", "")
     if needs_v1 and stock and not missing and asked is None:
-        line = "freedraft: method '%s' is served by model runner V1, without async scheduling; %s"
+        line = "freedraft: async scheduling is off: method '%s' needs vLLM's model runner V1; %s"
         logger.warning(line, spec.name, needs_v1)
     v2 = not missing and (stock and not needs_v1 if asked is None else asked)
     if not v2 and getattr(engine_args, "async_scheduling", None):

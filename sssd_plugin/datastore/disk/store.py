@@ -99,7 +99,7 @@ def audit(store: Datastore, *, full: bool = False) -> None:
             ("tokens", not len(tokens) or tokens[-1] == SEPARATOR, "the last document is not closed"),
             ("bucket_starts", buckets_agree, "it does not agree with the tokens"),
             ("sparse_index", sparse_agrees, "it does not agree with the tokens and the suffix array"),
-            ("suffix_array", permutes, "it is no permutation of the suffixes"),
+            ("suffix_array", permutes, "it is not a permutation of the suffixes"),
             ("suffix_array", unsorted < 0, f"not sorted at entry {unsorted}"),
         ]
         for role, right, wrong in facts:

@@ -79,7 +79,7 @@ def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:
     with FolderLock(folder) as lock:
         strange = {entry.name for entry in folder.iterdir()} - {LOCK, MANIFEST, *_FILES}
         if strange:
-            raise DatastoreError(f"{folder / min(strange)} is no part of a live datastore: remove it")
+            raise DatastoreError(f"{folder / min(strange)} does not belong to a live datastore: remove it")
         with contextlib.closing(Log(folder, lock, manifest)) as log:
             documents, damaged = log.file.check()
             numbers = [tenant_number(log.key, name).to_bytes(8, "big").lstrip(b"\0") for name in erased]

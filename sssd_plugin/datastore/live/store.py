@@ -221,4 +221,4 @@ def _check_url(exchange: Exchange) -> None:
         answer.result(_CHECK_SECONDS)
     except (UnreachableError, TimeoutError) as error:
         problem = str(error) or f"{exchange.url} does not answer"
-        logger.warning("freedraft: %s; the server starts, and tries again", problem)
+        logger.warning("freedraft: %s; the server starts without it, and tries again", problem)

@@ -53,5 +53,5 @@ class Weights:
             raise ValueError(f"weights: {source} does not exist; train one with bench/scorer") from None
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise ValueError(
-                f"weights: {source} is no scorer weights file of this version ({error}); train one with bench/scorer"
+                f"weights: {source} is not a scorer of this version ({error}); train one with bench/scorer"
             ) from None

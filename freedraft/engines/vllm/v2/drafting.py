@@ -59,7 +59,8 @@ def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees |
     if ours.shape == "chain":
         return None
     if missing := check(V2_TREE_HOOKS):
-        logger.warning("freedraft: method '%s': drafts are chains: vLLM lacks %s", ours.name, "; ".join(missing))
+        lacks = "; ".join(missing)
+        logger.warning("freedraft: method '%s': drafts are chains, not trees: vLLM lacks %s", ours.name, lacks)
         return None
     from freedraft.engines.vllm.v2.trees import Trees
 

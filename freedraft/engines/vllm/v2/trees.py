@@ -70,7 +70,7 @@ class Trees:
             reason = f"they cannot be prepared here ({(str(error) or repr(error)).splitlines()[0]})"
         if reason is not None:
             level = logging.WARNING if self._asked else logging.INFO
-            logger.log(level, "freedraft: method '%s': drafts are chains: %s", name, reason)
+            logger.log(level, "freedraft: method '%s': drafts are chains, not trees: %s", name, reason)
             return False
         logger.info("freedraft: method '%s': drafts are trees, in attention %s", name, attention)
         self.enabled = self._buffers.enabled = True
