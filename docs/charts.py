@@ -4,6 +4,7 @@ the reader's system; the range of an axis holds every interval whole."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
@@ -43,6 +44,37 @@ def line(x: float, y: float, x2: float, y2: float, kind: str = "grid", width: fl
     dashed = f' stroke-dasharray="{dash}"' if dash else ""
     ends = f'x1="{x:.1f}" y1="{y:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
     return f'<line {ends} class="l-{kind}" stroke-width="{width}"{dashed}/>\n'
+
+
+def heat_maps(chart: str, title: str, maps: Mapping[str, Mapping[tuple[int, int], float]], across: str) -> str:
+    """Return `chart` with heat maps below it, side by side: ratios by row and column, blue above 1 and orange below,
+    the stronger the further away. maps: by name; across: what the columns are."""
+    rows, columns = (sorted({key[i] for found in maps.values() for key in found}) for i in (0, 1))
+    width, height, gap, top, left = 50, 30, 28, 76, 94
+    body = text(20, 16, title)
+    for number, (name, found) in enumerate(maps.items()):
+        start = left + number * (width * len(columns) + gap)
+        body += text(start, 44, name) + text(start + width * len(columns) / 2, top + height * len(rows) + 20, across,
+                                             "soft", "middle", 13)  # fmt: skip
+        for column, at in enumerate(columns):
+            body += text(start + width * (column + 0.5), top - 10, f"{at:,}", "soft", "middle", 13)
+        for row, of in enumerate(rows):
+            y = top + height * row
+            body += text(left - 10, y + 20, f"{of:,}", "soft", "end", 13) if number == 0 else ""
+            for column, at in enumerate(columns):
+                ratio, x = found[of, at], start + width * column
+                strength = min(1.0, 0.04 + abs(math.log(ratio)) / math.log(1.8))
+                body += f'<rect x="{x}" y="{y}" width="{width - 2}" height="{height - 2}" rx="3" '
+                body += f'class="s{int(ratio < 1)}" fill-opacity="{strength:.2f}"/>\n'
+                body += text(x + width / 2 - 1, y + 19, f"{ratio:.2f}", anchor="middle")
+    old = float(re.findall(r'height="(\d+)"', chart)[0])
+    new = old + top + height * len(rows) + 34
+    head, rest = chart.split("<title>", 1)
+    tall = rest.replace(f'height="{old:.0f}" rx', f'height="{new:.0f}" rx', 1).removesuffix("</svg>\n")
+    return (
+        f"{head.replace(f'{old:.0f}', f'{new:.0f}')}<title>{tall}"
+        f'<g transform="translate(0 {old + 10:.0f})">\n{body}</g>\n</svg>\n'
+    )
 
 
 def svg(title: str, subtitle: str, names: Sequence[str], body: str, height: float) -> str:

@@ -28,13 +28,13 @@ HEAD = f"""\
 
 <!-- Written by docs/make_configuration.py from the options' models: change those, then run it. -->
 
-Options come from three places. If one is set twice, the first of these applies:
+Options come from three places, of which the first applies:
 
 1. **Flags.** On vLLM: keys of `--speculative-config`, beside `method` and `num_speculative_tokens`. SGLang has none.
 2. **A file** that `{CONFIG_VARIABLE}` names, with one line `option: value` each (YAML).
 3. **Variables** `{PREFIX}<OPTION>`, such as `{PREFIX}DATASTORE`.
 
-A wrong value or an unknown option stops the engine, with a line that names it. An example of a file:
+A wrong value or an unknown option stops the engine, with a line that names it. A file:
 
 ```yaml
 metrics_port: 9100

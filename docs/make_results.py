@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pages
-from charts import Value, intervals, lines
+from charts import Value, heat_maps, intervals, lines
 from pages import FOLDER, ROOT, nice, result
 
 from bench.lib import summary
@@ -30,12 +30,11 @@ HEAD = """\
 
 """
 INTRODUCTION = """\
-Nine questions, each with one picture. Unless it says GPU, a figure comes from two CPU cores: gains on a GPU will
-differ. Plain means the same engine without freedraft. A ratio compares arms that took turns in one run. Lines through
-a mark are intervals; the text says which. The figures are in the CSV files, beside the JSON files of the benchmarks.
-[files.csv](../bench/results/files.csv) has commit, date, machine, versions and command of each. The scripts behind
-[earlier.csv](../bench/results/earlier.csv) are in the history. How it is measured, and how to measure yours:
-[benchmarks](benchmarks.md).
+Unless it says GPU, a figure comes from two CPU cores: gains on a GPU will differ. Plain means the same engine without
+freedraft. A ratio compares arms that took turns in one run. Lines through a mark are intervals. Files are CSV, beside
+the benchmarks' JSON. [files.csv](../bench/results/files.csv) has commit, date, machine, versions and command of each.
+The scripts behind [earlier.csv](../bench/results/earlier.csv) are in the history. How it is measured, and how to
+measure yours: [benchmarks](benchmarks.md).
 """
 
 
@@ -132,7 +131,7 @@ def rivals(served: Any) -> Screen:
         ),
         f"Spec-Bench, agents and quotes: {whole['requests']} questions over HTTP, SmolLM2-135M in fp32; `sssd` starts "
         f"with nothing learnt. Over `suffix` it is {level}. {COPIES} Groups: time per token; all questions: "
-        "throughput. The CSV also has four requests at a time.",
+        "throughput.",
     )  # fmt: skip
 
 
@@ -162,8 +161,7 @@ def concurrency(served: Any, simulated: Any) -> Screen:
         ),
         "Left: vLLM over HTTP, 8 draft tokens and `suffix` in an earlier run on another CPU. Middle and right: a "
         "**simulation** with recorded answers of Llama-3.1-8B. The H200's step times are a roofline's, in which 8 "
-        "draft tokens are almost free; measured ones are not (question 8). Limits of 8 to 64 draft tokens differ by "
-        "about 1 %.",
+        "draft tokens are almost free; measured ones are not (question 8).",
     )  # fmt: skip
 
 
@@ -193,10 +191,9 @@ def drafts(rows: Any, paper: Any, reference: Any) -> Screen:
             {"": found}, names=["sssd", "suffix decoding", "scoring: paper", "SSSD's authors' code", "prompt lookup"],
             across="draft tokens", scale="tokens per step (1 without drafts)", log=(True, False), reference=1.0,
         ),
-        "Replayed without an engine, the same figures on every machine; answers end where they ended. The datastore "
-        f"holds other answers of that model: without it `sssd` yields {alone:.2f}. The scorer was trained on rows that "
-        "are not replayed. The CSV files also have Qwen2-72B, agents' sessions, whose text is in the store, and copies "
-        "of up to 128,000 tokens.",
+        "Replayed without an engine, the same on every machine; answers end where they ended. The datastore holds "
+        f"other answers of that model: without it `sssd` yields {alone:.2f}. The scorer was trained on other rows. "
+        "The files also have Qwen2-72B, agents' sessions, whose text is in the store, and copies of 128,000 tokens.",
     )  # fmt: skip
 
 
@@ -223,32 +220,36 @@ def learning(live: Any, shared: Any) -> Screen:
 
 @question(
     "Does layer skipping help?", "layers",
-    "layer-skip-vllm-cpu.json layer-skip-sglang-cpu.json windowed-vllm-cpu.json windowed-vllm-cpu-bf16.json",
-    "windowed-sglang-cpu.json hybrid-vllm-cpu.json windowed-acceptance.json lookahead.json",
+    "layer-skip-vllm-cpu.json layer-skip-sglang-cpu.json windowed-vllm-cpu.json windowed-vllm-cpu-bf16.json "
+    "windowed-sglang-cpu.json", "hybrid-vllm-cpu.json windowed-acceptance.json lookahead.json",
 )  # fmt: skip
-def layers(vllm: Any, sglang: Any, windows: Any, windows_bf16: Any) -> Screen:
+def layers(vllm: Any, sglang: Any, *windows: Any) -> Screen:
     deep, demo = (vllm[f"{model} model, bf16, compiled"] for model in ("deep", "demo"))
     rows = [(f"vLLM, {n} at once", {"built for it": of(deep[f"batch {n}"], "ratio_quarters")}) for n in (1, 2, 4)]
     rows.append(("SGLang, 1 at once", {"built for it": of(sglang["batches"][0], "ratio_spread")}))
     rows += [(f"vLLM, {n} at once", {"SmolLM2": of(demo[f"batch {n}"], "ratio_quarters")}) for n in (1, 2, 4)]
-    for name, found in (("vLLM, fp32", windows), ("vLLM, bf16", windows_bf16)):
-        (row,) = (r for r in found["rows"] if (r["batch"], r["context"]) == (8, 7500))
-        rows.append((name, {"window, 8 of 7,500 tokens": of(row, "ratio_quartiles")}))
+    names = ("vLLM, fp32", "vLLM, bf16", "SGLang, fp32")
+    maps = {
+        name: {(row["context"], row["batch"]): row["ratio"] for row in found["rows"]}
+        for name, found in zip(names, windows, strict=True)
+    }
     (again,) = earlier("Windows on SGLang again (7500 tokens; 8")
-    value = Value(float(again["value"]), float(again["low"]), float(again["high"]))
-    rows.append(("SGLang, fp32", {"window, 8 of 7,500 tokens": value}))
+    maps[names[-1]][7500, 8] = float(again["value"])
+    shown = intervals(
+        "Skipping layers needs a model that can spare some",
+        "speed over plain; lines: quartiles, on SGLang the range of requests",
+        rows, names=["built for it", "SmolLM2"], scale="times plain (logarithmic)",
+    )  # fmt: skip
     return Screen(
         f"Not on a real model so far: SmolLM2 runs at {demo['batch 1']['ratio']:.2f} times plain.",
-        intervals(
-            "Skipping layers needs a model that can spare some",
-            "speed over plain; lines: quartiles, on SGLang the range of requests",
-            rows, names=["built for it", "SmolLM2", "window, 8 of 7,500 tokens"], scale="times plain (logarithmic)",
+        heat_maps(
+            shown, "SmolLM2 with a window: speed over plain, by tokens of context (down)", maps,
+            "requests at once",
         ),
-        "bf16, `lookahead: cost`, compiled on vLLM. Windows were chosen among 512, 2,048 and 8,192 tokens by measured "
-        "times; 512 tokens were as fast where both ran in turns (earlier.csv). The model built for layer skipping is "
-        f"synthetic: each layer is followed by a copy that hardly changes the text. {COPIES} SGLang's window was "
-        "measured twice: "
-        f"{again['value']} is the later figure, the JSON file has the first. The hybrid is in hybrid-vllm-cpu.csv.",
+        "Above: bf16, `lookahead: cost`, compiled on vLLM. The model built for it is synthetic: each layer is followed "
+        f"by a copy that hardly changes the text. {COPIES} Below: windows chosen among 512, 2,048 and 8,192 tokens by "
+        "measured times; 512 tokens were as fast in turns (earlier.csv). SGLang's last cell was measured twice: "
+        f"{again['value']} is the later figure, the file has the first.",
     )  # fmt: skip
 
 
@@ -272,7 +273,7 @@ def cost(measured: Any) -> Screen:
         "AMD EPYC, two threads. A whole step of vLLM's model runner V1 took the host "
         f"{longer['1']} ms longer with one request, {longer['32']} ms with 32. A store takes "
         f"{min(measured['store_bytes_per_token'].values()):.1f} bytes per token. Streams through all parsers are those "
-        "of single tokens: parsers-vllm.csv, parsers-sglang.csv.",
+        "of single tokens.",
     )  # fmt: skip
 
 
@@ -305,8 +306,7 @@ def gpu(hour: Any) -> Screen:
         ),
         f"{hour['device']}, vLLM 0.32, CUDA graphs. In bf16 `auto` gave plain's tokens in {auto} answers, trees in "
         f"{tree}. No control ran there, plain against plain at another batch size. The weights are random and the end "
-        "of a sequence is ignored, so these steps say what drafts cost and not what they gain. Every Triton kernel "
-        "agrees with its reference. SGLang has not run on a GPU. [More](gpu.md).",
+        "of a sequence is ignored, so these steps say what drafts cost and not what they gain. [More](gpu.md).",
     )  # fmt: skip
 
 
@@ -517,7 +517,7 @@ def section(one: Question, number: int, folder: Path, up: str) -> tuple[str, str
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"{', '.join(one.files)}: not as their benchmark writes them now ({error!r})") from None
     names = [name for name in (*one.files, *one.more) if (folder / name).is_file()]
-    links = ", ".join(f"{Path(n).stem} [CSV]({up}{Path(n).stem}.csv) [JSON]({up}{n})" for n in names)
+    links = ", ".join(f"[{Path(n).stem}]({up}{Path(n).stem}.csv)" for n in names)
     title = f"{number}. {one.title}" if number else one.title
     alt = picture.partition("<title>")[2].partition("</title>")[0]
     shown = f"**{answer}**\n\n![{alt}](img/{one.picture}.svg)\n\n{said}\n\nFiles: {links}."
