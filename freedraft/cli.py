@@ -125,7 +125,7 @@ def root(
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Check that vLLM or SGLang is here and works with freedraft, and say how to start it. Exit code 1 if not."""
+    """Check that vLLM or SGLang works with freedraft here, and say how to start it. Exit code 1 if not."""
     from freedraft.doctor import run
 
     raise typer.Exit(run(as_json=as_json))
@@ -139,8 +139,10 @@ def profile(
     device: Annotated[str | None, typer.Option(help="cuda or cpu. Default: the GPU if there is one.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
 ) -> None:  # fmt: skip
-    """Measure this machine's speed in a few seconds, from which freedraft estimates how many draft tokens pay. Only
-    needed for GPUs other than A100, H100, H200, L40S and RTX 4090."""
+    """Measure this machine in a few seconds, for GPUs other than A100, H100, H200, L40S and RTX 4090.
+
+    From its speed freedraft estimates how many draft tokens pay.
+    """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from freedraft.cost.profiling import measure, write
@@ -220,7 +222,7 @@ def compare(
     tolerance: Annotated[float, typer.Option(min=0, help="By how much logprobs may differ.")] = 1e-3,
     file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all outcomes to it.")] = None,
 ) -> None:  # fmt: skip
-    """Check that a server with drafts answers a hundred kinds of request as one without. Exit code 1 if not."""
+    """Check on two servers that drafts change no answer. Exit code 1 if they do."""
     from collections import Counter
 
     from freedraft.compare import DIFFERS, ONE, Server, compare

@@ -164,8 +164,10 @@ def disco(
     ] = None,
     seed: Seed = 0,
 ) -> None:
-    """Train the classifier that says when to stop drafting (DISCO). Nothing is written if a threshold, a fixed length
-    or no drafting does as well."""
+    """Train the classifier that says when to stop drafting (DISCO).
+
+    Nothing is written if a threshold, a fixed length or no drafting does as well.
+    """
     require("calibrate disco", "calibrate", "sklearn.neural_network")
     from layerskip_plugin.calibrate.disco import Prices, train
     from layerskip_plugin.lookahead.records import Verifications

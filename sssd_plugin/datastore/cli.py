@@ -148,8 +148,10 @@ def verify(
     erased: Annotated[str | None, typer.Option(
         "--erased", metavar="FILE", help="File of tenants, as for `forget`, that must have no text left.")] = None,
 ) -> None:  # fmt: skip
-    """Check a datastore: checksums, counts, order of the suffixes, and that it fits a model; with --erased, that no
-    byte of learnt files names these tenants. Exit code 1 if a check fails."""
+    """Check a datastore, that it fits a model, or that tenants are erased. Exit code 1 if a check fails.
+
+    Checksums, counts and the order of the suffixes; with --erased, that no byte of learnt files names these tenants.
+    """
     if not store.exists():
         raise DatastoreError(f"no datastore at {store}: correct the path")
     fingerprint = None if tokenizer is None else tokenizer_fingerprint(tokenizers.load(tokenizer))
@@ -201,8 +203,10 @@ def forget(
     before: Annotated[str | None, typer.Option(
         metavar="TIME", help="Text learnt before this time, e.g. 2026-01-31 or 2026-01-31T12:00.")] = None,
 ) -> None:  # fmt: skip
-    """Erase learnt text, on disk and in servers of this host that learn there, or at a URL and in all servers that
-    learn there. With --tenants and --before, only text that both select."""
+    """Erase learnt text, in a folder or at a URL, and in the servers that learn there.
+
+    With --tenants and --before, only text that both select.
+    """
     if tenants is None and before is None:
         raise DatastoreError("say what to forget: --tenants FILE, --before TIME, or both")
     names = _tenants(tenants)
