@@ -150,4 +150,5 @@ def run(url: str, interval: float, once: bool, as_json: bool) -> int:
 
 
 def _shown(title: str, now: Samples, before: Samples, seconds: float) -> Any:
-    return Group(*filter(None, (title, view(now, before, seconds), sources(now, before), UNKNOWN)))
+    parts: list[Any] = [title, view(now, before, seconds), sources(now, before), UNKNOWN]
+    return Group(*filter(None, parts))

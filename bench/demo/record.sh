@@ -10,20 +10,8 @@ cd "$(dirname "$0")/../.."
 BIN=$PWD/.venv/vllm/bin OUT=${OUT:-docs/img/demo.svg} TOOLS=build/record PAUSE=2 COLUMNS=108 LINES=30
 export PATH=$BIN:$PATH PYTHONPATH=${PYTHONPATH:-$PWD} COLUMNS LINES HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 
-QUESTION='Add a docstring to every method.
-
-class Stack:
-    def __init__(self):
-        self.items = []
-
-    def push(self, item):
-        self.items.append(item)
-
-    def pop(self):
-        return self.items.pop()
-
-    def is_empty(self):
-        return len(self.items) == 0'
+QUESTION='Write a Python class `Stack` on top of a list, with the methods push, pop, peek, is_empty and size, a docstring '\
+'for each method, and a short example of its use.' # the second one of `code` in bench/lib/prompts.json
 
 say() { printf '\e[2m# %s\e[0m\n' "$1"; }
 
@@ -47,16 +35,17 @@ scenes() {
     run 'python -m bench.demo.server ask "Tell me about tea." > /dev/null      # warm up'
     sleep 2
     clear
-    say 'The same request, without drafts and with. Every time as a client whose text the server has not seen.'
-    export QUESTION
-    run 'python -m bench.demo.server ask "$QUESTION" --plain --max-tokens 160 | tee build/record/plain.txt'
+    say 'The same request, without drafts and with, each time as a client whose text the server has not seen.'
+    say "QUESTION='$QUESTION'"
+    run 'python -m bench.demo.server ask "$QUESTION" --plain --max-tokens 160 2>&1 | tee build/record/plain.txt'
     sleep 1
-    run 'python -m bench.demo.server ask "$QUESTION" --max-tokens 160 | tee build/record/drafted.txt'
-    run 'cmp build/record/plain.txt build/record/drafted.txt && echo identical'
+    run 'python -m bench.demo.server ask "$QUESTION" --max-tokens 160 2>&1 | tee build/record/drafted.txt'
+    run 'cmp <(head -n -1 build/record/plain.txt) <(head -n -1 build/record/drafted.txt) && echo identical'
     sleep 3
     clear
     run 'for i in 1 2 3; do python -m bench.demo.server ask "$QUESTION" --max-tokens 160; done > build/record/more.txt 2>&1 &'
-    run 'timeout -s KILL 9 freedraft top --interval 1' 2> /dev/null
+    sleep 6
+    run 'timeout -s KILL 14 freedraft top' 2> /dev/null || true
 }
 
 if [[ ${1:-} == scenes ]]; then
