@@ -44,7 +44,7 @@ def write_tree_queries(
     """
     requests, device = len(slots), slots.device
     assert trees.masks.dtype == slots.dtype == torch.int64 and trees.prompts.dtype == nodes.dtype == torch.int32
-    assert trees.masks.shape[1] <= MAX_DRAFT_NODES and trees.masks.is_contiguous() and nodes.shape == (requests + 1,)
+    assert trees.masks.shape[1] <= MAX_DRAFT_NODES and trees.masks.stride(1) == 1 and nodes.shape == (requests + 1,)
     if use_triton(device, backend):
         from freedraft_kernels.device.tree_queries import launch_tree_queries
 

@@ -42,7 +42,8 @@ class Decoding:
             str(model), skip_tokenizer_init=True, max_model_len=longest, speculative_config=dict(options)
         )
         self.states = RequestState(size, longest, tokens, length, int(texts.max()) + 1, cpu)
-        self.drafting = Drafting(arguments.create_engine_config(), cpu, self.states, drafts=True)
+        self.drafting = Drafting(arguments.create_engine_config(), cpu, self.states)
+        self.drafting.proposed = np.zeros((size, 1, length), np.int64)
         self.states.all_token_ids.gpu[:] = torch.from_numpy(texts)
         self.states.req_id_to_index.update(zip(ids, range(size), strict=True))
         self.batch = InputBatch.make_dummy(size, tokens, InputBuffers(size, tokens, cpu))
@@ -59,15 +60,15 @@ class Decoding:
         self.lengths += gained
         self.states.total_len.gpu[:] = torch.from_numpy(self.lengths)
         size, drafting = len(self.lengths), self.drafting
-        drafting._steps += 1
+        drafting.steps += 1
         sampled, over = torch.full((size,), gained, dtype=torch.int32), np.zeros(size, np.bool_)
-        assert drafting.guarded.call(drafting._launch, self.batch, sampled, self.drafts, torch.zeros(0), over)
-        drafting._gained[0]._event = arrival
+        assert drafting.guarded.call(drafting.launched, self.batch, sampled, self.drafts, torch.zeros(0), over)
+        drafting.gained._event = arrival
 
     def draft(self) -> bool:
         """Draft for the next step, as soon as the tokens are there; whether it was drafted for."""
         drafting = self.drafting
-        drafted = drafting.guarded.call(drafting._draft, drafting.length, self.batch)
+        drafted = drafting.guarded.call(drafting.draft, self.drafts.shape[1], self.batch)
         if drafted:
-            self.drafts.copy_(drafting._of_batch(drafting._proposed, len(self.lengths))[0])
+            self.drafts.copy_(torch.from_numpy(drafting.proposed[self.batch.idx_mapping_np, 0]))
         return bool(drafted)

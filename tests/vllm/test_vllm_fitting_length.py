@@ -5,21 +5,14 @@ from __future__ import annotations
 import logging
 
 import pytest
+from test_vllm_start import config_of, refusal
 from vllm_cases import metric, parameters
 from vllm_engines import engine
 
-from freedraft.config import ConfigError
 from tests.support.prompts import random_ids
 
 SSSD = {"method": "sssd", "scoring": "paper"}
 LORA = {"enable_lora": True, "max_num_seqs": 16}
-
-
-def config_of(model, options, usage=None, **arguments):
-    from vllm import EngineArgs
-
-    arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "enforce_eager": True} | arguments
-    return EngineArgs(model=str(model), speculative_config=SSSD | options, **arguments).create_engine_config(usage)
 
 
 @pytest.fixture
@@ -37,12 +30,11 @@ def lines(monkeypatch, caplog):
         (LORA | {"max_num_batched_tokens": 16 * 32 - 1}, 30),
         (LORA | {"max_num_batched_tokens": 40}, 1),
         ({"max_num_batched_tokens": 31, "max_num_seqs": 4}, 30),
-        ({"max_num_batched_tokens": 31, "max_num_seqs": 4}, 30),
         ({"max_num_scheduled_tokens": 5, "max_num_seqs": 4}, 4),
     ],
 )
 def test_the_default_is_what_a_batch_holds(tiny_model, lines, arguments, length):
-    config = config_of(tiny_model, {}, **arguments)
+    config = config_of(tiny_model, SSSD, **arguments)
     assert config.speculative_config.num_speculative_tokens == length
     assert len(lines()) == (length < 31)
     assert all(f"up to {length} draft tokens" in line and "\n" not in line for line in lines())
@@ -53,7 +45,7 @@ def test_it_fits_the_defaults_of_each_usage(tiny_model):
     from vllm.usage.usage_lib import UsageContext
 
     for usage in (UsageContext.LLM_CLASS, UsageContext.OPENAI_API_SERVER):
-        config = config_of(tiny_model, {}, usage, enable_lora=True, max_model_len=256)
+        config = config_of(tiny_model, SSSD, usage, enable_lora=True, max_model_len=256)
         requests, tokens = config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens
         assert config.speculative_config.num_speculative_tokens == min(31, tokens // requests - 1) > 0
 
@@ -65,7 +57,7 @@ def test_it_fits_the_defaults_of_each_usage(tiny_model):
         ({}, LORA | {"max_num_batched_tokens": 31}, ["does not hold 31", "set 512 or more"]),
         ({"num_speculative_tokens": 8}, {"max_num_batched_tokens": 8, "max_num_seqs": 4}, ["to 7 or less"]),
         (
-            {"method": "layerskip", "num_speculative_tokens": 8, "scoring": None},
+            {"method": "layerskip", "num_speculative_tokens": 8},
             {"max_num_batched_tokens": 8, "max_num_seqs": 4},
             ["'layerskip'", "to 7 or less"],
         ),
@@ -77,13 +69,8 @@ def test_it_fits_the_defaults_of_each_usage(tiny_model):
     ],
 )
 def test_what_cannot_work_is_refused_with_what_would(tiny_model, options, arguments, words):
-    options = {name: value for name, value in (SSSD | options).items() if value is not None}
-    from vllm import EngineArgs
-
-    arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "enforce_eager": True} | arguments
-    with pytest.raises(ConfigError) as error:
-        EngineArgs(model=str(tiny_model), speculative_config=options, **arguments).create_engine_config()
-    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), str(error.value)
+    message = refusal(tiny_model, {"method": "sssd"} | options, **arguments)
+    assert all(word in message for word in words), message
 
 
 def test_a_cached_prompt_is_scheduled_in_the_smallest_batches(tiny_model):

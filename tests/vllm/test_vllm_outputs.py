@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from freedraft.engines.vllm.outputs import output_of
+from freedraft.engines.vllm.outputs import trimmed_output
 
 
 def request_of(request_id, prompt, output, **parameters):
@@ -30,11 +30,11 @@ def request_of(request_id, prompt, output, **parameters):
 )
 def test_the_output_of_a_request_ends_where_the_scheduler_ends_it(tokens, parameters, expected):
     sampling = request_of("a", [0], tokens, max_tokens=5, **parameters).sampling_params
-    assert output_of(sampling, tokens).tolist() == expected
+    assert trimmed_output(sampling, tokens).tolist() == expected
 
 
 def test_a_request_without_sampling_parameters_keeps_its_output():
-    assert output_of(None, [1, 2]).tolist() == [1, 2]
+    assert trimmed_output(None, [1, 2]).tolist() == [1, 2]
 
 
 def test_an_output_ends_with_the_token_that_completes_a_stop_string(demo_model):
@@ -62,10 +62,10 @@ def test_an_output_ends_with_the_token_that_completes_a_stop_string(demo_model):
         taken = 0
         while taken < len(tokens) and front_end.update([tokens[taken]], False) is None:
             taken += 1
-        found = output_of(sampling, tokens, tokenizer)
+        found = trimmed_output(sampling, tokens, tokenizer)
         assert found.tolist() == tokens[: taken + 1], seed
         shortened += len(found) < len(tokens)
-        assert output_of(sampling, tokens).tolist() == tokens
+        assert trimmed_output(sampling, tokens).tolist() == tokens
     assert shortened > 20
 
 
@@ -86,5 +86,5 @@ def test_no_stop_string_costs_more_than_a_few_readings_of_the_output(demo_model)
     late = Counting.tokenizer.decode(tokens[-1_000:-20])[1:-1]
     for stops, ends in (([longest], [20_000]), ([longest, late], [19_980, 19_981])):
         tokenizer = Counting()
-        assert len(output_of(SamplingParams(max_tokens=None, stop=stops), tokens, tokenizer)) in ends
+        assert len(trimmed_output(SamplingParams(max_tokens=None, stop=stops), tokens, tokenizer)) in ends
         assert tokenizer.decoded < 8 * len(tokens)

@@ -23,11 +23,11 @@ BOTH = SKIPPING | {"method": "hybrid"}
 KV_TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
-def config_of(model, speculative_config, **arguments):
+def config_of(model, speculative_config, usage=None, **arguments):
     from vllm import EngineArgs
 
     arguments = {"skip_tokenizer_init": True, "max_model_len": 64, "enforce_eager": True} | arguments
-    return EngineArgs(model=str(model), speculative_config=speculative_config, **arguments).create_engine_config()
+    return EngineArgs(model=str(model), speculative_config=speculative_config, **arguments).create_engine_config(usage)
 
 
 def refusal(model, speculative_config, **arguments):

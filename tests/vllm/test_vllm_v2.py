@@ -20,7 +20,7 @@ from vllm_cases import TINY, alone, greedy_case, recycled, save_sets, seeded_cas
 from freedraft.step import EngineContext
 from tests.support import prompts as texts
 from tests.support import repeat_drafter
-from tests.support.models import continuations, save, weaken
+from tests.support.models import continuations, save, save_byte_tokenizer, weaken
 from tests.support.models import tiny_model as make_tiny
 from tests.support.v2_drafting import Decoding
 
@@ -56,11 +56,9 @@ def run(script, model, given, timeout=840, attention="", v2=True):
 def served(tiny_model, tiny_answers, live_prompts):
     """What an engine with too little room for all requests says, which is asked one case after the other."""
     long = token_prompts([3 * prompt["prompt_token_ids"] for prompt in live_prompts[:2]])
-    cases = {name: greedy_case(live_prompts) for name in ("greedy", "again")}
-    cases["aborted"] = greedy_case(live_prompts, abort=6)
+    cases = {"greedy": greedy_case(live_prompts), "aborted": greedy_case(live_prompts, abort=6)}
     cases |= {name: greedy_case(long, 10) for name in ("long", "long again")}
-    cases |= {"seeded": seeded_case(), "seeded, aborted": seeded_case() | {"abort": 6}}
-    cases["seeded, alone"] = alone(seeded_case(), 2)
+    cases |= {"seeded": seeded_case() | {"abort": 6}, "seeded, alone": alone(seeded_case(), 2)}
     # Steps of three and four requests are not drafted for: what they gain is taken later.
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 0], [5, 64, 3]]}
     return serve(tiny_model, cases=cases, speculative_config=SSSD | schedule, max_num_seqs=32, **SMALL | CRAMPED)
@@ -138,11 +136,11 @@ def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch):
     pytest.importorskip("triton")
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
-    from freedraft.engines.vllm.v2.speculator import MethodSpeculator
+    from freedraft.engines.vllm.v2.drafting import Drafting
     from freedraft.guarded_method import GuardedMethod
 
     states_by_id: dict[str, list[float]] = {}
-    ours = MethodSpeculator.__new__(MethodSpeculator)
+    ours = Drafting.__new__(Drafting)
     ours.guarded = GuardedMethod(repeat_drafter.SPEC, repeat_drafter.RepeatOptions(), EngineContext())
     monkeypatch.setattr(
         ours.guarded.method, "set_prompt_state", lambda name, state: states_by_id.update({name: state.tolist()})
@@ -247,7 +245,7 @@ def test_nothing_is_drafted_for_requests_that_have_lost_their_slots(served):
     assert gone == 0 and at_all > 100 and served["engine"]["left"] > 5
 
 
-@pytest.mark.parametrize("case", ["greedy", "again", "aborted"])
+@pytest.mark.parametrize("case", ["greedy", "aborted"])
 def test_greedy_answers_are_the_models_own(served, tiny_answers, case):
     assert served[case] == tiny_answers
 
@@ -258,9 +256,8 @@ def test_requests_were_preempted_and_found_in_the_prefix_cache(served):
 
 
 def test_a_seed_gives_the_tokens_of_an_engine_without_drafts(served, plain_seeded):
-    assert served["seeded"] == served["seeded, aborted"] == plain_seeded
-    assert served["seeded, alone"] == plain_seeded[2:3]
-    drafted, accepted = served["engine"]["counts"]["seeded, aborted"]
+    assert served["seeded"] == plain_seeded and served["seeded, alone"] == plain_seeded[2:3]
+    drafted, accepted = served["engine"]["counts"]["seeded"]
     assert accepted > 10 and drafted - accepted > 10
 
 
@@ -269,8 +266,8 @@ def test_requests_end_and_are_learnt_whole(served, tiny_answers):
     assert engine["held"] == [0, 0, 0]
     learnt = [document for tokens in engine["learnt"] for document in split(tokens)]
     whole = [document[8:] for document in learnt if len(document) == 8 + TOKENS]  # behind the end of its prompt
-    # Each answer three times: greedy, again, and after the abort.
-    assert sorted(whole) == sorted(3 * tiny_answers)
+    # Each answer twice: greedy, and after the abort.
+    assert sorted(whole) == sorted(2 * tiny_answers)
 
 
 def test_logits_of_verified_drafts_are_recycled(served, tiny_answers, live_prompts):
@@ -356,27 +353,21 @@ def test_layer_skipping_leaves_the_tokens_of_a_seed_alone(skipped, plain_seeded)
     assert skipped["seeded"] == plain_seeded
 
 
-def test_layer_skipping_by_default_drafts_as_at_a_fixed_length(tmp_path):
-    """Twelve requests one after the other, between which nothing is drafted for, where drafts pay."""
+def test_layer_skipping_drafts_by_default(tmp_path):
+    """Six requests one after the other, between which nothing is drafted for, where drafts pay."""
     model = make_tiny(seed=7, **TINY | {"num_hidden_layers": 8})
     skipped = range(1, 7)
     weaken(model, skipped, 0.05)
     (file,) = save_sets(save(model, tmp_path), tmp_path, skip=(skipped, skipped))
-    prompts = token_prompts(texts.random_ids([12] * 12, 24, first=2, seed=3))
-    cases = {f"{i}": greedy_case([prompt], 40) for i, prompt in enumerate(prompts)}
+    ids = texts.random_ids([12] * 6, 24, first=2, seed=3)
+    cases = {f"{i}": greedy_case(token_prompts([prompt]), 40) for i, prompt in enumerate(ids)}
     default = {"method": "layerskip", "num_speculative_tokens": 4, "skip_set": file}
-
-    def accepted(**options):
-        given = {"speculative_config": default | options, "seconds": [0.02, 1e-4], "max_num_seqs": 4}
-        given["gpu_memory_utilization"] = 0.2
-        found = serve(tmp_path, cases=cases, **given, **SMALL)
-        assert not found["engine"]["failures"]
-        answers = continuations(tmp_path, [prompt["prompt_token_ids"] for prompt in prompts], 40)
-        assert [found[name] for name in cases] == [[answer] for answer in answers]
-        return np.array([found["engine"]["counts"][name][1] for name in cases])
-
-    by_default, fixed = accepted(), accepted(lookahead="fixed")
-    assert fixed.min() > 10 and by_default.sum() >= 0.9 * fixed.sum(), (by_default, fixed)
+    given = {"speculative_config": default, "seconds": [0.02, 1e-4], "max_num_seqs": 4, "gpu_memory_utilization": 0.2}
+    found = serve(tmp_path, cases=cases, **given, **SMALL)
+    assert not found["engine"]["failures"]
+    assert [found[name] for name in cases] == [[answer] for answer in continuations(tmp_path, ids, 40)]
+    accepted = [accepted for _, accepted in found["engine"]["counts"].values()]
+    assert sum(accepted) > 20 * len(cases), accepted
 
 
 @pytest.mark.extended
@@ -401,25 +392,6 @@ def test_draft_passes_that_cannot_be_built(tiny_model, tiny_answers, live_prompt
     found = serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=3, **SMALL)
     assert found["few"] == [answer[:8] for answer in tiny_answers[:2]]
     assert found["engine"]["accepted"] == 0 and found["engine"]["v2"]
-
-
-def test_draft_passes_read_what_cuda_graphs_capture(tiny_model, tiny_answers, live_prompts, tmp_path):
-    """A replay that computes with the tensors and the forward context of the capture drafts as an eager pass does, and
-    the tokens of a round come to the host together."""
-    few, options = live_prompts[:3], two_skip_sets(tiny_model, tmp_path)
-    cases = {"empty": greedy_case(few, 12, skip_set="empty"), "some": greedy_case(few, skip_set="some")}
-    cases["mixed"] = cases["empty"] | {"abort": 3}
-    engine = SMALL | {"num_gpu_blocks_override": 12, "block_size": 16, "attention": "flash", "graphs": True}
-    found = serve(tiny_model, cases=cases, speculative_config=options, max_num_seqs=3, **engine)
-    for name, length in {"empty": 12, "some": TOKENS, "mixed": 12}.items():
-        assert found[name] == [answer[:length] for answer in tiny_answers[:3]], name
-    engine = found["engine"]
-    assert not engine["failures"] and len(engine["replays"]) == 2 and min(engine["replays"]) > 5
-    assert sum(engine["replays"]) == sum(engine["reads"]) and engine["reads"].count(3) > 0.7 * len(engine["reads"])
-    drafted, accepted = engine["counts"]["empty"]
-    assert drafted > 20 and accepted >= 0.7 * drafted, "all but those beyond the ends of answers"
-    drafted, accepted = engine["counts"]["some"]
-    assert 0 < accepted < drafted
 
 
 def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch, caplog):
@@ -458,17 +430,18 @@ def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch,
     assert "without CUDA graphs" in line and DraftGraphs.failed
 
 
-def test_structured_output(demo_model):
+def test_structured_output(demo_model, tmp_path):
     """With a grammar, drafts go back to the scheduler, which cuts them."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(demo_model)
-    prompt = texts.CHAT[3]
-    ids = tokenizer(prompt)["input_ids"][:40] if isinstance(prompt, str) else prompt
-    parameters = {"temperature": 0, "max_tokens": 12, "structured_outputs": {"choice": ["red, red, red", "blue"]}}
-    given = {"cases": {"choice": {"prompts": [ids], "parameters": parameters}}, "max_model_len": 128}
+    vocab_size = save_byte_tokenizer(tmp_path, (demo_model / "chat_template.jinja").read_text())
+    model = save(make_tiny(seed=7, **TINY | {"vocab_size": vocab_size}), tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    parameters = {"temperature": 0, "max_tokens": 16, "structured_outputs": {"choice": ["red, red, red", "blue"]}}
+    given = {"cases": {"choice": {"prompts": [tokenizer("red, red, blue, red, red, ")["input_ids"]]}}}
+    given["cases"]["choice"]["parameters"] = parameters
     options = SSSD | {"live": "off", "policy": "knee", "knee": 12}
-    found = serve(demo_model, speculative_config=options, max_num_seqs=2, **given)
+    found = serve(model, speculative_config=options, max_num_seqs=2, max_model_len=128, **given)
     assert tokenizer.decode(found["choice"][0], skip_special_tokens=True) in ("red, red, red", "blue")
     assert not found["engine"]["failures"]
     # By the cost model, what vLLM schedules for a batch of each size.

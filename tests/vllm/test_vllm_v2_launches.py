@@ -27,26 +27,32 @@ BOUNDS = {
         "take logits": (0, ["block_maxima_kernel", "top_tokens_kernel"]),
         "copy gained": (0, ["newest_tokens_kernel"]),
         "propose": (0, []),
-        "join": (2, ["_combine_sampled_and_draft_tokens_kernel"]),
+        "join": (1, ["_combine_sampled_and_draft_tokens_kernel"]),
         "prepare trees": (0, []),
     }
 }
 BOUNDS["tree"] = BOUNDS["chain"] | {
     "match": (1, ["compact_kernel", "verify_kernel"]),
-    "join": (3, ["_combine_sampled_and_draft_tokens_kernel", "tree_queries_kernel"]),
+    "join": (1, ["_combine_sampled_and_draft_tokens_kernel", "tree_queries_kernel"]),
     "prepare trees": (1, []),
 }
 SSSD = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed", "recycle": "on"}
 
 
-def counted(model, shape):
-    given = {"speculative_config": SSSD | {"shape": shape}, "requests": 2, "temperature": 0.0}
-    return run("launches.py", model, given, attention="flash" if shape == "tree" else "")
+def counted(model):
+    # Trees first: vLLM looks for attention once per process, and ours is stock attention for chains.
+    given = {shape: SSSD | {"shape": shape} for shape in ("tree", "chain")}
+    return run("launches.py", model, given, attention="flash")
+
+
+@pytest.fixture(scope="module")
+def launched(tiny_model):
+    return counted(tiny_model)
 
 
 @pytest.mark.parametrize("shape", BOUNDS)
-def test_launches_of_a_step(tiny_model, shape):
-    found = counted(tiny_model, shape)
+def test_launches_of_a_step(launched, shape):
+    found = launched[shape]
     assert found["sample"]["kernels"], "vLLM's own sampler"
     order = [found["order"].index(name) for name in ("newest_tokens_kernel", "block_maxima_kernel")]
     assert order == sorted(order), "the host waits for tokens before it reads logits"
@@ -59,8 +65,8 @@ def test_launches_of_a_step(tiny_model, shape):
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         model = save(tiny_model(seed=7, **TINY), Path(folder))
-        figures = {shape: counted(model, shape) for shape in BOUNDS}
-    figures = {shape: {phase: of[phase] for phase in BOUNDS[shape]} for shape, of in figures.items()}
+        found = counted(model)
+    figures = {shape: {phase: found[shape][phase] for phase in of} for shape, of in BOUNDS.items()}
     if sys.argv[2:]:
         figures = {"before": json.loads(Path(sys.argv[2]).read_text())} | {"after": figures}
     write_json(Path(sys.argv[1]), figures)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from freedraft.engines.vllm.v2.gained import GainedTokens
 from freedraft.engines.vllm.v2.requests import Requests, Taken
 from freedraft.engines.vllm.v2.write_drafts import write_drafts
+from freedraft.step import room
 from tests.support.random_trees import random_batch
 
 SLOTS, LENGTH, NEWEST = 4, 60, 4
@@ -47,10 +48,10 @@ def test_any_traffic(random):
         step.scheduled = np.full(len(launched), NEWEST, np.int32)
         step.wait()[:] = gained
         may_draft, most = requests.prepare(step, 3, None), requests.limits[step.slots]
-        taken = requests.append(step)
+        taken = requests.append(step, 3)
         assert taken.rows.tolist() == expected
-        room = [min(3, int(most[row]) - 1 - int(gained[row, 1])) for row in expected]
-        assert taken.capacities.tolist() == [max(0, n) for n in room] and (may_draft or max(room, default=0) <= 0)
+        found = room(most[expected], gained[expected, 1], 3)
+        assert taken.capacities.tolist() == found.tolist() and (may_draft or not found.any())
         for name, (_, output) in ended.items():
             assert requests.take_ended(name).tolist() == output
         ended.clear()
@@ -114,7 +115,7 @@ def test_trees_and_chains_of_one_batch(seed):
     slots, capacities = places[rows], rng.integers(0, WIDEST + 1, requests).astype(np.int32)
     trees = rng.random() < 0.8  # else there is no room for masks, and all drafts are chains
     allowed = (rng.random(PLACES) < 0.6) & trees
-    branches, proposed = allowed[slots], np.full((1 + trees, ROWS, WIDEST), 3, np.int64)
+    branches, proposed = allowed[slots], np.full((PLACES, 1 + trees, WIDEST), 3, np.int64)
     held, step = Requests(PLACES, 99, WIDEST), GainedTokens(ROWS, WIDEST, torch.device("cpu"))
     step.slots = places
     step.wait()[:, -1] = -5
@@ -122,7 +123,7 @@ def test_trees_and_chains_of_one_batch(seed):
     taken, parents = Taken(none, none, rows.astype(np.int32), *3 * [capacities]), held.parents
     counts = write_drafts(draft, taken, step, held, proposed, allowed if trees else None, 8)
     assert held.drafted[slots].tolist() == counts.tolist() and (held.drafted_behind[slots] == 8).all()
-    assert held.nodes[slots].tolist() == [[-5, *proposed[0, row]] for row in rows]
+    assert (held.roots[slots] == -5).all()
     for b in range(requests):
         nodes = list(range(1, min(int(draft.counts[b]), int(capacities[b]) + 1)))
         if not branches[b]:
@@ -133,7 +134,7 @@ def test_trees_and_chains_of_one_batch(seed):
             nodes = chain[1:]
         count = len(nodes)
         assert counts[b] == count
-        tokens, masks = proposed[0, rows[b]], proposed[-1, rows[b]]
+        tokens, masks = proposed[slots[b], 0], proposed[slots[b], -1]
         assert tokens.tolist() == [*draft.tokens[b, nodes], *[-5] * (WIDEST - count)]
         place = {0: 0} | {node: i for i, node in enumerate(nodes, 1)}
         followed = [place[int(draft.parents[b, node])] for node in nodes]
@@ -147,6 +148,7 @@ def test_trees_and_chains_of_one_batch(seed):
                 path.append(int(draft.parents[b, path[-1]]))
             assert masks[i].astype(np.uint64) == sum(1 << (place[above] - 1) for above in path)
         assert not masks[count:].any()
-    others = np.setdiff1d(np.arange(ROWS), rows)
-    assert (proposed[0, others] == -5).all() and not proposed[1:, others].any()
-    assert not write_drafts(None, taken, step, held, proposed, None, 9).any() and (proposed == -5)[0].all()
+    others = np.setdiff1d(places, slots)
+    assert (proposed[others, 0] == -5).all() and not proposed[others, 1:].any()
+    assert (np.delete(proposed, places, 0) == 3).all(), "of requests that did not take part"
+    assert not write_drafts(None, taken, step, held, proposed, None, 9).any() and (proposed[places, 0] == -5).all()

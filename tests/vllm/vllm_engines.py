@@ -9,7 +9,6 @@ import gc
 import os
 from contextlib import contextmanager
 
-from freedraft.hybrid.method import HybridMethod
 from layerskip_plugin.method import LayerSkipMethod
 from sssd_plugin.method import SssdMethod
 
@@ -68,13 +67,8 @@ def check_nothing_is_left(llm):
         return
     method = proposer.guarded.method
     assert not failures(proposer) and not proposer.guarded.running and not proposer.limits
-    parts = [method]
-    if isinstance(method, HybridMethod):  # it keeps the requests that draft by passes
-        assert not method._by_model
-        parts = [method.ngrams, method.passes]
-    for part in parts:
-        assert not isinstance(part, SssdMethod) or len(part.drafter) == 0
-        assert not isinstance(part, LayerSkipMethod) or not part.selection.requests
+    assert not isinstance(method, SssdMethod) or len(method.drafter) == 0
+    assert not isinstance(method, LayerSkipMethod) or not method.selection.requests
 
 
 def failures(proposer):

@@ -23,7 +23,7 @@ def drafted_up_to(parameters: Any, prompt: int) -> int:
     return 0 if out else prompt + (getattr(parameters, "max_tokens", None) or UNLIMITED)
 
 
-def output_of(parameters: Any, tokens: Sequence[int], tokenizer: Any = None) -> NDArray[np.int32]:
+def trimmed_output(parameters: Any, tokens: Sequence[int], tokenizer: Any = None) -> NDArray[np.int32]:
     """A request's output without tokens that its last step accepted beyond its end, which the scheduler drops later.
     parameters: its SamplingParams, or None; tokenizer: the target's; None: do not look for stop strings, after which a
     request runs on until the front end, which alone decodes, ends it."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @triton.jit
 def tree_queries_kernel(
-    node_masks,  # int64 [S, K]
+    node_masks,  # int64 [S, K], rows `stride` apart
     prompts,  # int32 [S]
     slots,  # int64 [B]
     nodes, starts,  # int32 [B + 1]
@@ -22,7 +22,7 @@ def tree_queries_kernel(
     positions,  # int64 [T]
     parents,  # int32 [T]
     counts,  # int32 [B]
-    width, NODE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    stride, NODE_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program b writes the queries of request b: its nodes by their masks, earlier tokens in blocks of BLOCK."""
     request = tl.program_id(0)
@@ -34,7 +34,7 @@ def tree_queries_kernel(
     root = length - count
     node = tl.arange(0, NODE_BLOCK)
     draft = (node > 0) & (node < count)
-    mine = tl.load(node_masks + slot * width + node - 1, mask=draft, other=0)
+    mine = tl.load(node_masks + slot * stride + node - 1, mask=draft, other=0)
     first = tl.sum(tl.where(node == 1, mine, 0), 0)
     tree = (first != 0) & (root >= tl.load(prompts + slot))
     present = tl.sum(((mine != 0) & draft).to(tl.int32), 0)
@@ -66,9 +66,9 @@ def tree_queries_kernel(
 def launch_tree_queries(
     trees: Any, slots: Tensor, nodes: Tensor, queries: Any, positions: Tensor, parents: Tensor, counts: Tensor
 ) -> None:
-    width = trees.masks.shape[1]
+    stride, block = trees.masks.stride(0), triton.next_power_of_2(trees.masks.shape[1] + 1)
     tree_queries_kernel[(len(slots),)](
         trees.masks, trees.prompts, slots, nodes, queries.starts, queries.seq_lens, queries.prefixes, queries.masks,
-        queries.trees, positions, parents, counts, width, NODE_BLOCK=triton.next_power_of_2(width + 1), BLOCK=256,
+        queries.trees, positions, parents, counts, stride, NODE_BLOCK=block, BLOCK=256,
         num_warps=4,
     )  # fmt: skip

@@ -36,7 +36,6 @@ from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerific
 from freedraft.engines.vllm.v2 import gate
 from freedraft.engines.vllm.v2.gate import Gate, stream_wait
 from freedraft.engines.vllm.v2.install import SPECULATOR
-from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 
 SIZES = [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64]  # of graphs, in tokens
@@ -122,9 +121,8 @@ def verify_by_score(runner):
     runner.adaptive_verification = AdaptiveVerificationManager(states, runner.input_buffers.query_start_loc, 1, 1000)
     runner.adaptive_verification.set_cost_curves([(1, 0.0)], [(size, 10.0 + 0.6 * size) for size in SIZES])
     runner.rejection_sampler.enable_adaptive_verification = True
-    ours = speculator.by_score = runner.adaptive_verification = RowsByScore(
-        runner, speculator._ranks, last=speculator.joins_last
-    )
+    speculator.verify_by_score()
+    ours = speculator.by_score
     noted, followed, choose, learn = {"chosen": [], "learnt": []}, [], ours.choose, ours.acceptance.update
 
     def chosen(draft, slots, counts, batch):
@@ -156,16 +154,17 @@ def use_gate(speculator, manager, stream, kernel=False):
             time.sleep(1e-4)
 
     wait = by_kernel if kernel else spin
-    if speculator.guarded is not None:
+    if (host := speculator.host) is not None:
         speculator.gate = Gate(flag, lambda number: stream.queue("open", lambda: wait(number)))
+        draft, host.draft = host.draft, lambda *given: drafted(*given)
     setattr(manager, SPECULATOR, speculator)
-    send, draft, launch = speculator._send, speculator._draft, speculator.launch
+    send, launch = speculator._send, speculator.launch
 
-    def sent(slots, batch, drafted):
+    def sent(*given):
         if speculator.launching:
-            stream.queue("drafts", lambda: send(slots, batch, drafted))
+            stream.queue("drafts", lambda: send(*given))
         else:
-            send(slots, batch, drafted)
+            send(*given)
 
     def drafted(most, batch, at=None):
         if at is None:
@@ -192,7 +191,7 @@ def use_gate(speculator, manager, stream, kernel=False):
             stream.queue("queries", lambda: write(batch)) if speculator.launching else write(batch)
         )
     speculator.launching = False
-    speculator._send, speculator._draft, speculator.launch = sent, drafted, launched
+    speculator._send, speculator.launch = sent, launched
     return operations, others
 
 
@@ -253,9 +252,9 @@ def main():
     by_score = verify_by_score(runner) if adaptive else {}
     decode_by_graphs(runner, stream)
     operations, others = use_gate(speculator, runner.cudagraph_manager, stream, kernel)
-    counts = break_drafter(speculator.guarded, how) if how else [0, 0]
+    counts = break_drafter(speculator.host.guarded, how) if how else [0, 0]
     result = {name: answers(llm, **case) for name, case in cases.items()}
-    metrics = speculator.guarded.metrics
+    metrics = speculator.host.guarded.metrics
     (preempted,) = (m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
     result["engine"] = {
         "drafted": metrics.drafted._value.get(), "accepted": metrics.accepted._value.get(), "broken": counts[1],

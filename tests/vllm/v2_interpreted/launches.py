@@ -1,15 +1,17 @@
 """What a decoding step of model runner V2 launches, by phase, in Triton's interpreter, as JSON on the last line.
 
-    python launches.py MODEL '{"speculative_config": ..., "requests": 2, "temperature": 0.0}'
+    python launches.py MODEL '{"chain": a speculative config, "tree": another one}'
 
-Of each phase of our own: "eager", PyTorch's operations that would launch something on a device, without views and
-allocations, and "kernels", the names of Triton's; the most of any step counted. A phase inside another counts there
-only. "order": all kernels of the last step, in order; "kept": steps after which logits are still referred to.
+One engine after the other, of each under its name, by phase of our own: "eager", PyTorch's operations that would launch
+something on a device, without views and allocations, and "kernels", the names of Triton's; the most of any step
+counted. A phase inside another counts there only. "order": all kernels of the last step, in order; "kept": steps after
+which logits are still referred to.
 """
 
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import sys
 from collections import defaultdict
@@ -22,6 +24,7 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from freedraft.engines.vllm.v2.drafting import Drafting
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.engines.vllm.v2.trees import Trees
 from tests.vllm.v2_interpreted.serve import filter_as_on_cpus, schedule_asynchronously, take_any_mask
@@ -30,8 +33,8 @@ PHASES = {
     (RejectionSampler, "_verify"): "match",
     (Sampler, "sample"): "sample",  # the engine's own
     (MethodSpeculator, "take_logits"): "take logits",
-    (MethodSpeculator, "_recycle"): "take logits",
-    (MethodSpeculator, "_copy_gained"): "copy gained",
+    (Drafting, "recycle"): "take logits",
+    (Drafting, "copy_gained"): "copy gained",
     (MethodSpeculator, "propose"): "propose",
     (MethodSpeculator, "join"): "join",
     (Trees, "prepare_step"): "prepare trees",
@@ -57,8 +60,9 @@ class Counter(TorchDispatchMode):
         return result
 
 
+@functools.cache
 def count(counter):
-    """Count what our phases launch from now on."""
+    """Count what our phases launch from now on; once our hooks are there."""
     launch = interpreter.GridExecutor.__call__
 
     def launched(self, *args, **kwargs):
@@ -85,33 +89,42 @@ def within(counter, phase, original):
     return called
 
 
-def main():
-    take_any_mask()
-    filter_as_on_cpus()
-    schedule_asynchronously()
-    given, counter = json.loads(sys.argv[2]), Counter()
+def launched(model, speculative_config, counter):
     llm = LLM(
-        sys.argv[1], dtype="float32", enforce_eager=True, seed=0, skip_tokenizer_init=True, max_model_len=250,
-        max_num_seqs=8, max_num_batched_tokens=250, speculative_config=given["speculative_config"],
+        model, dtype="float32", enforce_eager=True, seed=0, skip_tokenizer_init=True, max_model_len=250,
+        max_num_seqs=8, max_num_batched_tokens=250, speculative_config=speculative_config,
         gpu_memory_utilization=0.2,
     )  # fmt: skip
-    parameters = SamplingParams(temperature=given["temperature"], max_tokens=200, ignore_eos=True, detokenize=False)
-    for i in range(given["requests"]):
+    parameters = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, detokenize=False)
+    for i in range(2):
         tokens = [(7 * i + j % 9) % 20 + 2 for j in range(40)]
         llm.llm_engine.add_request(str(i), TokensPrompt(prompt_token_ids=tokens), parameters)
     count(counter)
-    speculator = llm.llm_engine.model_executor.driver_worker.worker.model_runner.speculator
-    kept = 0
+    engine = llm.llm_engine
+    speculator = engine.model_executor.driver_worker.worker.model_runner.speculator
+    counter.steps, kept = [], 0
     with counter:
         for step in range(WARM + STEPS):
             if step >= WARM:
                 counter.steps.append(defaultdict(lambda: ([], [])))
-            llm.llm_engine.step()
+            engine.step()
             kept += speculator._verified is not None
     found = {"order": counter.steps[-1]["order"][1], "kept": kept}
     for phase in dict.fromkeys(PHASES.values()):
         eager, kernels = ([step[phase][kind] for step in counter.steps] for kind in (0, 1))
         found[phase] = {"eager": max(map(sorted, eager), key=len), "kernels": max(map(sorted, kernels), key=len)}
+    engine.engine_core.shutdown()
+    return found
+
+
+def main():
+    take_any_mask()
+    filter_as_on_cpus()
+    schedule_asynchronously()
+    counter, found = Counter(), {}
+    for name, config in json.loads(sys.argv[2]).items():
+        found[name] = launched(sys.argv[1], config, counter)
+        gc.collect()
     print("\n" + json.dumps(found))
 
 

@@ -154,8 +154,8 @@ def note_waits():
 def note_gone(runner):
     """How many of the requests that the method is passed have lost their slots meanwhile, and how many it is passed at
     all; how many rows of steps are of requests that have."""
-    guarded, states, counts, left = runner.speculator.guarded, runner.req_states, [0, 0], [0]
-    requests = runner.speculator.requests
+    guarded, states, counts, left = runner.speculator.host.guarded, runner.req_states, [0, 0], [0]
+    requests = runner.speculator.host.requests
 
     def passed(result, step):
         slots = (step.starts // runner.max_model_len).tolist()
@@ -163,7 +163,7 @@ def note_gone(runner):
         counts[0] += sum(states.req_id_to_index.get(name) != slot for name, slot in pairs)
         counts[1] += len(slots)
 
-    def appended(result, gained, branching):
+    def appended(result, gained, *_):
         left[0] += int((requests.generations[gained.slots] != gained.generations).sum())
 
     after(requests, "append", appended)
@@ -419,7 +419,7 @@ def main():
         return
     worker = llm.llm_engine.model_executor.driver_worker.worker
     runner = worker.model_runner
-    guarded = runner.speculator.guarded
+    guarded = runner.speculator.host.guarded
     launched = record_launches(pytest.MonkeyPatch(), run=True) if with_warm_up else set()
     result = {"warm up": warm_up(worker, guarded) | {"steps": steps}} if with_warm_up else {}
     compiled = set(launched)
@@ -467,7 +467,7 @@ def main():
     engine["verified"] = sorted({length for _, length, _ in getattr(controller, "_errors", {})})
     engine |= {"compiled": len(compiled), "compiled late": [str(kind) for kind in launched - compiled]}
     engine["said"] = [[*text, *likeliest] for text, likeliest in said.items() if len(likeliest) == 1]
-    held = runner.speculator.requests
+    held = runner.speculator.host.requests
     engine["held"] = [len(drafter), len(guarded.running), len(held.slots) + len(held._preempted) + len(held.ended)]
     result["engine"] = engine
     print("\n" + json.dumps(result))

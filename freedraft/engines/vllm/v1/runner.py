@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from freedraft.engines.vllm.context import context_of_engine, start_line, tokeni
 from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.forward import Pages
-from freedraft.engines.vllm.outputs import drafted_up_to, output_of
+from freedraft.engines.vllm.outputs import drafted_up_to, trimmed_output
 from freedraft.engines.vllm.patching import after, before, share_logging, with_kv_cache, wrap_once
 from freedraft.engines.vllm.scheduler import SALT
 from freedraft.engines.vllm.v1.matching import Matching
@@ -110,13 +110,7 @@ class MethodProposer:
         if len(rows) == len(ids) == arguments["scheduler_output"].total_num_scheduled_tokens and self.guarded.rests():
             self.guarded.rest(ids, np.array(sampled, np.int32).ravel(), batch.num_tokens_no_spec[: len(ids)].copy())
             return [[] for _ in ids]
-        step = make_step(
-            batch,
-            V1StepState(runner, arguments, np.array(rows, np.intp)),
-            max_draft_tokens=runner.speculative_config.num_speculative_tokens,
-            max_model_len=runner.max_model_len,
-            limits=self.limits,
-        )
+        step = self._step(V1StepState(runner, arguments, np.array(rows, np.intp)))
         if not self.guarded.in_prompt.isdisjoint(step.request_ids):
             self._set_prompt_states(step)
         return draft_lists(self.guarded.draft(step), step, len(sampled))
@@ -126,8 +120,42 @@ class MethodProposer:
         for request_id in request_ids & self.limits.keys():
             del self.limits[request_id]
             state = states.get(request_id)
-            output = output_of(state.sampling_params, state.output_token_ids, self.tokenizer) if state else None
+            output = trimmed_output(state.sampling_params, state.output_token_ids, self.tokenizer) if state else None
             self.guarded.finish(request_id, output)
+
+    def _step(self, state: V1StepState) -> Step:
+        runner, rows, output = state.runner, state.rows, state.arguments["scheduler_output"]
+        batch, sampled = runner.input_batch, state.arguments["sampled_token_ids"]
+        gained = np.fromiter((len(sampled[row]) for row in rows.tolist()), np.int64, len(rows))
+        request_ids: list[str] = [batch.req_ids[row] for row in rows.tolist()]
+        contexts = batch.num_tokens_no_spec[rows].astype(np.int32)
+        token_rows = batch.token_ids_cpu
+        ends = rows * token_rows.shape[1] + contexts
+        drafted = np.zeros(len(rows), np.int32)
+        if scheduled := output.scheduled_spec_decode_tokens:
+            tokens = [scheduled.get(request_id, ()) for request_id in request_ids]
+            # The scheduler may pad with -1.
+            drafted[:] = [len(draft) - draft.count(-1) for draft in tokens]
+        most = runner.speculative_config.num_speculative_tokens
+        if (schedulable := getattr(output, "num_spec_tokens_to_schedule", None)) is not None:
+            most = min(most, schedulable)
+        limits = np.fromiter((self.limits[request_id] for request_id in request_ids), np.int64, len(rows))
+        query_tokens = output.total_num_scheduled_tokens
+        decoded_only = len(rows) == len(sampled) and query_tokens == len(rows) + drafted.sum()
+        return Step(
+            request_ids=request_ids,
+            tokens=token_rows.reshape(-1),
+            starts=ends - gained,
+            ends=ends,
+            contexts=contexts,
+            capacities=room(np.minimum(limits, runner.max_model_len), contexts, most),
+            drafted=drafted,
+            widths=None,
+            previous=(len(rows), query_tokens) if decoded_only else None,
+            history=lambda b: token_rows[rows[b], : contexts[b]],
+            trees=np.zeros(len(rows), np.bool_),
+            engine=state,
+        )
 
     def _set_prompt_states(self, step: Step) -> None:
         new = [i for i, request_id in enumerate(step.request_ids) if request_id in self.guarded.in_prompt]
@@ -140,43 +168,6 @@ class MethodProposer:
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """Required by vLLM; the hook replaces it."""
         raise RuntimeError("freedraft's hook in vLLM's model runner is not in place: run 'freedraft doctor'")
-
-
-def make_step(
-    batch: Any, state: V1StepState, *, max_draft_tokens: int, max_model_len: int, limits: Mapping[str, int]
-) -> Step:
-    """The `Step` of a call of `propose_draft_token_ids`, for the requests in `state.rows` of vLLM's InputBatch. limits:
-    maximum total tokens of each."""
-    rows, sampled, output = state.rows, state.arguments["sampled_token_ids"], state.arguments["scheduler_output"]
-    gained = np.fromiter((len(sampled[row]) for row in rows.tolist()), np.int64, len(rows))
-    request_ids: list[str] = [batch.req_ids[row] for row in rows.tolist()]
-    contexts = batch.num_tokens_no_spec[rows].astype(np.int32)
-    token_rows = batch.token_ids_cpu
-    ends = rows * token_rows.shape[1] + contexts
-    drafted = np.zeros(len(rows), np.int32)
-    if scheduled := output.scheduled_spec_decode_tokens:
-        tokens = [scheduled.get(request_id, ()) for request_id in request_ids]
-        # The scheduler may pad with -1.
-        drafted[:] = [len(draft) - draft.count(-1) for draft in tokens]
-    schedulable = getattr(output, "num_spec_tokens_to_schedule", None)
-    most = max_draft_tokens if schedulable is None else min(max_draft_tokens, schedulable)
-    limit = np.fromiter((limits.get(i, max_model_len) for i in request_ids), np.int64, len(rows))
-    query_tokens = output.total_num_scheduled_tokens
-    decoded_only = len(rows) == len(sampled) and query_tokens == len(rows) + drafted.sum()
-    return Step(
-        request_ids=request_ids,
-        tokens=token_rows.reshape(-1),
-        starts=ends - gained,
-        ends=ends,
-        contexts=contexts,
-        capacities=room(np.minimum(limit, max_model_len), contexts, most),
-        drafted=drafted,
-        widths=None,
-        previous=(len(rows), query_tokens) if decoded_only else None,
-        history=lambda b: token_rows[rows[b], : contexts[b]],
-        trees=np.zeros(len(rows), np.bool_),
-        engine=state,
-    )
 
 
 def draft_lists(draft: DraftBatch | None, step: Step, batch_size: int) -> list[list[int]]:

@@ -68,46 +68,34 @@ def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees |
 
 
 class Drafting:
-    """The host part of a `MethodSpeculator`, with the same arguments. B requests, K = most draft tokens of a request.
-    drafts: whether this rank drafts; other ranks have the buffers only."""
+    """The host's part of drafting, in the drafting rank. B requests, K = most draft tokens of a request.
 
-    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any, *, drafts: bool) -> None:
-        self._states, ours = req_states, configured(vllm_config)
-        self.length: int = vllm_config.speculative_config.num_speculative_tokens
-        self.max_model_len: int = vllm_config.model_config.max_model_len
-        slots: int = req_states.max_num_reqs
-        self.guarded: Any = None  # `GuardedMethod`, in the drafting rank
-        self.lengths: BatchLengths | None = None  # learnt while serving
+    Args:
+        device: of the model; states: the runner's RequestState.
+
+    Attributes:
+        proposed: int64 [slots, 1 or 2, K], the newest drafts: tokens, and ancestor masks if there may be trees.
+        steps: number of the newest step.
+    """
+
+    proposed: NDArray[np.int64]
+
+    def __init__(self, vllm_config: Any, device: torch.device, states: Any) -> None:
+        self._states, ours = states, configured(vllm_config)
+        length: int = vllm_config.speculative_config.num_speculative_tokens
+        spec, context = METHODS[ours.name], context_of_engine(vllm_config, v2_lengths=ours.lengths or (length,))
+        self.guarded = GuardedMethod(spec, spec.options.parse(ours.options), context)
+        method = self.guarded.method
+        self.lengths = method.controller if isinstance(method.controller, BatchLengths) else None
         self.rows: Rows = []  # draft lengths by batch size, to send to the scheduler
-        self.by_score: RowsByScore | None = None  # with adaptive verification, once there is a runner
-        tokenizer = None
-        if drafts:
-            spec = METHODS[ours.name]
-            context = context_of_engine(vllm_config, v2_lengths=ours.lengths or (self.length,))
-            self.guarded = GuardedMethod(spec, spec.options.parse(ours.options), context)
-            controller, learns = self.guarded.method.controller, self.guarded.method.learns
-            self.lengths = controller if isinstance(controller, BatchLengths) else None
-            tokenizer = tokenizer_of(vllm_config.model_config) if learns else None
-        self.requests = Requests(slots, self.max_model_len, self.length, tokenizer)
-        self.runner: Any = None  # once it has its KV cache
-        self.trees = trees_of(vllm_config, device, req_states)
+        tokenizer = tokenizer_of(vllm_config.model_config) if method.learns else None
+        self.requests = Requests(states.max_num_reqs, vllm_config.model_config.max_model_len, length, tokenizer)
+        self.runner: Any = None  # once it has its KV cache, as the next two
+        self.by_score: RowsByScore | None = None  # with adaptive verification
+        self.trees: Trees | None = None
         self.logits = LogitsCopy()
-        self._gained = [GainedTokens(slots, self.length, device) for _ in range(2)]  # newest step, and the one before
-        self._pending = False  # whether the newest step's tokens must still be taken
-        self._steps, self._drafted_at = 0, -1
-        self._parts = 1 if self.trees is None else 2  # tokens, and ancestor masks
-        self._drafts = torch.zeros(self._parts * slots * self.length, dtype=torch.int64, device=device)
-        self._proposed = torch.zeros(len(self._drafts), dtype=torch.int64, pin_memory=device.type != "cpu")
-        self._proposed_np: NDArray[np.int64] = self._proposed.numpy()
-
-    def _of_batch(self, buffer: torch.Tensor, batch: int) -> torch.Tensor:
-        """int64 [1 or 2, B, K], contiguous: draft tokens, and masks if there are trees."""
-        return buffer[: self._parts * batch * self.length].view(self._parts, batch, self.length)
-
-    def _proposed_on_host(self, batch: int) -> NDArray[np.int64]:
-        """`_of_batch` of the drafts on the host."""
-        of_batch = self._proposed_np[: self._parts * batch * self.length]
-        return of_batch.reshape(self._parts, batch, self.length)
+        self.gained, self._before = (GainedTokens(states.max_num_reqs, length, device) for _ in range(2))
+        self.steps, self._drafted_at = 0, -1
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -124,8 +112,9 @@ class Drafting:
         self.logits.forget(request_id)  # of its text before it ended or was preempted
         if request_id in self.requests.ended:
             self._tell_end(request_id)
+        slot, tokens = self._states.req_id_to_index[request_id], request.prefill_token_ids
+        self.proposed[slot] = 0  # no tree of the request that had the slot
         if getattr(request, "prompt_embeds", None) is None:  # tokens of prompt embeddings are unknown
-            slot, tokens = self._states.req_id_to_index[request_id], request.prefill_token_ids
             known = self.requests.add(request_id, slot, tokens, request.prompt_len, parameters)
             extra = getattr(parameters, "extra_args", None)
             self.guarded.begin(request_id, known, getattr(request, SALT, None) or None, extra)
@@ -143,76 +132,78 @@ class Drafting:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
+    def approach(self) -> None:
+        """The model of the present step has run; its tokens are drawn next."""
+        self._before.approach()  # which takes the place of the newest
+
     def catch_up(self) -> None:
         """Take the newest step's tokens, without drafting."""
         self.guarded.call(self._catch_up)
 
-    def _launch(
+    def launched(
         self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor, hidden_states: torch.Tensor,
         over: NDArray[np.bool_],
     ) -> bool:  # fmt: skip
         """Queue the copy of a step's accepted tokens after its work, and fill `drafts`, int64 [B, K], with each
         request's newest token. over: bool [B], requests that finished prefill."""
         self._catch_up()
-        self._gained.reverse()
-        self._copy_gained(input_batch, num_sampled, drafts)
-        self._pending = True
+        self.gained, self._before = self._before, self.gained
+        self.copy_gained(input_batch, num_sampled, drafts)
+        self.gained.taken = False
         self._set_prompt_states(input_batch, hidden_states, over)
         return True
 
-    def _copy_gained(self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor) -> None:
-        generations = self.requests.generations
-        self._gained[0].copy(input_batch, num_sampled, self._states, generations, self._steps, drafts)
+    def copy_gained(self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor) -> None:
+        self.gained.copy(input_batch, num_sampled, self._states, self.requests.generations, self.steps, drafts)
 
-    def _draft(self, most: int, batch: Any, gate: Gate | None = None) -> bool:
+    def draft(self, most: int, batch: Any, gate: Gate | None = None) -> bool:
         """Draft after the newest step, at most `most` tokens per request, and if there is an InputBatch no more than it
-        verifies. Returns whether `_proposed` was filled, in time for the gate if there is one."""
-        gained, requests = self._gained[0], self.requests
-        if not (self._pending and requests.prepare(gained, most, batch)):  # no wait is needed
+        verifies. Returns whether `proposed` was filled, in time for the gate if there is one."""
+        gained, requests = self.gained, self.requests
+        if gained.taken or not requests.prepare(gained, most, batch):  # no wait is needed
             return False
-        taken = self._take()
+        taken = self._take(most)
         step, draft = self._step(taken), None
         if self.by_score is not None:  # before the drafts that it learns from are overwritten
             self.by_score.acceptance.update(step)
         if step.capacities.any():
-            self._drafted_at = self._steps
+            self._drafted_at = self.steps
             draft = self.guarded.draft(step, count=False)
         elif step.request_ids:
             self.guarded.take(step)
-        proposed = self._proposed_on_host(len(gained.slots))
         with nullcontext(True) if gate is None else gate.writing() as in_time:
             if in_time:
-                counts = write_drafts(draft, taken, gained, requests, proposed, self._branching, self._steps)
-                proposed[0, :, most:] = -1  # as in vLLM
+                counts = write_drafts(draft, taken, gained, requests, self.proposed, self._branching, self.steps)
                 if self.by_score is not None:
                     self.by_score.choose(draft, gained.slots[taken.rows], counts, batch)
         return in_time
 
-    def _take(self) -> Taken:
-        """Take the newest step's tokens."""
-        self._pending = False
-        return self.requests.append(self._gained[0], self._branching)
+    def _take(self, most: int) -> Taken:
+        """Take the newest step's tokens. most: draft tokens that each request may verify next."""
+        self.gained.taken = True
+        return self.requests.append(self.gained, most, self._branching)
 
     def _record(self, lengths: BatchLengths) -> None:
         """Record the time of the last taken step, once."""
-        gained, before = self._gained
+        gained, before = self.gained, self._before
         if gained.query_tokens and before.number == gained.number - 1:
             seconds, context = gained.seconds_since(before), float(gained.wait()[:, 1].mean())
             lengths.record_step(len(gained.slots), gained.query_tokens, context, seconds)
         gained.query_tokens = 0
 
-    def _recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
+    def recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
         """Copy the target's logits after each root and each of our draft tokens that the newest step verified, for
         requests that were drafted for after the step before."""
         slots, scheduled = input_batch.idx_mapping_np[: input_batch.num_reqs], input_batch.num_draft_tokens_per_req
         lengths = np.minimum(self.requests.drafted[slots], scheduled[: len(slots)]).astype(np.int64)
         behind, first = self.requests.drafted_behind[slots], input_batch.cu_num_logits_np
-        rows = np.flatnonzero(behind == self._steps - 1)
+        rows = np.flatnonzero(behind == self.steps - 1)
         if len(rows) and len(logits) == first[len(slots)]:
             request_ids = [input_batch.req_ids[row] for row in rows.tolist()]
-            nodes, parents = self.requests.nodes[slots[rows]], self.requests.parents[slots[rows]]
-            contexts = self.requests.lengths[slots[rows]]  # the step's own tokens have not arrived
-            trees = nodes, parents, lengths[rows], contexts
+            at, requests = slots[rows], self.requests
+            nodes = np.column_stack((requests.roots[at], self.proposed[at, 0])).astype(np.int32)
+            # Without the step's own tokens, which have not arrived.
+            trees = nodes, requests.parents[at], lengths[rows], requests.lengths[at]
             self.logits.put_nodes(request_ids, trees, first[rows].astype(np.int64), logits)
 
     def _catch_up(self) -> None:
@@ -221,20 +212,25 @@ class Drafting:
         self.guarded.count()
         if (logits := self.logits.take()) is not None:
             self.guarded.recycle(logits)
-        if self._pending:
-            self.requests.prepare(self._gained[0], 0, None)
-            if (step := self._step(self._take())).request_ids:
-                if self.by_score is not None:
-                    self.by_score.acceptance.update(step)
-                if (step.ends - step.starts == 1).all() and self.guarded.rests():
-                    self._gained[0].query_tokens = 0  # of the steps of a pause, one is timed
-                    self.guarded.rest(step.request_ids, step.tokens[step.starts], step.contexts)
-                else:
-                    self.guarded.observe(step)
+        if not self.gained.taken:
+            self._learn(self._take(0))
         for request_id in [*self.requests.ended]:
             self._tell_end(request_id)
         if self.lengths is not None:
             self._record(self.lengths)
+
+    def _learn(self, taken: Taken) -> None:
+        """Learn from a step that nobody drafted after, at once or, in a pause, later."""
+        if not len(taken.rows):
+            return
+        if self.by_score is not None:
+            self.by_score.acceptance.update(self._step(taken))
+        if (taken.ends - taken.starts == 1).all() and self.guarded.rests():
+            self.gained.query_tokens = 0  # of the steps of a pause, one is timed
+            newest = self.requests.tokens.reshape(-1)[taken.starts]
+            self.guarded.rest(self._ids(taken), newest, taken.contexts)
+        else:
+            self.guarded.observe(self._step(taken))
 
     def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor, over: NDArray[np.bool_]) -> None:
         """Pass on the prompt states of requests that finished prefill in this step; over: bool [B], which did."""
@@ -247,23 +243,28 @@ class Drafting:
                 ends = ends - drafts[rows]  # placeholders for draft tokens may follow the prompt's last token
             self.guarded.set_prompt_states([ids[row] for row in rows], hidden_states[ends.tolist()])
 
-    def _decide(self, batch: int) -> Rows:
-        assert self.lengths is not None
-        slots = self._gained[0].slots
-        context = float(self.requests.lengths[slots].mean()) if len(slots) else 1.0
+    def decide(self, batch: int) -> Rows:
+        """Draft lengths to schedule, after a step of so many requests."""
+        if self.lengths is None:
+            return []
+        slots = self.gained.slots
+        context = float(self.requests.lengths[slots].sum()) / max(len(slots), 1)
         return self.lengths.decide(batch, max(context, 1.0))
 
     @property
     def _branching(self) -> NDArray[np.bool_] | None:
         return None if self.trees is None else self.trees.allowed
 
+    def _ids(self, taken: Taken) -> list[str]:
+        ids = self.gained.request_ids
+        return ids if len(taken.rows) == len(ids) else [ids[row] for row in taken.rows.tolist()]
+
     def _step(self, taken: Taken) -> Step:
         """The newest step, for the requests that were taken."""
-        gained, tokens = self._gained[0], self.requests.tokens
-        everyone, slots = len(taken.rows) == len(gained.slots), gained.slots
-        ids, contexts, state = gained.request_ids, taken.contexts, None
-        if not everyone:
-            slots, ids = slots[taken.rows], [ids[row] for row in taken.rows.tolist()]
+        gained, tokens = self.gained, self.requests.tokens
+        everyone = len(taken.rows) == len(gained.slots)
+        slots = gained.slots if everyone else gained.slots[taken.rows]
+        ids, contexts, state = self._ids(taken), taken.contexts, None
         if self.runner is not None:
             state = V2StepState(self.runner.block_tables, self._states, slots.astype(np.intp))
         # For the method's own clock; unusable if the previous step was not drafted for, or if this one is taken later.

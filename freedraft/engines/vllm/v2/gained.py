@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 class GainedTokens:
     """Accepted tokens of a step. B requests, K = most draft tokens of a request. request_ids: B ids; slots,
     generations: int [B], see `Requests`; scheduled: int32 [B], scheduled draft tokens of each; query_tokens: of the
-    step; 0 if it did more than decode."""
+    step; 0 if it did more than decode; taken: whether `Requests` have its tokens."""
 
     def __init__(self, slots: int, length: int, device: torch.device) -> None:
         from vllm.utils.platform_utils import is_uva_available
@@ -39,7 +39,7 @@ class GainedTokens:
         self.slots = self.scheduled = np.zeros(0, np.int32)
         self.generations = np.zeros(0, np.int64)
         self.query_tokens, self.number = 0, -1
-        self._arrived = False
+        self.taken, self._arrived = True, False
 
     def approach(self) -> None:
         """The model has run; its tokens are drawn next."""

@@ -17,9 +17,10 @@ from freedraft.engines.vllm.configured import configured
 from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
 from freedraft.engines.vllm.hooks import V2_ADAPTIVE_HOOKS, V2_GATE_HOOKS
 from freedraft.engines.vllm.patching import after, before, with_kv_cache, wrap_once
+from freedraft.engines.vllm.v2.drafting import Drafting
 from freedraft.engines.vllm.v2.lengths import find_nearest, send_lengths, whole_table
 from freedraft.engines.vllm.v2.matching import match
-from freedraft.engines.vllm.v2.speculator import MethodSpeculator
+from freedraft.engines.vllm.v2.speculator import MethodSpeculator, When
 from freedraft.method import METHODS
 
 SPECULATOR = "_freedraft_speculator"  # Attribute of vLLM's RejectionSampler and DefaultModelState
@@ -68,10 +69,10 @@ def _ours(runner: Any) -> MethodSpeculator | None:
     return speculator if isinstance(speculator, MethodSpeculator) else None
 
 
-def _drafting(runner: Any) -> MethodSpeculator | None:
-    """Our speculator in the drafting rank, except during warm-up."""
+def _drafting(runner: Any) -> Drafting | None:
+    """In the drafting rank, except during warm-up."""
     ours = _ours(runner)
-    return ours if ours is not None and ours.guarded is not None and not ours.warming_up else None
+    return None if ours is None or ours.warming_up else ours.host
 
 
 def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,18 +99,18 @@ def _close(runner: Any) -> None:
 
 
 def _end(runner: Any, scheduler_output: Any) -> None:
-    if (ours := _drafting(runner)) is not None:
-        ours.end(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
+    if (host := _drafting(runner)) is not None:
+        host.end(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
         if scheduler_output.finished_req_ids and not scheduler_output.total_num_scheduled_tokens:
-            ours.catch_up()  # no step follows the newest one
+            host.catch_up()  # no step follows the newest one
 
 
 def _add(_: Any, runner: Any, scheduler_output: Any) -> None:
     new = scheduler_output.scheduled_new_reqs
     if (ours := _ours(runner)) is not None and ours.trees is not None:
         ours.trees.add(new)
-    if (ours := _drafting(runner)) is not None:
-        ours.add(new)
+    if (host := _drafting(runner)) is not None:
+        host.add(new)
 
 
 def _prepare(runner: Any) -> None:
@@ -117,7 +118,7 @@ def _prepare(runner: Any) -> None:
         ours.prepare(runner)
         if runner.rejection_sampler is not None:
             setattr(runner.rejection_sampler, SPECULATOR, ours)
-        if ours.joins_last:
+        if ours.when is When.BEFORE_MODEL:
             setattr(runner.model_state, SPECULATOR, ours)
         if ours.gate is not None:
             setattr(runner.cudagraph_manager, SPECULATOR, ours)
@@ -133,12 +134,13 @@ def _prepare_step(original: Callable[..., Any]) -> Callable[..., Any]:
         if (ours := _ours(self)) is None:
             return original(self, input_batch)
         ours.begin(input_batch)
-        if not ours.joins_last:
+        early = ours.when is When.BEFORE_ATTENTION
+        if early:
             ours.join(input_batch)
         block_tables, slot_mappings = original(self, input_batch)
         if ours.trees is not None:
             ours.trees.prepare_step(input_batch, slot_mappings)
-            if not ours.joins_last:
+            if early:
                 ours.trees.write_queries(input_batch)
         return block_tables, slot_mappings
 
@@ -168,7 +170,7 @@ def _launch(original: Callable[..., Any]) -> Callable[..., Any]:
 def _join(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
     """The last hook before the model is launched, in steps of requests and in dummy steps."""
     ours = getattr(model_state, SPECULATOR, None)
-    if ours is not None and ours.verifying is input_batch and not ours.opens_late:
+    if ours is not None and ours.verifying is input_batch and ours.when is When.BEFORE_MODEL:
         ours.join(input_batch)
         if ours.trees is not None:
             ours.trees.write_queries(input_batch)
@@ -188,6 +190,6 @@ def _verify(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _send_lengths(output: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    if (ours := _drafting(runner)) is not None and ours.rows:
-        send_lengths(output, ours.rows)
-        ours.rows = []
+    if (host := _drafting(runner)) is not None and host.rows:
+        send_lengths(output, host.rows)
+        host.rows = []

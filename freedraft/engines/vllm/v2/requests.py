@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
-from freedraft.engines.vllm.outputs import drafted_up_to, output_of
+from freedraft.engines.vllm.outputs import drafted_up_to, trimmed_output
 from freedraft.engines.vllm.v2.gained import GainedTokens
 
 
@@ -34,7 +34,8 @@ class Taken(NamedTuple):
     drafted: NDArray[np.int32]
 
 
-_SLOT = np.dtype([(name, "i8") for name in ("length", "generation", "limit", "verified", "drafted", "drafted_behind")])
+_FIELDS = "length", "generation", "limit", "verified", "drafted", "drafted_behind", "root"
+_SLOT = np.dtype([(name, "i8") for name in _FIELDS])
 
 
 @compiled
@@ -51,7 +52,7 @@ def _prepare(step, following, state, most, all_verify):
 
 
 @compiled
-def _append(step, tokens, state, branching, out):
+def _append(step, tokens, state, branching, most, out):
     slots, generations, gained, scheduled = step
     (starts, ends), (rows, contexts, capacities, before) = out
     n, width = 0, gained.shape[1]
@@ -63,9 +64,10 @@ def _append(step, tokens, state, branching, out):
                 tokens[slot, length - count + i] = gained[b, width - count + i]
             one.length, ends[n] = length, np.int64(slot) * tokens.shape[1] + length
             rows[n], starts[n], contexts[n] = b, ends[n] - count, length
-            room = min(one.verified, one.limit - 1 - length)  # the target's own token follows a chain
+            verified = min(one.verified, most)
+            room = min(verified, one.limit - 1 - length)  # as `freedraft.step.room`
             if room > 0 and branching[slot]:
-                room = min(one.verified, tokens.shape[1] - 1 - length)
+                room = min(verified, tokens.shape[1] - 1 - length)
             capacities[n], before[n] = max(room, 0), min(one.drafted, scheduled[b])
             one.drafted = 0
             n += 1
@@ -87,8 +89,7 @@ class Requests:
         limits: int64 [slots], maximum total tokens of each request.
         drafted: int64 [slots], our draft tokens that each request's next step verifies.
         drafted_behind: int64 [slots], number of the step after which these were drafted, -1 for none.
-        nodes: int32 [slots, K + 1], root and draft tokens.
-        parents: int32 [slots, K + 1], as in `DraftBatch`.
+        roots: int64 [slots], the token that they follow; parents: int32 [slots, K + 1], as in `DraftBatch`.
         slots: the slot of each request that has one, by id.
         ended: finished requests, by id, for which a step may still return tokens.
     """
@@ -98,12 +99,12 @@ class Requests:
         self.state: NDArray[Any] = np.zeros(slots, _SLOT)
         state, self._prompts = self.state, np.zeros(slots, np.int64)
         self.lengths, self.generations, self.limits = state["length"], state["generation"], state["limit"]
-        self.drafted, self.drafted_behind = state["drafted"], state["drafted_behind"]
+        self.drafted, self.drafted_behind, self.roots = state["drafted"], state["drafted_behind"], state["root"]
         self.lengths[:] = self.drafted_behind[:] = -1
-        self.nodes, self.parents = np.zeros((2, slots, length + 1), np.int32)
+        self.parents = np.zeros((slots, length + 1), np.int32)
         self.no_trees, self._none = np.zeros(slots, np.bool_), (np.zeros(0, np.int32),) * 2
         self.slots: dict[str, int] = {}
-        self._tokenizer = tokenizer  # see `output_of`
+        self._tokenizer = tokenizer  # see `trimmed_output`
         self._parameters: list[Any] = [None] * slots
         self._preempted: dict[str, Left] = {}
         self.ended: dict[str, Left] = {}
@@ -127,14 +128,15 @@ class Requests:
             following = batch.idx_mapping_np[: batch.num_reqs], counts[: batch.num_reqs]
         return bool(_prepare((gained.slots, gained.generations), following, self.state, most, batch is None))
 
-    def append(self, gained: GainedTokens, branching: NDArray[np.bool_] | None = None) -> Taken:
-        """Append a step's new tokens, for requests that are still in their slot and miss no earlier ones. branching:
-        bool [slots], which may have trees; None: none."""
+    def append(self, gained: GainedTokens, most: int, branching: NDArray[np.bool_] | None = None) -> Taken:
+        """Append a step's new tokens, for requests that are still in their slot and miss no earlier ones. most: draft
+        tokens that each may verify next, of those that `prepare` has set; branching: bool [slots], which may have
+        trees; None: none."""
         slots, generations, known = gained.slots, gained.generations, gained.wait()
         places, found = np.empty((2, len(slots)), np.int64), np.empty((4, len(slots)), np.int32)
         n = _append(
             (slots, generations, known, gained.scheduled), self.tokens, self.state,
-            self.no_trees if branching is None else branching, (places, found),
+            self.no_trees if branching is None else branching, most, (places, found),
         )  # fmt: skip
         for left in self.ended.values():
             for row in np.flatnonzero((slots == left.slot) & (generations == left.generation)).tolist():
@@ -156,7 +158,7 @@ class Requests:
     def take_ended(self, request_id: str) -> NDArray[np.int32]:
         """Remove a finished request; int32 [n], its output without tokens that steps accepted beyond its end."""
         left = self.ended.pop(request_id)
-        return output_of(left.parameters, left.output, self._tokenizer)
+        return trimmed_output(left.parameters, left.output, self._tokenizer)
 
     def _leave(self, request_id: str) -> Left | None:
         if (slot := self.slots.pop(request_id, None)) is None:

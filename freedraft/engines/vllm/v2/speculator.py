@@ -1,4 +1,4 @@
-"""`MethodSpeculator`: passes requests and steps of vLLM's model runner V2 to a `Method`.
+"""`MethodSpeculator`: passes steps of vLLM's model runner V2 to `Drafting`, and drafts to the device.
 
 Model runner V2 prepares the next step on the device while the host lags behind. So a kernel writes accepted tokens to
 pinned memory (`propose`); they are awaited when the next step lacks only its drafts, which go back by one copy
@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from freedraft_kernels import top_tokens
+from numpy.typing import NDArray
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -29,19 +31,44 @@ from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.hooks import V2_ADAPTIVE_HOOKS, V2_GATE_HOOKS
 from freedraft.engines.vllm.patching import share_logging
-from freedraft.engines.vllm.v2.drafting import Drafting, V2StepState
+from freedraft.engines.vllm.v2.drafting import Drafting, V2StepState, trees_of
 from freedraft.engines.vllm.v2.gate import Gate, stream_wait, why_no_gate
 from freedraft.engines.vllm.v2.lengths import GraphLengths
 from freedraft.method import METHODS
 from freedraft.step import TOP_TOKENS
 
+if TYPE_CHECKING:
+    from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
+
 logger = logging.getLogger(__name__)
 
 
-class MethodSpeculator(Drafting, BaseSpeculator):
+class When(Enum):
+    """When drafts are made."""
+
+    AT_ONCE = "behind the step before, with whose result vLLM forwards them"
+    BEFORE_ATTENTION = "before attention metadata of the step that verifies them"
+    BEFORE_MODEL = "before the model is launched, which alone reads them"
+    AFTER_LAUNCH = "when the step waits for them at the gate"
+
+
+class Pending(NamedTuple):
+    """What a launched step leaves behind for the next one: drafts of its requests are to be made."""
+
+    slots: NDArray[np.int32]  # [B], of its requests
+    rows: slice  # of all slots, from the first to the last of these: they go to the device by one copy
+    most: int  # draft tokens of each request
+
+
+class MethodSpeculator(BaseSpeculator):
     """Drafts by a method on the host. B requests, K = most draft tokens of a request. vllm_config: vLLM's VllmConfig;
     device: of the model; req_states: the runner's RequestState. Raises ValueError: the method cannot work, which stops
-    the start."""
+    the start.
+
+    Attributes:
+        host: in the drafting rank.
+        when: drafts of the step that is being prepared are made.
+    """
 
     supports_mm_inputs = False
     draft_logits = None
@@ -59,11 +86,18 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         tokens = req_states.all_token_ids
         shape = tuple(tokens.gpu.shape)
         req_states.all_token_ids = StagedWriteTensor(shape, tokens.dtype, device, uva_instead_of_gpu=True)
-        super().__init__(vllm_config, device, req_states, drafts=self._ranks.rank_in_group == 0)
+        self._states, self._device = req_states, device
+        self.length: int = config.num_speculative_tokens
+        self.trees = trees_of(vllm_config, device, req_states)
+        self.host = Drafting(vllm_config, device, req_states) if self._ranks.rank_in_group == 0 else None
+        self._newest = torch.zeros(req_states.max_num_reqs, self.length, dtype=torch.int64, device=device)
+        self._make_buffers()
+        self.runner: Any = None  # once it has its KV cache, as the next two
         self.draft_model: PagedDraftModel | None = None
-        self._awaited: tuple[torch.Tensor, int] | None = None  # until `join`: slots, and most draft tokens of each
+        self.by_score: RowsByScore | None = None  # with adaptive verification
+        self._pending: Pending | None = None
         self._verified: tuple[torch.Tensor, Any] | None = None  # until `propose`: logits, and their InputBatch
-        self.joins_at_once, self.joins_last = True, False  # until there is a runner
+        self.when = self._usually = When.AT_ONCE  # until there is a runner
         self.verifying: Any = None  # vLLM's InputBatch, once its inputs are prepared
         self.full_graph = False  # whether the present step is the replay of a CUDA graph
         self.gate: Gate | None = None
@@ -76,6 +110,17 @@ class MethodSpeculator(Drafting, BaseSpeculator):
             setattr(config, ADAPTIVE, False)
             logger.warning("freedraft: no adaptive verification: vLLM lacks %s", "; ".join(missing))
 
+    def _make_buffers(self) -> None:
+        """Make the buffers of drafts by slot, int64 [slots, 1 or 2, K]: tokens, and masks if there may be trees."""
+        shape = self._states.max_num_reqs, 1 if self.trees is None else 2, self.length
+        self._drafts = torch.zeros(shape, dtype=torch.int64, device=self._device)
+        self._proposed = torch.zeros(shape, dtype=torch.int64, pin_memory=self._device.type != "cpu")
+        self._states.draft_tokens = self._drafts[:, 0]
+        if self.trees is not None:
+            self.trees.masks = self._drafts[:, 1]
+        if self.host is not None:
+            self.host.trees, self.host.proposed = self.trees, self._proposed.numpy()
+
     @property
     def matches(self) -> bool:
         """Whether `match` verifies drafts, and not another method of vLLM chosen by the user."""
@@ -83,11 +128,11 @@ class MethodSpeculator(Drafting, BaseSpeculator):
 
     def close(self) -> None:
         """Release all memory: the process may outlive the engine."""
-        if self.guarded is not None:
-            self.guarded.close()
+        if self.host is not None:
+            self.host.guarded.close()
         if self.gate is not None:
             self.gate.end()
-        self.gate = self.guarded = self.runner = self.draft_model = self.trees = None
+        self.gate = self.host = self.runner = self.draft_model = self.trees = None
 
     def warm_up(self, now: bool) -> None:
         """Set whether vLLM runs dummy requests now, to compile kernels; their outcomes are ignored."""
@@ -106,27 +151,37 @@ class MethodSpeculator(Drafting, BaseSpeculator):
     def prepare(self, runner: Any) -> None:
         """Called once vLLM's GPUModelRunner has its KV cache, before requests. Raises UnsupportedModel: the model
         supports no draft passes."""
-        name = configured(self._vllm_config).name
+        name, host = configured(self._vllm_config).name, self.host
         setattr(self._vllm_config.speculative_config, SCHEDULE, self._schedule)
-        if self.guarded is not None:
+        if host is not None:
             logger.info(start_line(self._vllm_config, name, v2=True))
+            host.runner = runner
         if self.trees is not None and not DraftRanks(self._ranks).agree(self.trees.prepare(runner)):
-            self.trees, self._parts = None, 1
+            self.trees = None
+            self._make_buffers()
         self.runner = runner
-        # If vLLM forwards drafts, or splits its inputs.
-        self.joins_at_once = bool(runner.pp_handler or runner.pcp_manager)
-        # If only the model itself reads drafts.
         usual = type(runner.model_state).prepare_inputs is DefaultModelState.prepare_inputs
         readers = METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
-        self.joins_last = usual and not any(readers)
-        if self.joins_last and self.guarded is not None and self._proposed.is_pinned():
+        if runner.pp_handler or runner.pcp_manager:
+            self.when = When.AT_ONCE
+        else:
+            self.when = When.BEFORE_MODEL if usual and not any(readers) else When.BEFORE_ATTENTION
+        self._usually = self.when
+        if self.when is When.BEFORE_MODEL and host is not None and self._proposed.is_pinned():
             self._make_gate()
         if getattr(runner, "adaptive_verification", None) is not None:
-            from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
-
-            self.by_score = runner.adaptive_verification = RowsByScore(runner, self._ranks, last=self.joins_last)
+            self.verify_by_score()
         if METHODS[name].runs_model:
-            self.draft_model = prepare_passes(runner, self._vllm_config, self.guarded)
+            self.draft_model = prepare_passes(runner, self._vllm_config, host.guarded if host is not None else None)
+
+    def verify_by_score(self) -> None:
+        """Replace the runner's AdaptiveVerificationManager."""
+        from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
+
+        self.by_score = RowsByScore(self.runner, self._ranks, last=self.when is When.BEFORE_MODEL)
+        self.runner.adaptive_verification = self.by_score
+        if self.host is not None:
+            self.host.by_score = self.by_score
 
     def _make_gate(self) -> None:
         if (reason := why_no_gate(self._vllm_config)) is not None:
@@ -148,105 +203,103 @@ class MethodSpeculator(Drafting, BaseSpeculator):
         """int64 [B, K] on the device: each request's newest token as placeholder for drafts, which `join` makes; the
         drafts themselves if vLLM needs them at once. input_batch: vLLM's InputBatch of the step just launched;
         num_sampled: int32 [B], new tokens of each request; last_sampled: int64 [slots, 1]."""
-        self._steps += 1
         verified, self._verified = self._verified, None
-        batch, guarded = input_batch.num_reqs, self.guarded
-        packed = self._of_batch(self._drafts, batch)
-        drafts = packed[0]
+        batch, host = input_batch.num_reqs, self.host
+        drafts = self._newest[:batch]
+        if host is not None:
+            host.steps += 1
         if dummy_run or is_profile:
             return drafts
         if self.warming_up:
-            if guarded is not None:  # its kernel is compiled, too
-                self._copy_gained(input_batch, num_sampled, drafts)
-            packed.zero_()
-            return drafts
+            if host is not None:  # its kernel is compiled, too
+                host.copy_gained(input_batch, num_sampled, drafts)
+            return drafts.zero_()
         if self.by_score is not None:
             self.by_score.end(input_batch)
-        prompts = self._states.prefill_len.np[input_batch.idx_mapping_np[:batch]]
-        over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= prompts  # the bound is exact in prefill
-        if guarded is not None:
-            if not guarded.call(self._launch, input_batch, num_sampled, drafts, last_hidden_states, over):
-                drafts.copy_(last_sampled.view(-1)[input_batch.idx_mapping[:batch].long()][:, None].expand_as(drafts))
+        slots, on_device = input_batch.idx_mapping_np[:batch], input_batch.idx_mapping[:batch]
+        # The bound is exact in prefill.
+        over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= self._states.prefill_len.np[slots]
+        if host is not None:
+            call = host.guarded.call
+            if not call(host.launched, input_batch, num_sampled, drafts, last_hidden_states, over):
+                drafts.copy_(last_sampled.view(-1)[on_device.long()][:, None].expand_as(drafts))
             if verified is not None:  # behind the tokens, which the host waits for
-                guarded.call(self._recycle, *verified)
-            if self.lengths is not None:
-                self.rows = guarded.call(self._decide, batch) or []
+                call(host.recycle, *verified)
+            host.rows = call(host.decide, batch) or []
         most = self.length if num_speculative_tokens is None else num_speculative_tokens
         # New tokens, if any, are read later, without a wait.
-        self._awaited = (input_batch.idx_mapping[:batch], most) if most > 0 and over.any() else None
-        if self.joins_at_once or input_batch.has_structured_output_reqs:
+        rows = slice(int(slots.min()), int(slots.max()) + 1)
+        self._pending = Pending(slots.copy(), rows, most) if most > 0 and over.any() else None
+        if self._usually is When.AT_ONCE or input_batch.has_structured_output_reqs:
+            self._states.draft_tokens[on_device] = drafts  # as vLLM does with the result
             self.join()
+            drafts = self._states.draft_tokens[on_device]
         return drafts
 
     def join(self, batch: Any = None) -> None:
         """Wait for the newest step's tokens, unless it has been drafted for, and draft. Called at the same point on all
         ranks. batch: vLLM's InputBatch, with prepared inputs, of the step that verifies the drafts; None if vLLM uses
         the result of `propose`."""
-        if self._awaited is None:
+        if self._pending is None:
             return
-        (slots, most), self._awaited = self._awaited, None
+        pending, self._pending = self._pending, None
         drafted = False
-        if self.guarded is not None:
+        if self.host is not None:
             with nullcontext() if self.draft_model is None else self.draft_model.ranks.leading():
-                drafted = self.guarded.call(self._draft, most, batch)
-        self._send(slots, batch, drafted)
+                drafted = self.host.guarded.call(self.host.draft, pending.most, batch)
+        self._send(pending, batch, drafted)
 
     def begin(self, batch: Any) -> None:
         """The inputs of a step are prepared; batch: vLLM's InputBatch."""
         self.verifying = batch
         if self.by_score is not None and not self.by_score.begin(batch):
-            self._awaited = None  # nothing is verified: its tokens are taken later
-
-    @property
-    def opens_late(self) -> bool:
-        """Whether the present step is launched before its drafts are there, see `launch`."""
-        gate = self.gate
-        return bool(gate is not None and gate.usable and self.full_graph and self._awaited and self._pending)
+            self._pending = None  # nothing is verified: its tokens are taken later
+        gated = self.gate is not None and self.gate.usable and self.full_graph and self._pending is not None
+        self.when = When.AFTER_LAUNCH if gated else self._usually
 
     def launch(self, replay: Callable[[], Any]) -> Any:
         """The result of `replay`, which runs the CUDA graph of the present step. It is queued before the last step's
         tokens are awaited and drafted for; the stream waits for drafts at the gate."""
-        late, self.full_graph = self.opens_late, False  # a dummy step may follow, which has no requests
-        if not late:
+        when, self.when = self.when, self._usually  # a dummy step may follow, which has no requests
+        if when is not When.AFTER_LAUNCH:
             return replay()
-        assert self.gate is not None and self._awaited is not None
-        (slots, most), self._awaited = self._awaited, None
+        assert self.gate is not None and self.host is not None and self._pending is not None
+        pending, self._pending = self._pending, None
         if self._sent is not None:  # the drafts of the step before may not have been read yet
             self._sent.synchronize()
-        self._proposed_on_host(len(slots))[:] = 0  # chains of the token 0, if drafts come too late
+        self.host.proposed[pending.slots] = 0  # chains of the token 0, if drafts come too late
         if self.by_score is not None:
             self.by_score.set_rows()
         self.gate.close()
         try:
-            self._send(slots, self.verifying, True)
+            self._send(pending, self.verifying, True)
             if self.trees is not None:
                 self.trees.write_queries(self.verifying)
             result = replay()
-            self.guarded.call(self._draft, most, self.verifying, self.gate)
+            self.host.guarded.call(self.host.draft, pending.most, self.verifying, self.gate)
         finally:
             self.gate.open()
         return result
 
-    def _send(self, slots: torch.Tensor, batch: Any, drafted: bool) -> None:
-        """Pass drafts to the step that verifies them; see `join`."""
-        packed = self._of_batch(self._drafts, len(slots))
+    def _send(self, pending: Pending, batch: Any, drafted: bool) -> None:
+        """Pass drafts to the step that verifies them; see `join`. Requests in between that did not take part get their
+        newest ones once more, or none."""
+        rows = pending.rows
+        drafts = self._drafts[rows]
         by_score = self.by_score if self.by_score is not None and self.by_score.late else None
-        if self.guarded is not None:
+        if self.host is not None:
             if drafted:
-                packed.copy_(self._of_batch(self._proposed, len(slots)), non_blocking=True)
+                drafts.copy_(self._proposed[rows], non_blocking=True)
                 if self._sent is not None:
                     self._sent.record()
             else:
-                packed[1:].zero_()
+                drafts[:, 1:].zero_()
         elif self.draft_model is not None:
             self.draft_model.serve(V2StepState(self.runner.block_tables, self._states, np.zeros(0, np.intp)).pages)
         if self._ranks.world_size > 1:
-            self._ranks.broadcast(packed, src=0)
-        if self.trees is not None:
-            self.trees.put(slots, packed[1])
-        if batch is not None:  # requests that got slots since have no drafts, and read none
+            self._ranks.broadcast(drafts, src=0)
+        if batch is not None:
             states = self._states
-            states.draft_tokens[slots] = packed[0]
             if by_score is not None:
                 by_score.place(batch, drafted)
             batch.logits_indices = combine_sampled_and_draft_tokens(
@@ -260,8 +313,9 @@ class MethodSpeculator(Drafting, BaseSpeculator):
     def take_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
         """Keep a step's logits until `propose` recycles them; sampling does not modify them. logits: float [R, V], rows
         of a request consecutive."""
-        self._gained[1].approach()  # of the step before the newest, which takes its place
-        if self.guarded is not None and self.guarded.needs_logits:
+        if self.host is not None:
+            self.host.approach()
+        if self.host is not None and self.host.guarded.needs_logits:
             if self.warming_up:
                 top_tokens(logits[:1], TOP_TOKENS)
             else:

@@ -39,7 +39,10 @@ class Trees:
     Attributes:
         enabled: whether drafts may be trees; False before the KV cache exists.
         allowed: bool [slots], whether the slot's request may have trees.
+        masks: int64 [slots, K], as in `NodeMasks`, the trees that requests verify next.
     """
+
+    masks: torch.Tensor
 
     def __init__(self, vllm_config: Any, device: torch.device, states: RequestState) -> None:
         self._vllm_config, self._states = vllm_config, states
@@ -47,7 +50,6 @@ class Trees:
         slots, width = states.max_num_reqs, vllm_config.speculative_config.num_speculative_tokens
         self.enabled = False
         self.allowed: NDArray[np.bool_] = np.zeros(slots, np.bool_)
-        self._masks = torch.zeros(slots, width, dtype=torch.int64, device=device)
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._buffers = TreeBuffers(slots, tokens, 1 + width, device)
         self._parents = torch.zeros(tokens, dtype=torch.int32, device=device)
@@ -89,16 +91,12 @@ class Trees:
     def warm_up_verification(self) -> None:
         """Compile the kernels that verify trees, and chains among them."""
         if self._pool is not None:
-            zero, width = torch.zeros(1, dtype=torch.int64, device=self._masks.device), 1 + self._masks.shape[1]
+            zero, width = torch.zeros(1, dtype=torch.int64, device=self.masks.device), 1 + self.masks.shape[1]
             token, starts = zero.int(), torch.arange(2, dtype=torch.int32, device=zero.device)
             verify_rows(token, zero, starts, width)
             # Slot 0 is of a page that nobody has.
             outcome, slots = verify_rows(token, zero, starts, width, (token, zero, zero, starts[1:]))
             self._pool.compact(slots, outcome)
-
-    def put(self, slots: torch.Tensor, masks: torch.Tensor) -> None:
-        """Set the trees that requests verify next. slots: int64 [B]; masks: int64 [B, K], as in `NodeMasks`."""
-        self._masks[slots] = masks
 
     def prepare_step(self, batch: Any, slot_mappings: torch.Tensor) -> None:
         """Called between the choice of KV slots and attention metadata, before the drafts are there. batch: vLLM's
@@ -117,7 +115,7 @@ class Trees:
             return
         requests = batch.num_reqs
         write_tree_queries(
-            NodeMasks(self._masks, self._states.prefill_len.gpu),
+            NodeMasks(self.masks, self._states.prefill_len.gpu),
             batch.idx_mapping[:requests],
             batch.cu_num_logits,
             self._buffers.queries(batch.query_start_loc[: requests + 1], batch.seq_lens[:requests]),

@@ -20,7 +20,7 @@ def write_drafts(
 
     Args:
         draft: of R requests, or None.
-        proposed: int64 [1 or 2, B, K], out: tokens, and masks (`NodeMasks`) if there may be trees; without a draft
+        proposed: int64 [slots, 1 or 2, K], out: tokens, and masks (`NodeMasks`) if there may be trees; without a draft
             token, a request's newest one and 0.
         branching: bool [slots], which requests may have trees; others keep the chain of first children. None: none.
         number: of the step, for `Requests.drafted_behind`.
@@ -29,7 +29,7 @@ def write_drafts(
     _write(
         (draft.tokens, draft.parents, draft.counts),
         (taken.rows, taken.capacities, gained.wait(), gained.slots),
-        (requests.state, requests.no_trees if branching is None else branching, requests.nodes, requests.parents),
+        (requests.state, requests.no_trees if branching is None else branching, requests.parents),
         (proposed, counts),
         number,
     )
@@ -40,13 +40,15 @@ def write_drafts(
 def _write(draft, taken, of_slots, out, number):
     tokens, parents, nodes = draft
     rows, capacities, gained, slots = taken
-    state, branching, all_nodes, all_parents = of_slots
-    (proposed, masks), counts = (out[0][0], out[0][-1]), out[1]
-    masks[:] = 0  # without trees, these are the tokens
-    proposed[:] = gained[:, -1:]
+    state, branching, all_parents = of_slots
+    (all_tokens, all_masks), counts = (out[0][:, 0], out[0][:, -1]), out[1]
+    for row, slot in enumerate(slots):
+        all_masks[slot] = 0  # without trees, these are the tokens
+        all_tokens[slot] = gained[row, -1]
     for b in range(len(rows)):
         row = rows[b]
         slot = slots[row]
+        proposed, masks = all_tokens[slot], all_masks[slot]
         kept, last, branches = 0, 0, branching[slot]
         limit = min(nodes[b], capacities[b] + 1) if b < len(nodes) else 0
         for node in range(1, limit):
@@ -54,13 +56,12 @@ def _write(draft, taken, of_slots, out, number):
                 if parents[b, node] != last:
                     continue
                 last = node
-            proposed[row, kept] = tokens[b, node]
+            proposed[kept] = tokens[b, node]
             parent = parents[b, node] if branches else kept
             all_parents[slot, kept + 1] = parent
             if branches:
-                above = masks[row, parent - 1] if parent > 0 else np.int64(0)
-                masks[row, kept] = above | (np.int64(1) << np.int64(kept))
+                above = masks[parent - 1] if parent > 0 else np.int64(0)
+                masks[kept] = above | (np.int64(1) << np.int64(kept))
             kept += 1
         counts[b] = state[slot].drafted = kept
-        state[slot].drafted_behind, all_parents[slot, 0], all_nodes[slot, 0] = number, -1, gained[row, -1]
-        all_nodes[slot, 1:] = proposed[row]
+        state[slot].drafted_behind, state[slot].root, all_parents[slot, 0] = number, gained[row, -1], -1
