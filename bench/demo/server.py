@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
-
 from bench.demo.store import ensure_store
 from bench.lib import servers
 
@@ -81,6 +79,8 @@ def stop() -> None:
 def ask(question: str, max_tokens: int, plain: bool) -> str:
     """Print vLLM's answer as it comes, to a client whose text nobody has seen before; return how fast it came. plain:
     without drafts."""
+    from openai import OpenAI  # in the engine's environment only, which `make stop` does not need
+
     if (state := recorded()) is None:
         raise servers.ServerError("no server is running: make serve")
     client = OpenAI(base_url=f"http://{servers.HOST}:{state['port']}/v1", api_key="none", max_retries=0)
