@@ -46,7 +46,7 @@ class Auto(Costs):
         self._drafts_pay = False
 
     def rests(self) -> bool:
-        if self.acceptance.follows or not self.probes.rests():
+        if self.acceptance.follows or not self.probes.take_rest():
             return False
         self._ended = None  # of the steps of a pause, one is timed
         return True
@@ -56,7 +56,7 @@ class Auto(Costs):
         self.budget = 0
         if batch == 0 or not verify:
             return 0
-        if self.probes.rests():
+        if self.probes.take_rest():
             self.speedup = 1.0
             return 0
         draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max()), int(2.0 * self._longest) + 2)

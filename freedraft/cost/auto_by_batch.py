@@ -88,14 +88,14 @@ class BatchLengths(Fixed):
             self._newest = None
 
     def rests(self) -> bool:
-        return not (self.acceptance.follows or self.acceptance.rises) and self.probes.rests()
+        return not (self.acceptance.follows or self.acceptance.rises) and self.probes.take_rest()
 
     def plan(self, step: Step, *, verify: bool = True) -> int:
         self._began = self._clock()
         if verify:
             self._asked = super().plan(step)
         else:
-            waits = self.probes.rests() and not self.acceptance.rises
+            waits = self.probes.take_rest() and not self.acceptance.rises
             self._asked = 0 if waits else self.max_draft_tokens
         return self._asked
 

@@ -56,10 +56,10 @@ class Probes(ProbeSchedule):
         return np.flatnonzero(seconds <= _PROBE_COST * seconds[0])
 
     def rest(self, drafting: float, step: float) -> None:
-        """Pause the drafter for some steps, by the seconds of drafting and of a step."""
+        """Rest the drafter for some steps, by the seconds of drafting and of a step."""
         self._rest = min(int(max(drafting, 0.0) / (_IDLE_SHARE * max(step, 1e-6))), _MAX_IDLE)
 
-    def rests(self) -> bool:
-        """Whether the drafter pauses in this step. Call once per step."""
+    def take_rest(self) -> bool:
+        """Whether the drafter rests in this step, which is counted."""
         self._rest -= 1
         return self._rest >= 0

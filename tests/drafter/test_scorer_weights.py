@@ -11,8 +11,9 @@ import pytest
 from drafting import random_weights
 
 from bench.scorer.weights import save
+from freedraft.cost.acceptance import PASS_KINDS
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.scoring.inputs import INPUTS, NODE_INPUTS, ROWS
+from sssd_plugin.scoring.inputs import INPUTS, NODE_INPUTS, NODE_KINDS, ROWS
 from sssd_plugin.scoring.weights import WIDTH, Weights
 
 
@@ -32,6 +33,7 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_shipped_weights() -> None:
     shipped = Weights.load()
     assert shipped.layer.shape == (ROWS, WIDTH) == (1 + NODE_INPUTS + 2 * INPUTS, WIDTH)
+    assert 2 * NODE_KINDS <= PASS_KINDS, "kinds of n-grams are not those of draft passes"
     assert shipped.out.all() and (shipped.layer != 0).mean() > 0.9
     assert "bench.scorer" in shipped.recipe and len(shipped.trained_on) >= 2
     assert all(len(digest) == 64 for digest in shipped.trained_on.values())

@@ -38,13 +38,15 @@ BATCH, NODES, WINDOW, DIM = len(LENGTHS), 8, 6, 16
 
 @pytest.fixture(scope="session")
 def runner() -> ModelRunner:
+    return model_runner(os.environ["TINY_MODEL"])
+
+
+def model_runner(folder: str) -> ModelRunner:
     sys.modules["sgl_kernel"] = sys.modules["sgl_kernel.flash_attn"] = MagicMock()
     load_plugins()
     on_cpu = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "disable_cuda_graph": True}
     sizes = {"max_total_tokens": 256, "max_running_requests": BATCH, "speculative_num_draft_tokens": NODES}
-    args = ServerArgs(
-        model_path=os.environ["TINY_MODEL"], skip_tokenizer_init=True, speculative_algorithm="sssd", **on_cpu, **sizes
-    )
+    args = ServerArgs(model_path=folder, skip_tokenizer_init=True, speculative_algorithm="sssd", **on_cpu, **sizes)
     args.resolve_once()
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
     return load_model(args, PortArgs.init_new(args), 0, 0)[0].torch_runner

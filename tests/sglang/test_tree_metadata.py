@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.sglang.test_attention_masks import run_script
+from tests.sglang.test_attention_masks import HERE, run_interpreted
 from tests.support.random_trees import on, random_batch
 from tests.support.triton_launches import record_launches
 
@@ -23,7 +23,7 @@ TABLES = ("cache_seqlens_int32", "cu_seqlens_k", "page_table")
 
 def test_one_kernel_writes_what_sglang_does(tiny):
     pytest.importorskip("triton")
-    printed = run_script("test_tree_metadata.py", tiny, TRITON_INTERPRET="1")
+    printed = run_interpreted(HERE / "test_tree_metadata.py", tiny)
     *operations, launches, cases = map(int, printed.split()[-4:])
     assert cases == 48 and operations[0] > 20 and operations[1] == 0 and launches == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import os
 import pickle
@@ -10,12 +11,14 @@ import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from freedraft import doctor
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm import methods, patching
 from freedraft.engines.vllm.context import start_line
-from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS, settings
+from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
 
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
 SKIPPING = {"method": "layerskip", "num_speculative_tokens": 3, "window": 512}
@@ -60,8 +63,8 @@ def test_the_doctor_names_the_command_that_starts_the_cpu_package():
     from importlib.metadata import distributions
 
     stock = any(each.name == "vllm" for each in distributions())
-    lines = [line for line in settings() if "python -m vllm.entrypoints.openai.api_server" in line]
-    assert len(lines) == (not stock)
+    doctor.run(Console(file=(printed := io.StringIO()), width=400))
+    assert ("python -m vllm.entrypoints.openai.api_server" in printed.getvalue()) == (not stock)
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +189,7 @@ def test_options_that_need_times_are_served_by_v1(tiny_model, as_with_triton, mo
     config = config_of(tiny_model, SKIPPING | options)
     assert not config.use_v2_model_runner and config.speculative_config.method == "custom_class"
     assert methods.configured(config).options.items() >= options.items()
-    assert all(word in line() for word in ["'layerskip'", "runner V1", "without async scheduling", *words])
+    assert all(word in line() for word in ["'layerskip'", "runner V1", "async scheduling is off", *words])
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     assert words[0] in refusal(tiny_model, SKIPPING | options)
 

@@ -118,7 +118,7 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
     vllm.v1.worker.gpu_worker:Worker has compile_or_warm_up_model
     vllm.v1.worker.gpu.model_runner:GPUModelRunner has sample_tokens, shutdown, get_model, speculator,
         rejection_sampler, block_tables, attn_groups, kv_cache_config, max_num_reqs, max_model_len, device, model_state,
-        input_buffers, uses_inputs_embeds, pp_handler, pcp_manager, ubatch_runner
+        input_buffers, uses_inputs_embeds, pcp_manager, ubatch_runner
     vllm.v1.worker.gpu.model_runner.GPUModelRunner:initialize_kv_cache(is_profiling)
     vllm.v1.worker.gpu.model_runner.GPUModelRunner:prepare_attn(input_batch)
     vllm.v1.worker.gpu.model_runner.GPUModelRunner:finish_requests(scheduler_output)

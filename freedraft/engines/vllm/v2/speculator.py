@@ -162,7 +162,7 @@ class MethodSpeculator(BaseSpeculator):
         self.runner = runner
         usual = type(runner.model_state).prepare_inputs is DefaultModelState.prepare_inputs
         readers = METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
-        if runner.pp_handler or runner.pcp_manager:
+        if runner.pcp_manager:
             self.when = When.AT_ONCE
         else:
             self.when = When.BEFORE_MODEL if usual and not any(readers) else When.BEFORE_ATTENTION

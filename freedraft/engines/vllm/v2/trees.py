@@ -153,12 +153,11 @@ def _row(cache: torch.Tensor) -> tuple[int, int]:
 
 def why_chains(runner: Any, vllm_config: Any) -> str | None:
     """Why drafts of this engine must be chains, in words for the user; None if they may be trees."""
-    model, parallel, ours = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
+    model, ours = vllm_config.model_config, vllm_config.speculative_config
     sampler = runner.sampler
     engine = {
         "adaptive verification": ours.enable_adaptive_verification,
         f"rejection sampling method '{ours.rejection_sample_method}'": ours.rejection_sample_method != "standard",
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": runner.dcp_size > 1 or runner.pcp_manager is not None,
         "microbatches": runner.ubatch_runner is not None,
         "sampling by shards of the batch": runner.batch_sharder is not None,
