@@ -282,6 +282,6 @@ def test_nothing_registers_when_a_hook_is_renamed(monkeypatch, caplog):
 
 def test_graphs_that_would_read_masks_of_earlier_trees_are_refused(resolved, monkeypatch):
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
-    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "1")
+    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "y")
     with pytest.raises(ConfigError, match="graphs of metadata: unset SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
         resolved(**ON_GPU)

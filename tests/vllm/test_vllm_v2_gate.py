@@ -71,7 +71,7 @@ def test_a_step_does_not_wait_for_a_drafter_that_fails(
 ):
     found = gated(tiny_model, live_prompts, SSSD | options, "flash" if options else "", drafter=drafter)
     engine = check_answers(found, tiny_answers, plain_seeded)
-    assert engine["broken"] > 5 and engine["trees"] == bool(options)
+    assert engine["broken"] > 3 and engine["trees"] == bool(options)
     assert engine["failures"] == (engine["broken"] if drafter == "raises" else 0)
 
 

@@ -117,7 +117,7 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: 
         refuse("chooses its own width per batch", "start without --speculative-adaptive")
     if getattr(args, "speculative_draft_model_path", None):
         refuse("has no draft model", "start without --speculative-draft-model-path")
-    if os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "0").lower() in ("1", "true", "yes"):
+    if os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "0").lower() in ("1", "true", "yes", "y"):
         refuse("cannot read its trees from graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
     thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)
     if any(t is not None and t != 1.0 for t in thresholds):

@@ -164,7 +164,8 @@ def drawn(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     logits: float [R, V]; temperatures: float [R, 1]."""
 
     def of_rows(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-        noise = torch.empty_like(logits, dtype=torch.float32).exponential_().log_()
+        noise = torch.empty_like(logits, dtype=torch.float32).exponential_()
+        noise.clamp_min_(torch.finfo(torch.float32).tiny).log_()  # as SGLang: a zero would win
         return noise.addcdiv_(logits, temperatures, value=-1).argmin(-1)
 
     size = rows_at_once(logits.shape[1])

@@ -133,8 +133,8 @@ def verify_by_score(runner):
             noted["chosen"].append([ours._budget, scores, ours._counts.tolist()])
 
     def learnt(step):
-        for tokens, (draft, _) in zip(followed, ours.acceptance._followed, strict=bool(followed)):
-            noted["learnt"].append(bool((draft.tokens == tokens).all()))
+        for tokens, nodes in zip(followed, ours.acceptance._followed, strict=bool(followed)):
+            noted["learnt"].append(bool((nodes.tokens == tokens).all()))
         followed.clear()
         learn(step)
 

@@ -462,7 +462,7 @@ def main():
     engine |= {"tokens on the host": runner.req_states.all_token_ids.on_host, "kv": largest_difference(kv)}
     engine["replays"] = [graph.replays for graph in graphs]
     engine["graph lengths"] = [sorted(lengths) for lengths in graph_lengths]
-    priced = getattr(controller, "_priced", {})
+    priced = getattr(controller, "_prices", {})
     engine["decided"] = [[*batches, controller.best(seconds)] for batches, (seconds, _) in priced.items()]
     engine["verified"] = sorted({length for _, length, _ in getattr(controller, "_errors", {})})
     engine |= {"compiled": len(compiled), "compiled late": [str(kind) for kind in launched - compiled]}

@@ -101,7 +101,7 @@ class MethodSpeculator(BaseSpeculator):
         self.verifying: Any = None  # vLLM's InputBatch, once its inputs are prepared
         self.full_graph = False  # whether the present step is the replay of a CUDA graph
         self.gate: Gate | None = None
-        self._sent: Any = None  # event behind the last copy of drafts, if there is a gate
+        self._sent: Any = None  # event behind the last copies of drafts and rows, if there is a gate
         self.warming_up = False  # see `warm_up`
         self.enable_adaptive_verification = bool(getattr(config, ADAPTIVE, False))  # read by vLLM, as the next one
         self.draft_token_confidence_probs = None
@@ -157,6 +157,7 @@ class MethodSpeculator(BaseSpeculator):
             logger.info(start_line(self._vllm_config, name, v2=True))
             host.runner = runner
         if self.trees is not None and not DraftRanks(self._ranks).agree(self.trees.prepare(runner)):
+            self.trees.disable()
             self.trees = None
             self._make_buffers()
         self.runner = runner
@@ -219,13 +220,15 @@ class MethodSpeculator(BaseSpeculator):
         slots, on_device = input_batch.idx_mapping_np[:batch], input_batch.idx_mapping[:batch]
         # The bound is exact in prefill.
         over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= self._states.prefill_len.np[slots]
+        launched = host is not None and host.guarded.call(
+            host.launched, input_batch, num_sampled, drafts, last_hidden_states, over
+        )
+        if not launched:
+            drafts.copy_(last_sampled.view(-1)[on_device.long()][:, None].expand_as(drafts))
         if host is not None:
-            call = host.guarded.call
-            if not call(host.launched, input_batch, num_sampled, drafts, last_hidden_states, over):
-                drafts.copy_(last_sampled.view(-1)[on_device.long()][:, None].expand_as(drafts))
             if verified is not None:  # behind the tokens, which the host waits for
-                call(host.recycle, *verified)
-            host.rows = call(host.decide, batch) or []
+                host.guarded.call(host.recycle, *verified)
+            host.rows = host.guarded.call(host.decide, batch) or []
         most = self.length if num_speculative_tokens is None else num_speculative_tokens
         # New tokens, if any, are read later, without a wait.
         rows = slice(int(slots.min()), int(slots.max()) + 1)
@@ -290,8 +293,6 @@ class MethodSpeculator(BaseSpeculator):
         if self.host is not None:
             if drafted:
                 drafts.copy_(self._proposed[rows], non_blocking=True)
-                if self._sent is not None:
-                    self._sent.record()
             else:
                 drafts[:, 1:].zero_()
         elif self.draft_model is not None:
@@ -309,6 +310,8 @@ class MethodSpeculator(BaseSpeculator):
             )  # fmt: skip
             if by_score is not None:
                 by_score.attention()
+        if drafted and self._sent is not None:
+            self._sent.record()
 
     def take_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
         """Keep a step's logits until `propose` recycles them; sampling does not modify them. logits: float [R, V], rows

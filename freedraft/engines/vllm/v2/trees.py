@@ -88,6 +88,10 @@ class Trees:
         """Set whether vLLM runs dummy requests now, which always have trees."""
         self._buffers.warming_up = now
 
+    def disable(self) -> None:
+        """Another rank cannot prepare trees."""
+        self.enabled = self._buffers.enabled = False
+
     def warm_up_verification(self) -> None:
         """Compile the kernels that verify trees, and chains among them."""
         if self._pool is not None:
