@@ -26,7 +26,7 @@ PROFILE = HardwareProfile(name="x", peak_flops=1e12, bandwidth=1e10, source="mea
 
 
 class Fragile(Method):
-    """Fails where it is told to, and needs no calls."""
+    """A method that raises in the calls that a test names. It can rest."""
 
     needs_logits = True
 

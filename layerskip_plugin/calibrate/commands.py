@@ -131,7 +131,7 @@ def knapsack(
 def knn(
     run: Run,
     share: Share = None,
-    clusters: Annotated[int | None, typer.Option(help="Find so many domains in one log without labels.")] = None,
+    clusters: Annotated[int | None, typer.Option(help="Number of domains to find in one log without labels.")] = None,
     answered: Annotated[int, typer.Option(help="Prompts of a domain that its set is searched with.")] = 8,
     anchors: Annotated[
         Literal["kmeans", "nearest"],

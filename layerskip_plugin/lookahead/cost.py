@@ -51,7 +51,7 @@ class Cost(Lookahead):
 
     Args:
         costs: times of steps and draft passes of this model on this machine, and acceptance.
-        recipes: skip sets with windows.
+        recipes: skip sets with the window.
     """
 
     def __init__(self, costs: Costs, recipes: Sequence[SkipSet]) -> None:

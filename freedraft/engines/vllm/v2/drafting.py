@@ -244,7 +244,7 @@ class Drafting:
             self.guarded.set_prompt_states([ids[row] for row in rows], hidden_states[ends.tolist()])
 
     def decide(self, batch: int) -> Rows:
-        """Draft lengths to schedule, after a step of so many requests."""
+        """Return the draft lengths to schedule. batch: requests of the newest step."""
         if self.lengths is None:
             return []
         slots = self.gained.slots

@@ -55,7 +55,7 @@ class When(Enum):
 class Pending(NamedTuple):
     """What a launched step leaves behind for the next one: drafts of its requests are to be made."""
 
-    slots: NDArray[np.int32]  # [B], of its requests
+    slots: NDArray[np.intp]  # [B], of its requests
     rows: slice  # of all slots, from the first to the last of these: they go to the device by one copy
     most: int  # draft tokens of each request
 
