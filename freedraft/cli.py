@@ -20,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 from freedraft import __version__
 
 GROUP = "freedraft.commands"
+TUNING = "To tune and to estimate"  # the second panel of the help: commands that serving does not need
 DEBUG = "FREEDRAFT_DEBUG"
 USAGE_ERROR = 2
 
@@ -69,7 +70,9 @@ GROUPS = {"calibrate": "layerskip: find layers that drafts can leave out."}
 
 
 def _group(name: str, prefix: str) -> Any:
-    group = PluginGroup(name=name, help=GROUPS.get(name, f"Commands of {name}."), no_args_is_help=True)
+    group = PluginGroup(
+        name=name, help=GROUPS.get(name, f"Commands of {name}."), no_args_is_help=True, rich_help_panel=TUNING
+    )
     group.prefix = prefix
     return group
 
@@ -131,7 +134,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     raise typer.Exit(run(as_json=as_json))
 
 
-@app.command()
+@app.command(rich_help_panel=TUNING)
 def profile(
     name: Annotated[str | None, typer.Option(help="Name of the profile. Default: the device's name.")] = None,
     out: Annotated[Path | None, typer.Option(
@@ -158,7 +161,7 @@ def profile(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=TUNING)
 def explain(
     model: Annotated[Path, typer.Option(help="Model folder, or its config.json.")],
     hardware: Annotated[str, typer.Option(help="Name or file of a hardware profile, or auto.")] = "auto",

@@ -1,4 +1,4 @@
-"""`Report`: a line in the log about what drafting brings, after some minutes of serving and when that changes."""
+"""`Report`: a line in the log about what drafting brings, after some minutes of serving, when that changes, and daily."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from freedraft.step import Step
 logger = logging.getLogger(__name__)
 
 SECONDS, FEWEST_STEPS = 180.0, 500  # that one report covers at least
+DAY = 86_400.0  # seconds
 OFF, ON = 0.02, 0.05  # shares of decoded requests with drafts, below and above which drafting counts as off and on
+SLOW = 0.97  # speedup below which the log warns
 
 
 @dataclass
@@ -23,6 +25,8 @@ class _Sums:
     requests: int = 0
     tokens: int = 0
     drafted: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
     compared: int = 0  # steps with an estimated speedup over plain decoding
     speedups: float = 0.0
 
@@ -32,7 +36,7 @@ class Report:
 
     def __init__(self, method: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._method, self._clock = method, clock
-        self._off: bool | None = None  # as it was last reported
+        self._reported, self._at = "", -math.inf  # the state that was last reported, and when
         self._sums: _Sums | None = None
 
     def add(self, step: Step, speedup: float) -> None:
@@ -42,6 +46,8 @@ class Report:
         sums.requests += step.batch_size
         sums.tokens += int(step.gained.sum())
         sums.drafted += int((step.drafted > 0).sum())
+        sums.draft_tokens += int(step.drafted.sum())
+        sums.accepted += int(step.accepted.sum())
         if not math.isnan(speedup):
             sums.speedups += speedup
             sums.compared += 1
@@ -51,14 +57,19 @@ class Report:
 
     def _report(self, sums: _Sums) -> None:
         share = sums.drafted / max(sums.requests, 1)
-        off = share < (ON if self._off else OFF)
-        if off == self._off:
+        speedup = sums.speedups / sums.compared if sums.compared else math.nan
+        off = share < (ON if self._reported == "off" else OFF)
+        state = "off" if off else "slow" if speedup < SLOW else "on"
+        if state == self._reported and self._clock() - self._at < DAY:
             return
-        self._off = off
+        self._reported, self._at = state, self._clock()
         if off:
             brings = f"drafting is off: {1 - share:.0%} of requests had no draft ('freedraft top' shows why)"
         else:
-            brings = f"{sums.tokens / sums.requests:.2f} tokens per step"
+            brings = f"{sums.tokens / sums.requests:.2f} tokens per step, "
+            brings += f"{sums.accepted / max(sums.draft_tokens, 1):.0%} of draft tokens accepted"
             if sums.compared:
-                brings = f"about {sums.speedups / sums.compared:.2f} times as fast as without drafts; {brings}"
-        logger.info("freedraft: %s, last %.0f minutes: %s", self._method, (self._clock() - sums.since) / 60, brings)
+                brings = f"about {speedup:.2f} times as fast as without drafts; {brings}"
+        level = logging.WARNING if state == "slow" else logging.INFO
+        minutes = (self._clock() - sums.since) / 60
+        logger.log(level, "freedraft: %s, last %.0f minutes: %s", self._method, minutes, brings)

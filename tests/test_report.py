@@ -27,10 +27,17 @@ def test_it_says_what_drafting_brings_when_that_changes(caplog: pytest.LogCaptur
         now[0] += 3600.0  # the engine starts
         assert serve([4, 0], 2, 1.5, seconds=1.0) == [], "too early"
         (line,) = serve([4, 0], 2, 1.5)
-        assert "sssd, last 3 minutes: about 1.50 times as fast as without drafts; 2.00 tokens per step" in line
+        assert "sssd, last 3 minutes: about 1.50 times as fast as without drafts; 2.00 tokens per step, 25% of draft tokens accepted" in line
         assert serve([4, 4], 3, 1.9) == [], "it is still on"
         (line,) = serve([0, 0], 1, 1.0)
         assert "drafting is off: 100% of requests had no draft" in line
         assert serve([0, 0], 1, 1.0) == []
         (line,) = serve([0, 4], 2, math.nan)  # another policy
-        assert line.endswith("2.00 tokens per step")
+        assert line.endswith("minutes: 2.00 tokens per step, 25% of draft tokens accepted")
+        (line,) = serve([4, 4], 2, 0.9)
+        assert "about 0.90 times" in line and caplog.records[0].levelno == logging.WARNING
+        (line,) = serve([4, 4], 2, 1.1)
+        assert "about 1.10 times" in line and caplog.records[0].levelno == logging.INFO
+        assert serve([4, 4], 2, 1.1) == []
+        now[0] += 86_400.0
+        assert len(serve([4, 4], 2, 1.1)) == 1, "a day later"
