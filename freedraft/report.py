@@ -1,4 +1,4 @@
-"""`Report`: a line in the log about what drafting brings, after some minutes of serving, when that changes, and daily."""
+"""`Report`: a log line about what drafting brings, after some minutes of serving, when that changes, and daily."""
 
 from __future__ import annotations
 
