@@ -353,21 +353,32 @@ def test_layer_skipping_leaves_the_tokens_of_a_seed_alone(skipped, plain_seeded)
     assert skipped["seeded"] == plain_seeded
 
 
-def test_layer_skipping_drafts_by_default(tmp_path):
-    """Six requests one after the other, between which nothing is drafted for, where drafts pay."""
+def accepted_one_after_the_other(folder, requests, **options):
+    """int [requests]: draft tokens accepted of each, alone in its engine, where drafts pay."""
     model = make_tiny(seed=7, **TINY | {"num_hidden_layers": 8})
     skipped = range(1, 7)
     weaken(model, skipped, 0.05)
-    (file,) = save_sets(save(model, tmp_path), tmp_path, skip=(skipped, skipped))
-    ids = texts.random_ids([12] * 6, 24, first=2, seed=3)
+    (file,) = save_sets(save(model, folder), folder, skip=(skipped, skipped))
+    ids = texts.random_ids([12] * requests, 24, first=2, seed=3)
     cases = {f"{i}": greedy_case(token_prompts([prompt]), 40) for i, prompt in enumerate(ids)}
-    default = {"method": "layerskip", "num_speculative_tokens": 4, "skip_set": file}
-    given = {"speculative_config": default, "seconds": [0.02, 1e-4], "max_num_seqs": 4, "gpu_memory_utilization": 0.2}
-    found = serve(tmp_path, cases=cases, **given, **SMALL)
+    method = {"method": "layerskip", "num_speculative_tokens": 4, "skip_set": file} | options
+    given = {"speculative_config": method, "seconds": [0.02, 1e-4], "max_num_seqs": 4, "gpu_memory_utilization": 0.2}
+    found = serve(folder, cases=cases, **given, **SMALL)
     assert not found["engine"]["failures"]
-    assert [found[name] for name in cases] == [[answer] for answer in continuations(tmp_path, ids, 40)]
-    accepted = [accepted for _, accepted in found["engine"]["counts"].values()]
-    assert sum(accepted) > 20 * len(cases), accepted
+    assert [found[name] for name in cases] == [[answer] for answer in continuations(folder, ids, 40)]
+    return np.array([found["engine"]["counts"][name][1] for name in cases])
+
+
+def test_layer_skipping_drafts_by_default(tmp_path):
+    assert accepted_one_after_the_other(tmp_path, 6).sum() > 20 * 6
+
+
+@pytest.mark.extended
+def test_layer_skipping_by_default_drafts_as_at_a_fixed_length(tmp_path):
+    by_default = accepted_one_after_the_other(tmp_path, 12)
+    fixed = accepted_one_after_the_other(tmp_path, 12, lookahead="fixed")
+    print(f"accepted by default {by_default}, at a fixed length {fixed}")
+    assert fixed.min() > 10 and by_default.sum() >= 0.9 * fixed.sum()
 
 
 @pytest.mark.extended
