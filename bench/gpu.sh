@@ -143,7 +143,7 @@ fixed() { # engine, draft tokens: sssd that always drafts so many
 layers() { # method, draft tokens, window: by the skip set that was given, or by a search while serving
     local how='"selection": "swift"'
 [ -z "$SKIP_SET" ] || how="\"skip_set\": \"$SKIP_SET\""
-    echo "{\"method\": \"$1\", \"num_speculative_tokens\": $2, \"window\": \"$3\", $how}"
+    echo "{\"method\": \"$1\", \"num_speculative_tokens\": $2, \"window\": $3, $how}"
 }
 if [ "$WHAT" = hour ]; then
     run serve-vllm plain sssd
@@ -153,7 +153,7 @@ if [ "$WHAT" = hour ]; then
 fi
 on_gpu='{"method": "ngram_gpu", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}'
 run serve-vllm plain ngram "ngram_gpu=$on_gpu" suffix sssd "fixed1=$(fixed vllm 1)" "fixed2=$(fixed vllm 2)" "fixed4=$(fixed vllm 4)" \
-    "fixed8=$(fixed vllm 8)" "layerskip=$(layers layerskip 5 2048)" "freedraft=$(layers freedraft 8 auto)"
+    "fixed8=$(fixed vllm 8)" "layerskip=$(layers layerskip 5 2048)" "hybrid=$(layers hybrid 8 2048)"
 run serve-sglang sglang sglang-ngram sglang-sssd "sglang-fixed4=$(fixed sglang 4)" "sglang-fixed8=$(fixed sglang 8)" \
     "sglang-fixed16=$(fixed sglang 16)"
 "$VLLM/bin/python" docs/make_results.py "$OUT"

@@ -107,7 +107,8 @@ def worst() -> str:
         place = "on a GPU" if cell.startswith("H200") else "elsewhere"
         name = {"sssd": f"`sssd` {place}", "layerskip": "`layerskip`"}.get(kind)
         if name is not None:
-            found = value.at, f"{where}, {requests} request{'s' if requests != '1' else ''}"
+            span = f", {value.low:.2f} to {value.high:.2f}" if value.low is not None else ""
+            found = value.at, f"{where}, {requests} request{'s' if requests != '1' else ''}{span}"
             slowest[name] = min(slowest.get(name, found), found)
     return "".join(f"  - {name}: {ratio:.2f} ({cell}).\n" for name, (ratio, cell) in slowest.items()) + "  "
 

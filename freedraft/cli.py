@@ -156,7 +156,7 @@ def profile(
         measured = measure(device, name, lambda what, share: show(description=what, completed=share))
     path = write(measured, out, force=force)
     typer.echo(
-        f"wrote {path}: {measured.peak_flops / 1e12:.3g} TFLOP/s, {measured.bandwidth / 1e9:.3g} GB/s; "
+        f"wrote {path}: {measured.peak_flops / 1e12:.3g} TFLOP/s, {measured.bandwidth / 1e9:,.0f} GB/s; "
         f"{measured.ridge} tokens per step take about as long as one"
     )
 

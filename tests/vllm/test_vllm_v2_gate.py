@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
@@ -157,18 +158,53 @@ def test_a_gate_that_nobody_opens_opens_itself_and_is_then_given_up(caplog):
     assert not watch.is_alive() and not device.gate.usable
 
 
-def test_writing_is_never_interrupted():
-    """The watchdog waits for a writer, however long it takes."""
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_writing_is_never_interrupted(error):
+    """The watchdog waits for a writer, however long it takes; the gate opens though the writer fails or ends."""
     from freedraft.engines.vllm.v2.gate import LONGEST
 
     device = Device()
     device.gate.close()
-    with pytest.raises(ValueError, match="on purpose"), device.gate.writing() as in_time:
+    with pytest.raises(error, match="on purpose"), device.gate.writing() as in_time:
         assert in_time
         time.sleep(4 * LONGEST)
         assert device.gate.shut
-        raise ValueError("on purpose")
+        raise error("on purpose")
     assert device.passed()
+
+
+@pytest.mark.parametrize(("given", "word"), [({}, None), ({"blocking": "1"}, "unset it"), ({"connector": True}, "KV")])
+def test_where_a_step_waits_for_its_drafts_as_before(tiny_model, monkeypatch, given, word):
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+    from freedraft.engines.vllm.v2.gate import why_no_gate
+
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", given.get("blocking", "0"))
+    connector = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both") if "connector" in given else None
+    arguments = EngineArgs(str(tiny_model), skip_tokenizer_init=True, kv_transfer_config=connector)
+    reason = why_no_gate(arguments.create_engine_config())
+    assert reason is None if word is None else word in reason
+
+
+@pytest.mark.parametrize("code", [0, 801], ids=["waits", "not supported"])
+def test_a_stream_waits_by_the_driver_where_that_can(monkeypatch, code):
+    from freedraft.engines.vllm.v2 import gate as module
+
+    calls = []
+
+    def wait(stream, address, number, flags):
+        calls.append((stream, address, number, flags))
+        return code
+
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda name: types.SimpleNamespace(cuStreamWaitValue32=wait))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: types.SimpleNamespace(cuda_stream=7))
+    flag = torch.zeros(1, dtype=torch.int32)
+    waiting = module.stream_wait(flag)
+    assert calls == [(7, flag.data_ptr(), 0, 0)] and waiting.__name__ == ("by_kernel" if code else "by_driver")
+    if not code:
+        waiting(3)
+        assert calls[1:] == [(7, flag.data_ptr(), 3, 0)]
 
 
 def test_a_process_that_was_forked_has_a_watchdog():
