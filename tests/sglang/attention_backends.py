@@ -335,7 +335,7 @@ def test_widths_that_cannot_be_captured(runner: ModelRunner, caplog: pytest.LogC
     kept = graphs.capture(widths, fixed_width=True)
     assert kept == (4, NODES) and graphs.capture(kept, fixed_width=True) == kept
     (line,) = [line for line in caplog.messages if "GiB" in line]
-    assert "trees of 1 nodes" in line and "20.00 GiB)" in line
+    assert "drafts of 0 tokens" in line and "20.00 GiB)" in line
     with graphs.use(4):
         assert runner.attn_backend.num_draft_tokens == 4
     with pytest.raises(torch.OutOfMemoryError):  # the other ranks would go on with this width

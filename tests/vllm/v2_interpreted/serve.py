@@ -33,7 +33,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import gpu_worker
-from vllm.v1.worker.gpu import cudagraph_utils
+from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -419,7 +419,9 @@ def main():
         return
     worker = llm.llm_engine.model_executor.driver_worker.worker
     runner = worker.model_runner
-    guarded = runner.speculator.host.guarded
+    model_runner._profile_cudagraph_memory = lambda runner: 2**20
+    assert runner.profile_cudagraph_memory() >= 2**20, "as at a start on a device"
+    guarded = runner.speculator.guarded
     launched = record_launches(pytest.MonkeyPatch(), run=True) if with_warm_up else set()
     result = {"warm up": warm_up(worker, guarded) | {"steps": steps}} if with_warm_up else {}
     compiled = set(launched)

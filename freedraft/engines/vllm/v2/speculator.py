@@ -39,6 +39,7 @@ from freedraft.step import TOP_TOKENS
 
 if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
+    from freedraft.guarded_method import GuardedMethod
 
 logger = logging.getLogger(__name__)
 
@@ -122,14 +123,19 @@ class MethodSpeculator(BaseSpeculator):
             self.host.trees, self.host.proposed = self.trees, self._proposed.numpy()
 
     @property
+    def guarded(self) -> GuardedMethod | None:
+        """The method, on the drafting rank."""
+        return None if self.host is None else self.host.guarded
+
+    @property
     def matches(self) -> bool:
         """Whether `match` verifies drafts, and not another method of vLLM chosen by the user."""
         return bool(self._vllm_config.speculative_config.rejection_sample_method == "standard")
 
     def close(self) -> None:
         """Release all memory: the process may outlive the engine."""
-        if self.host is not None:
-            self.host.guarded.close()
+        if self.guarded is not None:
+            self.guarded.close()
         if self.gate is not None:
             self.gate.end()
         self.gate = self.host = self.runner = self.draft_model = self.trees = None
@@ -173,7 +179,7 @@ class MethodSpeculator(BaseSpeculator):
         if getattr(runner, "adaptive_verification", None) is not None:
             self.verify_by_score()
         if METHODS[name].runs_model:
-            self.draft_model = prepare_passes(runner, self._vllm_config, host.guarded if host is not None else None)
+            self.draft_model = prepare_passes(runner, self._vllm_config, self.guarded)
 
     def verify_by_score(self) -> None:
         """Replace the runner's AdaptiveVerificationManager."""
