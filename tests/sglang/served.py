@@ -19,6 +19,7 @@ class OnSglang(Served):
 
     def __init__(self, engine, folder, model, states, overlap):
         self.engine, self.folder, self.model, self.states, self.overlap = engine, folder, model, states, overlap
+        self.counts_ends = overlap  # otherwise the tokens of a step are counted at the next one
         self.manager, self.run = engine.tokenizer_manager, engine.loop.run_until_complete
         self.expected = continuations(folder, PROMPTS, TOKENS)
         self.method, self.noted, self.called = "sssd", Counter(), "asked"

@@ -119,7 +119,7 @@ class TestSglang(Conformance):
         expected = enumerate_outputs(served.folder, PROMPTS[3], 3, temperature=2.0, bias=BIAS, **kept)
         assert_distribution([*map(tuple, outputs)], expected)
         done = served.counts() - before
-        assert done["compacted"] > 20 and done["accepted"] > SAMPLES // 8
+        assert done["compacted"] > 20 and (done["accepted"] > SAMPLES // 8 or not served.counts_ends)
 
     def test_recycles_for_its_tenant(self, served):
         """The logits at verified nodes serve later requests of the tenant, with nothing learnt from the answers."""

@@ -79,6 +79,7 @@ class Served:
     folder: Path
     expected: list[list[int]]
     least_room = 3  # tokens between a prompt and the end of the context
+    counts_ends = True  # whether `counts` has the last step of each request
 
     def ask(self, prompts: Sequence[list[int]], asked: Any = None, **more: Any) -> list[list[int]]:
         """Tokens of the answers to prompts, all at once. asked: parameters of all, or of each; more: see `answers`."""
@@ -199,7 +200,8 @@ class Conformance:
         assert len(set(outputs[::10])) == 1
         assert_distribution([output for i, output in enumerate(outputs) if i % 10], expected)
         done = served.counts() - before
-        assert done["drafted"] > SAMPLES // 2 and 0 < done["accepted"] < done["drafted"]
+        assert done["drafted"] > SAMPLES // 3
+        assert 0 < done["accepted"] < done["drafted"] or not served.counts_ends
 
     def test_a_drafter_that_fails_costs_drafts_and_nothing_else(self, served: Served) -> None:
         before = served.counts()
