@@ -87,7 +87,8 @@ def test_two_ranks(tiny, plain, tmp_path):
 @pytest.fixture(scope="module")
 def llama(demo_model, tmp_path_factory):
     """A model with skip sets, prompts that repeat themselves, and what it answers."""
-    folder, given = make_model(tmp_path_factory.mktemp("llama"), demo_model), TOKEN_PROMPTS[-4:]
+    each_rank_has_one = {"num_key_value_heads": 2}
+    folder, given = make_model(tmp_path_factory.mktemp("llama"), demo_model, **each_rank_has_one), TOKEN_PROMPTS[-4:]
     return folder, given, continuations(folder, given, GREEDY["max_new_tokens"])
 
 

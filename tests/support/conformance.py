@@ -60,10 +60,10 @@ def methods(folder: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def make_model(folder: Path, demo_model: Path, kind: str = "Llama") -> Path:
+def make_model(folder: Path, demo_model: Path, kind: str = "Llama", **changes: Any) -> Path:
     """A random model whose tokens are bytes, its skip sets, and a file of the methods beside it."""
     vocab_size = save_byte_tokenizer(folder, (demo_model / "chat_template.jinja").read_text())
-    model = tiny_model(kind, seed=11, num_hidden_layers=LAYERS, vocab_size=vocab_size, **SHAPE)
+    model = tiny_model(kind, seed=11, num_hidden_layers=LAYERS, vocab_size=vocab_size, **SHAPE | changes)
     weaken(model, range(LAYERS // 2, LAYERS), 0.03)
     save(model, folder)
     for name, (attention, mlp) in SETS.items():
