@@ -177,6 +177,27 @@ class TestV1(Conformance):
             assert served.ask(PROMPTS[:3], greedy(), method="fixed") == served.expected[:3]
         assert max(longest) == 3
 
+    def test_steps_of_a_rest_are_taken_later(self, served, monkeypatch):
+        """Before the next draft, which then goes on from the whole text; and before a request ends."""
+        method, rested, texts = served.method.parts["fixed"], [], []
+        rest, finish, turns = served.proposer.guarded.rest, method.finish, itertools.cycle([True, True, True, False])
+
+        def ending(request_id, *given):
+            texts.append(method.drafter.tokens(request_id).tolist())
+            finish(request_id, *given)
+
+        monkeypatch.setattr(method.controller, "rests", lambda: next(turns))
+        monkeypatch.setattr(served.proposer.guarded, "rest", lambda *step: (rested.append(step), rest(*step)))
+        monkeypatch.setattr(method, "finish", ending)
+        before = served.counts()
+        assert served.ask(PROMPTS[:3], greedy(), method="fixed") == served.expected[:3]
+        done = served.counts() - before
+        settle(served.llm)
+        assert len(rested) > 10 and done["accepted"] > 0
+        whole = [prompt + answer for prompt, answer in zip(PROMPTS[:3], served.expected[:3], strict=True)]
+        assert len(texts) == 3 and all(any(text == one[: len(text)] for one in whole) for text in texts)
+        assert sum(map(len, texts)) >= sum(map(len, whole)) - 3, "all but the last token of each"
+
     def test_slots_are_reserved_and_drafts_end_where_none_are(self, served, monkeypatch):
         """With the scheduler's reserve every draft has its slots; without it drafts end at the last block of a row."""
         scheduler = served.llm.llm_engine.engine_core.engine_core.scheduler
