@@ -147,7 +147,7 @@ def test_no_circle_of_imports() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names one
 
 
-PRODUCT_LINES, BENCH_LINES = 23_213, 4_495
+PRODUCT_LINES, BENCH_LINES = 23_219, 4_495
 FILE_LINES, FUNCTION_LINES, ARGUMENTS = 400, 60, 7
 # What is larger than these, and how large it may be at most. An entry goes with its cause; none is added.
 KNOWN = {
