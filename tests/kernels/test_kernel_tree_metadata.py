@@ -5,36 +5,35 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from freedraft_kernels import PagedKeys, tree_inputs, write_tree_pages
+from freedraft_kernels import tree_inputs
+from freedraft_kernels.device.tree_pages import PagedKeys, write_tree_pages
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import EXAMPLES, by_each
+from implementations import DEVICE, EXAMPLES, runs_triton
 
 from freedraft.draft import DraftBatch
 from tests.support.random_trees import batches, on, path_to
 
 
-def empty(rows: int, pages: int, device: str) -> PagedKeys:
+def empty(rows: int, pages: int) -> PagedKeys:
     lengths, ends, table = (torch.zeros(shape, dtype=torch.int32) for shape in (rows, rows + 1, (rows, pages)))
-    return PagedKeys(lengths.to(device), ends.to(device), table.to(device))
+    return PagedKeys(lengths.to(DEVICE), ends.to(DEVICE), table.to(DEVICE))
 
 
-@by_each
+@runs_triton
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(batches(), st.integers(0, 3), st.sampled_from([1, 4]))
-def test_tree_pages(backend: str, device: str, case: tuple[DraftBatch, int, int], padding: int, page: int) -> None:
+def test_tree_pages_by_triton(case: tuple[DraftBatch, int, int], padding: int, page: int) -> None:
     """Also of requests that pad a graph, and of contexts that fill several blocks."""
     drafts, seed, _ = case
     rng, batch, nodes = np.random.default_rng(seed), drafts.batch_size, drafts.max_nodes
     lengths = [int(n) for n in rng.integers(0, rng.choice([9, 2300]), batch)]
-    inputs = tree_inputs(on(device, drafts), torch.tensor(lengths).to(device), layout="full", seq_lens_sum=sum(lengths))
+    inputs = tree_inputs(on(DEVICE, drafts), torch.tensor(lengths).to(DEVICE), sum(lengths))
     rows, slots = rng.permutation(batch + 2)[:batch], rng.permutation((batch + 2) * (2400 + nodes))
     table = torch.from_numpy(slots.reshape(batch + 2, -1).astype(np.int32))
-    past, own = empty(batch + padding, 2400, device), empty((batch + padding) * nodes, nodes, device)
-    padded = (torch.tensor([*given, *[value] * padding]).to(device) for given, value in ((lengths, 1), (rows, 0)))
-    write_tree_pages(
-        inputs.mask, inputs.positions, *padded, table.to(device), past, own, page_size=page, backend=backend,  # type: ignore[arg-type]
-    )  # fmt: skip
+    past, own = empty(batch + padding, 2400), empty((batch + padding) * nodes, nodes)
+    padded = (torch.tensor([*given, *[value] * padding]).to(DEVICE) for given, value in ((lengths, 1), (rows, 0)))
+    write_tree_pages(inputs.mask, inputs.positions, *padded, table.to(DEVICE), past, own, page_size=page)
     assert past.lengths.tolist() == [*lengths, *[1] * padding]
     for keys in (past, own):
         assert keys.ends.tolist() == [0, *keys.lengths.cumsum(0).tolist()]

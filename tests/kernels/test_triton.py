@@ -49,7 +49,7 @@ def test_a_warm_up_compiles_what_steps_launch(monkeypatch: pytest.MonkeyPatch) -
             counts = rng.integers(1, nodes + 1, batch).astype(np.int32)
             tree = TreeBatch.from_numpy(parents + 2, parents, depths, counts)
             lengths = torch.from_numpy(rng.integers(1, 30, batch))
-            tree_inputs(tree, lengths, layout="full", seq_lens_sum=int(lengths.sum()))
+            tree_inputs(tree, lengths, int(lengths.sum()))
             logits = torch.randn(batch, nodes, vocab)
             top_tokens(logits.view(-1, vocab), 4)
             verified = verify(tree, logits.argmax(-1))
@@ -68,8 +68,7 @@ def test_no_operation_synchronises() -> None:
     pool, slots = KVPool([torch.zeros(64, 2, 8, device=DEVICE)]), torch.arange(32, device=DEVICE).view(4, 8)
 
     def step(backend: str) -> None:
-        tree_inputs(tree, seq_lens, layout="query", backend=backend)  # type: ignore[arg-type]
-        tree_inputs(tree, seq_lens, layout="full", seq_lens_sum=26, backend=backend)  # type: ignore[arg-type]
+        tree_inputs(tree, seq_lens, 26, backend=backend)  # type: ignore[arg-type]
         pool.compact(slots, verify(tree, targets, backend=backend), backend=backend)  # type: ignore[arg-type]
 
     for backend in ("triton", "reference"):
@@ -102,8 +101,7 @@ def cases() -> dict[str, Case]:
     from freedraft_kernels.device.tree_queries import tree_queries_kernel
     from freedraft_kernels.device.verification import verify_kernel
 
-    query = {"FULL": False, "BATCH_BLOCK": 64, "NODE_BLOCK": 32, "COLUMN_BLOCK": 1024}
-    full, long = query | {"FULL": True}, {"seq_lens": "*i64"}
+    mask, long = {"BATCH_BLOCK": 64, "NODE_BLOCK": 32, "COLUMN_BLOCK": 1024}, {"seq_lens": "*i64"}
     eight = {"COUNT": 8, "COUNT_BLOCK": 8, "BLOCK": 64, "BLOCKS": 2048, "SPANS": 32}
     roots = {"NODE_BLOCK": 1, "nodes": 1}  # the launcher turns an argument of 1 into a constant
     dense = dict.fromkeys(("starts", "places", "slots"))
@@ -141,10 +139,9 @@ def cases() -> dict[str, Case]:
         "maxima, bfloat16": maxima("bf16"),
         "top tokens": top("fp32"),
         "top tokens, bfloat16": top("bf16"),
-        "query mask": (tree_inputs_kernel, query, 1, long),
-        "full mask": (tree_inputs_kernel, full, 4, long),
-        "full mask of int32 lengths": (tree_inputs_kernel, full, 4, {}),
-        "full mask of roots": (tree_inputs_kernel, full | roots | {"BATCH_BLOCK": 1}, 4, long | {"size": "i32"}),
+        "mask": (tree_inputs_kernel, mask, 4, long),
+        "mask of int32 lengths": (tree_inputs_kernel, mask, 4, {}),
+        "mask of roots": (tree_inputs_kernel, mask | roots | {"BATCH_BLOCK": 1}, 4, long | {"size": "i32"}),
         "verify": (verify_kernel, dense | {"NODE_BLOCK": 32}, 1, {}),
         "verify, int32": (verify_kernel, dense | {"NODE_BLOCK": 128}, 1, {"targets": "*i32"}),
         "verify of roots": (verify_kernel, dense | roots, 1, {}),

@@ -90,9 +90,7 @@ def largest_error(drafts: DraftBatch, window: int, page: int = 1) -> float:
     """Of SGLang's Triton attention, against attention written out."""
     torch.manual_seed(0)
     batch, nodes = drafts.tokens.shape
-    inputs = tree_inputs(
-        on("cpu", drafts), torch.tensor(LENGTHS), layout="full", seq_lens_sum=sum(LENGTHS), backend="reference"
-    )
+    inputs = tree_inputs(on("cpu", drafts), torch.tensor(LENGTHS), sum(LENGTHS), backend="reference")
     q = torch.randn(batch * nodes, 4, DIM)
     k, v = torch.randn(2, batch * nodes, 2, DIM)
     pool_k, pool_v = torch.randn(2, 64, 2, DIM)
@@ -141,7 +139,7 @@ def inputs_and_slots(
     """Inputs of the pass; the rows of the requests, which get these KV slots; of them those of each request's nodes."""
     rows, table = torch.arange(1, 1 + BATCH), runner.req_to_token_pool.req_to_token
     table[rows, : slots.shape[1]] = slots.to(table.dtype)
-    inputs = tree_inputs(on("cpu", drafts), torch.tensor(LENGTHS), layout="full", seq_lens_sum=sum(LENGTHS))
+    inputs = tree_inputs(on("cpu", drafts), torch.tensor(LENGTHS), sum(LENGTHS))
     nodes = drafts.max_nodes
     return inputs, rows, [table[row, n : n + nodes] for row, n in zip(rows.tolist(), LENGTHS, strict=True)]
 

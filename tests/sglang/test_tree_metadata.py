@@ -64,7 +64,7 @@ def replay(rng: np.random.Generator, batch: int, nodes: int) -> Any:
 
     lengths = torch.from_numpy(rng.integers(1, rng.choice([9, 1900]), batch))
     drafts = random_batch(rng, batch, nodes, 50, rng.integers(1, nodes + 1, batch).tolist())
-    inputs = tree_inputs(on("cpu", drafts), lengths, layout="full", seq_lens_sum=int(lengths.sum()))
+    inputs = tree_inputs(on("cpu", drafts), lengths, int(lengths.sum()))
     tree = NgramVerifyInput(
         draft_token=inputs.input_ids, custom_mask=inputs.mask, positions=inputs.positions, draft_token_num=nodes
     )
@@ -105,7 +105,7 @@ def operations_of(backend: Any, forward: Any) -> tuple[int, int]:
 
 def main(folder: str) -> None:
     sys.modules["sgl_kernel"] = sys.modules["sgl_kernel.flash_attn"] = MagicMock()
-    from freedraft.engines.sglang.fa3 import write_metadata_at_once
+    from freedraft.engines.sglang.graphs import write_metadata_at_once
     from tests.sglang.attention_backends import model_runner
 
     runner, cases = model_runner(folder), 0

@@ -239,7 +239,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         if width > 1:
             drafted = host_tree.tokens, host_tree.parents, host_tree.depths, host_tree.counts
             tree = TreeBatch.from_numpy(*drafted, self.device)
-            inputs = tree_inputs(tree, batch.seq_lens, layout="full", seq_lens_sum=seen)
+            inputs = tree_inputs(tree, batch.seq_lens, seen)
         else:
             roots = on_device(host_tree.tokens.ravel().astype(np.int64), batch.seq_lens.device)
             positions = batch.seq_lens.to(torch.int64, copy=True)

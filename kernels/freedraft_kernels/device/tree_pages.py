@@ -1,14 +1,24 @@
-"""Triton kernel of `freedraft_kernels.tree_pages`."""
+"""`write_tree_pages`: what FlashAttention reads of a paged KV cache for draft trees, from their masks."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor, uint8
+from torch import Tensor
 
 BLOCK = 1024
+
+
+class PagedKeys(NamedTuple):
+    """The keys of R rows of queries. lengths: int32 [R], their number; ends: int32 [R + 1], 0 and the sums of `lengths`
+    up to each row; pages: int32 [R, P], rows contiguous, where they are."""
+
+    lengths: Tensor
+    ends: Tensor
+    pages: Tensor
 
 
 @triton.jit(do_not_specialize=["total", "nodes", "page", "stride", "past_stride"])
@@ -56,12 +66,23 @@ def tree_pages_kernel(
         tl.store(past_ends + request + 1, cached + length)
 
 
-def launch_tree_pages(
-    mask: Tensor, positions: Tensor, seq_lens: Tensor, rows: Tensor, table: Tensor, past: Any, nodes: Any, *,
-    page_size: int,
+def write_tree_pages(
+    mask: Tensor, positions: Tensor, seq_lens: Tensor, rows: Tensor, table: Tensor, past: PagedKeys, nodes: PagedKeys,
+    *, page_size: int,
 ) -> None:  # fmt: skip
+    """Write the cached tokens of B requests, in pages, and what each of their N nodes attends to among the nodes, in
+    pages of one token; after these, `pages` names the request's other nodes.
+
+    Args:
+        mask, positions: as in `TreeInputs`, full layout. Requests beyond `positions` are padding, whose nodes attend to
+            all N.
+        seq_lens: int32 or int64 [B], tokens in the KV cache; rows: int32 or int64 [B], rows of `table`.
+        table: int32 [S, M], KV slots of each position; those of the nodes follow those of the cached tokens.
+        past, nodes: out, of B and B * N rows; `ends[0]` stays as it is, and so do pages of `past` beyond its keys.
+    """
     width = nodes.pages.shape[1]
+    assert len(nodes.lengths) == width * len(past.lengths) and mask.dtype == torch.bool
     tree_pages_kernel[(len(nodes.lengths),)](
-        mask.view(uint8), positions, seq_lens, rows, table, *past, *nodes, len(positions), width, page_size,
+        mask.view(torch.uint8), positions, seq_lens, rows, table, *past, *nodes, len(positions), width, page_size,
         table.stride(0), past.pages.stride(0), NODE_BLOCK=triton.next_power_of_2(width), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from freedraft_kernels import KVPool, NodeMasks, verify_rows, write_tree_queries
+from freedraft_kernels import KVPool, verify_rows
+from freedraft_kernels.device.tree_queries import NodeMasks, write_tree_queries
 from numpy.typing import NDArray
 from vllm import envs
 from vllm.config import CUDAGraphMode
