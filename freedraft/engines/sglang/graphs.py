@@ -169,7 +169,7 @@ def free_bytes() -> int | None:
 
 
 def write_metadata_at_once(backend: Any) -> None:
-    """Let `backend`, if it is FlashAttention's, prepare replays of trees by our kernel, instead of 25 launches per step;
+    """Let `backend`, if it is FlashAttention's, prepare replays of trees by our kernel in place of 25 launches per step;
     no effect on models with windows, and where this SGLang lacks what it takes. Call it after the capture of its CUDA
     graphs; it compiles the kernel."""
     captured = getattr(backend, "target_verify_metadata_topk_expand", {})
