@@ -88,7 +88,7 @@ class Method:
     @final
     def draft(self, step: Step, *, verify: bool = True) -> DraftBatch:
         """The drafts to verify, rows in the order of the step: at most `capacities[b]` draft tokens each, and with
-        `widths` at most the widest; chains where no request may have a tree. Valid until the next call. verify: whether
+        widths at most the widest; chains where no request may have a tree. Valid until the next call. verify: whether
         the step verifies drafts; if not, they are only learnt from."""
         controller = self.controller
         controller.learn(step)

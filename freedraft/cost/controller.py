@@ -30,7 +30,7 @@ class Controller(ABC):
 
     Args:
         max_draft_tokens: most draft tokens per request, roots not counted.
-        widths: see `Step`.
+        widths: see `EngineContext`.
 
     Attributes:
         budget: draft tokens allowed in the last step, over the whole batch.

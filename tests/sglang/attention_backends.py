@@ -212,7 +212,7 @@ def test_what_fa3_takes_from_a_mask(runner: ModelRunner, nodes: int, page: int, 
     from sglang.srt.layers.attention import flashattention_backend as module
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
+    from freedraft.engines.sglang.cpu.attention import CpuKVPool
 
     module.flash_attn_with_kvcache, module.merge_state_v2_wrapper = attention_over_pages, merged
     rng, batch = np.random.default_rng(nodes), len(LENGTHS)
@@ -313,10 +313,9 @@ def test_widths_that_cannot_be_captured(runner: ModelRunner, caplog: pytest.LogC
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.runtime_context import get_parallel
 
-    from freedraft.engines.sglang.accepted import AcceptedTokens
-    from freedraft.engines.sglang.drafting import Drafting
+    from freedraft.engines.sglang.drafting import AcceptedTokens, Drafting
     from freedraft.engines.sglang.graphs import WidthGraphs
-    from freedraft.engines.sglang.ranks import Ranks
+    from freedraft.engines.sglang.verify import Ranks
     from freedraft.guarded_method import GuardedMethod
     from freedraft.method import METHODS
     from freedraft.step import EngineContext

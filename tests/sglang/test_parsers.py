@@ -88,7 +88,7 @@ def test_parsers_of_other_servers_are_left_alone(front, drafting):
 
 
 def test_texts_of_tokens(front):
-    from freedraft.engines.sglang.streams import token_texts
+    from freedraft.engines.sglang.patches import token_texts
 
     text = 'One  two <tool_call>\n{"a": "日本 🙂"}\ufffd\n</tool_call> <|im_end|>'
     texts = token_texts(front.tokenizer, text)

@@ -18,7 +18,7 @@ from vllm_pages import Pages, Reading, leaving_the_cache
 from windowed_reference import Reference
 
 from freedraft.draft import DraftBatch
-from freedraft.engines.vllm.draft_passes import PagedDraftRound
+from freedraft.engines.vllm.draft_model import PagedDraftRound
 from freedraft.engines.vllm.forward import Pages as TableOfPages
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from freedraft.engines.vllm.methods import register

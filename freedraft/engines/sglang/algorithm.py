@@ -24,7 +24,7 @@ class TreeAlgorithm(CustomSpecAlgo):
     dummy input for graph capture, manager of external corpora.
     """
 
-    spec: MethodSpec | None = None
+    spec: MethodSpec
     # Callback for each overlapped decode step, called while the previous step is still running; set by the worker
     prepare: Callable[[Any], Any] | None = None
 
@@ -64,10 +64,9 @@ class TreeAlgorithm(CustomSpecAlgo):
             stop_start(ConfigError(str(error)))
 
     def _complete(self, args: Any) -> None:
-        runs_model = self.spec is None or self.spec.runs_model
-        refuse_unsupported(args, self.name, cpu_platform=selected(), runs_model=runs_model)
+        refuse_unsupported(args, self.name, cpu_platform=selected(), runs_model=self.spec.runs_model)
         if args.speculative_num_draft_tokens is None:
-            length = self.spec.default_length if self.spec is not None else None
+            length = self.spec.default_length
             args.speculative_num_draft_tokens = DEFAULT_NODES if length is None else length + 1
         # FA3 reads the tree mask only with topk > 1, in a second call per layer. topk * steps stays within the number
         # of nodes, so that SGLang reserves no more slots.
@@ -76,9 +75,8 @@ class TreeAlgorithm(CustomSpecAlgo):
         args.enable_mixed_chunk = False
         if args.max_running_requests is None:
             args.max_running_requests = 48
-        if self.spec is not None:
-            options = self.spec.options.read()
-            if getattr(options, "shape", None) == "chain":
-                args.speculative_eagle_topk = 1
-            if self.spec.check is not None:
-                self.spec.check(options, context_at_start(args))
+        options = self.spec.options.read()
+        if getattr(options, "shape", None) == "chain":
+            args.speculative_eagle_topk = 1
+        if self.spec.check is not None:
+            self.spec.check(options, context_at_start(args))

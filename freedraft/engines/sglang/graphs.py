@@ -169,9 +169,9 @@ def free_bytes() -> int | None:
 
 
 def write_metadata_at_once(backend: Any) -> None:
-    """Let `backend`, if it is FlashAttention's, prepare replays of trees by our kernel in place of 25 launches per step;
-    no effect on models with windows, and where this SGLang lacks what it takes. Call it after the capture of its CUDA
-    graphs; it compiles the kernel."""
+    """Let `backend`, if it is FlashAttention's, prepare replays of trees by our kernel in place of 25 launches per
+    step; no effect on models with windows, and where this SGLang lacks what it takes. Call it after the capture of its
+    CUDA graphs; it compiles the kernel."""
     captured = getattr(backend, "target_verify_metadata_topk_expand", {})
     sizes = [key for key in captured if isinstance(key, int)]
     if not sizes or backend.has_swa or check(FA3_HOOKS):

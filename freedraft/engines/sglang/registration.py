@@ -18,7 +18,7 @@ from freedraft.engines.sglang.hooks import (
     LORA_HOOKS,
     MODEL_HOOKS,
 )
-from freedraft.engines.sglang.streams import register_stream_hooks
+from freedraft.engines.sglang.patches import register_stream_hooks
 from freedraft.method import METHODS, MethodSpec
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.draft_model import T
-from freedraft.engines.draft_ranks import DraftRanks
-from freedraft.engines.draft_round import on_device
+from freedraft.engines.draft_round import DraftRanks, on_device
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from freedraft.step import Step
 

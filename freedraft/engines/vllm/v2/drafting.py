@@ -13,17 +13,15 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.cost.auto_by_batch import BatchLengths, Rows
+from freedraft.engines.copies import LogitsCopy
 from freedraft.engines.hooks import check
-from freedraft.engines.logits_copy import LogitsCopy
-from freedraft.engines.vllm.configured import configured
-from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
+from freedraft.engines.vllm.context import configured, context_of_engine, tokenizer_of
 from freedraft.engines.vllm.forward import Pages
 from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
-from freedraft.engines.vllm.scheduler import SALT
+from freedraft.engines.vllm.outputs import SALT
 from freedraft.engines.vllm.v2.gained import GainedTokens
 from freedraft.engines.vllm.v2.gate import Gate
-from freedraft.engines.vllm.v2.requests import Requests, Taken
-from freedraft.engines.vllm.v2.write_drafts import write_drafts
+from freedraft.engines.vllm.v2.requests import Requests, Taken, write_drafts
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
 from freedraft.step import Step
@@ -278,7 +276,6 @@ class Drafting:
             contexts=contexts,
             capacities=taken.capacities,
             drafted=taken.drafted,
-            widths=None,
             previous=(len(ids), gained.query_tokens) if timed else None,
             history=lambda b: tokens[slots[b], : contexts[b]],
             trees=(self.requests.no_trees if self._branching is None else self._branching)[slots],

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from freedraft.engines.hooks import check
-from freedraft.engines.vllm.configured import configured
+from freedraft.engines.vllm.context import configured
 from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
 from freedraft.engines.vllm.hooks import V2_ADAPTIVE_HOOKS, V2_GATE_HOOKS
 from freedraft.engines.vllm.patching import after, before, with_kv_cache, wrap_once

@@ -24,10 +24,9 @@ from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from freedraft.engines.draft_ranks import DraftRanks
+from freedraft.engines.draft_round import DraftRanks
 from freedraft.engines.hooks import check
-from freedraft.engines.vllm.configured import ADAPTIVE, SCHEDULE, configured
-from freedraft.engines.vllm.context import start_line
+from freedraft.engines.vllm.context import ADAPTIVE, SCHEDULE, configured, start_line
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.hooks import V2_ADAPTIVE_HOOKS, V2_GATE_HOOKS
 from freedraft.engines.vllm.patching import share_logging

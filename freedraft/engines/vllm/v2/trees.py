@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
-from freedraft.engines.vllm.configured import configured
+from freedraft.engines.vllm.context import configured
 from freedraft.engines.vllm.v2.matching import match
 from freedraft.engines.vllm.v2.tree_attention import ATTRIBUTE, TreeAttention, TreeBuffers, register
 
