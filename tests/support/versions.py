@@ -39,8 +39,7 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "vllm": {
         "V1": ("CONFIG_HOOKS", "RUNNER_HOOKS"), "layer skipping": ("MODEL_HOOKS",), "V2": ("V2_HOOKS",),
-        "V2, trees": ("V2_TREE_HOOKS",), "V2, gate": ("V2_GATE_HOOKS",),
-        "V2, by score": ("V2_ADAPTIVE_HOOKS",), "streams": ("STREAM_HOOKS",),
+        "streams": ("STREAM_HOOKS",),
     },
 }  # fmt: skip
 """Tables of hooks by the feature that needs them."""

@@ -160,10 +160,6 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
     vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler has sampler, num_speculative_steps
     vllm.v1.worker.gpu.sample.sampler.Sampler:sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos,
         input_ids, expanded_local_pos, seq_lens_upper_bound_np, return_logprobs)
-""")
-
-# Also needed to verify trees.
-V2_TREE_HOOKS = table("""
     # draft trees in model runner V2
     vllm.v1.worker.gpu.model_runner:GPUModelRunner has kv_caches, cudagraph_manager, sampler, dcp_size,
         batch_sharder, is_encoder_decoder, fast_prefill
@@ -179,20 +175,12 @@ V2_TREE_HOOKS = table("""
     vllm.v1.attention.backends.triton_attn:TritonAttentionBackend
     vllm.v1.attention.backends.flash_attn:FlashAttentionBackend
     vllm.v1.kv_cache_interface:FullAttentionSpec
-""")
-
-# Also needed to launch steps before their drafts are there.
-V2_GATE_HOOKS = table("""
     # launches before drafts in model runner V2
     vllm.v1.worker.gpu.model_runner.GPUModelRunner:prepare_inputs(scheduler_output, batch_req_state, batch_desc)
     vllm.v1.worker.gpu.model_runner:GPUModelRunner has cudagraph_manager
     vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor has cg_mode
     vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager:run_fullgraph(desc)
     vllm.utils.torch_utils:get_accelerator_view_from_cpu_tensor(cpu_tensor)
-""")
-
-# Also needed for adaptive verification.
-V2_ADAPTIVE_HOOKS = table("""
     # draft tokens by score in model runner V2
     vllm.v1.worker.gpu.model_runner:GPUModelRunner has adaptive_verification, fast_prefill, dcp_size, decode_query_len,
         num_speculative_steps, req_states
@@ -220,7 +208,7 @@ STREAM_HOOKS = table("""
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # Hooks of optional features.
-OPTIONAL_HOOKS = V2_HOOKS + V2_TREE_HOOKS + V2_GATE_HOOKS + V2_ADAPTIVE_HOOKS + STREAM_HOOKS
+OPTIONAL_HOOKS = V2_HOOKS + STREAM_HOOKS
 
 
 def settings() -> list[str]:

@@ -20,7 +20,7 @@ from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_gr
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.forward import Pages
 from freedraft.engines.vllm.outputs import SALT, drafted_up_to, trimmed_output
-from freedraft.engines.vllm.patching import after, before, share_logging, with_kv_cache, wrap_once
+from freedraft.engines.vllm.patching import after, before, share_logging, wrap_once
 from freedraft.engines.vllm.v1.matching import Matching
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
@@ -186,7 +186,7 @@ def install(runs_model: bool) -> None:
     wrap_once(GPUModelRunner, "_update_states", lambda original: after(_begin)(before(_finish)(original)))
     if hasattr(GPUModelRunner, "shutdown"):
         wrap_once(GPUModelRunner, "shutdown", before(_close))
-    wrap_once(GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
+    wrap_once(GPUModelRunner, "initialize_kv_cache", after(_prepare))
     wrap_once(gpu_model_runner, "build_logitsprocs", _build_processors)
     if runs_model:
         wrap_once(GPUModelRunner, "capture_model", after(_capture))
@@ -281,7 +281,7 @@ def _build_processors(original: Callable[..., Any]) -> Callable[..., Any]:
     return build_logitsprocs
 
 
-def _prepare(runner: Any) -> None:
-    if (ours := _ours(runner)) is not None:
+def _prepare(_: None, runner: Any, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
+    if not is_profiling and (ours := _ours(runner)) is not None:
         runner.rejection_sampler = Matching(runner.sampler)
         ours.prepare(runner)

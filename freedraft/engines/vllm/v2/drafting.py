@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -14,10 +13,8 @@ from numpy.typing import NDArray
 
 from freedraft.cost.auto_by_batch import BatchLengths, Rows
 from freedraft.engines.copies import LogitsCopy
-from freedraft.engines.hooks import check
 from freedraft.engines.vllm.context import configured, context_of_engine, tokenizer_of
 from freedraft.engines.vllm.forward import Pages
-from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
 from freedraft.engines.vllm.outputs import SALT
 from freedraft.engines.vllm.v2.gained import GainedTokens
 from freedraft.engines.vllm.v2.gate import Gate
@@ -29,8 +26,6 @@ from freedraft.step import Step
 if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
     from freedraft.engines.vllm.v2.trees import Trees
-
-logger = logging.getLogger(__name__)
 
 
 class V2StepState(NamedTuple):
@@ -53,12 +48,7 @@ class V2StepState(NamedTuple):
 
 def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees | None:
     """The trees of a runner; None if its method drafts chains."""
-    ours = configured(vllm_config)
-    if ours.shape == "chain":
-        return None
-    if missing := check(V2_TREE_HOOKS):
-        lacks = "; ".join(missing)
-        logger.warning("freedraft: method '%s': drafts are chains, not trees: vLLM lacks %s", ours.name, lacks)
+    if configured(vllm_config).shape == "chain":
         return None
     from freedraft.engines.vllm.v2.trees import Trees
 
