@@ -64,14 +64,11 @@ class Source(griffe.ModulesCollection):
 
     def problem(self, hook: Hook) -> str | None:
         """See `Hook.problem`."""
-        name = hook.path
+        name = hook.name
         try:
             found = self.get_member(name)
-            if hook.attribute:
-                owned, name = found.all_members, hook.name
-                found = owned[hook.attribute]
-                if found.is_attribute and found.labels <= {"instance-attribute"}:
-                    raise KeyError("not an attribute of the class itself")
+            if found.is_attribute and found.labels <= {"instance-attribute"}:
+                raise KeyError("not an attribute of the class itself")
             members = set(found.all_members)
         except (KeyError, griffe.GriffeError):
             return f"{name} is missing"

@@ -25,8 +25,7 @@ from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
 from freedraft.engines.draft_round import on_device
-from freedraft.engines.sglang.algorithm import TreeAlgorithm
-from freedraft.engines.sglang.contexts import context_of_worker, start_line
+from freedraft.engines.sglang.algorithm import TreeAlgorithm, context_of_worker, start_line
 from freedraft.engines.sglang.drafting import AcceptedTokens, Drafting
 from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
