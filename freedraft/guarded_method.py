@@ -6,7 +6,6 @@ import atexit
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -157,7 +156,7 @@ class GuardedMethod:
     def observe(self, step: Step) -> None:
         """Learn from a step without drafting for the next one."""
         self._catch_up()
-        self._take(step, partial(self.method.draft, verify=False), "cost")
+        self._take(step, self.method.draft, "cost")
         self.metrics.budget.set(0)
 
     def take(self, step: Step) -> None:

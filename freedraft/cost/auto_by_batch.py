@@ -97,16 +97,16 @@ class BatchLengths(Fixed):
     def rests(self) -> bool:
         return not (self.acceptance.follows or self.acceptance.rises) and self.probes.take_rest()
 
-    def plan(self, step: Step, *, verify: bool = True) -> int:
+    def plan(self, step: Step) -> int:
         self._began = self._clock()
-        if verify:
+        if step.capacities.any():
             self._asked = super().plan(step)
         else:
             waits = self.probes.take_rest() and not self.acceptance.rises
             self._asked = 0 if waits else self.max_draft_tokens
         return self._asked
 
-    def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
+    def cut(self, *drafts: DraftBatch) -> None:
         """Cuts nothing: the engine has decided the length. Updates the expected acceptance."""
         draft = drafts[0]
         self.probes.rest(self._clock() - self._began, self._step_seconds)
