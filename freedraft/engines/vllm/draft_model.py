@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,23 +15,11 @@ from freedraft.draft_model import DraftModel, PassOutputs
 from freedraft.engines.draft_round import DraftPass, DraftRanks, RankedRound
 from freedraft.engines.matchness import SetScores
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
-from freedraft.engines.vllm.forward import BlockTables, Forward, Pages
+from freedraft.engines.vllm.forward import BlockTables, Forward, Pages, PassInputs
 from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
 from freedraft.guarded_method import GuardedMethod
 from freedraft.recipe import Recipe, Window
 from freedraft.step import Step
-
-
-class _Ready(NamedTuple):
-    """Inputs of a pass over R requests. inputs: int64 [2, R], tokens and positions; slots: int64 [R], KV slots to
-    write; lengths: int32 [R], tokens that attention reads, on the host and on the device; position: in the drafts."""
-
-    tables: BlockTables
-    inputs: torch.Tensor
-    slots: torch.Tensor
-    lengths: NDArray[np.int32]
-    lengths_on_device: torch.Tensor
-    position: int
 
 
 class PagedDraftRound(RankedRound):
@@ -56,13 +44,13 @@ class PagedDraftRound(RankedRound):
     def launch(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return super().launch(*args, **kwargs)
 
-    def _ready(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> _Ready:
+    def _ready(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> PassInputs:
         positions, tables = self.first[rows] + position, self._tables(rows)
         lengths = (positions + 1 - tables.dropped).astype(np.int32)
         inputs = self.model.tensor(np.stack((tokens, positions)))
-        return _Ready(tables, inputs, self._slots(tables, inputs[1]), lengths, self.model.tensor(lengths), position)
+        return PassInputs(tables, inputs, self._slots(tables, inputs[1]), lengths, self.model.tensor(lengths), position)
 
-    def _next(self, ready: _Ready, tokens: torch.Tensor) -> _Ready:
+    def _next(self, ready: PassInputs, tokens: torch.Tensor) -> PassInputs:
         positions = ready.inputs[1] + 1
         return ready._replace(
             inputs=torch.stack((tokens, positions)),
@@ -76,10 +64,10 @@ class PagedDraftRound(RankedRound):
         size = self.pages.block_size
         return tables.whole.gather(1, (positions // size)[:, None])[:, 0].long() * size + positions % size
 
-    def _output(self, ready: _Ready) -> torch.Tensor:
+    def _output(self, ready: PassInputs) -> torch.Tensor:
         model, layers = self.model, self.draft_pass.layers
         if self.graphs is not None:
-            output = self.graphs.run(layers, ready.tables, ready.inputs, ready.slots, ready.lengths_on_device)
+            output = self.graphs.run(layers, ready)
             if output is not None:
                 return output
         eager: torch.Tensor = model.run(

@@ -43,6 +43,18 @@ class BlockTables(NamedTuple):
     dropped: NDArray[np.int64]
 
 
+class PassInputs(NamedTuple):
+    """Inputs of a pass over R requests. inputs: int64 [2, R], tokens and positions; slots: int64 [R], KV slots to
+    write; lengths: int32 [R], tokens that attention reads, on the host and on the device; position: in the drafts."""
+
+    tables: BlockTables
+    inputs: torch.Tensor
+    slots: torch.Tensor
+    lengths: NDArray[np.int32]
+    lengths_on_device: torch.Tensor
+    position: int
+
+
 class Forward:
     """Base of draft passes, their CUDA graphs and scores of sets. Raises UnsupportedModel: the KV cache is of several
     kinds."""

@@ -124,17 +124,13 @@ class Drafting:
         """The model of the present step has run; its tokens are drawn next."""
         self._before.approach()  # which takes the place of the newest
 
-    def catch_up(self) -> None:
-        """Take the newest step's tokens, without drafting."""
-        self.guarded.call(self._catch_up)
-
     def launched(
         self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor, hidden_states: torch.Tensor,
         over: NDArray[np.bool_],
     ) -> bool:  # fmt: skip
         """Queue the copy of a step's accepted tokens after its work, and fill `drafts`, int64 [B, K], with each
         request's newest token. over: bool [B], requests that finished prefill."""
-        self._catch_up()
+        self.catch_up()
         self.gained, self._before = self._before, self.gained
         self.copy_gained(input_batch, num_sampled, drafts)
         self.gained.taken = False
@@ -194,7 +190,7 @@ class Drafting:
             trees = nodes, requests.parents[at], lengths[rows], requests.lengths[at]
             self.logits.put_nodes(request_ids, trees, first[rows].astype(np.int64), logits)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Do what need not precede the drafts of a step, once the next one has been launched: count, recycle, end
         requests, and take its tokens if nobody drafted after it."""
         self.guarded.count()

@@ -98,7 +98,7 @@ def _end(runner: Any, scheduler_output: Any) -> None:
     if (host := _drafting(runner)) is not None:
         host.end(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
         if scheduler_output.finished_req_ids and not scheduler_output.total_num_scheduled_tokens:
-            host.catch_up()  # no step follows the newest one
+            host.guarded.call(host.catch_up)  # no step follows the newest one
 
 
 def _add(_: Any, runner: Any, scheduler_output: Any) -> None:
