@@ -118,7 +118,9 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
     vllm.v1.worker.gpu_worker.Worker has compile_or_warm_up_model
     vllm.v1.worker.gpu.model_runner.GPUModelRunner has sample_tokens, shutdown, get_model, speculator,
         rejection_sampler, block_tables, attn_groups, kv_cache_config, max_num_reqs, max_model_len, device, model_state,
-        input_buffers, uses_inputs_embeds, pcp_manager, ubatch_runner
+        input_buffers, uses_inputs_embeds, pcp_manager, ubatch_runner, kv_caches, cudagraph_manager, sampler, dcp_size,
+        batch_sharder, is_encoder_decoder, fast_prefill, adaptive_verification, decode_query_len,
+        num_speculative_steps, req_states
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.initialize_kv_cache(is_profiling)
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn(input_batch)
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.finish_requests(scheduler_output)
@@ -143,12 +145,13 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
         query_start_loc, seq_lens, prefill_len, draft_tokens, cu_num_logits, num_logits)
     vllm.v1.worker.gpu.input_batch.InputBatch has req_ids, num_reqs, idx_mapping, idx_mapping_np,
         num_draft_tokens_per_req, num_tokens, has_prefill, seq_lens_cpu_upper_bound, query_start_loc_np,
-        query_start_loc, seq_lens, cu_num_logits, cu_num_logits_np, logits_indices, has_structured_output_reqs
+        query_start_loc, seq_lens, cu_num_logits, cu_num_logits_np, logits_indices, has_structured_output_reqs,
+        positions, max_query_len, expanded_idx_mapping, expanded_local_pos, num_tokens_after_padding
     # CUDA graphs of all draft lengths and of draft passes in model runner V2
     vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager has vllm_config, _candidates, _capture_descs
     vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._init_candidates
     vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor has num_tokens, uniform_token_count,
-        num_active_loras, num_ubatches
+        num_active_loras, num_ubatches, cg_mode
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.profile_cudagraph_memory
     # recycled logits in model runner V2
     vllm.v1.worker.gpu.spec_decode.rejection_sampler.RejectionSampler.__call__(logits, input_batch)
@@ -161,10 +164,7 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
     vllm.v1.worker.gpu.sample.sampler.Sampler.sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos,
         input_ids, expanded_local_pos, seq_lens_upper_bound_np, return_logprobs)
     # draft trees in model runner V2
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner has kv_caches, cudagraph_manager, sampler, dcp_size,
-        batch_sharder, is_encoder_decoder, fast_prefill
     vllm.v1.worker.gpu.sample.sampler.Sampler has logits_processors, trace_replay_state, return_sampling_mask
-    vllm.v1.worker.gpu.input_batch.InputBatch has positions
     vllm.v1.attention.backends.triton_attn.TritonAttentionImpl.forward(query, kv_cache, attn_metadata, output)
     vllm.v1.attention.backends.triton_attn.TritonAttentionMetadataBuilder.build(common_prefix_len, common_attn_metadata)
     vllm.v1.attention.backends.flash_attn.FlashAttentionImpl.forward(query, kv_cache, attn_metadata, output)
@@ -177,19 +177,13 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
     vllm.v1.kv_cache_interface.FullAttentionSpec
     # launches before drafts in model runner V2
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs(scheduler_output, batch_req_state, batch_desc)
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner has cudagraph_manager
-    vllm.v1.worker.gpu.cudagraph_utils.BatchExecutionDescriptor has cg_mode
     vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.run_fullgraph(desc)
     vllm.utils.torch_utils.get_accelerator_view_from_cpu_tensor(cpu_tensor)
     # draft tokens by score in model runner V2
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner has adaptive_verification, fast_prefill, dcp_size, decode_query_len,
-        num_speculative_steps, req_states
     vllm.v1.worker.gpu.spec_decode.adaptive_verification.AdaptiveVerificationManager has add_request, get_num_tokens,
         compact_batch, reallocate_drafts, batches_to_profile, set_initial_cost_curves, record_confidences, cost_tables,
         _max_total_logits
     vllm.v1.worker.gpu.model_states.default.DefaultModelState.prepare_attn(input_batch)
-    vllm.v1.worker.gpu.input_batch.InputBatch has max_query_len, expanded_idx_mapping, expanded_local_pos, positions,
-        num_tokens_after_padding
     vllm.v1.worker.gpu.input_batch.expand_idx_mapping
     vllm.v1.worker.gpu.input_batch.prepare_pos_seq_lens
     vllm.v1.worker.gpu.block_table.BlockTables.compute_slot_mappings
