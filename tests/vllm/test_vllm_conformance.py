@@ -186,9 +186,12 @@ class TestV1(Conformance):
             texts.append(method.drafter.tokens(request_id).tolist())
             finish(request_id, *given)
 
-        plans = itertools.cycle([0, K])  # no drafts before a rest: a step that verifies some is not one of a rest
+        plan = method.controller.plan
+        drafts = itertools.cycle([False, True])  # none before a rest: a step that verifies some is not one of a rest
         monkeypatch.setattr(method.controller, "rests", lambda: next(turns))
-        monkeypatch.setattr(method.controller, "plan", lambda step: next(plans) if step.capacities.any() else 0)
+        monkeypatch.setattr(
+            method.controller, "plan", lambda step: plan(step) if step.capacities.any() and next(drafts) else 0
+        )
         monkeypatch.setattr(served.proposer.guarded, "rest", lambda *step: (rested.append(step), rest(*step)))
         monkeypatch.setattr(method, "finish", ending)
         before = served.counts()
