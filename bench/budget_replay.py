@@ -108,7 +108,7 @@ def replay(rows: Sequence[Row], batch: int, machine: str, drafter: Drafter, make
         starts = ends - np.array([a.gained for a in answers])
         step = Step(
             names, table.reshape(-1), starts, ends, np.full(n, CONTEXT, np.int32),
-            np.full(n, drafter.max_nodes - 1, np.int32), np.array([a.drafted for a in answers], np.int32), None,
+            np.full(n, drafter.max_nodes - 1, np.int32), np.array([a.drafted for a in answers], np.int32),
             None if changed else (n, query_tokens), lambda b: table[places[b]],  # noqa: B023 - called in this step only
             np.zeros(n, np.bool_),
         )  # fmt: skip
@@ -156,6 +156,7 @@ def main() -> None:
             row = {"machine": machine, "batch": batch, "ratio": ratios, "auto_of_best": rates["auto"] / best}
             result.append(rounded(row, 3))
             print(result[-1], flush=True)
+
     def accepted(make: MakePolicy) -> float:
         return round(replay(trace.test_rows[:ANSWERS], 32, "h200", drafter, make)[1], 3)
 

@@ -89,7 +89,7 @@ install() { # folder, engine, version: an environment with it, what it compiles 
     [ "$1/ready" -nt pyproject.toml ] && [ "$1/ready" -nt bench/gpu.sh ] && return
     "$PYTHON" -m venv "$1"
     "$1/bin/pip" install -q "$2==$3" cmake ninja
-    "$1/bin/pip" install -q --editable '.[bench,calibrate]'
+    "$1/bin/pip" install -q --editable '.[bench,calibrate]' pytest pytest-timeout hypothesis
     "$1/bin/python" -c "import torch, $2; assert torch.cuda.is_available(), 'torch finds no GPU'" \
         || { echo "error: $2 $3 does not run here" >&2; exit 2; }
     touch "$1/ready"
@@ -107,6 +107,7 @@ mkdir -p "$OUT"
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv > "$OUT/gpu.csv"
 "$VLLM/bin/freedraft" doctor || true
 "$VLLM/bin/python" bench/kernels.py --json "$OUT/kernels.json" || failed=1
+"$VLLM/bin/python" -m pytest -q tests/kernels || failed=1
 "$VLLM/bin/freedraft" profile --out "$OUT/profile.yaml" --force || true
 arms='chain-bf16 tree-bf16'
 [ "$WHAT" = minutes ] || arms="$arms auto-bf16 chain auto auto-v1"

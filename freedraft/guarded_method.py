@@ -6,7 +6,6 @@ import atexit
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,10 +71,6 @@ class GuardedMethod:
         self._rested: list[tuple[Sequence[str], NDArray[np.int32], NDArray[Any]]] = []  # see `rest`
         atexit.register(self.close)  # engines do not notify drafters of their shutdown
 
-    @property
-    def needs_prompt_states(self) -> bool:
-        return self.method.needs_prompt_states
-
     def begin(
         self, request_id: str, tokens: NDArray[np.int32], tenant: str | None = None,
         extra: Mapping[str, Any] | None = None,
@@ -86,7 +81,7 @@ class GuardedMethod:
         self.metrics.requests.set(len(self.running))
         (self._opted_out.add if opted_out(extra) else self._opted_out.discard)(request_id)
         self.call(self.method.begin, request_id, tokens, tenant, extra or {})
-        if self.needs_prompt_states:
+        if self.method.needs_prompt_states:
             self.in_prompt.add(request_id)
 
     def set_prompt_states(self, request_ids: Iterable[str], states: Tensor) -> None:
@@ -123,7 +118,7 @@ class GuardedMethod:
             at, none = np.arange(len(request_ids)), np.zeros(len(request_ids), np.int32)
             step = Step(
                 request_ids, np.concatenate(tokens), at, at + 1, np.concatenate(contexts).astype(np.int32), none, none,
-                widths=None, previous=None, history=lambda _: none[:0],  # a later step has it
+                previous=None, history=lambda _: none[:0],  # a later step has it
                 trees=none.astype(np.bool_),
             )  # fmt: skip
             self._take(step, self.method.update, "cost")
@@ -161,7 +156,7 @@ class GuardedMethod:
     def observe(self, step: Step) -> None:
         """Learn from a step without drafting for the next one."""
         self._catch_up()
-        self._take(step, partial(self.method.draft, verify=False), "cost")
+        self._take(step, self.method.draft, "cost")
         self.metrics.budget.set(0)
 
     def take(self, step: Step) -> None:

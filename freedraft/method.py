@@ -86,20 +86,21 @@ class Method:
         return False
 
     @final
-    def draft(self, step: Step, *, verify: bool = True) -> DraftBatch:
+    def draft(self, step: Step) -> DraftBatch:
         """The drafts to verify, rows in the order of the step: at most `capacities[b]` draft tokens each, and with
-        `widths` at most the widest; chains where no request may have a tree. Valid until the next call. verify: whether
-        the step verifies drafts; if not, they are only learnt from."""
+        widths at most the widest; chains where no request may have a tree. Where none has capacity, they are only
+        learnt from. Valid until the next call."""
         controller = self.controller
         controller.learn(step)
         self.update(step)
-        max_draft_len = controller.plan(step, verify=verify) if verify or self.on_host else 0
+        controller.budget, verifies = 0, step.capacities.any()
+        max_draft_len = controller.plan(step) if verifies or self.on_host else 0
         self.unmatched = np.zeros(step.batch_size, np.bool_)
         draft, *unverified = self.proposals(step, max_draft_len)
-        if verify:
+        if verifies:
             draft.limit(step.capacities)
         if max_draft_len or draft.max_nodes > 1:
-            controller.cut(draft, *unverified, verify=verify)
+            controller.cut(draft, *unverified)
         controller.done(step)
         return draft
 

@@ -38,9 +38,6 @@ class Step:
     contexts: NDArray[np.int32]  # [B], tokens of each request, the new ones included
     capacities: NDArray[np.int32]  # [B], maximum of draft tokens per request, without the root
     drafted: NDArray[np.int32]  # [B], draft tokens of each request that the last step verified
-    # If all requests of a step must have the same number of nodes (root included): the numbers that the engine can
-    # verify, ascending; None where every request may have its own.
-    widths: NDArray[np.int32] | None
     previous: tuple[int, int] | None  # requests and query tokens of the last step; None if it did more than decode
     history: Callable[[int], NDArray[np.int32]]  # all tokens of request b, [contexts[b]], for drafters that missed some
     trees: NDArray[np.bool_]  # [B], requests whose drafts may be trees; those of others are verified as chains
@@ -94,7 +91,9 @@ class EngineContext:
     hf_config: Any = None  # the model's Hugging Face configuration, as it was published
     vocab_size: int | None = None  # of the target model
     max_draft_tokens: int = 1  # maximum per request, roots not counted
-    widths: tuple[int, ...] | None = None  # see `Step`
+    # If all requests of a step must have the same number of nodes (root included), decided with their drafts: the
+    # numbers that the engine can verify, ascending. None where every request may have its own.
+    widths: tuple[int, ...] | None = None
     dtype: str = "bfloat16"  # the engine's
     kv_dtype: str = "auto"  # of the KV cache, e.g. "fp8_e4m3"; "auto" for the model's
     page_size: int | None = None  # tokens per page of the KV cache; None if unknown
@@ -104,9 +103,8 @@ class EngineContext:
     rank: int = 0
     device: str | None = None  # name of the GPU, or "cpu"; None: ask torch
     hardware: str | None = None  # the device's name as in files of `freedraft calibrate`; None if unknown
-    # If all requests of a step verify the same number of draft tokens, decided before drafting
-    # (`freedraft.cost.schedule`): the possible numbers; shorter drafts then save nothing. None where every request may
-    # have its own.
+    # The same for draft tokens (roots not counted), decided before drafting (`freedraft.cost.schedule`): shorter drafts
+    # then save nothing.
     lengths: tuple[int, ...] | None = None
     gives_logits: bool = False  # whether the engine calls `Method.recycle`
     tokenizer_fingerprint: Callable[[], str | None] = lambda: None  # of the target's tokenizer; None without one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from freedraft.engines.copied import to_host
+from freedraft.engines.copies import to_host
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 

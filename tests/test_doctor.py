@@ -43,8 +43,8 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path) -> types.ModuleType:
     table.DISTRIBUTIONS, table.ENTRY_POINT_GROUP = ("toy-engine",), "toy.plugins"
     table.MODEL_HOOKS, table.OPTIONAL_HOOKS, table.TESTED_VERSIONS, table.settings = (), (), ("?",), list
     table.HOOKS = (
-        Hook("toy_engine.Runner", "propose", parameters=("scheduler_output",)),
-        Hook("toy_engine.Runner", "lookahead"),
+        Hook("toy_engine.Runner.propose", parameters=("scheduler_output",)),
+        Hook("toy_engine.Runner.lookahead"),
         Hook("toy_engine.Special", members=("finished", "new")),
     )
     monkeypatch.setitem(sys.modules, table.__name__, table)
@@ -72,8 +72,8 @@ def test_a_renamed_attribute_is_found(engine: types.ModuleType, monkeypatch: pyt
 
 
 def test_what_not_all_drafting_needs_is_told_and_no_failure(engine: types.ModuleType) -> None:
-    engine.OPTIONAL_HOOKS = (Hook("toy_engine.Newer", "draft", purpose="drafting in newer runners"),)
-    engine.MODEL_HOOKS = (Hook("toy_engine.Runner", "propose"), Hook("toy_engine.Runner", "draft_pass"))
+    engine.OPTIONAL_HOOKS = (Hook("toy_engine.Newer.draft", purpose="drafting in newer runners"),)
+    engine.MODEL_HOOKS = (Hook("toy_engine.Runner.propose"), Hook("toy_engine.Runner.draft_pass"))
     code, text = diagnose()
     assert code == 0 and "OK, it has all 3 functions" in text and "profile '" in text
     assert "toy_engine.Newer is missing: no drafting in newer runners" in text
@@ -83,12 +83,12 @@ def test_what_not_all_drafting_needs_is_told_and_no_failure(engine: types.Module
 @pytest.mark.parametrize(
     ("hook", "problem"),
     [
-        (Hook("toy_engine.Runner", "propose", parameters=("metadata",)), "takes no parameter metadata"),
+        (Hook("toy_engine.Runner.propose", parameters=("metadata",)), "takes no parameter metadata"),
         (Hook("toy_engine.Output", members=("finished", "new")), "has no new"),
-        (Hook("toy_engine.Gone", "x"), "toy_engine.Gone is missing"),
-        (Hook("toy_engine.gone.Thing", "x"), "toy_engine.gone.Thing is missing"),
-        (Hook("toy_engine.broken.Thing", "x"), "cannot be imported"),
-        (Hook("no_such_package.Thing", "x"), "cannot be imported"),
+        (Hook("toy_engine.Gone.x"), "toy_engine.Gone is missing"),
+        (Hook("toy_engine.gone.Thing.x"), "toy_engine.gone is missing"),
+        (Hook("toy_engine.broken.Thing.x"), "cannot be imported"),
+        (Hook("no_such_package.Thing.x"), "cannot be imported"),
     ],
 )
 def test_each_kind_of_difference_is_told(engine: types.ModuleType, hook: Hook, problem: str) -> None:

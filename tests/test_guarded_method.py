@@ -15,7 +15,7 @@ from freedraft.config import PluginOptions
 from freedraft.cost.controller import Fixed
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.draft import DraftBatch
-from freedraft.engines.draft_ranks import DraftRanks
+from freedraft.engines.draft_round import DraftRanks
 from freedraft.guarded_method import FIRST_PAUSE, FORGIVEN, LONGEST_PAUSE, EngineMustEnd, GuardedMethod
 from freedraft.method import Method, MethodSpec
 from freedraft.step import EngineContext, Step

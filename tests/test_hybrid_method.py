@@ -142,7 +142,7 @@ def test_a_gap_in_copied_text_gets_no_passes() -> None:
 @pytest.mark.parametrize("widths", [None, (1, 2, 4, 8)])
 def test_what_a_request_may_have_is_kept(widths: tuple[int, ...] | None) -> None:
     hybrid, capacities = method(widths=widths), [0, 1, 7, 2]
-    step = make_step(["copy-1", "copy-2", "new-1", "new-2"], [[1]] * 4, capacities=capacities, widths=widths)
+    step = make_step(["copy-1", "copy-2", "new-1", "new-2"], [[1]] * 4, capacities=capacities, trees=widths is not None)
     for _ in range(20):
         for _ in range(2):
             hybrid.controller.times.update(4, 4, 300.0, 0.030)

@@ -155,7 +155,6 @@ KNOWN = {
     "functions": {},
     "arguments": {
         "freedraft/engines/vllm/v2/speculator.py::propose": 8,  # vLLM's own signature
-        "kernels/freedraft_kernels/device/tree_attention.py::launch_tree_attention": 11,
         "layerskip_plugin/knapsack_search.py::search": 10,
     },
 }

@@ -51,10 +51,9 @@ class Auto(Costs):
         self._ended = None  # of the steps of a pause, one is timed
         return True
 
-    def plan(self, step: Step, *, verify: bool = True) -> int:
+    def plan(self, step: Step) -> int:
         batch = step.batch_size
-        self.budget = 0
-        if batch == 0 or not verify:
+        if batch == 0:
             return 0
         if self.probes.take_rest():
             self.speedup = 1.0
@@ -62,7 +61,7 @@ class Auto(Costs):
         draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max()), int(2.0 * self._longest) + 2)
         return self._fitting(min(draft_len, MAX_QUERY_TOKENS // batch - 1))
 
-    def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
+    def cut(self, *drafts: DraftBatch) -> None:
         draft = drafts[0]
         batch = draft.batch_size
         p, seconds = self.acceptance.probabilities(draft), self._seconds(draft)

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.controller import Fixed
-from freedraft.cost.priors import CHAIN_TOKENS_PER_STEP, expected_tokens
 from freedraft.cost.probes import Probes
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, context_bucket, row_of
@@ -33,7 +32,15 @@ _PRICE_EVERY = 4  # steps per range of batch sizes
 _MARGIN = 0.995  # share of the best ratio at which a shorter length is preferred
 _REQUESTS = 2.0  # memory of expected acceptance, in requests
 
+# SSSD's chains on recorded answers of Llama-3.1-8B (bench/results/replay.json): tokens per step by nodes of a draft
+CHAIN_TOKENS_PER_STEP = {1: 1.0, 2: 1.307, 3: 1.425, 5: 1.491, 9: 1.52, 17: 1.527, 33: 1.529}
+
 Rows = list[tuple[int, int, int]]  # (first batch size, last batch size, draft tokens per request)
+
+
+def expected_tokens(nodes: np.ndarray, curve: dict[int, float]) -> np.ndarray:
+    """Tokens per step, interpolated linearly in the logarithm of the nodes; constant beyond the last known ones."""
+    return np.interp(np.log2(nodes), np.log2(list(curve)), list(curve.values()))
 
 
 def candidate_lengths(max_draft_tokens: int) -> tuple[int, ...]:
@@ -90,16 +97,16 @@ class BatchLengths(Fixed):
     def rests(self) -> bool:
         return not (self.acceptance.follows or self.acceptance.rises) and self.probes.take_rest()
 
-    def plan(self, step: Step, *, verify: bool = True) -> int:
+    def plan(self, step: Step) -> int:
         self._began = self._clock()
-        if verify:
+        if step.capacities.any():
             self._asked = super().plan(step)
         else:
             waits = self.probes.take_rest() and not self.acceptance.rises
             self._asked = 0 if waits else self.max_draft_tokens
         return self._asked
 
-    def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
+    def cut(self, *drafts: DraftBatch) -> None:
         """Cuts nothing: the engine has decided the length. Updates the expected acceptance."""
         draft = drafts[0]
         self.probes.rest(self._clock() - self._began, self._step_seconds)

@@ -30,7 +30,7 @@ class Controller(ABC):
 
     Args:
         max_draft_tokens: most draft tokens per request, roots not counted.
-        widths: see `Step`.
+        widths: see `EngineContext`.
 
     Attributes:
         budget: draft tokens allowed in the last step, over the whole batch.
@@ -57,14 +57,14 @@ class Controller(ABC):
         return False
 
     @abstractmethod
-    def plan(self, step: Step, *, verify: bool = True) -> int:
-        """Draft tokens per request to request from the drafter; 0: do not draft. verify: whether the step verifies
-        drafts; if not, they are only learnt from."""
+    def plan(self, step: Step) -> int:
+        """Draft tokens per request to request from the drafter; 0: do not draft. Where no request has capacity, they
+        are only learnt from."""
 
     @abstractmethod
-    def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
+    def cut(self, *drafts: DraftBatch) -> None:
         """Shorten the first of these drafts of the same requests (its counts, in place) to the nodes to verify, and
-        remember all of them for `learn`. Their arrays must not change until then. verify: see `plan`."""
+        remember all of them for `learn`. Their arrays must not change until then."""
 
     def done(self, step: Step) -> None:
         """The drafts of this step are decided; its time starts."""
@@ -88,8 +88,8 @@ class Controller(ABC):
 class Fixed(Controller):
     """Every request always drafts `max_draft_tokens`, or its maximum if that is less."""
 
-    def plan(self, step: Step, *, verify: bool = True) -> int:
-        return self._draft_len(step, self.max_draft_tokens, step.batch_size * self.max_draft_tokens) if verify else 0
+    def plan(self, step: Step) -> int:
+        return self._draft_len(step, self.max_draft_tokens, step.batch_size * self.max_draft_tokens)
 
     def _draft_len(self, step: Step, most: int, free: int) -> int:
         """most: draft tokens per request; free: of the whole batch, where requests may differ."""
@@ -97,8 +97,8 @@ class Fixed(Controller):
         self.budget = max(0, min(free, step.batch_size * draft_len))
         return draft_len if self.budget else 0
 
-    def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
-        if verify and self.widths is None and drafts[0].draft_tokens > self.budget:
+    def cut(self, *drafts: DraftBatch) -> None:
+        if self.widths is None and drafts[0].draft_tokens > self.budget:
             self._keep_likeliest(drafts[0])
 
     def warm_up(self) -> None:
@@ -126,10 +126,8 @@ class Knee(Fixed):
         nodes = max(1, round(self.knee / max(1, batch_size)))
         return min(self.max_tokens_per_request(batch_size), nodes - 1)
 
-    def plan(self, step: Step, *, verify: bool = True) -> int:
+    def plan(self, step: Step) -> int:
         batch = step.batch_size
-        if not verify:
-            return 0
         if self.widths is not None:  # one width for all: the nearest to the knee
             return self._draft_len(step, self.length(batch), batch * self.max_draft_tokens)
         return self._draft_len(step, self.max_tokens_per_request(batch), self.knee - batch)

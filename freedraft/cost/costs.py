@@ -47,11 +47,10 @@ class Costs(Controller):
             self.context = float(np.add.reduce(step.contexts, dtype=np.float64)) / step.batch_size
         self.acceptance.update(step)
 
-    def plan(self, step: Step, *, verify: bool = True) -> int:
-        self.budget = 0
-        return min(self.max_draft_tokens, int(step.capacities.max(initial=0))) if verify else 0
+    def plan(self, step: Step) -> int:
+        return min(self.max_draft_tokens, int(step.capacities.max(initial=0)))
 
-    def cut(self, *drafts: DraftBatch, verify: bool = True) -> None:
+    def cut(self, *drafts: DraftBatch) -> None:
         self.acceptance.follow(*drafts)
         self.budget = drafts[0].draft_tokens
 

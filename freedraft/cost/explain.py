@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from freedraft.cost.auto_by_batch import CHAIN_TOKENS_PER_STEP, expected_tokens
 from freedraft.cost.controller import Knee
-from freedraft.cost.priors import CHAIN_TOKENS_PER_STEP, TOKENS_PER_STEP, expected_tokens
 from freedraft.cost.roofline import Roofline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-CURVES = {"chain": CHAIN_TOKENS_PER_STEP, "tree": TOKENS_PER_STEP}  # tokens per step by nodes, of SSSD's drafts
+# Tokens per step by nodes, of SSSD's drafts
+CURVES = {"chain": CHAIN_TOKENS_PER_STEP, "tree": {1: 1.0, 4: 1.546, 8: 1.708, 16: 1.823, 32: 1.926}}
 
 
 class Row(NamedTuple):

@@ -20,41 +20,32 @@ from freedraft.config import ConfigError
 class Hook:
     """A name of an engine that freedraft calls, wraps or reads."""
 
-    path: str  # dotted path of a module, or of a class in a module
-    attribute: str = ""  # name in it; "" for the module or class itself
+    name: str  # dotted path of a module, or of what is in it
     parameters: tuple[str, ...] = ()  # parameters that the function must take
     # Attributes: of the class, annotated, or assigned to `self` by its methods or those of its bases.
     members: tuple[str, ...] = ()
     purpose: str = ""  # feature that needs it; shown to the user
 
-    @property
-    def name(self) -> str:
-        return f"{self.path}.{self.attribute}" if self.attribute else self.path
-
     def problem(self) -> str | None:
         """The missing part, in a few words; None if the hook is complete."""
         try:
-            found = resolve(self.path)
-        except AttributeError:
-            return f"{self.path} is missing"
+            found = resolve(self.name)
+        except AttributeError as error:
+            return f"{error} is missing"
         except Exception as error:  # an engine's module may raise anything on an unsupported machine
-            return f"{self.path} cannot be imported ({(str(error) or repr(error)).splitlines()[0]})"
-        if self.attribute:
-            found = _static(found, self.attribute)
-            if found is None:
-                return f"{self.name} is missing"
+            return f"{self.name} cannot be imported ({(str(error) or repr(error)).splitlines()[0]})"
         if absent := sorted(set(self.parameters) - _parameters(found)) if self.parameters else []:
             return f"{self.name} takes no parameter {', '.join(absent)}"
         absent = [name for name in self.members if not _has(found, name)]
         return f"{self.name} has no {', '.join(absent)}" if absent else None
 
 
-_LINE = re.compile(r"([\w.]+)(?::(\w+))?(?:\((.*)\))?(?: has (.*))?")
+_LINE = re.compile(r"([\w.]+)(?:\((.*)\))?(?: has (.*))?")
 
 
 def table(text: str) -> tuple[Hook, ...]:
-    """Parse hooks, one per line below their common `# purpose`: `path:attribute`, optionally with `(parameter, ...)`
-    and ` has name, ...`. An indented line continues the previous one."""
+    """Parse hooks, one per line below their common `# purpose`: a dotted path, optionally with `(parameter, ...)` and
+    ` has name, ...`. An indented line continues the previous one."""
     purpose, found = "", []
     for line in re.sub(r"\n\s+(?=\S)", " ", inspect.cleandoc(text)).splitlines():
         if line.startswith("# "):
@@ -62,9 +53,9 @@ def table(text: str) -> tuple[Hook, ...]:
             continue
         match = _LINE.fullmatch(line)
         assert match is not None, line
-        path, attribute, *names = match.groups("")
-        parameters, members = (tuple(text.split(", ")) if text else () for text in names)
-        found.append(Hook(path, attribute, parameters, members, purpose))
+        name, *lists = match.groups("")
+        parameters, members = (tuple(text.split(", ")) if text else () for text in lists)
+        found.append(Hook(name, parameters, members, purpose))
     return tuple(found)
 
 
@@ -92,12 +83,6 @@ def resolve(path: str) -> Any:
 def check(hooks: Iterable[Hook]) -> list[str]:
     """Problems of `hooks`, one line each; empty if all are complete."""
     return [problem for hook in hooks if (problem := hook.problem())]
-
-
-def _static(owner: Any, name: str) -> Any:
-    """The attribute without running a property; None for none."""
-    found = inspect.getattr_static(owner, name, None)
-    return found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
 
 
 def _parameters(function: Any) -> set[str]:

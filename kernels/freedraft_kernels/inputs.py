@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from freedraft_kernels.dispatch import Backend, use_triton
 from freedraft_kernels.tree import TreeBatch
-
-Layout = Literal["full", "query"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +18,10 @@ class TreeInputs:
     Attributes:
         input_ids: int64 [B * N], token of each node; 0 for padding.
         positions: int64 [B * N], `seq_lens[b] + depth` of each node; `seq_lens[b]` for padding.
-        mask: bool, True where the node of the row may attend to the column.
-            layout "query": [B, N, N], over the nodes only.
-            layout "full": [size], for each request b in turn the rows [N, seq_lens[b] + N], over its KV cache and then
-            its nodes, as SGLang's triton and flashinfer backends read it.
-            A node sees the whole cache, its ancestors and itself; padding sees the cache and itself, so that no row is
-            empty and no softmax is NaN.
+        mask: bool [size], True where the node of the row may attend to the column: for each request b in turn the rows
+            [N, seq_lens[b] + N], over its KV cache and then its nodes, as SGLang's triton and flashinfer backends read
+            it. A node sees the whole cache, its ancestors and itself; padding sees the cache and itself, so that no row
+            is empty and no softmax is NaN.
     """
 
     input_ids: Tensor
@@ -34,34 +29,28 @@ class TreeInputs:
     mask: Tensor
 
 
-def tree_inputs(
-    tree: TreeBatch, seq_lens: Tensor, *, layout: Layout, seq_lens_sum: int | None = None, backend: Backend = "auto"
-) -> TreeInputs:
+def tree_inputs(tree: TreeBatch, seq_lens: Tensor, seq_lens_sum: int, *, backend: Backend = "auto") -> TreeInputs:
     """Token ids, positions and tree mask of `tree`.
 
     Args:
         seq_lens: int32 or int64 [B], tokens of each request in the KV cache (without the root).
-        layout: of the mask, see `TreeInputs`.
-        seq_lens_sum: the sum of `seq_lens`, or an upper bound, on the host; required by the full layout. The mask is
-            undefined beyond the true sum, and truncated by a smaller one.
+        seq_lens_sum: the sum of `seq_lens`, or an upper bound, on the host. The mask is undefined beyond the true sum,
+            and truncated by a smaller one.
     """
     batch, nodes = tree.batch_size, tree.max_nodes
-    assert seq_lens.shape == (batch,) and seq_lens.device == tree.device
-    shape: tuple[int, ...] = (batch, nodes, nodes)
-    if layout == "full":
-        assert seq_lens_sum is not None and seq_lens_sum >= 0
-        shape = (nodes * (seq_lens_sum + batch * nodes),)
+    assert seq_lens.shape == (batch,) and seq_lens.device == tree.device and seq_lens_sum >= 0
+    size = nodes * (seq_lens_sum + batch * nodes)
     if use_triton(tree.device, backend):
         from freedraft_kernels.device.inputs import launch_tree_inputs
 
-        mask = torch.empty(shape, dtype=torch.bool, device=tree.device)
-        return TreeInputs(*launch_tree_inputs(tree, seq_lens, mask, full=layout == "full"), mask)
+        mask = torch.empty(size, dtype=torch.bool, device=tree.device)
+        return TreeInputs(*launch_tree_inputs(tree, seq_lens, mask), mask)
     valid = tree.valid()
     input_ids = torch.where(valid, tree.tokens, 0).to(torch.int64)
     positions = seq_lens[:, None].to(torch.int64) + torch.where(valid, tree.depths, 0)
-    mask = ancestors(tree) if nodes > 1 else torch.ones(shape, dtype=torch.bool, device=tree.device)
-    if layout == "full" and nodes > 1:
-        mask = _full_mask(mask, seq_lens.to(torch.int64), *shape)
+    mask = torch.ones(size, dtype=torch.bool, device=tree.device)
+    if nodes > 1:
+        mask = _with_cache(ancestors(tree), seq_lens.to(torch.int64), size)
     return TreeInputs(input_ids.view(-1), positions.view(-1), mask)
 
 
@@ -77,15 +66,15 @@ def ancestors(tree: TreeBatch) -> Tensor:
     return reach > 0
 
 
-def _full_mask(query: Tensor, seq_lens: Tensor, size: int) -> Tensor:
-    """bool [size]: the full layout of `query` (bool [B, N, N])."""
-    batch, nodes, _ = query.shape
+def _with_cache(ancestors: Tensor, seq_lens: Tensor, size: int) -> Tensor:
+    """bool [size]: the mask, from its part over the nodes (bool [B, N, N])."""
+    batch, nodes, _ = ancestors.shape
     if batch == 0:
-        return query.new_empty(size)
+        return ancestors.new_empty(size)
     ends = torch.cumsum((seq_lens + nodes).repeat_interleave(nodes, output_size=batch * nodes), 0)
-    cell = torch.arange(size, device=query.device)
+    cell = torch.arange(size, device=ancestors.device)
     row = torch.searchsorted(ends, cell, right=True).clamp_(max=batch * nodes - 1)
     length = seq_lens[row // nodes]
     column = cell - (ends[row] - length - nodes)  # within the row: the cache first, then the nodes
     node = (column - length).clamp_(0, nodes - 1)
-    return (column < length) | query.view(batch * nodes, nodes)[row, node]
+    return (column < length) | ancestors.view(batch * nodes, nodes)[row, node]

@@ -9,7 +9,7 @@ drafts).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,10 +36,10 @@ class Verification:
 
 
 def verify_rows(
-    tokens: Tensor, targets: Tensor, starts: Tensor, nodes: int, trees: tuple[Tensor, ...] | None = None, *,
-    backend: Backend = "auto",
-) -> tuple[Verification, Tensor]:  # fmt: skip
-    """`verify` for B requests with R rows in all, each with at most `nodes` (N), of chains unless there are trees.
+    tokens: Tensor, targets: Tensor, starts: Tensor, nodes: int, trees: tuple[Tensor, ...] | None = None
+) -> tuple[Verification, Tensor]:
+    """`verify` by Triton for B requests with R rows in all, each with at most `nodes` (N), of chains unless there are
+    trees.
 
     Args:
         tokens: int32 [R], of each row's node, -1 if it must not be accepted; targets: int32 or int64 [R].
@@ -51,21 +51,11 @@ def verify_rows(
         The outcome, tokens in int64; int64 [B, N], KV slots of trees' nodes, 0 beyond, undefined for chains.
     """
     assert tokens.shape == targets.shape and tokens.is_contiguous() and targets.is_contiguous()
-    if use_triton(tokens.device, backend):
-        from freedraft_kernels.device.verification import launch_verify
+    from freedraft_kernels.device.verification import launch_verify
 
-        inputs = tokens, targets, starts, *(trees or (None,) * 4)
-        *parts, slots = launch_verify(inputs, len(starts) - 1, nodes, torch.int64)
-        return Verification(*parts), slots
-    column = torch.arange(nodes, device=tokens.device)
-    rows = torch.minimum(starts[:-1, None] + column, starts[1:, None] - 1).clamp(min=0)
-    chain = column.int().expand(rows.shape).contiguous()
-    parents, slots, counts = chain - 1, rows, starts.diff()
-    if trees is not None:
-        of_tokens, of_slots, places, counts = trees
-        parents, slots = of_tokens[places[rows]], of_slots[places[rows]].where(column < counts[:, None], 0)
-    verified = verify(TreeBatch(tokens[rows], parents, chain, counts), targets[rows], backend="reference")
-    return replace(verified, tokens=verified.tokens.long()), slots
+    inputs = tokens, targets, starts, *(trees or (None,) * 4)
+    *parts, slots = launch_verify(inputs, len(starts) - 1, nodes, torch.int64)
+    return Verification(*parts), slots
 
 
 def verify(tree: TreeBatch, targets: Tensor, *, backend: Backend = "auto") -> Verification:

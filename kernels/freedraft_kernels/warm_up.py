@@ -34,7 +34,7 @@ def warm_up(
     for nodes in widths:
         for batch in powers:
             lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-            tree_inputs(_roots(batch, nodes, device), lengths, layout="full", seq_lens_sum=0)
+            tree_inputs(_roots(batch, nodes, device), lengths, 0)
     top_tokens(logits, top)
     # The kernels are the same for all batches, and for widths up to the same power of two unless 16 divides one.
     kinds = {((nodes - 1).bit_length(), nodes % 16 == 0): nodes for nodes in widths}

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from freedraft.cli import app
 from freedraft.config import ConfigError
 from freedraft.cost import profiling
-from freedraft.cost.explain import explain
+from freedraft.cost.auto_by_batch import CHAIN_TOKENS_PER_STEP, expected_tokens
+from freedraft.cost.explain import CURVES, explain
 from freedraft.cost.hardware import HardwareProfile
-from freedraft.cost.priors import CHAIN_TOKENS_PER_STEP, TOKENS_PER_STEP, expected_tokens
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.schedule import CONTEXT, draft_lengths
 from tests.support.disks import full_disk
@@ -29,7 +29,7 @@ def rates(roofline: Roofline, batch: int, nodes: range, context: int, curve: dic
 
 
 def test_lengths_shrink_as_batches_grow_and_beat_plain() -> None:
-    rows = explain(roofline_on("h200"), 1024, TOKENS_PER_STEP)
+    rows = explain(roofline_on("h200"), 1024, CURVES["tree"])
     lengths = [row.best for row in rows]
     assert lengths == sorted(lengths, reverse=True) and lengths[0] >= 16 and lengths[-1] <= 2
     assert all(row.speedup >= 1.0 for row in rows)
@@ -49,7 +49,7 @@ def test_the_usual_curve_is_that_of_the_replayed_answers() -> None:
     path = Path(__file__).parents[2] / "bench" / "results" / "replay.json"
     kind = {"trace": "replay_llama31_8b.jsonl", "drafter": "sssd", "scoring": "learned", "shape": "tree"}
     rows = [row for row in json.loads(path.read_text()) if row["store_tokens"] and kind.items() <= row.items()]
-    assert {1: 1.0} | {row["budget"]: round(row["tokens_per_step"], 3) for row in rows} == TOKENS_PER_STEP
+    assert {1: 1.0} | {row["budget"]: round(row["tokens_per_step"], 3) for row in rows} == CURVES["tree"]
 
 
 @pytest.mark.parametrize("hardware", ["h100", "h200", "a100", "cpu"])

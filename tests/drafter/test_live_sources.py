@@ -32,7 +32,7 @@ def method(widths: tuple[int, ...] | None = (1, NODES), **options: Any) -> SssdM
 
 def draft(method: SssdMethod, name: str, text: list[int], gained: list[int]) -> list[int]:
     """The tokens drafted for a request behind `text`, the end of which it has just gained."""
-    tree = method.draft(make_step([name], [gained], capacities=NODES - 1, widths=[1, NODES], texts=[text]))
+    tree = method.draft(make_step([name], [gained], capacities=NODES - 1, trees=True, texts=[text]))
     return tree.tokens[0, 1 : tree.counts[0]].tolist()
 
 
@@ -230,7 +230,7 @@ def test_chains_where_lengths_may_differ_and_trees_where_they_may_not(
 ) -> None:
     sssd = method(widths)
     text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 5, 9, 1, 2]
-    step = make_step(["a"], [text], texts=[text], widths=widths)
+    step = make_step(["a"], [text], texts=[text], trees=widths is not None)
     draft = sssd.draft(step)
     draft.check()
     branches = len(set(draft.parents[0, 1 : draft.counts[0]].tolist())) < draft.counts[0] - 1

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from freedraft_kernels import newest_tokens, top_tokens
+from freedraft_kernels import top_tokens
+from freedraft_kernels.device.newest_tokens import newest_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import EXAMPLES, by_each
+from implementations import DEVICE, EXAMPLES, by_each, runs_triton
 
 
 def random_logits(rows: int, vocab: int, values: int, seed: int) -> torch.Tensor:
@@ -60,10 +61,11 @@ def test_the_vocabulary_of_a_large_model(backend: str, device: str) -> None:
     assert tokens[1, :3].tolist() == [64, 127, 128_255]
 
 
-@by_each
+@runs_triton
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.randoms(use_true_random=False), st.integers(1, 17))
-def test_newest_tokens_are_what_lists_give(backend: str, device: str, lengths: list[int], random, length: int) -> None:
+def test_newest_tokens_by_triton_are_what_lists_give(lengths: list[int], random, length: int) -> None:
+    device = DEVICE
     slots = random.sample(range(len(lengths)), len(lengths))
     texts = [[100 * slot + i for i in range(known)] for slot, known in enumerate(lengths)]
     tokens = torch.full((len(texts), 41), -7, dtype=torch.int32)[:, :40]
@@ -74,7 +76,7 @@ def test_newest_tokens_are_what_lists_give(backend: str, device: str, lengths: l
     drafts = torch.full((len(slots), length), -1, device=device)
     where = torch.tensor(slots, dtype=torch.int32, device=device)
     known = torch.tensor(lengths, dtype=torch.int32, device=device)
-    newest_tokens(tokens.to(device), known, where, gained.to(device), out, drafts, backend=backend)
+    newest_tokens(tokens.to(device), known, where, gained.to(device), out, drafts)
     for b, slot in enumerate(slots):
         padded = [texts[slot][0]] * (length + 1) + texts[slot]
         assert out[b].tolist() == [int(gained[b]), lengths[slot], *padded[-length - 1 :]]

@@ -41,7 +41,7 @@ assert not use_triton(torch.device("cuda"))
     subprocess.run([sys.executable, "-c", program], check=True, cwd=source)
 
 
-def expected(drafts: DraftBatch, lengths: list[int], full: bool) -> tuple[list[int], list[int], list[bool]]:
+def expected(drafts: DraftBatch, lengths: list[int]) -> tuple[list[int], list[int], list[bool]]:
     ids, positions, cells = [], [], []
     for b in range(drafts.batch_size):
         for i in range(drafts.max_nodes):
@@ -49,7 +49,7 @@ def expected(drafts: DraftBatch, lengths: list[int], full: bool) -> tuple[list[i
             path = path_to(drafts, b, i) if inside else [i]
             ids.append(int(drafts.tokens[b, i]) if inside else 0)
             positions.append(lengths[b] + (len(path) - 1 if inside else 0))
-            cells += [True] * (lengths[b] if full else 0) + [j in path for j in range(drafts.max_nodes)]
+            cells += [True] * lengths[b] + [j in path for j in range(drafts.max_nodes)]
     return ids, positions, cells
 
 
@@ -57,17 +57,16 @@ def expected(drafts: DraftBatch, lengths: list[int], full: bool) -> tuple[list[i
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(batches())
 def test_tree_inputs(backend: str, device: str, case: tuple[DraftBatch, int, int]) -> None:
-    """Also full masks with more room than the contexts take, and with less."""
+    """Also masks with more room than the contexts take, and with less."""
     drafts, _, seed = case
     tree, nodes = on(device, drafts), drafts.max_nodes
     lengths = [(seed >> (3 * b)) % (1200 if seed % 3 == 0 else 23) for b in range(drafts.batch_size)]
     seq_lens = torch.tensor(lengths, dtype=torch.int32 if seed % 2 else torch.int64, device=device)
-    for bound in (None, sum(lengths), seed % (2 * sum(lengths) + 1)):
-        layout = {"layout": "query"} if bound is None else {"layout": "full", "seq_lens_sum": bound}
-        inputs = tree_inputs(tree, seq_lens, **layout, backend=backend)
-        ids, positions, cells = expected(drafts, lengths, bound is not None)
+    for bound in (sum(lengths), seed % (2 * sum(lengths) + 1)):
+        inputs = tree_inputs(tree, seq_lens, bound, backend=backend)
+        ids, positions, cells = expected(drafts, lengths)
         assert inputs.input_ids.dtype == inputs.positions.dtype == torch.int64 and inputs.mask.dtype == torch.bool
         assert inputs.input_ids.tolist() == ids and inputs.positions.tolist() == positions
-        size = nodes * ((bound or 0) + nodes * drafts.batch_size)
-        assert inputs.mask.shape == ((drafts.batch_size, nodes, nodes) if bound is None else (size,))
-        assert inputs.mask.flatten()[: len(cells)].tolist() == cells[:size]
+        size = nodes * (bound + nodes * drafts.batch_size)
+        assert inputs.mask.shape == (size,)
+        assert inputs.mask[: len(cells)].tolist() == cells[:size]

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from freedraft_kernels import NodeMasks, TreeQueries, tree_attention, write_tree_queries
-from freedraft_kernels.tree_attention import scratch_size, split_keys
+from freedraft_kernels.device.tree_attention import TreeQueries, scratch_size, split_keys, tree_attention
+from freedraft_kernels.device.tree_queries import NodeMasks, write_tree_queries
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import DEVICE, EXAMPLES, GPU, by_each, runs_triton
+from implementations import DEVICE, EXAMPLES, GPU, runs_triton
 
 from freedraft.draft import DraftBatch
 from tests.support.random_trees import path_to, random_batch
@@ -91,19 +91,19 @@ def node_masks(draft: DraftBatch) -> np.ndarray:
     return masks[1:].view(np.int64)
 
 
-def queries_of(case: Case, device: str = "cpu", backend: str = "auto") -> tuple[TreeQueries, list[torch.Tensor]]:
+def queries_of(case: Case) -> tuple[TreeQueries, list[torch.Tensor]]:
     """What `write_tree_queries` makes of it; positions, parents and counts."""
     tokens, requests = len(case.sees), len(case.slots)
     at = [int(case.seq_lens[b]) - int(case.starts[b + 1]) + t for b in range(requests) for t in tokens_of(case, b)]
 
     def empty(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.full((size,), 7, dtype=dtype, device=device)
+        return torch.full((size,), 7, dtype=dtype, device=DEVICE)
 
     made = empty(tokens + 3), empty(tokens + 3, torch.int64), empty(requests)
-    queries = TreeQueries(case.starts.to(device), case.seq_lens.to(device), *made)
-    rest = [torch.tensor(at, dtype=torch.int64, device=device), empty(tokens), empty(requests)]
-    trees = NodeMasks(case.masks.masks.to(device), case.masks.prompts.to(device))
-    write_tree_queries(trees, case.slots.to(device), case.nodes.to(device), queries, *rest, backend=backend)
+    queries = TreeQueries(case.starts.to(DEVICE), case.seq_lens.to(DEVICE), *made)
+    rest = [torch.tensor(at, dtype=torch.int64, device=DEVICE), empty(tokens), empty(requests)]
+    trees = NodeMasks(case.masks.masks.to(DEVICE), case.masks.prompts.to(DEVICE))
+    write_tree_queries(trees, case.slots.to(DEVICE), case.nodes.to(DEVICE), queries, *rest)
     return queries, rest
 
 
@@ -111,12 +111,12 @@ def tokens_of(case: Case, request: int) -> range:
     return range(int(case.starts[request]), int(case.starts[request + 1]))
 
 
-@by_each
+@runs_triton
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1, 7, 16, 64]))
-def test_what_tokens_read(backend: str, device: str, seed: int, width: int) -> None:
+def test_what_tokens_read_by_triton(seed: int, width: int) -> None:
     case = random_case(seed, width)
-    queries, (positions, parents, counts) = queries_of(case, device, backend)
+    queries, (positions, parents, counts) = queries_of(case)
     assert counts.tolist() == case.counts and queries.trees.tolist() == case.trees
     assert positions.tolist() == case.stands and parents.tolist() == case.follows
     for token, seen in enumerate(case.sees):
@@ -169,13 +169,15 @@ def attended(case: Case, cache: Cache, max_queries: int, trees_only: bool = Fals
     return found
 
 
-def check(case: Case, cache: Cache, trees_only: bool = False, device: str = "cpu", backend: str = "auto") -> None:
-    queries, _ = queries_of(case, device, backend)
-    out = torch.full_like(cache.query, 7).to(device)
+def check(case: Case, cache: Cache, trees_only: bool = False) -> None:
+    queries, _ = queries_of(case)
+    out = torch.full_like(cache.query, 7).to(DEVICE)
     width = case.masks.masks.shape[1] + 1
-    query, keys, values, pages = (t.to(device) for t in cache[:4])
-    how = {"scale": 0.2, "max_queries": width, "max_seq_len": int(case.seq_lens.max()), "trees_only": trees_only}
-    tree_attention(query, keys, values, queries, pages, out, **how, backend=backend)
+    query, keys, values, pages = (t.to(DEVICE) for t in cache[:4])
+    longest, shape = int(case.seq_lens.max()), (query.shape[1], keys.shape[2], query.shape[2])
+    scratch = torch.empty(scratch_size(len(case.seq_lens), *shape, width, longest), device=DEVICE)
+    how = {"scale": 0.2, "max_queries": width, "max_seq_len": longest, "trees_only": trees_only, "scratch": scratch}
+    tree_attention(query, keys, values, queries, pages, out, **how)
     expected = attended(case, cache, width, trees_only)
     tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[out.dtype]
     for token in range(len(out)):
@@ -185,7 +187,7 @@ def check(case: Case, cache: Cache, trees_only: bool = False, device: str = "cpu
             assert (out[token] == 7).all(), "a request that was to be left alone"
 
 
-@by_each
+@runs_triton
 @settings(max_examples=60 if GPU else 12, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
@@ -194,11 +196,11 @@ def check(case: Case, cache: Cache, trees_only: bool = False, device: str = "cpu
     st.sampled_from([torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]),  # numpy has no bfloat16
     st.booleans(),
 )
-def test_attention(
-    backend: str, device: str, seed: int, shape: tuple[int, int, int], page: int, dtype: torch.dtype, trees_only: bool
+def test_attention_by_triton(
+    seed: int, shape: tuple[int, int, int], page: int, dtype: torch.dtype, trees_only: bool
 ) -> None:
     case = random_case(seed, width=12, requests=3)
-    check(case, random_cache(case, *shape, page, dtype, seed), trees_only, device, backend)
+    check(case, random_cache(case, *shape, page, dtype, seed), trees_only)
 
 
 @runs_triton
@@ -212,7 +214,7 @@ def test_attention_with_keys_in_parts_by_triton() -> None:
         stands=[at + 400 for at in case.stands],
     )
     assert split_keys(len(long), 4, 2, 65, int(long.max())) > 1
-    check(more, random_cache(more, 4, 2, 64, 16, torch.float32, 1), False, DEVICE, "triton")
+    check(more, random_cache(more, 4, 2, 64, 16, torch.float32, 1))
 
 
 def test_keys_are_split_where_that_fills_a_gpu() -> None:

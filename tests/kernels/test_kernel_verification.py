@@ -13,7 +13,7 @@ import torch
 from freedraft_kernels import TreeBatch, verify, verify_rows
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from implementations import EXAMPLES, by_each
+from implementations import DEVICE, EXAMPLES, by_each, runs_triton
 
 from freedraft.draft import DraftBatch
 from tests.support.random_trees import batches, children, on, random_batch
@@ -49,10 +49,10 @@ def test_greedy(backend: str, device: str, case: tuple[DraftBatch, int, int]) ->
     assert {t.dtype for t in (got.accepted, got.lengths, got.tokens)} == {torch.int32}
 
 
-@by_each
+@runs_triton
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(batches(max_nodes=20, max_vocab=4), st.booleans())
-def test_rows(backend: str, device: str, case: tuple[DraftBatch, int, int], chains: bool) -> None:
+def test_rows_by_triton(case: tuple[DraftBatch, int, int], chains: bool) -> None:
     """Of trees somewhere among the step's tokens, and of chains: as in batches, whatever number of rows each has."""
     drafts, vocab, seed = case
     rng, (batch, nodes) = np.random.default_rng(seed), drafts.tokens.shape
@@ -68,9 +68,9 @@ def test_rows(backend: str, device: str, case: tuple[DraftBatch, int, int], chai
     slots[places] = torch.arange(len(places)) + 5
     counts, tokens = torch.from_numpy(drafts.counts), torch.from_numpy(drafts.tokens[taken])
     starts = torch.from_numpy(np.concatenate([[0], np.cumsum(rows)]).astype(np.int32))
-    trees = None if chains else tuple(part.to(device) for part in (parents, slots, places, counts))
-    given = (part.to(device) for part in (tokens, targets[torch.from_numpy(taken)], starts))
-    got, of_nodes = verify_rows(*given, nodes, trees, backend=backend)
+    trees = None if chains else tuple(part.to(DEVICE) for part in (parents, slots, places, counts))
+    given = (part.to(DEVICE) for part in (tokens, targets[torch.from_numpy(taken)], starts))
+    got, of_nodes = verify_rows(*given, nodes, trees)
     expected = verify(on("cpu", drafts), targets, backend="reference")
     for name in ("accepted", "lengths", "tokens"):
         assert getattr(got, name).tolist() == getattr(expected, name).tolist(), name

@@ -90,9 +90,7 @@ def largest_error(drafts: DraftBatch, window: int, page: int = 1) -> float:
     """Of SGLang's Triton attention, against attention written out."""
     torch.manual_seed(0)
     batch, nodes = drafts.tokens.shape
-    inputs = tree_inputs(
-        on("cpu", drafts), torch.tensor(LENGTHS), layout="full", seq_lens_sum=sum(LENGTHS), backend="reference"
-    )
+    inputs = tree_inputs(on("cpu", drafts), torch.tensor(LENGTHS), sum(LENGTHS), backend="reference")
     q = torch.randn(batch * nodes, 4, DIM)
     k, v = torch.randn(2, batch * nodes, 2, DIM)
     pool_k, pool_v = torch.randn(2, 64, 2, DIM)
@@ -141,7 +139,7 @@ def inputs_and_slots(
     """Inputs of the pass; the rows of the requests, which get these KV slots; of them those of each request's nodes."""
     rows, table = torch.arange(1, 1 + BATCH), runner.req_to_token_pool.req_to_token
     table[rows, : slots.shape[1]] = slots.to(table.dtype)
-    inputs = tree_inputs(on("cpu", drafts), torch.tensor(LENGTHS), layout="full", seq_lens_sum=sum(LENGTHS))
+    inputs = tree_inputs(on("cpu", drafts), torch.tensor(LENGTHS), sum(LENGTHS))
     nodes = drafts.max_nodes
     return inputs, rows, [table[row, n : n + nodes] for row, n in zip(rows.tolist(), LENGTHS, strict=True)]
 
@@ -214,7 +212,7 @@ def test_what_fa3_takes_from_a_mask(runner: ModelRunner, nodes: int, page: int, 
     from sglang.srt.layers.attention import flashattention_backend as module
     from sglang.srt.layers.radix_attention import RadixAttention
 
-    from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
+    from freedraft.engines.sglang.cpu.attention import CpuKVPool
 
     module.flash_attn_with_kvcache, module.merge_state_v2_wrapper = attention_over_pages, merged
     rng, batch = np.random.default_rng(nodes), len(LENGTHS)
@@ -315,10 +313,9 @@ def test_widths_that_cannot_be_captured(runner: ModelRunner, caplog: pytest.LogC
     from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     from sglang.srt.runtime_context import get_parallel
 
-    from freedraft.engines.sglang.accepted import AcceptedTokens
-    from freedraft.engines.sglang.drafting import Drafting
+    from freedraft.engines.sglang.drafting import AcceptedTokens, Drafting
     from freedraft.engines.sglang.graphs import WidthGraphs
-    from freedraft.engines.sglang.ranks import Ranks
+    from freedraft.engines.sglang.verify import Ranks
     from freedraft.guarded_method import GuardedMethod
     from freedraft.method import METHODS
     from freedraft.step import EngineContext

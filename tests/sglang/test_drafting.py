@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from freedraft.draft import DraftBatch
-from freedraft.engines.sglang.accepted import AcceptedTokens
-from freedraft.engines.sglang.drafting import Drafting
+from freedraft.engines.sglang.drafting import AcceptedTokens, Drafting
 from freedraft.engines.sglang.requests import tenant_of
 from freedraft.guarded_method import GuardedMethod
 from freedraft.step import EngineContext
@@ -49,9 +48,9 @@ def test_trees_are_cut_to_chains_and_verified_at_widths_that_could_be_prepared(n
     branched, roots = DraftBatch.empty(2, nodes), np.array([7, 8], np.int32)
     branched.parents[:] = [[-1, 0, 1, 0, 3][:nodes], [-1, 0, 0, 1, 3][:nodes]]
     branched.counts[:] = nodes
-    tree = drafting._cut(branched, np.full(2, NODES - 1, np.int32), roots)
+    tree = drafting._cut(branched, roots)
     assert tree.counts.tolist() == counts and tree.tokens.shape == (2, width) and tree.tokens[:, 0].tolist() == [7, 8]
-    none = drafting._cut(DraftBatch.roots(roots), np.zeros(2, np.int32), roots)
+    none = drafting._cut(DraftBatch.roots(roots), roots)
     assert none.tokens.shape == (2, 4) and none.counts.tolist() == [1, 1]
     guarded.close()
 

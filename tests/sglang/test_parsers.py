@@ -88,7 +88,7 @@ def test_parsers_of_other_servers_are_left_alone(front, drafting):
 
 
 def test_texts_of_tokens(front):
-    from freedraft.engines.sglang.streams import token_texts
+    from freedraft.engines.sglang.patches import token_texts
 
     text = 'One  two <tool_call>\n{"a": "日本 🙂"}\ufffd\n</tool_call> <|im_end|>'
     texts = token_texts(front.tokenizer, text)
@@ -100,15 +100,15 @@ def test_texts_of_tokens(front):
 def test_a_missing_hook_leaves_streams_as_they_are(monkeypatch, caplog):
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from freedraft.engines.sglang import streams
+    from freedraft.engines.sglang import patches
 
     registered = []
     monkeypatch.setattr(HookRegistry, "register", lambda *hook: registered.append(hook))
-    monkeypatch.setattr(streams, "STREAM_HOOKS", table("""
-        sglang.srt.parser.reasoning_parser.ReasoningParser:read_chunk
+    monkeypatch.setattr(patches, "STREAM_HOOKS", table("""
+        sglang.srt.parser.reasoning_parser.ReasoningParser.read_chunk
     """))  # fmt: skip
     with caplog.at_level(logging.WARNING):
-        streams.register_stream_hooks(set)
+        patches.register_stream_hooks()
     (line,) = caplog.messages
     assert "ReasoningParser.read_chunk is missing" in line and registered == []
 

@@ -57,7 +57,7 @@ def test_tree_links():
 
 def test_other_architectures_are_refused():
     from freedraft.config import ConfigError
-    from freedraft.engines.sglang.layers import check_structure
+    from freedraft.engines.sglang.passes import check_structure
 
     def bare(cls, **attributes):
         made = cls.__new__(cls)

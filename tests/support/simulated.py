@@ -129,12 +129,9 @@ class V2(Engine):
 
     def draft(self, ids: list[str], gained: list[list[int]]) -> np.ndarray:
         length, began = int(self.table[len(ids)]), self.now
-        step = make_step(ids, gained, capacities=length)
+        self.method.draft(make_step(ids, gained, capacities=length))
         if length:
-            self.method.draft(step)
             self.now = began  # what it takes is in the step's time
-        else:
-            self.method.draft(step, verify=False)
         return np.full(len(ids), length)
 
     def end_step(self, batch: int, drafted: int, seconds: float) -> None:

@@ -18,13 +18,12 @@ def make_step(
     contexts: ArrayLike = 300,
     capacities: ArrayLike = 64,
     drafted: ArrayLike = 0,
-    widths: Sequence[int] | None = None,
     previous: tuple[int, int] | None = None,
     texts: Sequence[ArrayLike] | None = None,
-    trees: bool | None = None,
+    trees: bool = False,
 ) -> Step:
     """A step in which these requests gained these tokens; `texts`, all tokens of each, say the contexts if given.
-    trees: whether drafts may be trees; by default where there are widths."""
+    trees: whether drafts may be trees."""
     count = len(request_ids)
     parts = [np.asarray(tokens, np.int32).reshape(-1) for tokens in gained]
     ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
@@ -43,10 +42,9 @@ def make_step(
         contexts=fill(contexts),
         capacities=fill(capacities),
         drafted=fill(drafted),
-        widths=None if widths is None else np.array(widths, np.int32),
         previous=previous,
         history=lambda b: np.asarray(texts[b] if texts is not None else parts[b], np.int32),
-        trees=np.full(count, widths is not None if trees is None else trees),
+        trees=np.full(count, trees),
     )
 
 

@@ -35,12 +35,11 @@ ASSEMBLED = {"sglang.srt.server_args.ServerArgs": "sglang/srt/arg_groups/fields"
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "sglang": {
         "`sssd`": ("HOOKS",), "`layerskip`": ("MODEL_HOOKS",), "CPU platform": ("CPU_HOOKS",),
-        "trees on FA3": ("FA3_HOOKS",), "optional": ("OPTIONAL_HOOKS",),
+        "optional": ("OPTIONAL_HOOKS",),
     },
     "vllm": {
         "V1": ("CONFIG_HOOKS", "RUNNER_HOOKS"), "layer skipping": ("MODEL_HOOKS",), "V2": ("V2_HOOKS",),
-        "V2, trees": ("V2_TREE_HOOKS",), "V2, gate": ("V2_GATE_HOOKS",),
-        "V2, by score": ("V2_ADAPTIVE_HOOKS",), "streams": ("STREAM_HOOKS",),
+        "streams": ("STREAM_HOOKS",),
     },
 }  # fmt: skip
 """Tables of hooks by the feature that needs them."""
@@ -65,14 +64,11 @@ class Source(griffe.ModulesCollection):
 
     def problem(self, hook: Hook) -> str | None:
         """See `Hook.problem`."""
-        name = hook.path
+        name = hook.name
         try:
             found = self.get_member(name)
-            if hook.attribute:
-                owned, name = found.all_members, hook.name
-                found = owned[hook.attribute]
-                if found.is_attribute and found.labels <= {"instance-attribute"}:
-                    raise KeyError("not an attribute of the class itself")
+            if found.is_attribute and found.labels <= {"instance-attribute"}:
+                raise KeyError("not an attribute of the class itself")
             members = set(found.all_members)
         except (KeyError, griffe.GriffeError):
             return f"{name} is missing"

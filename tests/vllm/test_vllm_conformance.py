@@ -18,7 +18,7 @@ from vllm_pages import Pages, Reading, leaving_the_cache
 from windowed_reference import Reference
 
 from freedraft.draft import DraftBatch
-from freedraft.engines.vllm.draft_passes import PagedDraftRound
+from freedraft.engines.vllm.draft_model import PagedDraftRound
 from freedraft.engines.vllm.forward import Pages as TableOfPages
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from freedraft.engines.vllm.methods import register
@@ -186,9 +186,12 @@ class TestV1(Conformance):
             texts.append(method.drafter.tokens(request_id).tolist())
             finish(request_id, *given)
 
-        plan, drafts = method.controller.plan, itertools.cycle([False, True])  # a step of a rest verifies no drafts
+        plan = method.controller.plan
+        drafts = itertools.cycle([False, True])  # none before a rest: a step that verifies some is not one of a rest
         monkeypatch.setattr(method.controller, "rests", lambda: next(turns))
-        monkeypatch.setattr(method.controller, "plan", lambda step, **given: plan(step, **given) if next(drafts) else 0)
+        monkeypatch.setattr(
+            method.controller, "plan", lambda step: plan(step) if step.capacities.any() and next(drafts) else 0
+        )
         monkeypatch.setattr(served.proposer.guarded, "rest", lambda *step: (rested.append(step), rest(*step)))
         monkeypatch.setattr(method, "finish", ending)
         before = served.counts()

@@ -85,7 +85,7 @@ def test_the_source_tells_what_the_installed_engine_tells(texts):
     assert set(hooks) == set(HOOKS + MODEL_HOOKS + OPTIONAL_HOOKS)
     assert [problem for hook in hooks if (problem := source.problem(hook)) is not None] == []
     # Decorated with overloads, of which the last definition counts.
-    lacks = Hook("vllm.compilation.decorators", "support_torch_compile", ("no_such",), purpose="a test")
+    lacks = Hook("vllm.compilation.decorators.support_torch_compile", ("no_such",), purpose="a test")
     assert "no_such" in (source.problem(lacks) or "")
 
 

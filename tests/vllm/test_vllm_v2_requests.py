@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from freedraft.engines.vllm.v2.gained import GainedTokens
-from freedraft.engines.vllm.v2.requests import Requests, Taken
-from freedraft.engines.vllm.v2.write_drafts import write_drafts
+from freedraft.engines.vllm.v2.requests import Requests, Taken, write_drafts
 from freedraft.step import room
 from tests.support.random_trees import random_batch
 
@@ -112,7 +111,7 @@ def test_trees_and_chains_of_one_batch(seed):
     requests = int(rng.integers(1, ROWS))
     draft = random_batch(rng, requests, int(rng.integers(1, WIDEST + 2)), 10**6)
     rows, places = rng.permutation(ROWS)[:requests], rng.permutation(PLACES)[:ROWS].astype(np.int32)
-    slots, capacities = places[rows], rng.integers(0, WIDEST + 1, requests).astype(np.int32)
+    slots = places[rows]
     trees = rng.random() < 0.8  # else there is no room for masks, and all drafts are chains
     allowed = (rng.random(PLACES) < 0.6) & trees
     branches, proposed = allowed[slots], np.full((PLACES, 1 + trees, WIDEST), 3, np.int64)
@@ -120,12 +119,12 @@ def test_trees_and_chains_of_one_batch(seed):
     step.slots = places
     step.wait()[:, -1] = -5
     none = np.zeros(requests, np.int64)
-    taken, parents = Taken(none, none, rows.astype(np.int32), *3 * [capacities]), held.parents
+    taken, parents = Taken(none, none, rows.astype(np.int32), *3 * [none.astype(np.int32)]), held.parents
     counts = write_drafts(draft, taken, step, held, proposed, allowed if trees else None, 8)
     assert held.drafted[slots].tolist() == counts.tolist() and (held.drafted_behind[slots] == 8).all()
     assert (held.roots[slots] == -5).all()
     for b in range(requests):
-        nodes = list(range(1, min(int(draft.counts[b]), int(capacities[b]) + 1)))
+        nodes = list(range(1, int(draft.counts[b])))
         if not branches[b]:
             chain = [0]
             for node in nodes:

@@ -13,12 +13,10 @@ from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_f
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from freedraft.draft_model import DraftModel, PassOutputs
-from freedraft.engines.draft_ranks import DraftRanks
-from freedraft.engines.draft_round import DraftPass, RankedRound, most_likely, on_device, run_kept
+from freedraft.engines.draft_round import DraftPass, DraftRanks, RankedRound, most_likely, on_device, run_kept
 from freedraft.engines.matchness import SetScores
 from freedraft.engines.sglang.graphs import Captured, capture, free_bytes
-from freedraft.engines.sglang.layers import Stages, stages_of
-from freedraft.engines.sglang.passes import HiddenOf, Passes, Tokens, WindowedRead
+from freedraft.engines.sglang.passes import HiddenOf, Passes, Stages, Tokens, WindowedRead, stages_of
 from freedraft.guarded_method import is_device_fault
 from freedraft.recipe import Recipe, Window
 from freedraft.step import Step

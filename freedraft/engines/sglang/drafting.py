@@ -1,20 +1,61 @@
-"""`Drafting`: builds steps from SGLang's batches, passes them to a method and returns its drafts."""
+"""`Drafting`: builds steps from SGLang's batches, passes them to a method and returns its drafts; `AcceptedTokens`:
+asynchronous host copies of the tokens that each step accepts."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from freedraft.engines.logits_copy import LogitsCopy
-from freedraft.engines.sglang.accepted import AcceptedTokens, Gained
+from freedraft.engines.copies import Copied, LogitsCopy, to_host
 from freedraft.engines.sglang.requests import UNTRACKED, Tracked, extra_of, output_of, tenant_of, tokens_of, was_aborted
 from freedraft.guarded_method import GuardedMethod
 from freedraft.step import Step, room
+
+
+class Gained(NamedTuple):
+    """Tokens accepted by the last step: request b has `tokens[starts[b]:ends[b]]`, at least one. tokens: int32 [T];
+    starts, ends: int64 [B]; seq_lens: int64 [B], tokens of each request in the KV cache, excluding the newest one."""
+
+    tokens: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    seq_lens: NDArray[np.int64]
+
+
+class AcceptedTokens:
+    """Newest accepted tokens of all requests, by row of SGLang's request pool. Those of each step go to the host in one
+    asynchronous copy, queued right after verification. max_nodes: N, maximum number of tokens accepted per request and
+    step."""
+
+    def __init__(self, rows: int, max_nodes: int) -> None:
+        self._arrived = np.zeros((rows, 2 + max_nodes), np.int32)
+        self._copies = deque[tuple[NDArray[np.int64], Copied]]()  # with their rows, oldest first
+
+    def put(self, rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Store the tokens accepted for B requests and start the copy. rows: int64 [B], on the host; tokens: int32
+        [B, N]; lengths: int32 [B], number of valid tokens; seq_lens: int [B]."""
+        self._take(wait=False)
+        step = torch.cat((lengths[:, None], seq_lens[:, None].to(torch.int32), tokens), 1)
+        self._copies.append((rows.numpy().copy(), to_host(step)))
+
+    def read(self, rows: NDArray[np.int64]) -> Gained:
+        """Wait for the copies and return the tokens of the requests in pool rows `rows` [B]."""
+        self._take(wait=True)
+        found = self._arrived[rows]
+        starts = np.arange(len(rows)) * found.shape[1] + 2
+        return Gained(found.ravel(), starts, starts + found[:, 0], found[:, 1].astype(np.int64))
+
+    def _take(self, *, wait: bool) -> None:
+        while self._copies and (wait or self._copies[0][1].arrived()):
+            rows, copied = self._copies.popleft()
+            self._arrived[rows] = copied.wait()
+
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -149,7 +190,7 @@ class Drafting:
             roots = gained.tokens[gained.ends - 1]
             draft = DraftBatch.roots(roots)
             if self._widths[0] > 1:
-                draft = self._cut(draft, np.zeros(len(roots), np.int32), roots)
+                draft = self._cut(draft, roots)
         return draft
 
     def _propose(
@@ -164,7 +205,7 @@ class Drafting:
         if states := {i: self._states.pop(i) for i in step.request_ids if i in self._states}:
             self.guarded.set_prompt_states(states, torch.stack(list(states.values())))
         proposed = self.guarded.draft(step, count=False)
-        return None if proposed is None else self._cut(proposed, step.capacities, step.roots)
+        return None if proposed is None else self._cut(proposed, step.roots)
 
     def note(self, batch: Any, draft: DraftBatch) -> None:
         """Record a step after its verification was launched, so that the device does not wait for this work."""
@@ -192,16 +233,16 @@ class Drafting:
         return Step(
             request_ids=[request.rid for request in requests], tokens=tokens, starts=starts, ends=ends,
             contexts=contexts, capacities=room(limits, lengths, int(self._widths[-1]) - 1, trees=self._trees),
-            drafted=drafted, widths=self._widths, previous=self._previous, history=history,
+            drafted=drafted, previous=self._previous, history=history,
             trees=np.full(len(requests), self._trees), engine=batch,
         )  # fmt: skip
 
-    def _cut(self, draft: DraftBatch, capacities: NDArray[np.int32], roots: NDArray[np.int32]) -> DraftBatch:
-        """Truncate trees to the nodes that requests and attention allow, at the smallest prepared width. capacities,
-        roots: int32 [B]; the engine's roots replace those of the method."""
+    def _cut(self, draft: DraftBatch, roots: NDArray[np.int32]) -> DraftBatch:
+        """Truncate trees to the nodes that attention allows, at the smallest prepared width. roots: int32 [B], the
+        engine's, which replace those of the method."""
         if draft.counts.max() <= 1 == self._widths[0]:
             return DraftBatch.roots(roots)
-        counts = np.clip(draft.counts, 1, capacities + 1)
+        counts = np.maximum(draft.counts, 1)
         if not self._trees:  # attention would let their nodes see others' ancestors
             follows = draft.parents[:, 1:] == np.arange(draft.max_nodes - 1)
             np.minimum(counts, 1 + np.logical_and.accumulate(follows, 1).sum(1), out=counts)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from freedraft.engines.sglang.fa3 import write_metadata_at_once
 from freedraft.guarded_method import is_device_fault
 
 logger = logging.getLogger("freedraft")
@@ -67,9 +66,6 @@ class WidthGraphs:
                 )
             gc.collect()  # frees a failed capture, which its error keeps alive in the except clause
             torch.cuda.empty_cache()
-        for backend in (self._runner.attn_backend, *(captured.backend for captured in self._of_width.values())):
-            for part in _parts(backend):
-                write_metadata_at_once(part)
         if free is not None:
             left = free_bytes() or 0
             logger.info(

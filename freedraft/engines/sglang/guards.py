@@ -40,6 +40,26 @@ BACKENDS = {
 }
 
 
+# Options of SGLang that are refused when they are on: why, and what works instead
+REFUSED = {
+    "pp_size": ("does not run under pipeline parallelism", "use --tp-size instead of --pp-size"),
+    "disaggregation_mode": ("does not run under prefill-decode disaggregation", "serve without --disaggregation-mode"),
+    # SGLang 0.5.23 turns the first one into the second and clears it.
+    **dict.fromkeys(
+        ("enable_dp_attention", "attn_dp_size"),
+        ("does not run under DP attention", "start without it (--attn-dp-size), or with --dp-size replicas"),
+    ),
+    "enable_watermark": ("does not watermark what it accepts", "start without --enable-watermark"),
+    "enable_two_batch_overlap": ("does not go with two-batch overlap", "start without --enable-two-batch-overlap"),
+    "enable_pdmux": ("does not run under PD multiplexing", "start without --enable-pdmux"),
+    "dllm_algorithm": ("does not go with diffusion language models", "start without --dllm-algorithm"),
+    "speculative_adaptive": ("chooses its own width per batch", "start without --speculative-adaptive"),
+    "speculative_draft_model_path": ("has no draft model", "start without --speculative-draft-model-path"),
+    "dcp_size": ("does not run under context parallelism", "start without --dcp-size"),
+    "attn_cp_size": ("does not run under context parallelism", "start without --attn-cp-size"),
+}
+
+
 def widths_for(backend: str, max_nodes: int, *, adapters: bool = False) -> tuple[int, ...]:
     """Return the numbers of nodes per request, root included, that steps may have on this attention backend; ascending.
 
@@ -94,29 +114,14 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: 
     nodes = args.speculative_num_draft_tokens
     if nodes is not None and not 1 <= nodes <= 256:
         refuse(f"cannot verify {nodes} nodes per request", "set --speculative-num-draft-tokens to 1..256, say 16")
-    if getattr(args, "pp_size", 1) > 1:
-        refuse("does not run under pipeline parallelism", "use --tp-size instead of --pp-size")
     adapters = getattr(args, "enable_lora", False) or getattr(args, "lora_paths", None)
     if adapters and (runs_model or check(LORA_HOOKS)):
         other = "sssd" if runs_model else "ngram"
         refuse("does not go with LoRA adapters", f"serve a merged model, or use --speculative-algorithm {other}")
-    if getattr(args, "disaggregation_mode", "null") not in (None, "null"):
-        refuse("does not run under prefill-decode disaggregation", "serve without --disaggregation-mode")
-    # SGLang 0.5.23 turns `--enable-dp-attention` into `attn_dp_size` and clears the flag.
-    if getattr(args, "enable_dp_attention", False) or getattr(args, "attn_dp_size", 1) > 1:
-        refuse("does not run under DP attention", "start without it (--attn-dp-size), or with --dp-size replicas")
-    if getattr(args, "enable_watermark", False):
-        refuse("does not watermark what it accepts", "start without --enable-watermark")
-    if getattr(args, "enable_two_batch_overlap", False):
-        refuse("does not go with two-batch overlap", "start without --enable-two-batch-overlap")
-    if getattr(args, "enable_pdmux", False):
-        refuse("does not run under PD multiplexing", "start without --enable-pdmux")
-    if getattr(args, "dllm_algorithm", None):
-        refuse("does not go with diffusion language models", "start without --dllm-algorithm")
-    if getattr(args, "speculative_adaptive", False):
-        refuse("chooses its own width per batch", "start without --speculative-adaptive")
-    if getattr(args, "speculative_draft_model_path", None):
-        refuse("has no draft model", "start without --speculative-draft-model-path")
+    for option, (reason, remedy) in REFUSED.items():
+        given = getattr(args, option, None) or 0
+        if given > 1 if option.endswith("_size") else given not in (0, "null"):
+            refuse(reason, remedy)
     if os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "0").lower() in ("1", "true", "yes", "y"):
         refuse("cannot read its trees from graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
     thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)
@@ -124,9 +129,6 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: 
         refuse(
             "is lossless and accepts nothing by threshold", "leave both --speculative-accept-threshold options at 1.0"
         )
-    for option in ("dcp_size", "attn_cp_size"):
-        if (getattr(args, option, 1) or 1) > 1:
-            refuse("does not run under context parallelism", f"start without --{option.replace('_', '-')}")
     _check_backend(args, verify_backend(args), refuse, cpu_platform)
 
 

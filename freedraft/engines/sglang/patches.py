@@ -1,17 +1,22 @@
-"""Patches of SGLang 0.5.23 where it has no extension point."""
+"""Patches of SGLang 0.5.23 where it has no extension point; some so that a stream does not depend on how many tokens
+came at once."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import logging
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
 
 from freedraft.config import ConfigError
-from freedraft.engines.hooks import stop_start
+from freedraft.engines.hooks import check, stop_start
 from freedraft.engines.sglang.cpu import NAME, selected
-from freedraft.engines.sglang.hooks import settings
+from freedraft.engines.sglang.hooks import STREAM_HOOKS, settings
+from freedraft.method import METHODS, MethodSpec
 
 ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 LORA_CHECK = "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility"
@@ -19,11 +24,16 @@ ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_contex
 CHOOSE_DEVICE = "sglang.srt.arg_groups.serving_hook.handle_missing_default_values"
 
 
-def configured(names: Callable[[], set[str]]) -> bool:
-    """Return whether this server's speculative algorithm is one of `names`."""
+def spec_of(algorithm: str | None) -> MethodSpec | None:
+    """Return the method that SGLang calls by this name, if it is one of ours."""
+    return next((spec for name, spec in METHODS.items() if name.upper() == (algorithm or "").upper()), None)
+
+
+def serves_ours() -> bool:
+    """Return whether this server's speculative algorithm is one of ours."""
     from sglang.srt.runtime_context import get_spec
 
-    return (get_spec().speculative_algorithm or "").upper() in names()
+    return spec_of(get_spec().speculative_algorithm) is not None
 
 
 def assign_slots(
@@ -42,30 +52,30 @@ def assign_slots(
         taken += end - start
 
 
-def room_for_drafts(original: Callable[[], int], names: Callable[[], set[str]]) -> int:
+def room_for_drafts(original: Callable[[], int]) -> int:
     """Return the number of `req_to_token` columns beyond the longest context. With pages of one token SGLang adds room
     for one tree but reserves slots for two per step, so requests near that context overwrote the next row."""
     from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 
     columns = original()
-    if configured(names):
+    if serves_ours():
         columns = max(columns, get_alloc_reserve_per_decode() + 4)
     return columns
 
 
-def choose_cpu(args: Any, names: Callable[[], set[str]]) -> None:
+def choose_cpu(args: Any) -> None:
     """Set the CPU platform's device before SGLang looks for one. Stops the start of our algorithms without either."""
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     if args.device is None and selected():
         declare_resolution(args, NAME, device="cpu")
-    elif not args.device and (name := args.speculative_algorithm or "").upper() in names() and (needs := settings()):
+    elif not args.device and spec_of(name := args.speculative_algorithm) and (needs := settings()):
         stop_start(ConfigError(f"--speculative-algorithm {name.lower()} cannot start: {needs[0]}"))
 
 
-def let_adapters_through(original: Callable[[Any], None], server_args: Any, names: Callable[[], set[str]]) -> None:
+def let_adapters_through(original: Callable[[Any], None], server_args: Any) -> None:
     """Let ours go with LoRA adapters, which verification passes apply whoever has drafted."""
-    if (server_args.speculative_algorithm or "").upper() not in names():
+    if spec_of(server_args.speculative_algorithm) is None:
         original(server_args)
 
 
@@ -81,7 +91,7 @@ class _AsNgram:
         return getattr(self._spec, name)
 
 
-def let_corpora_through(names: Callable[[], set[str]]) -> None:
+def let_corpora_through() -> None:
     """Make the corpus endpoints accept freedraft's algorithms: in the front-end process they compare the name with
     "NGRAM", although the scheduler's corpus manager serves others. Replaces `get_spec` in that module only.
 
@@ -93,6 +103,49 @@ def let_corpora_through(names: Callable[[], set[str]]) -> None:
     @functools.wraps(original)
     def get_spec() -> Any:
         spec = original()
-        return _AsNgram(spec) if spec.speculative_algorithm in names() else spec
+        method = spec_of(spec.speculative_algorithm)
+        return _AsNgram(spec) if method is not None and method.takes_corpora else spec
 
     module.get_spec = get_spec
+
+
+PARSERS = ["function_call.function_call_parser.FunctionCallParser", "parser.reasoning_parser.ReasoningParser"]
+FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+
+
+def register_stream_hooks() -> None:
+    """Register the patches of streams; log one line if this SGLang lacks what they need."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if missing := "; ".join(check(STREAM_HOOKS)):
+        line = "freedraft: streamed tool calls may depend on how many tokens come at once (%s); see 'freedraft doctor'"
+        logging.getLogger(__name__).warning(line, missing)
+        return
+    for parser in PARSERS:
+        HookRegistry.register(f"sglang.srt.{parser}.__init__", parse_by_token, HookType.AFTER)
+    HookRegistry.register(FINISH, count_reasoning_to_the_end, HookType.AFTER)
+
+
+def parse_by_token(_: None, parser: Any, *_args: Any, tokenizer: Any = None, **_others: Any) -> None:
+    """Let a new parser read chunks token by token: many of SGLang's return one thing of a chunk and lose the others."""
+    if tokenizer is not None and serves_ours():
+        parse = parser.parse_stream_chunk  # returns two texts, or a text and a list of calls
+        parser.parse_stream_chunk = lambda chunk_text: reduce(
+            lambda before, now: (before[0] + now[0], before[1] + now[1]), map(parse, token_texts(tokenizer, chunk_text))
+        )
+
+
+def token_texts(tokenizer: Any, text: str) -> list[str]:
+    """Return the texts of the tokens of `text`, at least one. Characters of several tokens stay whole."""
+    ends = [0]
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    for piece in tokenizer.batch_decode([[token] for token in tokens], skip_special_tokens=False):
+        if (at := text.find(piece, ends[-1])) >= 0:
+            ends.append(at + len(piece))
+    return [text[start:end] for start, end in itertools.pairwise(sorted({*ends, len(text)}))] or [text]
+
+
+def count_reasoning_to_the_end(_: None, req: Any, *_args: Any) -> None:
+    """Count no reasoning tokens after the end of a request within a run; SGLang counts the whole run."""
+    if req.finished_len is not None and serves_ours():
+        req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)

@@ -18,7 +18,6 @@ from freedraft.engines.sglang.hooks import (
     LORA_HOOKS,
     MODEL_HOOKS,
 )
-from freedraft.engines.sglang.streams import register_stream_hooks
 from freedraft.method import METHODS, MethodSpec
 
 logger = logging.getLogger(__name__)
@@ -61,10 +60,6 @@ def _add_algorithm(spec: MethodSpec) -> None:
     algorithm.spec = spec
 
 
-def _algorithms() -> set[str]:
-    return {name.upper() for name in METHODS}
-
-
 def _patch_once() -> None:
     """Register patches in SGLang's hook registry, which applies them after all plugins are loaded."""
     global _patched
@@ -73,15 +68,14 @@ def _patch_once() -> None:
     _patched = True
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(patches.ROW_ROOM, partial(patches.room_for_drafts, names=_algorithms), HookType.AROUND)
+    HookRegistry.register(patches.ROW_ROOM, patches.room_for_drafts, HookType.AROUND)
     if not check(DEVICE_HOOKS):
-        HookRegistry.register(patches.CHOOSE_DEVICE, partial(patches.choose_cpu, names=_algorithms), HookType.BEFORE)
+        HookRegistry.register(patches.CHOOSE_DEVICE, patches.choose_cpu, HookType.BEFORE)
     if not check(LORA_HOOKS):
-        let_through = partial(patches.let_adapters_through, names=_algorithms)
-        HookRegistry.register(patches.LORA_CHECK, let_through, HookType.AROUND)
+        HookRegistry.register(patches.LORA_CHECK, patches.let_adapters_through, HookType.AROUND)
     if not check(CORPUS_HOOKS):
-        patches.let_corpora_through(lambda: {name.upper() for name, spec in METHODS.items() if spec.takes_corpora})
-    register_stream_hooks(_algorithms)
+        patches.let_corpora_through()
+    patches.register_stream_hooks()
     if not selected():
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend

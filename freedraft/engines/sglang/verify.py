@@ -23,8 +23,8 @@ from sglang.srt.speculative.spec_utils import (
 )
 
 from freedraft.draft import DraftBatch
-from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
-from freedraft.engines.sglang.ranks import Ranks
+from freedraft.engines.draft_round import DraftRanks
+from freedraft.engines.sglang.cpu.attention import CpuKVPool
 from freedraft.step import TOP_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -34,6 +34,25 @@ SPARE_SLOT = 0
 
 MAX_PROBABILITIES = 1 << 24  # per call of the sampler
 BYTES_OF_EACH = 48  # maximum per probability in SGLang's samplers: sorted probabilities, ids, sums and noise
+
+
+class Ranks(DraftRanks):
+    """Rank 0 decides for all ranks."""
+
+    def share_draft(self, draft: DraftBatch | None) -> DraftBatch:
+        """Broadcast rank 0's trees between the hosts, whose launches depend on their width: by SGLang's message queue,
+        in shared memory."""
+        shared: DraftBatch = self._group.broadcast_object(draft, src=0)  # with one rank, the argument
+        return shared
+
+    def share_outcome(self, verified: Verification) -> Verification:
+        """Broadcast rank 0's result: logits of ranks may differ in the last bit, and so may their draws."""
+        if not self.several:
+            return verified
+        width = verified.tokens.shape[1]
+        flat = torch.cat((verified.accepted, verified.tokens, verified.lengths[:, None]), 1)
+        accepted, tokens, lengths = self._group.broadcast(flat, src=0).split((width, width, 1), 1)
+        return Verification(accepted.contiguous(), lengths.squeeze(1).contiguous(), tokens.contiguous())
 
 
 class TreeVerifier:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from freedraft_kernels import TreeBatch, TreeInputs, tree_inputs
+from numpy.typing import NDArray
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -24,19 +25,49 @@ from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
 from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
 from freedraft.engines.draft_round import on_device
-from freedraft.engines.sglang.accepted import AcceptedTokens
-from freedraft.engines.sglang.algorithm import TreeAlgorithm
-from freedraft.engines.sglang.contexts import context_of_worker, start_line
-from freedraft.engines.sglang.corpora import CorpusCalls
-from freedraft.engines.sglang.drafting import Drafting
+from freedraft.engines.sglang.algorithm import TreeAlgorithm, context_of_worker, start_line
+from freedraft.engines.sglang.drafting import AcceptedTokens, Drafting
 from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
-from freedraft.engines.sglang.ranks import Ranks
-from freedraft.engines.sglang.verify import BYTES_OF_EACH, TreeVerifier, alters_logits, rows_at_once
+from freedraft.engines.sglang.verify import BYTES_OF_EACH, Ranks, TreeVerifier, alters_logits, rows_at_once
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import MethodSpec
 
 logger = logging.getLogger(__name__)
+
+
+if TYPE_CHECKING:
+    from freedraft.engines.sglang.drafting import Drafting
+
+
+def documents_of(token_chunks: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
+    """Return the documents in SGLang's corpus chunks, which split them anywhere; a negative token starts a document."""
+    flat = np.fromiter((token for chunk in token_chunks for token in chunk), np.int64)
+    pieces = np.split(flat, np.flatnonzero(flat < 0))
+    return [tokens.astype(np.int32) for piece in pieces if len(tokens := piece[piece >= 0])]
+
+
+class CorpusCalls:
+    """Methods that SGLang's `ExternalCorpusManager` calls on a speculative worker, on every tensor-parallel rank; rank
+    0 holds the corpora. Corpora are added from a separate thread. Errors are returned to the client."""
+
+    _drafting: Drafting | None
+
+    def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
+        documents = documents_of(token_chunks)
+        if self._drafting is None:
+            return sum(len(document) for document in documents)
+        return self._drafting.guarded.method.add_corpus(corpus_id, documents)
+
+    def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
+        """Called by SGLang after `add_external_corpus`, when drafts come from the corpus already."""
+
+    def remove_external_corpus(self, corpus_id: str) -> None:
+        if self._drafting is not None:
+            self._drafting.guarded.method.remove_corpus(corpus_id)
+
+    def list_external_corpora(self) -> dict[str, int]:
+        return self._drafting.guarded.method.corpora() if self._drafting is not None else {}
 
 
 class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
@@ -114,7 +145,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             return
         context = context_of_worker(self._target_worker, self.widths)
         guarded = GuardedMethod(self._spec, self._spec.options.read(), context)
-        self._reads_states = self._ranks.agree(guarded.needs_prompt_states)
+        self._reads_states = self._ranks.agree(guarded.method.needs_prompt_states)
         if self._draft_model is not None:
             with self._ranks.leading():
                 guarded.prepare(self._draft_model)
@@ -239,7 +270,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         if width > 1:
             drafted = host_tree.tokens, host_tree.parents, host_tree.depths, host_tree.counts
             tree = TreeBatch.from_numpy(*drafted, self.device)
-            inputs = tree_inputs(tree, batch.seq_lens, layout="full", seq_lens_sum=seen)
+            inputs = tree_inputs(tree, batch.seq_lens, seen)
         else:
             roots = on_device(host_tree.tokens.ravel().astype(np.int64), batch.seq_lens.device)
             positions = batch.seq_lens.to(torch.int64, copy=True)

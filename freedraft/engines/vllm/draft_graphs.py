@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from freedraft.engines.vllm.forward import NO_SLOT, BlockTables, Forward
+from freedraft.engines.vllm.forward import NO_SLOT, BlockTables, Forward, PassInputs
 from freedraft.engines.vllm.kept_layers import KeptLayers
 from freedraft.guarded_method import is_device_fault
 
@@ -116,25 +116,17 @@ class DraftGraphs:
                     )
             self._graphs[layers] = graph
 
-    def run(
-        self,
-        layers: KeptLayers,
-        tables: BlockTables,
-        inputs: torch.Tensor,
-        slots: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> torch.Tensor | None:
+    def run(self, layers: KeptLayers, of_pass: PassInputs) -> torch.Tensor | None:
         """Results of a pass over n requests, [n, ...], copied so that later replays do not overwrite them; None without
-        a graph. inputs: int64 [2, n], tokens and positions; slots: int64 [n], KV slots to write; lengths: int32 [n],
-        tokens that each request reads."""
-        n = len(slots)
+        a graph."""
+        n, tables = len(of_pass.slots), of_pass.tables
         if (graph := self._graphs.get(layers)) is None or n > self._sizes[-1]:
             return None
         size = self._sizes[bisect_left(self._sizes, n)]
-        self._inputs[:2, :n].copy_(inputs)
-        self._inputs[2, :n].copy_(slots)
+        self._inputs[:2, :n].copy_(of_pass.inputs)
+        self._inputs[2, :n].copy_(of_pass.slots)
         self._inputs[2, n:size] = NO_SLOT
-        self._lengths[:n].copy_(lengths)
+        self._lengths[:n].copy_(of_pass.lengths_on_device)
         self._lengths[n:size] = 0
         if self._tables is not tables:
             self._pages[:n, : tables.read.shape[1]].copy_(tables.read)

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.draft_model import T
-from freedraft.engines.draft_ranks import DraftRanks
-from freedraft.engines.draft_round import on_device
+from freedraft.engines.draft_round import DraftRanks, on_device
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from freedraft.step import Step
 
@@ -42,6 +41,18 @@ class BlockTables(NamedTuple):
     whole: torch.Tensor
     read: torch.Tensor
     dropped: NDArray[np.int64]
+
+
+class PassInputs(NamedTuple):
+    """Inputs of a pass over R requests. inputs: int64 [2, R], tokens and positions; slots: int64 [R], KV slots to
+    write; lengths: int32 [R], tokens that attention reads, on the host and on the device; position: in the drafts."""
+
+    tables: BlockTables
+    inputs: torch.Tensor
+    slots: torch.Tensor
+    lengths: NDArray[np.int32]
+    lengths_on_device: torch.Tensor
+    position: int
 
 
 class Forward:

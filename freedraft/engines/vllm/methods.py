@@ -20,8 +20,15 @@ from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.cost.auto_by_batch import candidate_lengths
 from freedraft.engines.hooks import Hook, check, stop_start
 from freedraft.engines.vllm import guards
-from freedraft.engines.vllm.configured import ADAPTIVE, ATTRIBUTE, SCHEDULE, Configured, configured
-from freedraft.engines.vllm.context import context_of_arguments, context_of_engine
+from freedraft.engines.vllm.context import (
+    ADAPTIVE,
+    ATTRIBUTE,
+    SCHEDULE,
+    Configured,
+    configured,
+    context_of_arguments,
+    context_of_engine,
+)
 from freedraft.engines.vllm.hooks import (
     AOT_SWITCH,
     CONFIG_HOOKS,
@@ -31,8 +38,16 @@ from freedraft.engines.vllm.hooks import (
     V2_HOOKS,
     vllm_version,
 )
-from freedraft.engines.vllm.patching import after, before, share_logging, start_with_numba_loaded, unless, wrap_once
-from freedraft.engines.vllm.scheduler import add_salt, reserve_slots
+from freedraft.engines.vllm.outputs import add_salt
+from freedraft.engines.vllm.patching import (
+    MARK,
+    after,
+    before,
+    share_logging,
+    start_with_numba_loaded,
+    unless,
+    wrap_once,
+)
 from freedraft.engines.vllm.streams import parse_by_token
 from freedraft.engines.vllm.v2.lengths import receive_lengths
 from freedraft.method import METHODS, MethodSpec
@@ -71,7 +86,7 @@ def register(spec: MethodSpec) -> bool:
     start_with_numba_loaded()
     METHODS[spec.name] = spec
     if spec.runs_model and not check(MODEL_HOOKS):
-        reserve_slots(_runs_model)
+        _reserve_slots()
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     noted = before(lambda args, usage_context=None, *_, **__: setattr(args, guards.USAGE, usage_context))
     wrap_once(EngineArgs, "create_engine_config", lambda original: after(_check_window)(noted(original)))
@@ -109,6 +124,28 @@ def _is_v1(_: Any, speculative_config: Any) -> bool:
 
 def _runs_model(vllm_config: Any) -> bool:
     return _is_ours(vllm_config) and METHODS[configured(vllm_config).name].runs_model
+
+
+def _reserve_slots() -> None:
+    """Make `VllmConfig.num_lookahead_tokens` include drafts of methods that run the model. vLLM reserves slots past the
+    scheduled tokens for its own drafters that run a model, and none for custom ones. The scheduler and the worker's
+    warm-up both read this property, so replacing it keeps them in agreement."""
+    from vllm.config import VllmConfig
+
+    original = VllmConfig.__dict__["num_lookahead_tokens"]
+    if hasattr(original.fget, MARK):
+        return
+
+    def num_lookahead_tokens(self: Any) -> int:
+        config = self.speculative_config
+        if config is not None and config.method in ("custom_class", "ngram_gpu") and _runs_model(self):
+            # A draft of k tokens writes the KV of the last sampled token and of its first k - 1 tokens: k slots past
+            # the computed ones, which the scheduler's own count does not include.
+            return config.num_speculative_tokens
+        return original.fget(self)
+
+    setattr(num_lookahead_tokens, MARK, original.fget)
+    setattr(VllmConfig, "num_lookahead_tokens", property(num_lookahead_tokens, doc=original.__doc__))  # noqa: B010
 
 
 def _warn(spec: MethodSpec, missing: list[str], consequence: str) -> None:

@@ -1,4 +1,4 @@
-"""Finds the end of a request's output."""
+"""What drafting takes from vLLM's requests: tenant, the length up to which they have drafts, the end of the output."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.tenants import opted_out
+from freedraft.tenants import opted_out, tenant_key
 
 _BLOCK = 256  # tokens decoded at once
 _LOST = 4  # characters of them that their neighbours would have brought, at most: a space at the start, parts of one
 UNLIMITED = 1 << 31
+SALT = "freedraft_salt"  # attribute of vLLM's NewRequestData: the key of the request's tenant
+
+
+def add_salt(data: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """After `NewRequestData.from_request`: pass the tenant to the model runner. vLLM's prefix cache knows adapters by
+    name and path, too."""
+    lora = request.lora_request
+    adapter = (lora.lora_name, lora.lora_path) if lora else ()
+    if key := tenant_key(request.cache_salt, None, *adapter):
+        setattr(data, SALT, key)
 
 
 def drafted_up_to(parameters: Any, prompt: int) -> int:

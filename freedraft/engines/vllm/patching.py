@@ -64,19 +64,6 @@ def unless(condition: Callable[..., bool]) -> Callable[[Callable[..., Any]], Cal
     return make
 
 
-def with_kv_cache(prepare: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For `wrap_once` of a model runner's `initialize_kv_cache`: call `prepare(runner)` after it, not in profiling
-    runs."""
-
-    def prepare_once(
-        _: None, runner: Any, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any
-    ) -> None:
-        if not is_profiling:
-            prepare(runner)
-
-    return after(prepare_once)
-
-
 def share_logging() -> None:
     """Give our log lines vLLM's handlers and level: vLLM sets up its own logger only, not the root."""
     ours, theirs = logging.getLogger("freedraft"), logging.getLogger("vllm")

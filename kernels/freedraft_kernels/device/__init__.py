@@ -1,1 +1,1 @@
-"""Triton kernels. Each module needs triton to be installed, and is imported only when it is used."""
+"""Triton kernels, and the operations that GPUs alone run. Each module needs triton, and is imported when it is used."""

@@ -9,7 +9,7 @@ import triton.language as tl
 from freedraft_kernels.tree import TreeBatch
 
 _COLUMNS = 1024  # cells of a row written at a time
-_ROW_SPLITS = 64  # programs that share one row of the full mask, at most
+_ROW_SPLITS = 64  # programs that share one row of the mask, at most
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -18,8 +18,8 @@ def tree_inputs_kernel(
     counts,  # int32 [B]
     seq_lens,  # int32 or int64 [B]
     input_ids, positions,  # int64 [B * N]
-    mask,  # uint8: [B, N, N], or [size] with FULL
-    nodes, size, FULL: tl.constexpr, BATCH_BLOCK: tl.constexpr, NODE_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
+    mask,  # uint8 [size]
+    nodes, size, BATCH_BLOCK: tl.constexpr, NODE_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (b * N + i, s) writes node i of request b: its row's cells from s * COLUMN_BLOCK on in steps of all s."""
     row = tl.program_id(0).to(tl.int64)
@@ -31,16 +31,13 @@ def tree_inputs_kernel(
     length = tl.load(seq_lens + request).to(tl.int64)
     inside = node < count
 
-    if FULL:
-        before = tl.arange(0, BATCH_BLOCK)
-        lengths = tl.load(seq_lens + before, mask=before < request, other=0).to(tl.int64)
-        start = nodes * (tl.sum(lengths) + first) + node * (length + nodes)
-        for column in range(split * COLUMN_BLOCK, length, tl.num_programs(1) * COLUMN_BLOCK):
-            cache = column + tl.arange(0, COLUMN_BLOCK).to(tl.int64)
-            tl.store(mask + start + cache, 1, mask=(cache < length) & (start + cache < size))
-        start += length
-    else:
-        start = row * nodes
+    before = tl.arange(0, BATCH_BLOCK)
+    lengths = tl.load(seq_lens + before, mask=before < request, other=0).to(tl.int64)
+    start = nodes * (tl.sum(lengths) + first) + node * (length + nodes)
+    for column in range(split * COLUMN_BLOCK, length, tl.num_programs(1) * COLUMN_BLOCK):
+        cache = column + tl.arange(0, COLUMN_BLOCK).to(tl.int64)
+        tl.store(mask + start + cache, 1, mask=(cache < length) & (start + cache < size))
+    start += length
 
     if split == 0:
         token = tl.load(tokens + row, mask=inside, other=0)
@@ -58,7 +55,7 @@ def tree_inputs_kernel(
 
 
 def launch_tree_inputs(
-    tree: TreeBatch, seq_lens: torch.Tensor, mask: torch.Tensor, *, full: bool
+    tree: TreeBatch, seq_lens: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill `mask` in place; return input_ids and positions (int64 [B * N])."""
     batch, nodes = tree.batch_size, tree.max_nodes
@@ -68,10 +65,10 @@ def launch_tree_inputs(
     if rows == 0:
         return input_ids, positions
     # Lengths are known on the device only: enough programs for a row of average length.
-    splits = min(max(triton.cdiv(mask.numel() // rows, 4 * _COLUMNS), 1), _ROW_SPLITS) if full else 1
+    splits = min(max(triton.cdiv(mask.numel() // rows, 4 * _COLUMNS), 1), _ROW_SPLITS)
     tree_inputs_kernel[(rows, splits)](
         tree.tokens, tree.parents, tree.depths, tree.counts, seq_lens, input_ids, positions, mask.view(torch.uint8),
-        nodes, mask.numel(), FULL=full, BATCH_BLOCK=triton.next_power_of_2(batch),
-        NODE_BLOCK=triton.next_power_of_2(nodes), COLUMN_BLOCK=_COLUMNS, num_warps=4 if full else 1,
+        nodes, mask.numel(), BATCH_BLOCK=triton.next_power_of_2(batch),
+        NODE_BLOCK=triton.next_power_of_2(nodes), COLUMN_BLOCK=_COLUMNS, num_warps=4,
     )  # fmt: skip
     return input_ids, positions

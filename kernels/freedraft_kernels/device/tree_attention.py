@@ -1,4 +1,9 @@
-"""Triton kernels of `freedraft_kernels.tree_attention`: attention in parts of the keys, and their sum.
+"""Attention of draft trees over a paged KV cache: each query reads a prefix of its request, and after it the keys of a
+64-bit mask.
+
+A root and its draft nodes are consecutive in a request's KV cache. The prefix of a node ends with its root; bit j of
+its mask is draft node j, the j-th key after the root, set for its ancestors and itself. A causal token has a prefix
+that ends with itself, and an empty mask.
 
 As in FlashAttention (arXiv 2205.14135) softmax is computed online, and as in Flash-Decoding separate programs read
 parts of the keys, and their results are combined by maxima and sums.
@@ -6,12 +11,68 @@ parts of the keys, and their results are combined by maxima and sums.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+MAX_DRAFT_NODES = 64  # per tree: bits of a mask
+_SEGMENT = 128  # least keys per program
+_MAX_SEGMENTS = 64
+_PROGRAMS = 264  # fill a large GPU: two per multiprocessor (132)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeQueries:
+    """The queries of a step: T consecutive tokens of B requests.
+
+    Attributes:
+        starts: int32 [B + 1], offsets of each request's queries; a request may have none.
+        seq_lens: int32 [B], keys of each request, the last ones being its queries'.
+        prefixes: int32 [T], number of first keys that each token reads; at least 1.
+        masks: int64 [T], further keys that it reads, as bits after the prefix.
+        trees: int32 [B], 1 for requests that have trees.
+    """
+
+    starts: Tensor
+    seq_lens: Tensor
+    prefixes: Tensor
+    masks: Tensor
+    trees: Tensor
+
+    def first(self) -> TreeQueries:
+        return replace(self, starts=self.starts[:2], seq_lens=self.seq_lens[:1], trees=self.trees[:1])
+
+
+def split_keys(requests: int, heads: int, kv_heads: int, max_queries: int, max_seq_len: int) -> int:
+    """Number of parallel parts of each request's keys: enough to fill a GPU.
+
+    Args:
+        heads, kv_heads: of queries and of keys; max_queries, max_seq_len: the most queries and keys of a request.
+    """
+    blocks = -(-max_queries * heads // kv_heads // 64)
+    segments = 1
+    while (
+        segments < _MAX_SEGMENTS
+        and requests * kv_heads * blocks * segments < _PROGRAMS
+        and 2 * segments * _SEGMENT <= max_seq_len
+    ):
+        segments *= 2
+    return segments
+
+
+def scratch_size(requests: int, heads: int, kv_heads: int, head_size: int, max_queries: int, max_seq_len: int) -> int:
+    """Floats of scratch that `tree_attention` needs for steps of at most these requests, queries and keys."""
+    most = 0
+    for queries in range(1, max_queries + 1):  # fewer queries: more parts
+        for n in range(1, requests + 1):
+            segments = split_keys(n, heads, kv_heads, queries, max_seq_len)
+            if n > 1 and segments == 1:
+                break  # the same for all larger numbers
+            most = max(most, n * queries * segments)
+    return most * heads * (head_size + 2)
 
 
 @triton.jit(do_not_specialize=["max_queries"])
@@ -137,13 +198,30 @@ def sum_parts_kernel(
     tl.store(to, result.to(out.dtype.element_ty), mask=inside)
 
 
-def launch_tree_attention(
-    query: Tensor, keys: Tensor, values: Tensor, queries: Any, pages: Tensor, out: Tensor, scratch: Tensor | None,
-    scale: float, max_queries: int, segments: int, trees_only: bool,
+def tree_attention(
+    query: Tensor, keys: Tensor, values: Tensor, queries: TreeQueries, pages: Tensor, out: Tensor, *, scale: float,
+    max_queries: int, max_seq_len: int, trees_only: bool, scratch: Tensor,
 ) -> None:  # fmt: skip
-    """See `freedraft_kernels.tree_attention.tree_attention`; `segments` parts of the keys."""
-    heads, size = query.shape[1:]
-    requests, kv_heads = queries.seq_lens.shape[0], keys.shape[2]
+    """Write softmax(scale * q k) v into `out`, for requests of at most `max_queries` queries; others are not written.
+
+    Args:
+        query: float [T, H, D], H heads of size D, the last dimension contiguous.
+        keys, values: float [P, S, G, D], P pages of S tokens and G heads, G a divisor of H, in any strides but for the
+            last dimension, which is contiguous; they include the queries' own.
+        pages: int32 [B, M], the pages of each request.
+        out: as `query`.
+        max_seq_len: upper bound of keys per request.
+        trees_only: do not write requests without a tree, either.
+        scratch: float32, contiguous, at least `scratch_size`, reusable by later calls.
+    """
+    tokens, heads, size = query.shape
+    requests = queries.seq_lens.shape[0]
+    assert keys.shape == values.shape and keys.shape[3] == size and heads % keys.shape[2] == 0
+    assert out.shape == query.shape and {t.stride(-1) for t in (query, keys, values, out)} == {1}
+    assert len(queries.starts) == requests + 1 and len(queries.trees) == requests
+    assert min(len(queries.prefixes), len(queries.masks)) >= tokens
+    segments = split_keys(requests, heads, keys.shape[2], max_queries, max_seq_len)
+    kv_heads = keys.shape[2]
     group, size_block = heads // kv_heads, max(16, triton.next_power_of_2(size))
     row_bytes = size_block * query.element_size()
     needed = max(16, triton.next_power_of_2(max_queries * group))
@@ -153,9 +231,8 @@ def launch_tree_attention(
         wide &= query.element_size() <= 2 and torch.cuda.get_device_capability(query.device)[0] >= 9
     rows = min(needed, 128 if wide else 64 if row_bytes <= 512 else 16)
     results = requests * max_queries * heads * segments
-    if segments > 1 and scratch is None:
-        scratch = torch.empty(results * (size + 2), dtype=torch.float32, device=query.device)
-    parts, bounds = (out, out) if scratch is None or segments == 1 else (scratch, scratch[results * size :])
+    assert segments == 1 or scratch.numel() >= results * (size + 2)
+    parts, bounds = (out, out) if segments == 1 else (scratch, scratch[results * size :])
     grid = (kv_heads * triton.cdiv(max_queries * group, rows), requests, segments)
     shape = {"SIZE": size, "SIZE_BLOCK": size_block, "SEGMENTS": segments, "TREES_ONLY": trees_only}
     strides = *query.stride()[:2], *out.stride()[:2], *keys.stride()[:3], *values.stride()[:3], pages.stride(0)

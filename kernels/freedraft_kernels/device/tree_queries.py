@@ -1,12 +1,29 @@
-"""Triton kernel of `freedraft_kernels.tree_queries`."""
+"""`write_tree_queries`: keys, positions and parents of a step's tokens, from requests' trees."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from freedraft_kernels.device.tree_attention import MAX_DRAFT_NODES, TreeQueries
+
+
+@dataclass(frozen=True, slots=True)
+class NodeMasks:
+    """The trees that requests verify next, by slot. S slots, K <= 64 draft nodes.
+
+    Attributes:
+        masks: int64 [S, K], bit j of node i: j is i or an ancestor of i; roots have no bit. 0 for no node, and in the
+            first for a request with a chain. Ancestors come first.
+        prompts: int32 [S], length of each prompt: draft tokens inside it are not drafts.
+    """
+
+    masks: Tensor
+    prompts: Tensor
 
 
 @triton.jit
@@ -63,11 +80,28 @@ def tree_queries_kernel(
         tl.store(parents + start + at, tl.full([BLOCK], -1, tl.int32), mask=at < others)
 
 
-def launch_tree_queries(
-    trees: Any, slots: Tensor, nodes: Tensor, queries: Any, positions: Tensor, parents: Tensor, counts: Tensor
-) -> None:
+def write_tree_queries(
+    trees: NodeMasks, slots: Tensor, nodes: Tensor, queries: TreeQueries, positions: Tensor, parents: Tensor,
+    counts: Tensor,
+) -> None:  # fmt: skip
+    """Write prefixes, masks and `trees` of `queries`, positions, parents and counts.
+
+    The last nodes of a request's queries are its root and draft nodes; a node's position is that of its root plus its
+    depth. Queries of requests without a tree are causal, and keep their position.
+
+    Args:
+        slots: int64 [B], slots of the step's requests.
+        nodes: int32 [B + 1], offsets: request b verifies nodes[b + 1] - nodes[b] nodes, root included, at least 1.
+        queries: input: `starts` and `seq_lens`; output: the rest.
+        positions: int64 [T], in place, those of a chain.
+        parents: int32 [T], out: parent of each node, 0 for the root; -1 for roots and earlier tokens.
+        counts: int32 [B], out: number of nodes, root included.
+    """
+    requests = len(slots)
+    assert trees.masks.dtype == slots.dtype == torch.int64 and trees.prompts.dtype == nodes.dtype == torch.int32
+    assert trees.masks.shape[1] <= MAX_DRAFT_NODES and trees.masks.stride(1) == 1 and nodes.shape == (requests + 1,)
     stride, block = trees.masks.stride(0), triton.next_power_of_2(trees.masks.shape[1] + 1)
-    tree_queries_kernel[(len(slots),)](
+    tree_queries_kernel[(requests,)](
         trees.masks, trees.prompts, slots, nodes, queries.starts, queries.seq_lens, queries.prefixes, queries.masks,
         queries.trees, positions, parents, counts, stride, NODE_BLOCK=block, BLOCK=256,
         num_warps=4,

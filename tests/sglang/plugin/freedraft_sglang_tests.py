@@ -174,8 +174,7 @@ def record_ranks(folder):
     first cannot do draft passes for a request whose id begins with `broken`; the first fails in the midst of one for
     `ends0`, and the others for `ends1`."""
     from freedraft.engines.sglang.draft_model import PagedDraftModel, PagedRound
-    from freedraft.engines.sglang.ranks import Ranks
-    from freedraft.engines.sglang.verify import TreeVerifier
+    from freedraft.engines.sglang.verify import Ranks, TreeVerifier
     from sssd_plugin.method import SssdMethod
 
     verify, init, ready = TreeVerifier.verify, SssdMethod.__init__, PagedRound._ready

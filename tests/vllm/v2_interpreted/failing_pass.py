@@ -15,8 +15,7 @@ def install():
         return
     from vllm.distributed import get_tp_group
 
-    from freedraft.engines.vllm.draft_model import PagedDraftModel
-    from freedraft.engines.vllm.draft_passes import PagedDraftRound
+    from freedraft.engines.vllm.draft_model import PagedDraftModel, PagedDraftRound
 
     part, time, rank = failing.split()
     owner, name = {

@@ -42,7 +42,7 @@ from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_ke
 
 from freedraft.cost.auto_by_batch import BatchLengths
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
-from freedraft.engines.vllm.draft_passes import PagedDraftRound
+from freedraft.engines.vllm.draft_model import PagedDraftRound
 from freedraft.engines.vllm.v2.gained import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.engines.vllm.v2.trees import why_chains

@@ -1,4 +1,5 @@
-"""Tree attention for the CPU platform: SGLang's torch backend with TARGET_VERIFY added."""
+"""Tree attention for the CPU platform: SGLang's torch backend with TARGET_VERIFY added; and its KV pool without
+Triton."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 
 
 class TreeAttentionBackend(TorchNativeAttnBackend):
@@ -65,3 +66,14 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
             )
             out[i] = attended[0].transpose(0, 1).reshape(nodes, -1)
         return out.view(batch * nodes, -1)
+
+
+class CpuKVPool(MHATokenToKVPool):
+    """SGLang's KV pool that moves accepted tokens in torch; the original launches a Triton kernel at start-up."""
+
+    def _init_kv_copy_and_warmup(self) -> None:
+        self._kv_copy_config = None
+
+    def _move_kv_cache_impl(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        for buffer in (*self.k_buffer, *self.v_buffer):
+            buffer[tgt_loc] = buffer[src_loc]

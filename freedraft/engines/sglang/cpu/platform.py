@@ -48,6 +48,6 @@ class CpuTreePlatform(CpuDeviceMixin, SRTPlatform):
         if kind != "mha":
             return None
         # Imported here: SGLang resolves the platform while its own modules are only partly imported.
-        from freedraft.engines.sglang.cpu.kv_pool import CpuKVPool
+        from freedraft.engines.sglang.cpu.attention import CpuKVPool
 
         return CpuKVPool

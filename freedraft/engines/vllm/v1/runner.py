@@ -15,14 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
-from freedraft.engines.vllm.configured import configured
-from freedraft.engines.vllm.context import context_of_engine, start_line, tokenizer_of
+from freedraft.engines.vllm.context import configured, context_of_engine, start_line, tokenizer_of
 from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.forward import Pages
-from freedraft.engines.vllm.outputs import drafted_up_to, trimmed_output
-from freedraft.engines.vllm.patching import after, before, share_logging, with_kv_cache, wrap_once
-from freedraft.engines.vllm.scheduler import SALT
+from freedraft.engines.vllm.outputs import SALT, drafted_up_to, trimmed_output
+from freedraft.engines.vllm.patching import after, before, share_logging, wrap_once
 from freedraft.engines.vllm.v1.matching import Matching
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
@@ -150,7 +148,6 @@ class MethodProposer:
             contexts=contexts,
             capacities=room(np.minimum(limits, runner.max_model_len), contexts, most),
             drafted=drafted,
-            widths=None,
             previous=(len(rows), query_tokens) if decoded_only else None,
             history=lambda b: token_rows[rows[b], : contexts[b]],
             trees=np.zeros(len(rows), np.bool_),
@@ -174,9 +171,9 @@ def draft_lists(draft: DraftBatch | None, step: Step, batch_size: int) -> list[l
     """Draft tokens by row of vLLM's batch, in vLLM's form. draft: chains, or None."""
     drafts: list[list[int]] = [[] for _ in range(batch_size)]
     if draft is not None:
-        counts = np.minimum(draft.counts - 1, step.capacities).clip(0).tolist()
-        for row, chain, count in zip(step.engine.rows.tolist(), draft.tokens[:, 1:].tolist(), counts, strict=True):
-            drafts[row] = chain[:count]
+        rows, counts = step.engine.rows.tolist(), draft.counts.tolist()
+        for row, tokens, count in zip(rows, draft.tokens.tolist(), counts, strict=True):
+            drafts[row] = tokens[1:count]
     return drafts
 
 
@@ -189,7 +186,7 @@ def install(runs_model: bool) -> None:
     wrap_once(GPUModelRunner, "_update_states", lambda original: after(_begin)(before(_finish)(original)))
     if hasattr(GPUModelRunner, "shutdown"):
         wrap_once(GPUModelRunner, "shutdown", before(_close))
-    wrap_once(GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
+    wrap_once(GPUModelRunner, "initialize_kv_cache", after(_prepare))
     wrap_once(gpu_model_runner, "build_logitsprocs", _build_processors)
     if runs_model:
         wrap_once(GPUModelRunner, "capture_model", after(_capture))
@@ -284,7 +281,7 @@ def _build_processors(original: Callable[..., Any]) -> Callable[..., Any]:
     return build_logitsprocs
 
 
-def _prepare(runner: Any) -> None:
-    if (ours := _ours(runner)) is not None:
+def _prepare(_: None, runner: Any, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
+    if not is_profiling and (ours := _ours(runner)) is not None:
         runner.rejection_sampler = Matching(runner.sampler)
         ours.prepare(runner)

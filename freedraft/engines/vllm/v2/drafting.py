@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from functools import partial
@@ -13,17 +12,13 @@ import torch
 from numpy.typing import NDArray
 
 from freedraft.cost.auto_by_batch import BatchLengths, Rows
-from freedraft.engines.hooks import check
-from freedraft.engines.logits_copy import LogitsCopy
-from freedraft.engines.vllm.configured import configured
-from freedraft.engines.vllm.context import context_of_engine, tokenizer_of
+from freedraft.engines.copies import LogitsCopy
+from freedraft.engines.vllm.context import configured, context_of_engine, tokenizer_of
 from freedraft.engines.vllm.forward import Pages
-from freedraft.engines.vllm.hooks import V2_TREE_HOOKS
-from freedraft.engines.vllm.scheduler import SALT
+from freedraft.engines.vllm.outputs import SALT
 from freedraft.engines.vllm.v2.gained import GainedTokens
 from freedraft.engines.vllm.v2.gate import Gate
-from freedraft.engines.vllm.v2.requests import Requests, Taken
-from freedraft.engines.vllm.v2.write_drafts import write_drafts
+from freedraft.engines.vllm.v2.requests import Requests, Taken, write_drafts
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
 from freedraft.step import Step
@@ -31,8 +26,6 @@ from freedraft.step import Step
 if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
     from freedraft.engines.vllm.v2.trees import Trees
-
-logger = logging.getLogger(__name__)
 
 
 class V2StepState(NamedTuple):
@@ -55,12 +48,7 @@ class V2StepState(NamedTuple):
 
 def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees | None:
     """The trees of a runner; None if its method drafts chains."""
-    ours = configured(vllm_config)
-    if ours.shape == "chain":
-        return None
-    if missing := check(V2_TREE_HOOKS):
-        lacks = "; ".join(missing)
-        logger.warning("freedraft: method '%s': drafts are chains, not trees: vLLM lacks %s", ours.name, lacks)
+    if configured(vllm_config).shape == "chain":
         return None
     from freedraft.engines.vllm.v2.trees import Trees
 
@@ -136,17 +124,13 @@ class Drafting:
         """The model of the present step has run; its tokens are drawn next."""
         self._before.approach()  # which takes the place of the newest
 
-    def catch_up(self) -> None:
-        """Take the newest step's tokens, without drafting."""
-        self.guarded.call(self._catch_up)
-
     def launched(
         self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor, hidden_states: torch.Tensor,
         over: NDArray[np.bool_],
     ) -> bool:  # fmt: skip
         """Queue the copy of a step's accepted tokens after its work, and fill `drafts`, int64 [B, K], with each
         request's newest token. over: bool [B], requests that finished prefill."""
-        self._catch_up()
+        self.catch_up()
         self.gained, self._before = self._before, self.gained
         self.copy_gained(input_batch, num_sampled, drafts)
         self.gained.taken = False
@@ -206,7 +190,7 @@ class Drafting:
             trees = nodes, requests.parents[at], lengths[rows], requests.lengths[at]
             self.logits.put_nodes(request_ids, trees, first[rows].astype(np.int64), logits)
 
-    def _catch_up(self) -> None:
+    def catch_up(self) -> None:
         """Do what need not precede the drafts of a step, once the next one has been launched: count, recycle, end
         requests, and take its tokens if nobody drafted after it."""
         self.guarded.count()
@@ -278,7 +262,6 @@ class Drafting:
             contexts=contexts,
             capacities=taken.capacities,
             drafted=taken.drafted,
-            widths=None,
             previous=(len(ids), gained.query_tokens) if timed else None,
             history=lambda b: tokens[slots[b], : contexts[b]],
             trees=(self.requests.no_trees if self._branching is None else self._branching)[slots],

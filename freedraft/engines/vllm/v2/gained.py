@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from freedraft_kernels import newest_tokens
+from freedraft_kernels.device.newest_tokens import newest_tokens
 from numpy.typing import NDArray
 
 

@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 
-from freedraft.engines.hooks import check
-from freedraft.engines.vllm.configured import configured
+from freedraft.engines.vllm.context import configured
 from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
-from freedraft.engines.vllm.hooks import V2_ADAPTIVE_HOOKS, V2_GATE_HOOKS
-from freedraft.engines.vllm.patching import after, before, with_kv_cache, wrap_once
+from freedraft.engines.vllm.patching import after, before, wrap_once
 from freedraft.engines.vllm.v2.drafting import Drafting
 from freedraft.engines.vllm.v2.lengths import find_nearest, send_lengths, whole_table
 from freedraft.engines.vllm.v2.matching import match
@@ -42,17 +40,15 @@ def install() -> None:
     wrap_once(GPUModelRunner, "finish_requests", before(_end))
     wrap_once(GPUModelRunner, "add_requests", after(_add))
     wrap_once(GPUModelRunner, "sample_tokens", after(_send_lengths))
-    wrap_once(GPUModelRunner, "initialize_kv_cache", with_kv_cache(_prepare))
+    wrap_once(GPUModelRunner, "initialize_kv_cache", after(_prepare))
     wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(lambda r: passes_to_capture(_ours(r))))
     wrap_once(RejectionSampler, "__call__", before(_take_logits))
     wrap_once(RejectionSampler, "_verify", _verify)
     wrap_once(cudagraph_utils.CudaGraphManager, "_init_candidates", find_nearest)
     wrap_once(GPUModelRunner, "prepare_attn", _prepare_step)
-    if not check(V2_GATE_HOOKS):
-        wrap_once(GPUModelRunner, "prepare_inputs", before(_note_graph))
-        wrap_once(cudagraph_utils.ModelCudaGraphManager, "run_fullgraph", _launch)
-    if not check(V2_ADAPTIVE_HOOKS):
-        wrap_once(DefaultModelState, "prepare_attn", before(_note_attention))
+    wrap_once(GPUModelRunner, "prepare_inputs", before(_note_graph))
+    wrap_once(cudagraph_utils.ModelCudaGraphManager, "run_fullgraph", _launch)
+    wrap_once(DefaultModelState, "prepare_attn", before(_note_attention))
     wrap_once(DefaultModelState, "prepare_inputs", before(_join))
 
 
@@ -102,7 +98,7 @@ def _end(runner: Any, scheduler_output: Any) -> None:
     if (host := _drafting(runner)) is not None:
         host.end(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
         if scheduler_output.finished_req_ids and not scheduler_output.total_num_scheduled_tokens:
-            host.catch_up()  # no step follows the newest one
+            host.guarded.call(host.catch_up)  # no step follows the newest one
 
 
 def _add(_: Any, runner: Any, scheduler_output: Any) -> None:
@@ -113,8 +109,8 @@ def _add(_: Any, runner: Any, scheduler_output: Any) -> None:
         host.add(new)
 
 
-def _prepare(runner: Any) -> None:
-    if (ours := _ours(runner)) is not None:
+def _prepare(_: None, runner: Any, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
+    if not is_profiling and (ours := _ours(runner)) is not None:
         ours.prepare(runner)
         if runner.rejection_sampler is not None:
             setattr(runner.rejection_sampler, SPECULATOR, ours)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from freedraft.cost.auto_by_batch import Rows
-from freedraft.engines.vllm.configured import configured
+from freedraft.engines.vllm.context import configured
 from freedraft.engines.vllm.patching import before, wrap_once
 from freedraft.method import METHODS
 

@@ -19,17 +19,15 @@ import numpy as np
 import torch
 from freedraft_kernels import top_tokens
 from numpy.typing import NDArray
+from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from freedraft.engines.draft_ranks import DraftRanks
-from freedraft.engines.hooks import check
-from freedraft.engines.vllm.configured import ADAPTIVE, SCHEDULE, configured
-from freedraft.engines.vllm.context import start_line
+from freedraft.engines.draft_round import DraftRanks
+from freedraft.engines.vllm.context import ADAPTIVE, SCHEDULE, configured, start_line
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
-from freedraft.engines.vllm.hooks import V2_ADAPTIVE_HOOKS, V2_GATE_HOOKS
 from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.v2.drafting import Drafting, V2StepState, trees_of
 from freedraft.engines.vllm.v2.gate import Gate, stream_wait, why_no_gate
@@ -106,10 +104,6 @@ class MethodSpeculator(BaseSpeculator):
         self.warming_up = False  # see `warm_up`
         self.enable_adaptive_verification = bool(getattr(config, ADAPTIVE, False))  # read by vLLM, as the next one
         self.draft_token_confidence_probs = None
-        if self.enable_adaptive_verification and (missing := check(V2_ADAPTIVE_HOOKS)):
-            self.enable_adaptive_verification = False
-            setattr(config, ADAPTIVE, False)
-            logger.warning("freedraft: no adaptive verification: vLLM lacks %s", "; ".join(missing))
 
     def _make_buffers(self) -> None:
         """Make the buffers of drafts by slot, int64 [slots, 1 or 2, K]: tokens, and masks if there may be trees."""
@@ -191,14 +185,14 @@ class MethodSpeculator(BaseSpeculator):
             self.host.by_score = self.by_score
 
     def _make_gate(self) -> None:
-        if (reason := why_no_gate(self._vllm_config)) is not None:
+        flag, reason = torch.zeros(1, dtype=torch.int32, pin_memory=True), why_no_gate(self._vllm_config)
+        try:
+            self.gate = Gate(flag, stream_wait(get_accelerator_view_from_cpu_tensor(flag))) if reason is None else None
+        except (OSError, AttributeError) as error:
+            reason = str(error)
+        if reason is not None:
             logger.info("freedraft: steps are launched once their drafts are there: %s", reason)
-        elif not check(V2_GATE_HOOKS):
-            from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
-
-            flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-            self._sent = torch.cuda.Event()
-            self.gate = Gate(flag, stream_wait(get_accelerator_view_from_cpu_tensor(flag)))
+        self._sent = None if self.gate is None else torch.cuda.Event()
 
     @torch.inference_mode()
     def propose(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from freedraft_kernels import TreeQueries, scratch_size, tree_attention
+from freedraft_kernels.device.tree_attention import TreeQueries, scratch_size, tree_attention
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

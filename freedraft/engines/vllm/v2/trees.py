@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from freedraft_kernels import KVPool, NodeMasks, verify_rows, write_tree_queries
+from freedraft_kernels import KVPool, verify_rows
+from freedraft_kernels.device.tree_queries import NodeMasks, write_tree_queries
 from numpy.typing import NDArray
 from vllm import envs
 from vllm.config import CUDAGraphMode
@@ -21,7 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from vllm.v1.worker.gpu.states import RequestState
 
-from freedraft.engines.vllm.configured import configured
+from freedraft.engines.vllm.context import configured
 from freedraft.engines.vllm.v2.matching import match
 from freedraft.engines.vllm.v2.tree_attention import ATTRIBUTE, TreeAttention, TreeBuffers, register
 
