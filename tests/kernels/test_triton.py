@@ -28,7 +28,7 @@ def test_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run([*command, Path(__file__).parent], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert "11 passed, 4 skipped" in run.stdout, run.stdout[-2000:]
+    assert "12 passed, 4 skipped" in run.stdout, run.stdout[-2000:]
 
 
 @runs_triton
@@ -97,6 +97,7 @@ def cases() -> dict[str, Case]:
     from freedraft_kernels.device.newest_tokens import newest_tokens_kernel
     from freedraft_kernels.device.top_tokens import block_maxima_kernel, top_tokens_kernel
     from freedraft_kernels.device.tree_attention import sum_parts_kernel, tree_attention_kernel
+    from freedraft_kernels.device.tree_pages import tree_pages_kernel
     from freedraft_kernels.device.tree_queries import tree_queries_kernel
     from freedraft_kernels.device.verification import verify_kernel
 
@@ -107,6 +108,8 @@ def cases() -> dict[str, Case]:
     chains = dict.fromkeys(("parents", "counts", "places", "slots"))
     sizes = {"SIZE": 128, "SIZE_BLOCK": 128, "SEGMENTS": 4, "TREES_ONLY": False}
     attended = sizes | {"HEADS": 32, "GROUP": 4, "PAGE": 16, "ROWS": 128, "TILE": 64}
+    flash = long | {"rows": "*i64", "table": "*i32", "stride": "i32"}
+    flash |= dict.fromkeys(("ends", "past_lengths", "past_ends", "past_pages"), "*i32")
     less = {"ROWS": 64, "TILE": 32}  # at once, of more bytes
 
     def attends(dtype: str, **constants: int) -> Case:
@@ -131,6 +134,7 @@ def cases() -> dict[str, Case]:
         "sum of parts": (sum_parts_kernel, sizes, 1, {"out": "*bf16"}),
         "sum of many parts": (sum_parts_kernel, sizes | {"SEGMENTS": 64}, 4, {"out": "*bf16"}),
         "queries of trees": (tree_queries_kernel, {"NODE_BLOCK": 128, "BLOCK": 256}, 4, {"nodes": "*i32"}),
+        "pages of trees": (tree_pages_kernel, {"NODE_BLOCK": 256, "BLOCK": 1024}, 4, flash),
         "maxima": maxima("fp32"),
         "maxima, bfloat16": maxima("bf16"),
         "top tokens": top("fp32"),

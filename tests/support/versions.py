@@ -35,7 +35,7 @@ ASSEMBLED = {"sglang.srt.server_args.ServerArgs": "sglang/srt/arg_groups/fields"
 TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     "sglang": {
         "`sssd`": ("HOOKS",), "`layerskip`": ("MODEL_HOOKS",), "CPU platform": ("CPU_HOOKS",),
-        "optional": ("OPTIONAL_HOOKS",),
+        "trees on FA3": ("FA3_HOOKS",), "optional": ("OPTIONAL_HOOKS",),
     },
     "vllm": {
         "V1": ("CONFIG_HOOKS", "RUNNER_HOOKS"), "layer skipping": ("MODEL_HOOKS",), "V2": ("V2_HOOKS",),

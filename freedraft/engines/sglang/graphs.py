@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from freedraft.engines.hooks import check
+from freedraft.engines.sglang.hooks import FA3_HOOKS
 from freedraft.guarded_method import is_device_fault
 
 logger = logging.getLogger("freedraft")
@@ -66,6 +68,9 @@ class WidthGraphs:
                 )
             gc.collect()  # frees a failed capture, which its error keeps alive in the except clause
             torch.cuda.empty_cache()
+        for backend in (self._runner.attn_backend, *(captured.backend for captured in self._of_width.values())):
+            for part in _parts(backend):
+                write_metadata_at_once(part)
         if free is not None:
             left = free_bytes() or 0
             logger.info(
@@ -161,3 +166,31 @@ def _parts(backend: Any) -> tuple[Any, ...]:
 def free_bytes() -> int | None:
     """Return the free memory of the CUDA device in bytes; None without one."""
     return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None
+
+
+def write_metadata_at_once(backend: Any) -> None:
+    """Let `backend`, if it is FlashAttention's, prepare replays of trees by our kernel in place of 25 launches per
+    step; no effect on models with windows, and where this SGLang lacks what it takes. Call it after the capture of its
+    CUDA graphs; it compiles the kernel."""
+    captured = getattr(backend, "target_verify_metadata_topk_expand", {})
+    sizes = [key for key in captured if isinstance(key, int)]
+    if not sizes or backend.has_swa or check(FA3_HOOKS):
+        return
+    from freedraft_kernels.device.tree_pages import PagedKeys, write_tree_pages
+
+    def write(bs: int, seq_lens: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> None:
+        past, nodes = backend.target_verify_metadata_topk_normal[bs], captured[bs]
+        keys = (PagedKeys(m.cache_seqlens_int32, m.cu_seqlens_k, m.page_table) for m in (past, nodes))
+        write_tree_pages(mask, positions, seq_lens, rows, backend.req_to_token, *keys, page_size=backend.page_size)
+        past.max_seq_len_k = backend.max_context_len
+        backend.forward_metadata, backend.forward_metadata_spec_decode_expand = past, nodes
+
+    def prepare(forward: Any, in_capture: bool = False) -> None:
+        if in_capture or not forward.forward_mode.is_target_verify():
+            return type(backend).init_forward_metadata_out_graph(backend, forward, in_capture)
+        tree = forward.spec_info
+        write(forward.batch_size, forward.seq_lens, forward.req_pool_indices, tree.custom_mask, tree.positions)
+
+    none = torch.zeros(sizes[0], dtype=torch.int64, device=backend.req_to_token.device)
+    write(sizes[0], none, none, none.bool(), none[:0])
+    backend.init_forward_metadata_out_graph = prepare

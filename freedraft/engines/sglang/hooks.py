@@ -143,6 +143,15 @@ MODEL_HOOKS = table("""
     sglang.srt.layers.logits_processor.LogitsProcessor.forward(input_ids, hidden_states, lm_head, logits_metadata)
 """)
 
+# Optional, and cannot be imported without a GPU.
+FA3_HOOKS = table("""
+    # metadata of trees in one kernel
+    sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend.init_forward_metadata_out_graph(in_capture)
+    sglang.srt.layers.attention.flashattention_backend.FlashAttentionBackend has forward_metadata,
+        forward_metadata_spec_decode_expand, target_verify_metadata_topk_normal, target_verify_metadata_topk_expand,
+        req_to_token, page_size, max_context_len, has_swa
+""")
+
 CPU_HOOKS = table("""
     # tree attention on a CPU
     sglang.srt.layers.attention.attention_registry.register_attention_backend(name)
