@@ -1,14 +1,14 @@
 """One engine on model runner V2 in Triton's interpreter whose steps are launched before their drafts are there: what it
 answers, and what happened at the gate, as JSON on the last line.
 
-    python gated.py MODEL '{"speculative_config": ..., "cases": ..., "drafter": "raises", ...}'
+    python gated.py MODEL '{"speculative_config": ..., "cases": ..., "drafter": "raises", "kernel": true, ...}'
 
 Tensor-parallel ranks take it as a plugin of vLLM, where GATED names a file for the first rank's events.
 
 A thread stands for the device's stream: it runs what is queued in order, and waits at the gate until the host has
 opened it. Steps that only decode are full graphs of vLLM's own manager; their replay computes anew, from the runner's
 buffers. "adaptive": with vLLM's adaptive verification, in steps that are padded; "drafter": it "raises" in every third
-step, or "sleeps" in every twelfth.
+step, or "sleeps" in every twelfth; "kernel": wait as without the driver.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
 
 from freedraft.engines.vllm.v2 import gate
-from freedraft.engines.vllm.v2.gate import Gate
+from freedraft.engines.vllm.v2.gate import Gate, stream_wait
 from freedraft.engines.vllm.v2.install import SPECULATOR
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 
@@ -142,18 +142,20 @@ def verify_by_score(runner):
     return noted
 
 
-def use_gate(speculator, manager, stream):
+def use_gate(speculator, manager, stream, kernel=False):
     """As on a device; returns how many operations of PyTorch each draft at the gate took, and of each other draft
     whether it was made before the next step was prepared. A rank that does not draft has no gate: its stream waits for
     the drafting rank's."""
     flag, operations, others = torch.zeros(1, dtype=torch.int32), [], []
+    by_kernel = stream_wait(flag)
 
     def spin(number):
         while flag.numpy()[0] < number:
             time.sleep(1e-4)
 
+    wait = by_kernel if kernel else spin
     if (host := speculator.host) is not None:
-        speculator.gate = Gate(flag, lambda number: stream.queue("open", lambda: spin(number)))
+        speculator.gate = Gate(flag, lambda number: stream.queue("open", lambda: wait(number)))
         draft, host.draft = host.draft, lambda *given: drafted(*given)
     setattr(manager, SPECULATOR, speculator)
     send, launch = speculator._send, speculator.launch
@@ -242,14 +244,14 @@ def main():
     schedule_asynchronously()
     given = json.loads(sys.argv[2])
     adaptive = given.pop("adaptive", False)
-    cases, how = given.pop("cases"), given.pop("drafter", None)
+    cases, how, kernel = given.pop("cases"), given.pop("drafter", None), given.pop("kernel", False)
     llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
     gate.LONGEST = 0.5 if how == "sleeps" else 60.0  # the interpreter takes its time
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     speculator, stream = runner.speculator, Stream()
     by_score = verify_by_score(runner) if adaptive else {}
     decode_by_graphs(runner, stream)
-    operations, others = use_gate(speculator, runner.cudagraph_manager, stream)
+    operations, others = use_gate(speculator, runner.cudagraph_manager, stream, kernel)
     counts = break_drafter(speculator.host.guarded, how) if how else [0, 0]
     result = {name: answers(llm, **case) for name, case in cases.items()}
     metrics = speculator.host.guarded.metrics

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +28,26 @@ _PATIENCE = 8  # late drafts in a row after which the gate is not used any more
 Wait = Callable[[int], None]  # makes the stream wait until the flag has at least this number
 
 
+@triton.jit(do_not_specialize=["number"])
+def wait_kernel(flag, number):
+    """Spin until int32 [1] `flag`, written by the host, has at least `number`."""
+    value = tl.load(flag, volatile=True)
+    while value < number:
+        value = tl.load(flag, volatile=True)
+
+
 def stream_wait(flag: torch.Tensor) -> Wait:
-    """A `Wait` on the current stream, by the driver. flag: int32 [1], pinned memory as the device sees it. Raises
-    OSError or AttributeError: the driver cannot."""
-    library = ctypes.CDLL("libcuda.so.1")
-    wait = getattr(library, "cuStreamWaitValue32_v2", None) or library.cuStreamWaitValue32
+    """A `Wait` on the current stream, by the driver or else by a kernel. flag: int32 [1], pinned memory as the device
+    sees it."""
+
+    def by_kernel(number: int) -> None:
+        wait_kernel[(1,)](flag, number, num_warps=1)
+
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        wait = getattr(library, "cuStreamWaitValue32_v2", None) or library.cuStreamWaitValue32
+    except (OSError, AttributeError):
+        return by_kernel
     wait.argtypes = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint
 
     def by_driver(number: int) -> None:
@@ -38,7 +55,10 @@ def stream_wait(flag: torch.Tensor) -> Wait:
         if wait(stream, flag.data_ptr(), number, 0):  # CU_STREAM_WAIT_VALUE_GEQ
             raise OSError("the driver does not wait for values in streams")
 
-    by_driver(0)  # open
+    try:
+        by_driver(0)  # open
+    except OSError:
+        return by_kernel
     return by_driver
 
 

@@ -185,14 +185,12 @@ class MethodSpeculator(BaseSpeculator):
             self.host.by_score = self.by_score
 
     def _make_gate(self) -> None:
-        flag, reason = torch.zeros(1, dtype=torch.int32, pin_memory=True), why_no_gate(self._vllm_config)
-        try:
-            self.gate = Gate(flag, stream_wait(get_accelerator_view_from_cpu_tensor(flag))) if reason is None else None
-        except (OSError, AttributeError) as error:
-            reason = str(error)
-        if reason is not None:
+        if (reason := why_no_gate(self._vllm_config)) is not None:
             logger.info("freedraft: steps are launched once their drafts are there: %s", reason)
-        self._sent = None if self.gate is None else torch.cuda.Event()
+            return
+        flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._sent = torch.cuda.Event()
+        self.gate = Gate(flag, stream_wait(get_accelerator_view_from_cpu_tensor(flag)))
 
     @torch.inference_mode()
     def propose(
