@@ -205,9 +205,6 @@ class Drafter:
         with self._lock:
             self._index.finish(request_ids)
 
-    def request_ids(self) -> list[str]:
-        return self._index.request_ids()
-
     def __len__(self) -> int:
         return len(self._index)
 

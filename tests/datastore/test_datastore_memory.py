@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sssd_plugin.datastore.build.sorting import format_size, parse_size
+from sssd_plugin.datastore.build.builder import format_size, parse_size
 from sssd_plugin.datastore.disk.format import read_manifest
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
@@ -18,7 +18,7 @@ from tests.support.stores import leftovers, one_line, run
 VOCAB = 5000
 MEASURED = """
 import sys
-from sssd_plugin.datastore.build.sorting import peak_resident_bytes
+from sssd_plugin.datastore.build.builder import peak_resident_bytes
 from sssd_plugin.datastore.cli import app
 app(sys.argv[1:], standalone_mode=False)
 print(peak_resident_bytes())
@@ -85,6 +85,6 @@ def test_memory_that_runs_out_is_one_line(tmp_path: Path, ids: Path, monkeypatch
     def fails(*args: object) -> object:
         raise MemoryError
 
-    monkeypatch.setattr("sssd_plugin.datastore.build.sorting.sort", fails)
+    monkeypatch.setattr("sssd_plugin.datastore.build.builder.sorted_arrays", fails)
     assert "give a smaller --memory" in one_line(*arguments(tmp_path / "store", ids, "--workers", 2))
     assert not (tmp_path / "store").exists() and leftovers(tmp_path) == []

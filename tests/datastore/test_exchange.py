@@ -24,8 +24,7 @@ from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.datastore.live import exchange, maintenance
 from sssd_plugin.datastore.live import store as live_store
-from sssd_plugin.datastore.live.batches import Batch, seal, unseal
-from sssd_plugin.datastore.live.exchange import Exchange
+from sssd_plugin.datastore.live.exchange import Batch, Exchange, seal, unseal
 from sssd_plugin.datastore.live.folder import LiveManifest
 from sssd_plugin.datastore.live.store import LiveStore, check_live
 from sssd_plugin.datastore.records import Changes, Erasure, Record, now_ms

@@ -37,7 +37,7 @@ def test_rows_that_do_not_fit_are_left_untouched() -> None:
     counts = pair.compare(names).counts.tolist()
     assert [n > 0 for n in counts] == [name != "unknown" for name in names], "which drafts nothing, and leaves nothing"
     assert pair.drafter.draft([], max_nodes=8).batch_size == 0
-    assert sorted(pair.drafter.request_ids()) == sorted(held)
+    assert sorted(pair.drafter._index.request_ids()) == sorted(held)
     assert pair.drafter.update([], int32([]), np.zeros(0, np.int64), np.zeros(0, np.int64), int32([])) == []
 
 
@@ -49,7 +49,7 @@ def test_a_prompt_is_copied_and_another_one_replaces_it() -> None:
     assert drafter.tokens("r").tolist() == [1, 2, 3] * 10_000
     for tokens in ([4, 5], []):
         drafter.replace("r", int32(tokens))
-        assert drafter.tokens("r").tolist() == tokens and drafter.request_ids() == ["r"]
+        assert drafter.tokens("r").tolist() == tokens and drafter._index.request_ids() == ["r"]
     assert drafter.draft(["r"], max_nodes=8).counts.tolist() == [0]
 
 
@@ -57,7 +57,7 @@ def test_close() -> None:
     threads = set(threading.enumerate())
     drafter = Drafter(vocab_size=50, max_nodes=8)
     replace(drafter, {str(i): list(range(40)) * 50 for i in range(20)})
-    drafter.draft(drafter.request_ids(), max_nodes=8)
+    drafter.draft(drafter._index.request_ids(), max_nodes=8)
     for _ in range(2):
         drafter.close()
         assert len(drafter) == 0 and set(threading.enumerate()) <= threads
@@ -133,7 +133,7 @@ def test_a_thousand_requests(scoring: str) -> None:
     assert len(pair.drafter) == 502
     pair.append({f"new {i}": [i, 1, i] for i in range(600)})
     pair.compare(list(pair.requests)[::7])
-    pair.drafter.finish(pair.drafter.request_ids())
+    pair.drafter.finish(pair.drafter._index.request_ids())
     assert len(pair.drafter) == 0
     assert pair.drafter._index.nbytes() == 0
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel
 
-from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.calibrate.timing import pass_times
+from layerskip_plugin.calibrate.host_model import HostModel, pass_times
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.models import VOCAB_SIZE, rough_model
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from lookahead_tools import RECIPE, cost
 
-from layerskip_plugin.lookahead.cost import Cost
-from layerskip_plugin.lookahead.trials import FIRST_TRIALS
+from layerskip_plugin.lookahead.cost import FIRST_TRIALS, Cost
 from layerskip_plugin.rounds import Candidate
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.simulated import SETS, Passes, Text

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from sssd_plugin.datastore.index.suffix_sort import PAD, PADDING, SEPARATOR, sorted_arrays
 
 MAX_DIRECT_BUCKETS = 1 << 20
-MAX_TOKENS = (1 << 31) - 1 - PAD
 
 TABLE_COLUMNS = 7
 """Columns of `View.table`: addresses of tokens, suffix_array and bucket_starts; n, m and D of `SubIndex`; address
@@ -54,12 +53,7 @@ class SubIndex:
 
     @classmethod
     def build(cls, tokens: NDArray[np.int32], vocab_size: int) -> SubIndex:
-        """Sort the suffixes of `tokens` (int32 [n], documents with a `SEPARATOR` after each). Raises ValueError: more
-        than 2^31 - 33 tokens, or an id below -1."""
-        if len(tokens) > MAX_TOKENS:
-            raise ValueError(f"a sub-index holds at most {MAX_TOKENS} tokens, not {len(tokens)}")
-        if len(tokens) and int(tokens.min()) < SEPARATOR:
-            raise ValueError("token ids must not be negative")
+        """Sort the suffixes of `tokens` (int32 [n < 2^31 - PAD], documents with a `SEPARATOR` after each)."""
         return cls(*sorted_arrays(np.concatenate([tokens, PADDING], dtype=np.int32), direct_buckets(vocab_size)))
 
 
