@@ -19,7 +19,7 @@ import pytest
 
 from bench.lib.servers import free_port
 from freedraft.tenants import tenant_key, tenant_number
-from sssd_plugin.datastore.disk.remote import UnreachableError, UrlFolder
+from sssd_plugin.datastore.disk.remote import UrlFolder
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.datastore.live import exchange, maintenance
@@ -264,24 +264,6 @@ def test_a_fresh_server_reads_the_newest_that_it_may_hold(url: str, monkeypatch:
     server.close()
 
 
-def test_an_answer_that_is_lost_loses_no_text(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch arrives, is read, and the server that was not told so publishes it again, with more."""
-    one, other = member(url), member(url)
-    original = UrlFolder.put
-
-    def lost(self: UrlFolder, name: str, data: bytes) -> None:
-        original(self, name, data)
-        raise UnreachableError("the answer is lost")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(UrlFolder, "put", lost)
-        with pytest.raises(UnreachableError):
-            publish(one, [1, 2, 3])
-    assert texts_of(other) == [[1, 2, 3]]
-    publish(one, [4, 5, 6])
-    assert texts_of(other) == [[4, 5, 6]] and sorted(texts_at(url)) == [[1, 2, 3], [4, 5, 6]]
-
-
 def test_what_is_too_old_goes_everywhere(url: str, tmp_path: Path) -> None:
     now, hour = now_ms(), 3_600_000
     one = member(url)
@@ -337,19 +319,6 @@ def test_what_was_erased_while_a_server_was_away_is_never_published(url: str) ->
     one.forget([None], 10)
     publish(away, [1, 2, 3])
     assert texts_at(url) == [[1, 2, 3]] and not holds(url, SECRET)
-
-
-def test_an_erased_batch_is_written_anew_though_that_failed_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = member(url)
-    one.forget([None], 10)
-    name, data = seal("a" * 16, [(0, Record(0, 5, np.array(SECRET, np.int32)))])  # of a server that was away
-    Path(url.removeprefix("file://"), "learnt", name).write_bytes(data)
-    with monkeypatch.context() as once:
-        once.setattr(UrlFolder, "remove", raising(UnreachableError("503")))
-        with pytest.raises(UnreachableError):
-            sync(one)
-    assert holds(url, SECRET) and sync(one).records == []
-    assert not holds(url, SECRET)
 
 
 def test_forgetting_reaches_what_a_clock_that_was_ahead_has_dated(url: str) -> None:

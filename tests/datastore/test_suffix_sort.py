@@ -18,8 +18,6 @@ Documents = list[list[int]]
 documents = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=6)
 
 
-
-
 def about(first: int, number: int) -> np.ndarray:
     """Rows of `Run.documents`, each its own."""
     numbers = np.arange(first, first + number)
@@ -37,8 +35,6 @@ def check(sub: SubIndex, texts: Documents) -> None:
     for token in range(len(sub.bucket_starts) - 1):
         a, b = sub.bucket_starts[token : token + 2]
         assert (firsts[a:b] == token).all() and int((firsts == token).sum()) == b - a
-
-
 
 
 @settings(deadline=None)

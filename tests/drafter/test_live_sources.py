@@ -120,22 +120,6 @@ def test_one_line_says_who_learns_from_whom(caplog: pytest.LogCaptureFixture, tm
     assert SssdMethod(SssdOptions.parse({"live": "off"}), EngineContext(vocab_size=VOCAB)).live is None
 
 
-def test_a_folder_served_with_another_isolation(tmp_path: Path) -> None:
-    """What a salt's requests wrote stays theirs, and nothing is shown to more requests than when it was learnt."""
-
-    def served(isolation: str) -> SssdMethod:
-        return method(live="store", datastore=tmp_path, isolation=isolation)
-
-    for isolation in ("strict", "salt", "strict", "salt"):
-        one = served(isolation)
-        serve(one, "a", [1, 2], [10, 11, 12, 13], key="x")
-        assert serve(one, "b", [3, 4], [10], key="y") == [] == serve(one, "c", [3, 4], [10])
-        assert serve(one, "d", [3, 4], [10, 11], key="x")[:2] == [11, 12]
-        one.close()
-    with pytest.raises(ValueError, match=r"was learnt with isolation 'strict', and .* show it to everybody"):
-        served("shared")
-
-
 def test_a_replica_on_another_host_learns_in_memory(tmp_path: Path, monkeypatch, caplog) -> None:
     from sssd_plugin.datastore.live import folder
 
@@ -222,19 +206,6 @@ def test_tokens_that_it_missed_are_read_from_the_engine() -> None:
     assert sssd.drafter.tokens("a").tolist() == text
     fresh = method(None)
     assert chain(fresh, text) == [*range(121, 128)]
-
-
-@pytest.mark.parametrize(("widths", "shape"), [(None, "chain"), ((1, 2, 4, 8), "tree")])
-def test_chains_where_lengths_may_differ_and_trees_where_they_may_not(
-    widths: tuple[int, ...] | None, shape: str
-) -> None:
-    sssd = method(widths)
-    text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 5, 9, 1, 2]
-    step = make_step(["a"], [text], texts=[text], widths=widths)
-    draft = sssd.draft(step)
-    draft.check()
-    branches = len(set(draft.parents[0, 1 : draft.counts[0]].tolist())) < draft.counts[0] - 1
-    assert branches == (shape == "tree")
 
 
 @pytest.mark.parametrize(("policy", "knee", "kind"), [(None, None, Auto), (None, 7, Knee), ("fixed", 7, Fixed)])

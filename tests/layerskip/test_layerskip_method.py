@@ -20,7 +20,6 @@ from layerskip_plugin.method import LayerSkipMethod
 from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.rounds import Round
 from layerskip_plugin.selection.base import Static
-from layerskip_plugin.selection.online_search import KnapSpec
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.simulated import MadeUpModel
 from tests.support.steps import make_step
@@ -268,20 +267,3 @@ def test_models_that_are_refused():
     unreadable = SimpleNamespace(**SHAPE, to_dict=dict)
     with pytest.raises(ConfigError, match="cannot price this model's steps"):
         LayerSkipMethod(LayerSkipOptions(), EngineContext(hf_config=unreadable, vocab_size=VOCAB))
-
-
-def test_a_set_that_a_search_found_is_built_later_where_building_it_failed(monkeypatch):
-    engine = Engine(Fixed(3))
-    engine.add("a", 1)
-    method, found = engine.method, SkipSet.empty(LAYERS)
-    assert engine.serve(2, "a")[-1] > 1
-    search = iter([found])
-    method.selection = KnapSpec(LAYERS)
-    monkeypatch.setattr(method.selection, "search", lambda *_: next(search, None))
-    monkeypatch.setattr(method.selection, "max_lengths", lambda contexts: None)
-    with monkeypatch.context() as short_of_memory:
-        short_of_memory.setattr(Model, "build", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("no memory")))
-        with pytest.raises(RuntimeError, match="no memory"):
-            engine.step(["a"])
-    assert engine.serve(2, "a")[-1] > 1, "drafted with the new set"
-    assert list(method.draft_passes) == [found]
