@@ -34,13 +34,12 @@ from sssd_plugin.datastore.disk.format import (
 )
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.index.sub_index import PADDING, SEPARATOR, direct_buckets
-from sssd_plugin.datastore.index.suffix_sort import PAD, sorted_arrays
+from sssd_plugin.datastore.index.sub_index import PAD, PADDING, SEPARATOR, direct_buckets, sorted_arrays
 
 SUB_INDEX_TOKENS = 64, 1 << 29  # least and most; 512 Mi as in arXiv 2411.05894, 3.1.3
 _PART_TOKENS = 1 << 20
 DEFAULT_MEMORY = 2 << 30
-SORT_BYTES = 9  # least memory per token of sorting a sub-index, by `suffix_sort`: tokens, their order, a sparse index
+SORT_BYTES = 9  # least memory per token of sorting a sub-index, by `sorted_arrays`: tokens, their order, a sparse index
 _MIN_SORT_BYTES = SORT_BYTES << 20
 _READING_BYTES = 160 << 20  # tokenising a batch, buffers, and allocator overhead
 

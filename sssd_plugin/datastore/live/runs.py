@@ -326,16 +326,13 @@ class LearntRuns:
                 tenant.hidden -= 1
                 tenant.view = None
 
-    def _combined(self, inputs: list[Run], excess: int = 0) -> Run | None:
-        """Merge runs, the newest two first, without documents that start in the first `excess` tokens of a run."""
+    def _combined(self, inputs: list[Run]) -> Run:
+        """Merge two runs; one is left as it is."""
+        if len(inputs) == 1:
+            return inputs[0]
         started, stats = time.perf_counter(), self.counts
-        result: Run | None = None
-        for run in reversed(inputs):
-            left = without(run, self.vocab_size, np.ones(len(run.documents), np.bool_), excess) if excess else run
-            if left is not None:
-                result = left if result is None else merged(left, result, self.vocab_size)
-        if result is not inputs[0]:
-            stats.merges, stats.merge_seconds = stats.merges + 1, stats.merge_seconds + time.perf_counter() - started
+        result = merged(inputs[0], inputs[1], self.vocab_size)
+        stats.merges, stats.merge_seconds = stats.merges + 1, stats.merge_seconds + time.perf_counter() - started
         return result
 
     def _tidy(self, tenant: Tenant) -> None:
@@ -373,10 +370,10 @@ class LearntRuns:
                 with self.lock:
                     if tenant.memtable and not tenant.runs:
                         tenant.runs, tenant.memtable = [tenant.memtable], None
-                    oldest = tenant.runs[:1]
-                left = self._combined(oldest, excess) if oldest[0].n > excess else None
+                    oldest = tenant.runs[0]
+                left = without(oldest, self.vocab_size, oldest.starts >= excess)
                 with self.lock:
-                    gone = self._swap(tenant, oldest, left)
+                    gone = self._swap(tenant, [oldest], left)
                     self.counts.evicted += gone
                 excess -= gone
         self._evicting = False
