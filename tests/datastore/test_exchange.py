@@ -19,7 +19,6 @@ import pytest
 
 from bench.lib.servers import free_port
 from freedraft.tenants import tenant_key, tenant_number
-from sssd_plugin.datastore.disk.remote import UrlFolder
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.datastore.live import exchange, maintenance
@@ -246,11 +245,6 @@ def test_one_batch_grows_until_it_is_full(url: str, monkeypatch: pytest.MonkeyPa
     assert len(contents(url)) == 1 + 2
     assert sorted(texts_at(url)) == [[number] * 9 for number in range(20)]
     assert sorted(texts_of(new(url))) == sorted(texts_at(url))
-    publish(one, [50, 51])
-    monkeypatch.setattr(UrlFolder, "remove", raising(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):  # killed between the two
-        publish(one, [77, 78])
-    assert texts_of(other) == [[50, 51], [77, 78]] and texts_at(url).count([50, 51]) == 1
 
 
 def test_a_fresh_server_reads_the_newest_that_it_may_hold(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

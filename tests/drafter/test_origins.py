@@ -10,10 +10,9 @@ import pytest
 from prometheus_client import REGISTRY
 
 from freedraft.step import EngineContext
-from sssd_plugin.drafter import Drafter
 from sssd_plugin.method import SssdMethod
 from sssd_plugin.options import SssdOptions
-from sssd_plugin.scoring.origins import SOURCES, sources_of_kinds
+from sssd_plugin.scoring.origins import SOURCES
 from tests.support.steps import make_step
 from tests.support.stores import int32
 
@@ -60,19 +59,3 @@ def test_every_step_counts_what_it_verified_and_accepted(scoring: Any, drafts: s
             texts[name] += gained[name]
     assert all(expected[i][source] > 5 for i in (0, 1) for source in drafts.split()), expected
     method.close()
-
-
-def test_kinds_tell_the_source_with_the_longest_context() -> None:
-    learned, paper = sources_of_kinds("learned"), sources_of_kinds("paper")
-    orders = {(0, 0): "other", (1, 0): "store", (0, 1): "input", (2, 2): "input", (3, 2): "store", (4, 9): "input"}
-    for (store, request), source in orders.items():
-        for recycled in (0, 50):
-            assert SOURCES[learned[10 * store + request + recycled]] == source
-    assert [SOURCES[paper[match]] for match in range(4)] == ["store", "input", "input", "input"]
-
-
-def test_drafts_that_are_no_longer_known_are_of_no_source() -> None:
-    drafter, step = Drafter(vocab_size=VOCAB, max_nodes=4), make_step(["a", "b"], [[1, 2, 3], [4]], drafted=[3, 1])
-    drafter.update(step.request_ids, step.tokens, step.starts, step.ends, step.contexts, step.drafted)
-    assert drafter.sourced.tolist() == [[0, 0, 4], [0, 0, 2]]
-    drafter.close()
