@@ -214,14 +214,7 @@ def forget(
     """
     if tenants is None and before is None:
         raise DatastoreError("say what to forget: --tenants FILE, --before TIME, or both")
-    names = _tenants(tenants)
-    if "://" in store:
-        maintenance.forget_at(store, names, maintenance.end_of(before))
-        typer.echo(f"{store}: forgotten; servers that learn there follow when they look next")
-        return
-    gone = maintenance.forget(Path(store), names, maintenance.end_of(before))
-    servers = "" if gone.alone else "; servers that learn there follow within a second"
-    typer.echo(f"{store}: {gone.documents:,} documents, {gone.tokens:,} tokens forgotten{servers}")
+    typer.echo(f"{store}: {maintenance.forget(store, _tenants(tenants), maintenance.end_of(before))}")
 
 
 @app.command()

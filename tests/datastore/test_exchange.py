@@ -166,7 +166,7 @@ def test_what_one_learns_the_other_drafts_from_until_it_is_forgotten(url: str) -
     learn(other, A, [*SECRET, 9])  # one in memory, or on its way
     erased: list[int] = []
     one.runs.on_erased = lambda: erased.append(1)
-    maintenance.forget_at(url, [A])
+    maintenance.forget(url, [A])
     wait_until(lambda: count(one, A, SECRET) == count(other, A, SECRET) == 0 and not holds(url, SECRET))
     assert erased and count(other, B, [1, 2, 3, 4]) == count(one, B, [1, 2, 3, 4]) == 1
     files, root = fsspec.core.url_to_fs(f"{url}/learnt")
@@ -318,7 +318,7 @@ def test_what_was_erased_while_a_server_was_away_is_never_published(url: str) ->
 def test_forgetting_reaches_what_a_clock_that_was_ahead_has_dated(url: str) -> None:
     one = member(url)
     publish(one, SECRET, at=now_ms() + 3_600_000)
-    maintenance.forget_at(url)
+    maintenance.forget(url)
     assert not holds(url, SECRET)
 
 
