@@ -150,17 +150,6 @@ def test_long_repetition(scoring: str) -> None:
         pair.append({name: [3] for name in pair.requests})
 
 
-@pytest.mark.parametrize("match", [1, 2, 3, 4])
-def test_depth_of_what_follows_a_prefix_in_the_request(match: int) -> None:
-    """Algorithm 1: a tree goes as deep as 8-grams after its own prefix, however long the match of an occurrence is. So
-    what follows four equal tokens is drafted as deep as what follows the last one of them."""
-    text = [*range(30), 100, *range(5 - match, 5)]
-    pair = Pair([], scoring="paper", vocab_size=200, max_nodes=16)
-    pair.extend({"r": text})
-    for shape in ("chain", "tree"):
-        assert pair.compare(shape=shape).chain(0) == list(range(5, 12))
-
-
 @pytest.mark.parametrize("nodes", [47, 48, 49, 50])
 def test_the_prefix_is_shortened_below_fifty_nodes(nodes: int) -> None:
     """Algorithm 2: what follows three tokens is looked at only if four have led to a tree of fewer than 50 nodes."""

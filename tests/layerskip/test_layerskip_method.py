@@ -254,15 +254,6 @@ def test_recorded_verifications_have_prices(tmp_path):
     assert seen.prices == pytest.approx((0.2, 0.1 / 23)), "a draft pass and a query token, in steps without drafts"
 
 
-def test_drafts_of_other_sets_are_not_recorded(tmp_path):
-    engine = Engine(Fixed(3), record=tmp_path / "seen.npz")
-    for name, chosen, recorded in (("a", "half", False), ("b", "empty", True)):
-        engine.add(name, 1, chosen)
-        engine.serve(3, name)
-        engine.method.finish(name, None, False)
-        assert (engine.method.recorder.kept > 0) == recorded
-
-
 def test_models_that_are_refused():
     with pytest.raises(ValueError, match="of 3 layers"):
         Engine(Fixed(2), sets={"other": SkipSet.empty(3)})

@@ -161,15 +161,6 @@ def test_swift_is_not_fooled_by_luck_and_ends_with_a_good_set_or_when_nothing_be
         assert policy.candidates <= most and (policy.matchness > 0.95) == (importance < 0.01)
 
 
-def test_every_25th_set_of_swift_is_by_its_gaussian_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, fitted = Traffic().swift(most=82, stop_score=1.0, patience=100), []
-    propose = policy.space.bayesian
-    monkeypatch.setattr(policy.space, "bayesian", lambda: fitted.append(policy.candidates) or propose())
-    while policy.searching:
-        policy.step()
-    assert policy.candidates == 82 and fitted == [25, 50, 75]
-
-
 @pytest.mark.parametrize("seconds", [0.001, 0.25])
 def test_knapspec_finds_a_set_of_about_the_most_tokens_per_time(seconds: float) -> None:
     """Also where a search is too slow to skip more than a few sublayers at once."""

@@ -112,11 +112,14 @@ class LearntRuns:
         with self.lock:
             spared = self._documents
             tenants = list(self.tenants.items())
-        erased = [t for n, t in tenants if self.isolation == "shared" or erasure.tenant in (None, n)]
-        for tenant in erased:
-            with self.lock:
-                tenant.hidden += 1
-                tenant.view = None
+        erased = []
+        for number, tenant in tenants:
+            if self.isolation == "shared" or erasure.tenant in (None, number):
+                with self.lock:
+                    if tenant.waiting or not all(kept(run, erasure, spared).all() for run in tenant.all_runs):
+                        erased.append(tenant)
+                        tenant.hidden += 1
+                        tenant.view = None
         with self.lock:
             self._joined = None
             self._submit(partial(self._remove, erased, erasure, spared), always=True)
