@@ -47,7 +47,7 @@ def _corpora(draw: st.DrawFn) -> tuple[list[list[int]], int, int | None]:
     return documents, vocab_size, draw(st.sampled_from([None, 64, 100]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(_corpora(), st.data())
 def test_look_ups_equal_brute_force(corpus: tuple[list[list[int]], int, int | None], data: st.DataObject) -> None:
     documents, vocab_size, sub_index_tokens = corpus
@@ -206,7 +206,7 @@ def test_killed_at_random_moments(tmp_path: Path, mode: str) -> None:
     rng = np.random.default_rng(7)
     target = tmp_path / "store"
     unfinished = 0
-    for _ in range(12):
+    for _ in range(8):
         child = start("-c", BUILD_FOREVER, str(target), mode)
         try:
             assert child.stdout and child.stdout.readline() == "ready\n", child.stderr and child.stderr.read()
@@ -225,14 +225,12 @@ def test_killed_at_random_moments(tmp_path: Path, mode: str) -> None:
             assert leftovers(tmp_path) == []
             for path in tmp_path.iterdir():
                 shutil.rmtree(path)
-    assert unfinished >= 3, "the kills came too early or too late to test anything"
+    assert unfinished >= 2, "the kills came too early or too late to test anything"
     build_store(target, [[1]], 10, replace=True)
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "code", "workers"), [(signal.SIGINT, 130, 0), (signal.SIGTERM, 143, 0), (signal.SIGINT, 130, 2)]
-)
+@pytest.mark.parametrize(("number", "code", "workers"), [(signal.SIGTERM, 143, 0), (signal.SIGINT, 130, 2)])
 def test_ctrl_c_leaves_nothing_behind(
     tmp_path: Path, tokenizer_folder: Path, text: str, number: signal.Signals, code: int, workers: int
 ) -> None:

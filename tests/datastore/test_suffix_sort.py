@@ -72,14 +72,14 @@ def test_runs(older: Documents, newer: Documents, bits: int) -> None:
         assert np.array_equal(left.documents, about(0, len(texts))[kept])
 
 
-@pytest.mark.parametrize("pattern", [[5], [1, 2], [7, 7, 7, 3]])
+@pytest.mark.parametrize("pattern", [[5], [7, 7, 7, 3]])
 def test_text_that_repeats_for_ever_costs_no_more(pattern: list[int]) -> None:
     """A full comparison of suffixes would take minutes here."""
-    text = int32((pattern * 200_000)[:200_000])
+    text = int32((pattern * 60_000)[:60_000])
     run = sorted_run([text, text], 10, about(0, 2))
     both = merged(run, run, 10)
     assert np.array_equal(np.sort(both.sub.suffix_array), np.flatnonzero(both.sub.tokens != SEPARATOR))
-    sample = keys_of(both.sub)[::5000].tolist()
+    sample = keys_of(both.sub)[::1000].tolist()
     assert sample == sorted(sample)
 
 
