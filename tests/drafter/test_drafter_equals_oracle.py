@@ -78,7 +78,7 @@ HUGE_IDS = st.sampled_from([0, 1, 2**20 - 1, 2**20, 2**24, 2**24 + 1, 2**31 - 2,
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("ids", [None, HUGE_IDS], ids=["few ids", "huge ids"])
 @given(data=st.data())
-@settings(max_examples=50, **EXAMPLES)
+@settings(max_examples=30, **EXAMPLES)
 def test_random_worlds(
     scoring: str, ids: st.SearchStrategy[int] | None, weight_files: list[Path | None], data: st.DataObject
 ) -> None:
@@ -93,7 +93,7 @@ def test_random_worlds(
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_streams(scoring: str, seed: int, weight_files: list[Path | None]) -> None:
     """Longer streams: many candidates a node, more occurrences than are looked at, sub-indices of unequal size."""
     rng = np.random.default_rng(seed)
@@ -127,7 +127,7 @@ def test_real_text(scoring: str, shape: str) -> None:
     pair = Pair(sub_indices, scoring=scoring, vocab_size=50_000, max_nodes=16)
     steps = produced = 0
     for name in names[7:]:
-        text = sources[name][:900]
+        text = sources[name][:750]
         position = 500
         while position < len(text):
             pair.extend({name: text[:position]})
@@ -135,7 +135,7 @@ def test_real_text(scoring: str, shape: str) -> None:
             steps += 1
         produced += len(text) - 500
         pair.finish(name)
-    assert steps > 200
+    assert steps > 150
     assert produced / steps > 1.3  # it does draft something
 
 

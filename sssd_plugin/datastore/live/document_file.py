@@ -129,12 +129,10 @@ class DocumentFile:
             for table in newest:
                 with contextlib.suppress(sqlite3.DatabaseError):
                     newest[table] = self.newest(table)
-            with contextlib.suppress(sqlite3.DatabaseError):
-                rows = self.db.execute("SELECT id, tenant, before, milliseconds FROM erasures")
-                good.executemany("INSERT INTO erasures VALUES (?, ?, ?, ?)", rows)
             kept = [row for row in self._readable(newest["documents"]) if _record(row) is not None]
             good.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?)", kept)
-            # Ids are never reused: other processes remember the last ones that they have read.
+            # Ids are never reused: other processes remember the last ones that they have read, and take all documents
+            # anew where erasures are missing.
             good.execute("DELETE FROM sqlite_sequence")
             good.executemany("INSERT INTO sqlite_sequence VALUES (?, ?)", newest.items())
             good.backup(self.db)
