@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from bench.lib.machine import rounded, timed
 from bench.lib.results import ROOT, write_json
 from sssd_plugin.datastore import tokenizer as tokenizers
-from sssd_plugin.datastore.build.sorting import peak_resident_bytes, resident_bytes
+from sssd_plugin.datastore.build.builder import peak_resident_bytes, resident_bytes
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.drafter import Drafter, Scoring
 from sssd_plugin.request_index import RequestIndex

@@ -21,7 +21,8 @@ from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.options import Scoring
 from sssd_plugin.recycled_logits import TOP
 from sssd_plugin.request_index import OUTSIDE, RequestIndex
-from sssd_plugin.scoring import learned, origins, paper
+from sssd_plugin.scoring import origins
+from sssd_plugin.scoring.learned import draft_batch
 from sssd_plugin.scoring.weights import Weights
 
 Shape = Literal["tree", "chain"]
@@ -178,7 +179,6 @@ class Drafter:
             view, limits = self._view, (max_nodes, shape == "chain")
             arrays_of_view = view.table, view.bounds, view.static_rows, view.widest
             same: tuple[Any, ...] = self._index.slots, arrays_of_view, self._entries, limits, self._weights
-            draft_batch = (paper if self._weights is None else learned).draft_batch
             parts = min(self._threads, n // MIN_ROWS)
             if parts <= 1:
                 draft_batch(arrays, *same)
@@ -204,9 +204,6 @@ class Drafter:
             self._tenants.pop(request_id, None)
         with self._lock:
             self._index.finish(request_ids)
-
-    def request_ids(self) -> list[str]:
-        return self._index.request_ids()
 
     def __len__(self) -> int:
         return len(self._index)

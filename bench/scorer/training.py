@@ -25,7 +25,7 @@ from sssd_plugin.request_index import RequestIndex, ingest, request_at
 from sssd_plugin.scoring.candidates import SHORTLIST, scratch
 from sssd_plugin.scoring.inputs import INPUTS, NODE_INPUTS, ROW, ROWS
 from sssd_plugin.scoring.learned import FEW_CANDIDATES, Sources, draft_tree, effort_of, expand
-from sssd_plugin.scoring.views import Limits, Tree, store_of, write_context
+from sssd_plugin.scoring.views import Tree, store_of, write_context
 from sssd_plugin.scoring.weights import WIDTH, Weights
 
 NO_LOGITS = np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
@@ -68,7 +68,7 @@ def _replay(
         scratch.matches[:, 0, 0] = UNSEEN
         n = draft_tree(sources, weights, limits, tree, scratch)
         current, parent, accepted = 0, len(scratch.ranges) - 1 if position > 1 else -1, 0
-        effort = effort_of(limits.max_nodes)
+        effort = effort_of(limits[0])
         while position + accepted < len(truth):
             token = truth[position + accepted]
             if scratch.matches[current, 0, 0] != UNSEEN:
@@ -115,7 +115,7 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
     while position < len(truth):
         index.replace("r", truth[:position])
         position, filled = _replay(
-            index.slots, index.slot_ids(["r"])[0], truth, position, store, Limits(max_nodes, is_chain),
+            index.slots, index.slot_ids(["r"])[0], truth, position, store, (max_nodes, is_chain),
             (weights.layer, weights.out), tree, space, lesson.recycled, len(answer.prompt), answer.top_tokens,
             answer.top_log_probs, examples, filled,
         )  # fmt: skip

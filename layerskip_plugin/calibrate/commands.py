@@ -82,9 +82,7 @@ def bayesian(
     run: Run, share: Share = None, iterations: Annotated[int, typer.Option(help="How many sets to try.")] = 200
 ) -> None:
     """Find the layers to skip by Bayesian optimisation, slower than skip-set (Draft & Verify)."""
-    from layerskip_plugin.calibrate.bayesian import best_set
-
-    best, agreement = best_set(run, run.sample(), run.size(share), iterations)
+    best, agreement = run.bayesian(run.sample(), run.size(share), iterations)
     best.save(run.common.out, run.about(iterations=iterations, agreement=round(agreement, 3)))
     typer.echo(
         f"wrote {run.common.out}: {len(best)} of {run.model.sublayers} sublayers skipped, {agreement:.2f} agreement"
@@ -100,8 +98,8 @@ def knapsack(
 ) -> None:
     """Find the fastest skip set and draft length for each context length, by times measured here (KnapSpec)."""
     from freedraft.fingerprints import hardware_name
+    from layerskip_plugin.calibrate.host_model import pass_times
     from layerskip_plugin.calibrate.knapsack import best_choice, protected_sublayers
-    from layerskip_plugin.calibrate.timing import pass_times
     from layerskip_plugin.knapsack_search import integer_weights
     from layerskip_plugin.selection.knapsack import Plan
 

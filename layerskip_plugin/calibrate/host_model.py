@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from freedraft.cost.profiling import median_seconds
 from layerskip_plugin.knapsack_search import cosine
+from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "rotary_emb"}
 ROWS, HEAD_ROWS = 2048, 256  # rows (sets x tokens) per pass, and per call of the head: bounds memory
+VERIFIED = (1, 2, 4, 8, 12)  # query tokens per request of timed verifications
 
 
 @dataclass(frozen=True)
@@ -201,16 +205,21 @@ class HostModel:
         if index % 2:
             return (h + layer.mlp(layer.post_attention_layernorm(h))).to(home)
         positions = torch.cat([text.kept for text in sample.texts]).to(h.device)
-        q, k, v = self.project(layer, h, *(x[0] for x in self.rotary(h, positions[None])))
+        attention, x = layer.self_attn, layer.input_layernorm(h)
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_size)) for project in projections)
+        if hasattr(attention, "q_norm"):
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        cos, sin = (angles[0].to(h.device) for angles in self.rotary(h, positions[None]))
+        q, k = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1)
         mixed, start = torch.empty_like(q), 0
         for text in sample.texts:
             rows = slice(start, start + len(text.kept))
             start = rows.stop
-            near_k, near_v = (x[:, rows].flatten(0, 1)[:, None] for x in (k, v))
-            past = text.kept.to(h.device).repeat(len(h))
-            attended = self.attend(text, index // 2, q[:, rows].flatten(0, 1), past, near_k, near_v)
+            own = (x[:, rows].flatten(0, 1) for x in (q, k, v))
+            attended = self.attend(text, index // 2, text.kept.to(h.device).repeat(len(h)), *own)
             mixed[:, rows] = attended.unflatten(0, (len(h), -1))
-        return (h + layer.self_attn.o_proj(mixed.flatten(2))).to(home)
+        return (h + attention.o_proj(mixed.flatten(2))).to(home)
 
     def norm(self, h: Tensor) -> Tensor:
         normed: Tensor = self.last_norm(h.to(device_of(self.last_norm, h)))
@@ -222,32 +231,22 @@ class HostModel:
         parts = final.reshape(-1, final.shape[-1]).to(device_of(self.head, final)).split(HEAD_ROWS)
         return torch.cat([self.head(part).argmax(-1) for part in parts]).reshape(final.shape[:-1])
 
-    def project(self, layer: Any, h: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as [..., N, heads, head size] for h [..., N, hidden]; q and k rotated."""
-        attention, x = layer.self_attn, layer.input_layernorm(h)
-        q, k, v = (
-            p(x).unflatten(-1, (-1, self.head_size)) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
-        if hasattr(attention, "q_norm"):
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        return *apply_rotary_pos_emb(q, k, cos.to(h.device), sin.to(h.device), unsqueeze_dim=1), v
+    def attend(self, text: Text, layer: int, past: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of each row over the whole model's KV before `past` and over its own k and v, in float32.
 
-    def attend(self, text: Text, layer: int, q: Tensor, past: Tensor, near_k: Tensor, near_v: Tensor) -> Tensor:
-        """Attention of each row over the whole model's KV before `past` and over its own `near` entries, in float32.
-
-        Shapes: q [N, heads, D], past int64[N], near_k and near_v [N, c, kv heads, D]; gives [N, heads, D].
+        Shapes: past int64[N], q [N, heads, D], k and v [N, kv heads, D]; gives [N, heads, D].
         """
         max_past = int(past.max())
         keys, values = (x[layer][:, :max_past].float() for x in (text.keys, text.values))
-        n, _, kv, size = near_k.shape
+        n, kv, size = k.shape
         q = q.reshape(n, kv, -1, size).float() * self.scale
         far = torch.einsum("nkgd,ktd->nkgt", q, keys)
         far.masked_fill_((torch.arange(max_past, device=past.device) >= past[:, None])[:, None, None], -torch.inf)
-        close = torch.einsum("nkgd,nckd->nkgc", q, near_k.float())
-        weight = torch.cat([far, close], -1).softmax(-1)
+        own = torch.einsum("nkgd,nkd->nkg", q, k.float())
+        weight = torch.cat([far, own[..., None]], -1).softmax(-1)
         mixed = torch.einsum("nkgt,ktd->nkgd", weight[..., :max_past], values)
-        mixed += torch.einsum("nkgc,nckd->nkgd", weight[..., max_past:], near_v.float())
-        return mixed.reshape(n, -1, size).to(near_v.dtype)
+        mixed += weight[..., max_past:] * v.float()[:, :, None]
+        return mixed.reshape(n, -1, size).to(v.dtype)
 
     @torch.inference_mode()
     def _check(self) -> None:
@@ -268,3 +267,38 @@ def device_of(module: Any, h: Tensor) -> torch.device:
     """The device of a module: of its weights, or of `h` if they are loaded on demand."""
     device: torch.device = next(module.parameters()).device
     return h.device if device.type == "meta" else device
+
+
+@torch.inference_mode()
+def pass_times(model: HostModel, context: int, repeats: int = 7) -> PassTimes:
+    """Times at one context length and batch 1; medians over `repeats` rounds of all layers, since weights and KV of a
+    few would stay in caches that a whole pass exceeds."""
+    text = _random_text(model, context)
+
+    def run_sublayers(kind: int, h: Tensor, sample: Sample) -> None:
+        for index in range(kind, model.sublayers, 2):
+            model.sublayer(index, h, sample)
+
+    def run_head(h: Tensor) -> None:
+        model.best(model.norm(h))
+
+    rows = []  # seconds of all attention sublayers, of all MLP sublayers, and of the head
+    for n in VERIFIED:
+        sample = Sample([replace(text, kept=torch.full((n,), context - 1))])
+        h = torch.randn_like(text.final[None, :n])
+        parts = (partial(run_sublayers, 0, h, sample), partial(run_sublayers, 1, h, sample), partial(run_head, h))
+        rows.append([median_seconds(part, least=repeats) for part in parts])
+    attention, mlp, head = rows[0]
+    verify = partial(np.interp, xp=VERIFIED, fp=[sum(row) for row in rows])
+    return PassTimes(attention / model.n_layers, mlp / model.n_layers, head, lambda n: float(verify(n)))
+
+
+def _random_text(model: HostModel, context: int) -> Text:
+    ids = torch.zeros(context, dtype=torch.int64, device=model.device)
+    final = torch.randn_like(model.embed(ids))
+    shape = (int(model.config.num_key_value_heads), context, model.head_size)
+    keys, values = (
+        [torch.randn(shape, dtype=final.dtype, device=device_of(layer, final)) for layer in model.layers]
+        for _ in range(2)
+    )
+    return Text(ids, ids, final, ids[:0], final[None, :0], keys, values)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.calibrate import bayesian
 from layerskip_plugin.calibrate.knapsack import protected_sublayers
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, encode
 from layerskip_plugin.calibrate.run import Run, bar
@@ -34,7 +33,7 @@ def calibrate(
     def best_set(name: str, answers: Sequence[Answered]) -> SkipSet:
         sample = run.sample(answers)
         if iterations:
-            return bayesian.best_set(run, sample, size, iterations)[0]
+            return run.bayesian(sample, size, iterations)[0]
         protected = protected_sublayers(run.model, sample)
         found = run.search(f"set of {name}", sample, max_weight=size, protected=protected, survivors=survivors)
         return found[-1].skip if size is not None else run.fastest(found, len(sample))[0].skip

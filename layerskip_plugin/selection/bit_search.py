@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.skip_set import SkipSet
 
 MAX_OBSERVATIONS = 256  # of the fit of the Gaussian process, which has cubic cost
 SAMPLES, PARENTS = 200, 8
+RANDOM = 10  # sets before the Gaussian process, offline
+
+Evaluate = Callable[[Sequence[SkipSet]], NDArray[np.float64]]  # acceptance of each set
 
 
 def evenly_spread(sublayers: NDArray[np.intp], count: int) -> NDArray[np.intp]:
@@ -64,6 +68,22 @@ class BitSearch:
         for skip, value in zip(skips, values, strict=True):
             old = self.values.pop(skip, None)
             self.values[skip] = float(value) if old is None else (old + float(value)) / 2
+
+    def search(self, evaluate: Evaluate, iterations: int, times: PassTimes | None = None) -> SkipSet:
+        """The best set after `iterations` evaluations (Zhang et al. 2024): of most acceptance, or with `times` of least
+        time per token (equation 1 of KNN-SSD)."""
+        proposals, done = [self.uniform(), *(self.random() for _ in range(min(RANDOM, iterations) - 1))], 0
+        while done < iterations:
+            sets = list(dict.fromkeys(proposals))  # an exhausted space repeats some
+            values = evaluate(sets)
+            if times is not None:
+                rates = np.array([times.best(s, float(a))[0] for s, a in zip(sets, values, strict=True)])
+                # Relative to a step without drafts, in the range of a Gaussian process.
+                values = -1 / (rates * times.verify(1))
+            self.register(sets, values)
+            done += len(sets)
+            proposals = [self.bayesian()]
+        return self.best[0]
 
     @property
     def best(self) -> tuple[SkipSet, float]:

@@ -18,8 +18,13 @@ from freedraft.cli import OneLineGroup
 from freedraft.fingerprints import tokenizer_fingerprint
 from freedraft.tenants import parse_tenant
 from sssd_plugin.datastore import tokenizer as tokenizers
-from sssd_plugin.datastore.build.builder import StoreBuilder, merge_stores
-from sssd_plugin.datastore.build.sorting import format_size, parse_size, peak_resident_bytes
+from sssd_plugin.datastore.build.builder import (
+    StoreBuilder,
+    format_size,
+    merge_stores,
+    parse_size,
+    peak_resident_bytes,
+)
 from sssd_plugin.datastore.build.sources import Block, find_inputs, read_pieces, tokenize
 from sssd_plugin.datastore.disk.format import MANIFEST, Isolation, Manifest, TokenizerEntry, digest, read_manifest
 from sssd_plugin.datastore.disk.remote import local_copy
@@ -209,14 +214,7 @@ def forget(
     """
     if tenants is None and before is None:
         raise DatastoreError("say what to forget: --tenants FILE, --before TIME, or both")
-    names = _tenants(tenants)
-    if "://" in store:
-        maintenance.forget_at(store, names, maintenance.end_of(before))
-        typer.echo(f"{store}: forgotten; servers that learn there follow when they look next")
-        return
-    gone = maintenance.forget(Path(store), names, maintenance.end_of(before))
-    servers = "" if gone.alone else "; servers that learn there follow within a second"
-    typer.echo(f"{store}: {gone.documents:,} documents, {gone.tokens:,} tokens forgotten{servers}")
+    typer.echo(f"{store}: {maintenance.forget(store, _tenants(tenants), maintenance.end_of(before))}")
 
 
 @app.command()

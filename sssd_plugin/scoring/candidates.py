@@ -168,7 +168,7 @@ def _count_store(scratch, table, ranges, many, skip, max_samples):
 
 @compiled(nogil=True, inline="always")
 def _count_matches(request, scratch, node, parent, context_length):
-    """Count the tokens after the matches at a node, by length, and look for alignments."""
+    """Count the tokens after the matches at a node, by length, and find those after alignments."""
     tokens, about, own = request.tokens, scratch.about[0], scratch.matches[node]
     state, entries, candidates, counts, columns = scratch.found
     about.longest = about.newest = -1
@@ -194,24 +194,7 @@ def _count_matches(request, scratch, node, parent, context_length):
             if match > longest:
                 longest = match
                 about.longest = row
-
-
-@compiled(nogil=True, inline="always")
-def _count_request(request, scratch, node, parent, context_length):
-    """Count the tokens after the request's own occurrences of a node's context."""
-    tokens, previous, context, alignments = request.tokens, request.previous, scratch.context, scratch.alignments[node]
-    state, entries, candidates, counts, columns = scratch.found
-    i, seen = request.heads[find(request, context[0])], 0
-    while i >= 0 and seen < OCCURRENCES:
-        if i < len(tokens) - 1:
-            seen += 1
-            match = 1
-            while match < min(SHORT_ORDERS, context_length) and i >= match and tokens[i - match] == context[match]:
-                match += 1
-            row = _row(state, entries, candidates, counts, tokens[i + 1], True)
-            _count(counts, columns, row, COLUMN.request, match)
-        i = previous[i]
-    _count_matches(request, scratch, node, parent, context_length)
+    alignments = scratch.alignments[node]
     for m in range(1, 1 + alignments[0, 0]):
         row = _row(state, entries, candidates, counts, tokens[alignments[m, POSITION] + 1], True)
         if row >= 0 and alignments[m, SINCE] > candidates[row].since:
@@ -219,17 +202,22 @@ def _count_request(request, scratch, node, parent, context_length):
 
 
 @compiled(nogil=True, inline="always")
-def _count_skips(request, scratch):
-    """Count the tokens after the request's own occurrences of the context without its last token."""
+def _count_occurrences(request, scratch, skip, context_length):
+    """Count the tokens after the request's own occurrences of a node's context, without its last token if `skip` is 1:
+    then contexts of one token add no candidates."""
     tokens, previous, context = request.tokens, request.previous, scratch.context
     state, entries, candidates, counts, columns = scratch.found
-    i, seen = request.heads[find(request, context[1])], 0
+    first_column, orders = (COLUMN.skip_request, 2) if skip else (COLUMN.request, SHORT_ORDERS)
+    longest = min(orders, context_length - skip)
+    i, seen = request.heads[find(request, context[skip])], 0
     while i >= 0 and seen < OCCURRENCES:
-        if i < len(tokens) - 2:
+        if i < len(tokens) - 1 - skip:
             seen += 1
-            two = i >= 1 and tokens[i - 1] == context[2]
-            row = _row(state, entries, candidates, counts, tokens[i + 2], two)
-            _count(counts, columns, row, COLUMN.skip_request, 2 if two else 1)
+            match = 1
+            while match < longest and i >= match and tokens[i - match] == context[match + skip]:
+                match += 1
+            row = _row(state, entries, candidates, counts, tokens[i + 1 + skip], match > skip)
+            _count(counts, columns, row, first_column, match)
         i = previous[i]
 
 
@@ -256,11 +244,12 @@ def gather(sources, scratch, node, parent, max_samples, context_length):
         columns[column].total = columns[column].distinct = 0
     _count_store(scratch, store.table, ranges[node], many, 0, max_samples)
     about.follower, about.learnt = newest_follower(store, ranges[node], many, max_samples)
-    _count_request(request, scratch, node, parent, context_length)
+    _count_occurrences(request, scratch, 0, context_length)
+    _count_matches(request, scratch, node, parent, context_length)
     if parent >= 0:
         _count_store(scratch, store.table, ranges[parent], 0, 1, max_samples)
     if context_length >= 3:
-        _count_skips(request, scratch)
+        _count_occurrences(request, scratch, 1, context_length)
     order, at = recycled_logits.find(recycled, scratch.context, context_length, scratch.keys)
     if order > 0:
         entry = recycled.entries[at]

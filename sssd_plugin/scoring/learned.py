@@ -17,11 +17,12 @@ from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at
 from sssd_plugin.recycled_logits import SCALE, Recycled
 from sssd_plugin.request_index import Request, request_at
+from sssd_plugin.scoring import paper
 from sssd_plugin.scoring.candidates import MAX_SAMPLES, NUMBER, SHORTLIST, gather, scratch
 from sssd_plugin.scoring.inputs import COLUMN, NODE_KINDS, REQUEST_ORDERS, STORE_ORDERS
 from sssd_plugin.scoring.network import evaluate, write_inputs, write_node_inputs
 from sssd_plugin.scoring.ranges import advance, find_many
-from sssd_plugin.scoring.views import Limits, Store, Tree, add_node, store_of, write_context
+from sssd_plugin.scoring.views import Store, Tree, add_node, store_of, write_context
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root (at the root MAX_SAMPLES)
 FEW_NODES = 16  # larger trees use more candidates and samples
@@ -192,11 +193,12 @@ def draft_tree(sources, weights, limits, tree, scratch):
     """Draft a tree best-first, by the product of scores along paths; return the number of nodes.
 
     Args:
-        sources, limits, scratch: `Sources`, `Limits`, `Scratch`.
+        sources, scratch: `Sources`, `Scratch`.
         weights: layer and out, as in `Weights`.
+        limits: largest number of nodes, root included; whether to extend only the newest node, by its best candidate.
         tree: output; a node's kind encodes its longest contexts in store and request (see `inputs.NODE_KINDS`).
     """
-    tokens, table, chain, max_nodes = sources.request.tokens, sources.store.table, limits.chain, limits.max_nodes
+    tokens, table, (max_nodes, chain) = sources.request.tokens, sources.store.table, limits
     if len(tokens) == 0:
         return 0
     frontier, path_scores, probabilities = scratch.frontier, scratch.path_scores, scratch.probabilities
@@ -250,16 +252,21 @@ def draft_batch(arrays, slots, view, entries, limits, weights):
         arrays: int64 [B] each, slots, groups in the view, tenants; those of the `DraftBatch`.
         slots: `RequestIndex.slots`.
         view: see `views.store_of`, then `View.widest`; entries: of recycled logits, none to draft without.
-        limits: as of `Limits`; weights: layer and out, as in `Weights`.
+        limits: as of `draft_tree`; weights: layer and out, as in `Weights`; None: by the paper's scorer. Only one of
+            the scorers is compiled.
     """
     slot_ids, groups, tenants, tokens, parents, depths, scores, counts, kinds = arrays
-    bounds = Limits(*limits)
-    arrays_of_nodes = scratch(bounds.max_nodes, view[3])
+    if weights is None:
+        tries = paper.scratch()
+    else:
+        arrays_of_nodes = scratch(limits[0], view[3])
     for b in range(len(slot_ids)):
         counts[b] = 0
         if slot_ids[b] >= 0:
-            sources = Sources(
-                request_at(slots, slot_ids[b]), store_of(view[:3], groups[b]), Recycled(entries, tenants[b])
-            )
+            request, store = request_at(slots, slot_ids[b]), store_of(view[:3], groups[b])
             tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
-            counts[b] = draft_tree(sources, weights, bounds, tree, arrays_of_nodes)
+            if weights is None:
+                counts[b] = paper.draft_tree(request, store, limits, tree, tries)
+            else:
+                sources = Sources(request, store, Recycled(entries, tenants[b]))
+                counts[b] = draft_tree(sources, weights, limits, tree, arrays_of_nodes)

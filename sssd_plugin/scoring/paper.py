@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.search import find_ngram, suffixes_of
-from sssd_plugin.request_index import request_at
-from sssd_plugin.scoring.views import Limits, Tree, add_node, record, store_of
+from sssd_plugin.scoring.views import add_node, record
 
 PREFIX = 4  # P: maximum context that is looked up
 OCCURRENCES = 128  # newest occurrences in the request
@@ -145,7 +144,7 @@ def draft_tree(request, store, limits, tree, tries):
     from `scratch`.
     """
     nodes, used = tries  # unpacked once: each access to a tuple's field counts references
-    tokens, n = request.tokens, 1
+    tokens, n, (max_nodes, chain) = request.tokens, 1, limits
     if len(tokens) == 0:
         return 0
     add_node(tree, 0, tokens[-1], -1, 1.0, 0)
@@ -157,28 +156,15 @@ def draft_tree(request, store, limits, tree, tries):
     heap.pop()
     for source in range(1 + PREFIX):
         _push_children(nodes, source, source, INPUT_DISCOUNT if source else 1.0, 0, heap)
-    while len(heap) > 0 and n < limits.max_nodes:
+    while len(heap) > 0 and n < max_nodes:
         negative, parent, node, source = heapq.heappop(heap)
         token, here = nodes[node].token, parent + 1
         while here < n and not (tree.parents[here] == parent and tree.tokens[here] == token):
             here += 1
         if here == n:
-            if limits.chain and parent != n - 1:
+            if chain and parent != n - 1:
                 continue
             add_node(tree, n, token, parent, -negative, source)
             n += 1
         _push_children(nodes, node, source, -negative * DISCOUNTS[source], here, heap)
     return n
-
-
-@compiled(nogil=True)
-def draft_batch(arrays, slots, view, entries, limits, weights):
-    """Like `learned.draft_batch`, without `entries` and `weights`. Each is compiled only where it is used."""
-    slot_ids, groups, _, tokens, parents, depths, scores, counts, kinds = arrays
-    bounds, tries = Limits(*limits), scratch()
-    for b in range(len(slot_ids)):
-        counts[b] = 0
-        if slot_ids[b] >= 0:
-            request, store = request_at(slots, slot_ids[b]), store_of(view[:3], groups[b])
-            tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
-            counts[b] = draft_tree(request, store, bounds, tree, tries)

@@ -1,4 +1,4 @@
-"""Records for the compiled scorers: a request's sources, limits, and the drafted tree."""
+"""Records for the compiled scorers: a request's sources, and the drafted tree."""
 
 from __future__ import annotations
 
@@ -16,13 +16,6 @@ class Store(NamedTuple):
     table: NDArray[np.int64]  # [J, 7], rows as in `View.table`
     size: int  # tokens in all of them
     static_rows: int  # first rows, of the built store; the others were learnt
-
-
-class Limits(NamedTuple):
-    """Limits of a draft."""
-
-    max_nodes: int  # root included
-    chain: bool  # extend only the newest node, by its best candidate
 
 
 class Tree(NamedTuple):

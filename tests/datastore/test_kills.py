@@ -83,10 +83,7 @@ def overflow(place: str, progress: Path, first: int) -> None:
 
 
 def forget(place: str, progress: Path, first: int) -> None:
-    if "://" in place:
-        maintenance.forget_at(place, [TENANTS[1]])
-    else:
-        maintenance.forget(Path(place), [TENANTS[1]])
+    maintenance.forget(place, [TENANTS[1]])
     with progress.open("a") as out:
         out.write("done\n")
 

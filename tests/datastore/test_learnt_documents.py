@@ -230,17 +230,6 @@ def test_an_expiry_that_ended_long_ago_erases_nothing_new(tmp_path: Path, monkey
     assert read(tmp_path) == [[3, 4]]
 
 
-def test_what_the_disk_refuses_for_long_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sssd_plugin.datastore.records._MAX_PENDING", 10)
-    log = log_of(tmp_path)
-    for number in range(6):
-        log.pending.append(record([number, 1, 2, 3]))
-    assert log.pending.dropped == 4
-    sync(log)
-    log.close()
-    assert [text[0] for text in read(tmp_path)] == [4, 5]
-
-
 def test_nothing_is_logged_of_texts_or_tenants(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
     store = LiveStore(VOCAB, tmp_path)

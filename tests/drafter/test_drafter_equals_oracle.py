@@ -78,7 +78,7 @@ HUGE_IDS = st.sampled_from([0, 1, 2**20 - 1, 2**20, 2**24, 2**24 + 1, 2**31 - 2,
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("ids", [None, HUGE_IDS], ids=["few ids", "huge ids"])
 @given(data=st.data())
-@settings(max_examples=50, **EXAMPLES)
+@settings(max_examples=30, **EXAMPLES)
 def test_random_worlds(
     scoring: str, ids: st.SearchStrategy[int] | None, weight_files: list[Path | None], data: st.DataObject
 ) -> None:
@@ -93,7 +93,7 @@ def test_random_worlds(
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_streams(scoring: str, seed: int, weight_files: list[Path | None]) -> None:
     """Longer streams: many candidates a node, more occurrences than are looked at, sub-indices of unequal size."""
     rng = np.random.default_rng(seed)
@@ -127,7 +127,7 @@ def test_real_text(scoring: str, shape: str) -> None:
     pair = Pair(sub_indices, scoring=scoring, vocab_size=50_000, max_nodes=16)
     steps = produced = 0
     for name in names[7:]:
-        text = sources[name][:900]
+        text = sources[name][:750]
         position = 500
         while position < len(text):
             pair.extend({name: text[:position]})
@@ -135,7 +135,7 @@ def test_real_text(scoring: str, shape: str) -> None:
             steps += 1
         produced += len(text) - 500
         pair.finish(name)
-    assert steps > 200
+    assert steps > 150
     assert produced / steps > 1.3  # it does draft something
 
 
@@ -148,17 +148,6 @@ def test_long_repetition(scoring: str) -> None:
         batch = pair.compare(shape=shape)
         assert batch.depths.max() == (63 if scoring == "learned" else 10)
         pair.append({name: [3] for name in pair.requests})
-
-
-@pytest.mark.parametrize("match", [1, 2, 3, 4])
-def test_depth_of_what_follows_a_prefix_in_the_request(match: int) -> None:
-    """Algorithm 1: a tree goes as deep as 8-grams after its own prefix, however long the match of an occurrence is. So
-    what follows four equal tokens is drafted as deep as what follows the last one of them."""
-    text = [*range(30), 100, *range(5 - match, 5)]
-    pair = Pair([], scoring="paper", vocab_size=200, max_nodes=16)
-    pair.extend({"r": text})
-    for shape in ("chain", "tree"):
-        assert pair.compare(shape=shape).chain(0) == list(range(5, 12))
 
 
 @pytest.mark.parametrize("nodes", [47, 48, 49, 50])

@@ -1,13 +1,16 @@
-"""SSSD as an engine sees it, without one: what it learns and for whom, tokens that it missed, shapes, policies."""
+"""SSSD as an engine sees it, without one: what it learns and for whom, tokens that it missed, policies, and the sources
+of draft tokens."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from prometheus_client import REGISTRY
 from transformers import LlamaConfig
 
 from freedraft.cost.auto import Auto
@@ -17,7 +20,9 @@ from freedraft.step import TOP_TOKENS, EngineContext, NodeLogits
 from freedraft.tenants import parse_tenant, tenant_key
 from sssd_plugin.method import SssdMethod
 from sssd_plugin.options import SssdOptions
+from sssd_plugin.scoring.origins import SOURCES
 from tests.support.steps import make_step
+from tests.support.stores import int32
 
 VOCAB, NODES = 200, 8
 
@@ -32,7 +37,7 @@ def method(widths: tuple[int, ...] | None = (1, NODES), **options: Any) -> SssdM
 
 def draft(method: SssdMethod, name: str, text: list[int], gained: list[int]) -> list[int]:
     """The tokens drafted for a request behind `text`, the end of which it has just gained."""
-    tree = method.draft(make_step([name], [gained], capacities=NODES - 1, trees=True, texts=[text]))
+    tree = method.draft(make_step([name], [gained], capacities=NODES - 1, widths=[1, NODES], texts=[text]))
     return tree.tokens[0, 1 : tree.counts[0]].tolist()
 
 
@@ -118,22 +123,6 @@ def test_one_line_says_who_learns_from_whom(caplog: pytest.LogCaptureFixture, tm
         (line,) = [r.getMessage() for r in caplog.records if "learning from finished requests" in r.getMessage()]
         assert re.search(words, line)
     assert SssdMethod(SssdOptions.parse({"live": "off"}), EngineContext(vocab_size=VOCAB)).live is None
-
-
-def test_a_folder_served_with_another_isolation(tmp_path: Path) -> None:
-    """What a salt's requests wrote stays theirs, and nothing is shown to more requests than when it was learnt."""
-
-    def served(isolation: str) -> SssdMethod:
-        return method(live="store", datastore=tmp_path, isolation=isolation)
-
-    for isolation in ("strict", "salt", "strict", "salt"):
-        one = served(isolation)
-        serve(one, "a", [1, 2], [10, 11, 12, 13], key="x")
-        assert serve(one, "b", [3, 4], [10], key="y") == [] == serve(one, "c", [3, 4], [10])
-        assert serve(one, "d", [3, 4], [10, 11], key="x")[:2] == [11, 12]
-        one.close()
-    with pytest.raises(ValueError, match=r"was learnt with isolation 'strict', and .* show it to everybody"):
-        served("shared")
 
 
 def test_a_replica_on_another_host_learns_in_memory(tmp_path: Path, monkeypatch, caplog) -> None:
@@ -224,19 +213,6 @@ def test_tokens_that_it_missed_are_read_from_the_engine() -> None:
     assert chain(fresh, text) == [*range(121, 128)]
 
 
-@pytest.mark.parametrize(("widths", "shape"), [(None, "chain"), ((1, 2, 4, 8), "tree")])
-def test_chains_where_lengths_may_differ_and_trees_where_they_may_not(
-    widths: tuple[int, ...] | None, shape: str
-) -> None:
-    sssd = method(widths)
-    text = [1, 2, 3, 9, 1, 2, 4, 9, 1, 2, 5, 9, 1, 2]
-    step = make_step(["a"], [text], texts=[text], trees=widths is not None)
-    draft = sssd.draft(step)
-    draft.check()
-    branches = len(set(draft.parents[0, 1 : draft.counts[0]].tolist())) < draft.counts[0] - 1
-    assert branches == (shape == "tree")
-
-
 @pytest.mark.parametrize(("policy", "knee", "kind"), [(None, None, Auto), (None, 7, Knee), ("fixed", 7, Fixed)])
 def test_the_policy_is_auto_or_that_of_a_knee_unless_one_is_given(policy: Any, knee: Any, kind: type) -> None:
     assert type(method(None, policy=policy, knee=knee).controller) is kind
@@ -261,3 +237,45 @@ def test_logits_are_recycled_where_they_come(
     assert sssd.needs_logits == recycles == (len(sssd.drafter._entries) > 0)
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warned) == bool(says) and all(says in line for line in warned)
+
+
+def counted(name: str) -> Counter[str]:
+    values = {s: REGISTRY.get_sample_value(f"freedraft_sourced_{name}_total", {"source": s}) or 0 for s in SOURCES}
+    return Counter({source: int(value) for source, value in values.items()})
+
+
+@pytest.mark.parametrize(("scoring", "drafts"), [("learned", "input store other"), ("paper", "input store")])
+def test_every_step_counts_what_it_verified_and_accepted(scoring: Any, drafts: str) -> None:
+    rng, names = np.random.default_rng(2), [f"r{i}" for i in range(5)]
+    context = EngineContext(vocab_size=60, max_draft_tokens=8)
+    method = SssdMethod(SssdOptions(scoring=scoring, policy="fixed"), context)
+    method.add_corpus("c", [int32(rng.permutation(np.arange(240) % 40))])
+    source_of = method.drafter._source_of
+    texts = {name: rng.integers(0, 60, 9).tolist() for name in names}
+    for name in names:
+        method.begin(name, int32(texts[name][:-1]), None, {})
+    gained, drafted = {name: texts[name][-1:] for name in names}, dict.fromkeys(names, 0)
+    expected: list[Counter[str]] = [Counter(), Counter()]
+    before = counted("draft_tokens"), counted("tokens")
+    for number in range(60):
+        rng.shuffle(names)
+        step = make_step(
+            names, [gained[n] for n in names], drafted=[drafted[n] for n in names], texts=[texts[n] for n in names],
+            widths=(1, 9),
+        )  # fmt: skip
+        draft = method.draft(step)
+        method.record_acceptance(step)
+        assert [counted("draft_tokens") - before[0], counted("tokens") - before[1]] == expected
+        for b, name in enumerate(names):
+            verified = int(draft.counts[b]) - 1 - number % 2 * int(rng.integers(draft.counts[b]))  # the engine may cut
+            drafted[name], path = verified, []
+            node = int(rng.integers(min(3, verified) + 1))
+            expected[0].update(SOURCES[source_of[kind]] for kind in draft.kinds[b, 1 : verified + 1])
+            while node:
+                path.append(int(draft.tokens[b, node]))
+                expected[1][SOURCES[source_of[draft.kinds[b, node]]]] += 1
+                node = int(draft.parents[b, node])
+            gained[name] = [*path[::-1], int(rng.integers(60))]
+            texts[name] += gained[name]
+    assert all(expected[i][source] > 5 for i in (0, 1) for source in drafts.split()), expected
+    method.close()

@@ -81,16 +81,7 @@ HOSTILE = {
     "four letters": lambda n: np.random.default_rng(0).integers(0, 4, n).astype(np.int32),
     "two tokens": lambda n: (np.arange(n) % 2).astype(np.int32),
     "one token between others": lambda n: np.where(np.arange(n) % 5, 5, np.arange(n)).astype(np.int32),
-    # By Fibonacci hashing without a seed, all of these fell on one entry of the table.
-    "ids that once collided": lambda n: colliding(n),
 }
-
-
-def colliding(n: int) -> NDArray[np.int32]:
-    """Multiples of the inverse of an old multiplier: i * 2654435761 mod 2^32 < n."""
-    inverse = pow(2654435761, -1, 2**32)
-    ids = [k * inverse % 2**32 for k in range(4 * n)]
-    return int32([i for i in ids if i < 2**31][:n])
 
 
 def seconds(tokens: NDArray[np.int32]) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel
 
-from layerskip_plugin.calibrate.host_model import HostModel
-from layerskip_plugin.calibrate.timing import pass_times
+from layerskip_plugin.calibrate.host_model import HostModel, pass_times
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.models import VOCAB_SIZE, rough_model
 
@@ -114,31 +112,6 @@ def test_a_model_that_is_spread_computes_the_same(tmp_path: Path, texts: list[li
     model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=spread, offload_folder=tmp_path / "disk")
     assert next(model.model.layers[1].parameters()).device.type == "meta"
     assert scores_of(HostModel(model), texts) == pytest.approx(scores_of(HostModel(rough_model()), texts), abs=1e-5)
-
-
-def test_a_quantised_checkpoint_is_loaded(tmp_path: Path, texts: list[list[int]]) -> None:
-    """Its weights are integers of 8 bits, packed."""
-    from compressed_tensors.compressors import ModelCompressor
-    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-    from safetensors.torch import save_file
-
-    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-    config = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
-    config |= {"ignore": ["lm_head"], "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
-    model, quantization = rough_model(), QuantizationConfig(**config)
-    model.save_pretrained(tmp_path)
-    apply_quantization_config(model, quantization)
-    for module in model.modules():
-        if hasattr(module, "weight_scale"):
-            module.weight_scale.data = module.weight.data.abs().amax(1, keepdim=True) / 127
-    ModelCompressor(quantization_config=quantization).compress_model(model)
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    assert tensors["model.layers.0.mlp.up_proj.weight_packed"].dtype == torch.int32
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": config}))
-    expected = scores_of(HostModel(rough_model()), texts)
-    assert scores_of(HostModel.load(tmp_path, "auto"), texts)[1] == pytest.approx(expected[1], abs=0.02)
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:

@@ -71,18 +71,6 @@ def test_equal_prompts_are_one_anchor() -> None:
     assert (domains.domain == 0).sum() == 1
 
 
-def test_domains_that_share_a_set_share_its_module() -> None:
-    two, four = (SkipSet.of_sublayers([i], 8) for i in (2, 4))
-    anchors = np.eye(3, 5, dtype=np.float32)
-    domains = Domains(("a", "b", "c"), (two, four, two, four), np.zeros(5, np.float32), anchors,
-                      np.arange(3, dtype=np.int32), 0.5)  # fmt: skip
-    policy = Knn(domains)
-    assert policy.sets == {"all domains": four, "a": two}
-    for name, state in zip(("a", "b", "c", "far"), [*anchors, -np.ones(5, np.float32)], strict=True):
-        policy.set_prompt_state(name, state)
-    assert policy.choose(["a", "b", "c", "far"], np.zeros(4, np.int32)) == [two, four] * 2
-
-
 def test_clusters_of_a_log_are_its_domains() -> None:
     """Three kinds of prompts in any order, and one that is like none of them."""
     sizes = (12, 9, 6)

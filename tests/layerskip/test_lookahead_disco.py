@@ -9,7 +9,7 @@ import pytest
 from lookahead_tools import RECIPE, outcome
 
 from layerskip_plugin.calibrate.disco import Prices, RecordedRounds, train
-from layerskip_plugin.lookahead.disco import Classifier, Disco, features
+from layerskip_plugin.lookahead.disco import Disco
 from layerskip_plugin.lookahead.records import Recorder, Verifications
 from tests.support.disks import full_disk
 
@@ -56,22 +56,6 @@ def test_where_nothing_tells_anything_a_fixed_length_is_as_good() -> None:
         assert comparison.fixed == pytest.approx(best, rel=0.05)
         lengths.append(RecordedRounds(data).best_rule(np.ones(len(data), np.float32), Prices(price, 0.0)).max_length)
     assert lengths == sorted(lengths, reverse=True) and lengths[0] > lengths[-1]
-
-
-def test_the_network_is_the_one_that_was_trained() -> None:
-    """numpy inference and scikit-learn's own give the same probabilities."""
-    from sklearn.neural_network import MLPClassifier
-
-    data = records("entropy", 300)
-    x = features(data.top, data.entropy, data.position)
-    network = MLPClassifier((8,), max_iter=50, random_state=0)
-    mean, scale = x.mean(0).astype(np.float32), x.std(0).astype(np.float32)
-    with pytest.warns(Warning):
-        network.fit((x - mean) / scale, data.accepted)
-    (w1, w2), (b1, b2) = network.coefs_, network.intercepts_
-    weights = (mean, scale, *(w.astype(np.float32) for w in (w1, b1, w2, b2)))
-    expected = network.predict_proba((x - mean) / scale)[:, 1]
-    assert np.abs(Classifier(weights, threshold=0.5, max_length=4).probability(x) - expected).max() < 1e-4
 
 
 def test_the_policy_stops_below_the_threshold() -> None:

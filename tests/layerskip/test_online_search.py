@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from layerskip_plugin.calibrate import bayesian
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.selection.bit_search import BitSearch
 from layerskip_plugin.selection.online_search import KnapSpec, OnlineSearch, Swift
@@ -120,7 +119,7 @@ def test_self_sd_finds_better_sets_than_random_search() -> None:
         traffic = Traffic(seed=seed, luck=0.0)
         best = traffic.true(SkipSet.of_sublayers(np.argsort(traffic.importance)[:6], LAYERS))
         space, other = BitSearch(LAYERS, size=6, seed=seed), BitSearch(LAYERS, size=6, seed=seed + 100)
-        found = bayesian.search(traffic.evaluate, space, 60)
+        found = space.search(traffic.evaluate, 60)
         assert len(space.values) == sum(map(len, traffic.calls)) == 60
         by_chance = max(traffic.true(other.random()) for _ in range(60))
         gains.append((traffic.true(found) - by_chance) / (best - by_chance))
@@ -131,7 +130,7 @@ def test_self_sd_minimises_time_per_token() -> None:
     """Attention is dear here: the fastest set skips it rather than MLP."""
     priced = PassTimes(attention=3.0, mlp=1.0, head=20.0, verify=lambda n: 60.0 + 0.1 * n)
     traffic = Traffic(0.04, luck=0.0, equal=True)
-    found = bayesian.search(traffic.evaluate, BitSearch(LAYERS), 60, priced)
+    found = BitSearch(LAYERS).search(traffic.evaluate, 60, priced)
     sets = [SkipSet(LAYERS, frozenset(range(a)), frozenset(range(m))) for a in range(11) for m in range(11)]
     fastest = max(priced.best(s, traffic.true(s))[0] for s in sets)
     assert len(found.attention) > len(found.mlp)
@@ -160,15 +159,6 @@ def test_swift_is_not_fooled_by_luck_and_ends_with_a_good_set_or_when_nothing_be
         while policy.searching:
             policy.step()
         assert policy.candidates <= most and (policy.matchness > 0.95) == (importance < 0.01)
-
-
-def test_every_25th_set_of_swift_is_by_its_gaussian_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, fitted = Traffic().swift(most=82, stop_score=1.0, patience=100), []
-    propose = policy.space.bayesian
-    monkeypatch.setattr(policy.space, "bayesian", lambda: fitted.append(policy.candidates) or propose())
-    while policy.searching:
-        policy.step()
-    assert policy.candidates == 82 and fitted == [25, 50, 75]
 
 
 @pytest.mark.parametrize("seconds", [0.001, 0.25])

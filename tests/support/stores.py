@@ -23,8 +23,7 @@ from sssd_plugin.datastore.disk.format import Manifest, checksum, file_name, rea
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.search import find_ngram
-from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
-from sssd_plugin.datastore.index.suffix_sort import DEPTH
+from sssd_plugin.datastore.index.sub_index import DEPTH, SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.datastore.live.store import LiveStore
 
 Documents = Sequence[Sequence[int]]

@@ -7,8 +7,10 @@ import contextlib
 import ctypes
 import glob
 import os
+import re
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
@@ -16,20 +18,15 @@ from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from freedraft.files import FileLock, fsync_folder
-from sssd_plugin.datastore.build.sorting import (
-    DEFAULT_MEMORY,
-    SORT_BYTES,
-    resident_bytes,
-    start_sorting,
-    sub_index_memory,
-)
-from sssd_plugin.datastore.disk.checksum import NewFile
+from sssd_plugin.datastore.disk.checksum import NewFile, record, write_array
 from sssd_plugin.datastore.disk.format import (
     LIVE,
     MANIFEST,
     MAX_VOCAB_SIZE,
+    ROLES,
     Manifest,
     SubIndexEntry,
     TokenizerEntry,
@@ -37,10 +34,14 @@ from sssd_plugin.datastore.disk.format import (
 )
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.index.sub_index import PADDING, SEPARATOR, direct_buckets
+from sssd_plugin.datastore.index.sub_index import PAD, PADDING, SEPARATOR, direct_buckets, sorted_arrays
 
 SUB_INDEX_TOKENS = 64, 1 << 29  # least and most; 512 Mi as in arXiv 2411.05894, 3.1.3
 _PART_TOKENS = 1 << 20
+DEFAULT_MEMORY = 2 << 30
+SORT_BYTES = 9  # least memory per token of sorting a sub-index, by `sorted_arrays`: tokens, their order, a sparse index
+_MIN_SORT_BYTES = SORT_BYTES << 20
+_READING_BYTES = 160 << 20  # tokenising a batch, buffers, and allocator overhead
 
 
 class StoreBuilder:
@@ -76,8 +77,8 @@ class StoreBuilder:
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         self.on_phase: Callable[[str], object] = lambda phase: None
         self._workers = workers
-        self._memory = sub_index_memory(resident_bytes() + DEFAULT_MEMORY if memory is None else memory, workers)
-        self._limit = min(self._memory // SORT_BYTES, sub_index_tokens or high)
+        available = sub_index_memory(resident_bytes() + DEFAULT_MEMORY if memory is None else memory, workers)
+        self._limit = min(available // SORT_BYTES, sub_index_tokens or high)
         self._closed: list[Future[SubIndexEntry]] = []
         self._file: NewFile | None = None  # token file of the present sub-index
         self._length, self._last = 0, SEPARATOR  # tokens in it, and the last of them
@@ -162,7 +163,7 @@ class StoreBuilder:
             file.append(PADDING if self._last == SEPARATOR else np.append(PADDING, PADDING[:1]))
         self._file, self._length, self._last = None, 0, SEPARATOR
         folder = Path(file.name).parent
-        self._closed.append(start_sorting(folder, direct_buckets(self._vocab_size), self._memory))
+        self._closed.append(start_sorting(folder, direct_buckets(self._vocab_size)))
         if self._workers == 1:
             self._await_sorting(0)
         self.on_phase("reading")
@@ -243,3 +244,64 @@ def _exchange(new: Path, old: Path) -> None:
     old.rename(aside)
     new.rename(old)
     aside.rename(new)
+
+
+def start_sorting(folder: Path, direct: int) -> Future[SubIndexEntry]:
+    """Sort the sub-index in `folder` and write its arrays, by compiled code without the GIL. Returns a future of its
+    manifest entry, or of MemoryError or DatastoreError. Waiting for it can be interrupted."""
+    future: Future[SubIndexEntry] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(_sort_folder(folder, direct))
+        except BaseException as error:
+            future.set_exception(error)
+
+    # Compiled code may take minutes: Ctrl-C and the interpreter's exit do not wait for this thread.
+    threading.Thread(target=run, daemon=True, name="freedraft-suffix-sort").start()
+    return future
+
+
+def _sort_folder(folder: Path, direct: int) -> SubIndexEntry:
+    path = folder / file_name("tokens")
+    with reporting("read", path):
+        tokens = np.fromfile(path, "<i4")
+    n, largest = len(tokens) - PAD, int(tokens.max())
+    _, *arrays = sorted_arrays(tokens, direct)
+    del tokens
+    m, files = len(arrays[0]), {ROLES[0]: record(path)}
+    files |= {role: write_array(folder / file_name(role), array) for role, array in zip(ROLES[1:], arrays, strict=True)}
+    return SubIndexEntry(name=folder.name, n_tokens=m, n_documents=n - m, max_token=largest, files=files)
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes in "2GiB", "500 MB" or "1073741824"; `DatastoreError` if it is not a size."""
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        raise DatastoreError(f"{text!r} is not a size for --memory: write for instance 2GiB or 500MB") from None
+
+
+def format_size(size: int) -> str:
+    return ByteSize(size).human_readable(separator=" ")
+
+
+def resident_bytes(field: str = "VmRSS") -> int:
+    """Return the present memory of this process in bytes."""
+    match = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 1024 * int(match[1]) if match else 0
+
+
+def peak_resident_bytes() -> int:
+    # Not ru_maxrss: on Linux it includes the peak of the parent process.
+    return resident_bytes("VmHWM")
+
+
+def sub_index_memory(memory: int, workers: int = 1) -> int:
+    """Return the bytes for each of `workers` concurrent sorts in a build with `memory` bytes in total, this process's
+    present memory included; `DatastoreError` if that is too little."""
+    overhead = resident_bytes() + _READING_BYTES
+    minimum = overhead + workers * _MIN_SORT_BYTES
+    if memory < minimum:
+        raise DatastoreError(f"--memory {format_size(memory)} is too little: give at least {format_size(minimum)}")
+    return (memory - overhead) // workers

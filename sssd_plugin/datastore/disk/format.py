@@ -30,8 +30,7 @@ import freedraft
 from freedraft.files import write_atomically
 from sssd_plugin.datastore.disk.checksum import BLOCK_BYTES, Bounds, Checked, FileEntry
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
-from sssd_plugin.datastore.index.sub_index import direct_buckets
-from sssd_plugin.datastore.index.suffix_sort import PAD, SEPARATOR, SPARSE_STEP
+from sssd_plugin.datastore.index.sub_index import PAD, SEPARATOR, SPARSE_STEP, direct_buckets
 
 MANIFEST = "manifest.json"
 LIVE = "live"  # folder of learnt text; see `sssd_plugin.datastore.live.folder`

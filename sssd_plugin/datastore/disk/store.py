@@ -11,8 +11,7 @@ from freedraft.compiled import compiled
 from sssd_plugin.datastore.disk.checksum import check
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, Role, SubIndexEntry, digest, file_name, read_manifest
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
-from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
-from sssd_plugin.datastore.index.suffix_sort import before, fill_sparse, fill_starts
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex, before, fill_sparse, fill_starts
 
 SAMPLES = 100_000
 

@@ -13,8 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
-from sssd_plugin.datastore.index.sub_index import TABLE_COLUMNS, Snapshot, SubIndex, direct_buckets
-from sssd_plugin.datastore.index.suffix_sort import PAD, PADDING, SEPARATOR, merge_into, sorted_arrays, with_tables
+from sssd_plugin.datastore.index.sub_index import (
+    PAD,
+    PADDING,
+    SEPARATOR,
+    TABLE_COLUMNS,
+    Snapshot,
+    SubIndex,
+    direct_buckets,
+    merge_into,
+    sorted_arrays,
+    with_tables,
+)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LARGE = 1 << 18  # bytes
@@ -43,21 +53,15 @@ def _merged(older, older_order, newer, newer_order, direct):
 
 
 @compiled(nogil=True)
-def _without(tokens, order, excess, keep, direct):
-    """Drop documents; also return the number dropped only because they start in the first `excess` tokens."""
+def _without(tokens, order, keep, direct):
     n = len(tokens) - PAD
     place = np.full(n, -1, np.int32)
-    end, document, cut, start = 0, 0, 0, True
-    kept = False
+    end, document = 0, 0
     for i in range(n):
-        if start:
-            kept = i >= excess and keep[document]
-            cut += i < excess
-        if kept:
+        if keep[document]:
             place[i] = end
             end += 1
-        start = tokens[i] < 0
-        document += start
+        document += tokens[i] < 0
     left = np.full(end + PAD, SEPARATOR, np.int32)
     for i in range(n):
         if place[i] >= 0:
@@ -68,7 +72,7 @@ def _without(tokens, order, excess, keep, direct):
         if place[p] >= 0:
             left_order[m] = place[p]
             m += 1
-    return with_tables(left, left_order[:m].copy(), _direct_of(end, direct)), cut
+    return with_tables(left, left_order[:m].copy(), _direct_of(end, direct))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +91,10 @@ class Run:
     @property
     def n(self) -> int:  # tokens, separators included
         return self.sub.n
+
+    @property
+    def starts(self) -> NDArray[np.int64]:  # of its documents, in the tokens
+        return np.append(0, np.flatnonzero(self.sub.tokens[: self.n] == SEPARATOR)[:-1] + 1)
 
     def __del__(self) -> None:
         """Return the pages of large arrays without the GIL, which freeing them would hold for milliseconds."""
@@ -114,17 +122,16 @@ def merged(older: Run | None, newer: Run, vocab_size: int) -> Run:
     return Run(SubIndex(*arrays), np.concatenate([older.documents, newer.documents]))
 
 
-def without(run: Run, vocab_size: int, keep: NDArray[np.bool_], excess: int = 0) -> Run | None:
-    """Drop documents not in `keep` (bool [d]) or that start in the first `excess` tokens; None if none is left."""
-    arrays, cut = _without(run.sub.tokens, run.sub.suffix_array, excess, keep, direct_buckets(vocab_size))
-    left = run.documents[cut:][keep[cut:]]
-    return Run(SubIndex(*arrays), left) if len(left) else None
+def without(run: Run, vocab_size: int, keep: NDArray[np.bool_]) -> Run | None:
+    """Drop documents that are not in `keep` (bool [d]); None if none is left."""
+    arrays = _without(run.sub.tokens, run.sub.suffix_array, keep, direct_buckets(vocab_size))
+    return Run(SubIndex(*arrays), run.documents[keep]) if keep.any() else None
 
 
 def warm_up() -> None:
     """Compile, or load from the cache, the functions of inserting, merging and erasing."""
     run = sorted_run([np.zeros(4, np.int32)], 8, np.zeros((1, 3), np.int64))
-    without(merged(run, run, 8), 8, np.arange(2) > 0, 1)
+    without(merged(run, run, 8), 8, np.arange(2) > 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

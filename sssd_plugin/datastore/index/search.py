@@ -3,7 +3,7 @@
 import numpy as np
 
 from freedraft.compiled import compiled
-from sssd_plugin.datastore.index.suffix_sort import PAD, SPARSE_STEP
+from sssd_plugin.datastore.index.sub_index import PAD, SPARSE_STEP
 from sssd_plugin.pointers import int32_at
 
 

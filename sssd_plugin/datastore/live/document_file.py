@@ -12,9 +12,9 @@ import logging
 import os
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -47,8 +47,6 @@ _REMEDIES = {
     sqlite3.SQLITE_READONLY: "give this user access or choose another path",
 }
 
-T = TypeVar("T")
-
 
 class UnreadableFileError(DatastoreError):
     """A file without any readable contents."""
@@ -59,7 +57,7 @@ class DocumentFile:
     another kind of file.
 
     Attributes:
-        db: to execute statements, in `transact`, or under `reporting`.
+        db: to execute statements, in a `transaction`, or under `reporting`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,34 +67,33 @@ class DocumentFile:
                 os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         with self.reporting():
             self.db = _connect(str(path))
-        self.transact(lambda: [self.db.execute(statement) for statement in _SCHEMA])
-        self.transact(lambda: self._must_be_sound("quick_check"))
-
-    def transact(self, action: Callable[[], T], kind: str | None = "IMMEDIATE", *, repair: bool = True) -> T:
-        """Run `action` in a transaction (kind None: outside of one). If the file is damaged, rewrite its readable rows
-        and run `action` again."""
-        with self.reporting():
             try:
-                return self._once(action, kind)
+                for statement in _SCHEMA:
+                    self.db.execute(statement)
+                self._must_be_sound("quick_check")
             except sqlite3.DatabaseError as error:
-                if not repair or _code(error) != sqlite3.SQLITE_CORRUPT:
+                if _code(error) != sqlite3.SQLITE_CORRUPT:
                     raise
-                self._rewrite()
-                return self._once(action, kind)
+                self.repair()
+
+    @contextlib.contextmanager
+    def transaction(self, kind: str = "IMMEDIATE") -> Iterator[sqlite3.Connection]:
+        with self.reporting():
+            self.db.execute(f"BEGIN {kind}")
+            with self.db:  # commits, or rolls back
+                yield self.db
 
     def compact(self) -> None:
         """Remove all copies of erased rows from the file."""
-        self.transact(lambda: self.db.execute("VACUUM"), None)
-        self.transact(lambda: self.db.execute("PRAGMA user_version = 0"), None)
+        with self.reporting():
+            self.db.execute("VACUUM")
+            self.db.execute("PRAGMA user_version = 0")
 
     def check(self) -> tuple[int, int]:
         """Return the numbers of documents and of damaged ones. Raises for a damaged file."""
-
-        def check() -> list[bool]:  # no concurrent writer
+        with self.transaction("DEFERRED"):  # no concurrent writer
             self._must_be_sound("integrity_check")
-            return [record is None for _, record in self.documents(0)]
-
-        damaged = self.transact(check, "DEFERRED", repair=False)
+            damaged = [record is None for _, record in self.documents(0)]
         return len(damaged), sum(damaged)
 
     @contextlib.contextmanager
@@ -119,31 +116,23 @@ class DocumentFile:
         row = self.db.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()
         return int(row[0]) if row else 0
 
-    def _once(self, action: Callable[[], T], kind: str | None) -> T:
-        if kind is None:
-            return action()
-        self.db.execute(f"BEGIN {kind}")
-        with self.db:  # commits, or rolls back
-            return action()
-
     def _must_be_sound(self, pragma: str) -> None:
         if self.db.execute(f"PRAGMA {pragma}(1)").fetchone() != ("ok",):
             raise _corrupt()
 
-    def _rewrite(self) -> None:
-        with contextlib.closing(_connect(":memory:")) as good:
+    def repair(self) -> None:
+        """Rewrite a damaged file: keep the rows that can be read."""
+        with self.reporting(), contextlib.closing(_connect(":memory:")) as good:
             for statement in _SCHEMA:
                 good.execute(statement)
             newest = {"documents": 0, "erasures": 0}
             for table in newest:
                 with contextlib.suppress(sqlite3.DatabaseError):
                     newest[table] = self.newest(table)
-            with contextlib.suppress(sqlite3.DatabaseError):
-                rows = self.db.execute("SELECT id, tenant, before, milliseconds FROM erasures")
-                good.executemany("INSERT INTO erasures VALUES (?, ?, ?, ?)", rows)
             kept = [row for row in self._readable(newest["documents"]) if _record(row) is not None]
             good.executemany("INSERT INTO documents VALUES (?, ?, ?, ?, ?)", kept)
-            # Ids are never reused: other processes remember the last ones that they have read.
+            # Ids are never reused: other processes remember the last ones that they have read, and take all documents
+            # anew where erasures are missing.
             good.execute("DELETE FROM sqlite_sequence")
             good.executemany("INSERT INTO sqlite_sequence VALUES (?, ?)", newest.items())
             good.backup(self.db)

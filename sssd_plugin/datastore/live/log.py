@@ -10,7 +10,7 @@ from typing import Self
 
 from sssd_plugin.datastore.disk.format import LIVE
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.live.document_file import DocumentFile, row_of
+from sssd_plugin.datastore.live.document_file import DocumentFile, UnreadableFileError, row_of
 from sssd_plugin.datastore.live.folder import FILE, MANIFEST, FolderLock, LiveManifest
 from sssd_plugin.datastore.records import Changes, Erasure, PendingRecords, Record, keep_shares, now_ms
 
@@ -32,8 +32,8 @@ class Log:
         self._tokens = 0  # in the file, at most
         self._end_at = time.monotonic() + ANNOUNCED_SECONDS  # of erasures
         self._version = -1  # of the file
-        # The last erasure and the last document.
-        self._seen = self.file.transact(lambda: self.file.newest("erasures")), 0
+        with self.file.reporting():  # the last erasure and the last document
+            self._seen = self.file.newest("erasures"), 0
 
     @classmethod
     def open(cls, directory: Path, server: LiveManifest, max_tokens: int) -> Self:
@@ -70,6 +70,8 @@ class Log:
             news = self._append(records) if records else self._follow()
         except DatastoreError as error:
             self.pending.give_back(records)
+            if isinstance(error, UnreadableFileError):
+                self.file.repair()
             news, failure = self._follow(), error  # erasures apply even if nothing can be written
         changes.erasures.extend(news.erasures)
         changes.records.extend(news.records)
@@ -95,34 +97,29 @@ class Log:
     def erase(self, *erasures: Erasure) -> tuple[int, int]:
         """Erase documents, and all damaged ones, since their tenants are unknown; return their number and tokens. Other
         processes follow. Call `file.compact` afterwards."""
-
-        def erase() -> tuple[int, int]:
+        with self.file.transaction() as db:
             gone = {
                 at: 0 if record is None else len(record.tokens)
                 for at, record in self.file.documents(0)
                 if record is None or any(erasure.covers(record) for erasure in erasures)
             }
-            self.file.db.executemany("DELETE FROM documents WHERE id = ?", [(at,) for at in gone])
+            db.executemany("DELETE FROM documents WHERE id = ?", [(at,) for at in gone])
             announce = "INSERT INTO erasures (tenant, before, milliseconds) VALUES (?, ?, ?)"
-            self.file.db.executemany(announce, [(erasure.tenant, erasure.before, now_ms()) for erasure in erasures])
-            self.file.db.execute(_DUE)
-            return len(gone), sum(gone.values())
-
-        return self.file.transact(erase)
+            db.executemany(announce, [(erasure.tenant, erasure.before, now_ms()) for erasure in erasures])
+            db.execute(_DUE)
+        return len(gone), sum(gone.values())
 
     def end_erasures(self, alone: bool) -> None:
         """Remove erasures announced long enough ago, or all if there is no other process; compact if a killed process
         did not."""
         now = now_ms()
         until = now if alone else now - int(ANNOUNCED_SECONDS * 1000)
-
-        def end() -> bool:
-            old = "DELETE FROM erasures WHERE milliseconds <= ? OR milliseconds > ?"  # the clock was set back
-            if self.file.db.execute(old, (until, now)).rowcount:
-                self.file.db.execute(_DUE)
-            return bool(self.file.db.execute("PRAGMA user_version").fetchone()[0])
-
-        if self.file.transact(end):
+        old = "DELETE FROM erasures WHERE milliseconds <= ? OR milliseconds > ?"  # the clock was set back
+        with self.file.transaction() as db:
+            if db.execute(old, (until, now)).rowcount:
+                db.execute(_DUE)
+            due = db.execute("PRAGMA user_version").fetchone()[0]
+        if due:
             self.file.compact()
 
     def _follow(self) -> Changes:
@@ -131,24 +128,22 @@ class Log:
             version = self.file.db.execute("PRAGMA data_version").fetchone()[0]
         if version == self._version:
             return Changes()
-        changes, self._seen = self.file.transact(self._read, "DEFERRED")
+        with self.file.transaction("DEFERRED"):
+            changes, self._seen = self._read()
         self._version = version
         return changes
 
     def _append(self, records: list[Record]) -> Changes:
         """Write documents; return like `_follow`."""
-
-        def append() -> tuple[Changes, tuple[int, int]]:
+        with self.file.transaction() as db:
             changes, (erasure, newest) = self._read()
             rows = [row_of(record) for record in records if not any(e.covers(record) for e in changes.erasures)]
             for start in range(0, len(rows), _ROWS_AT_ONCE):  # after each statement this thread waits for the GIL
                 some = rows[start : start + _ROWS_AT_ONCE]
                 places = ", ".join(["(?, ?, ?, ?)"] * len(some))
                 statement = f"INSERT INTO documents (tenant, milliseconds, checksum, tokens) VALUES {places}"
-                newest = self.file.db.execute(statement, [value for row in some for value in row]).lastrowid or newest
-            return changes, (erasure, newest)
-
-        changes, self._seen = self.file.transact(append)
+                newest = db.execute(statement, [value for row in some for value in row]).lastrowid or newest
+        self._seen = erasure, newest
         return changes
 
     def _read(self) -> tuple[Changes, tuple[int, int]]:
@@ -168,7 +163,8 @@ class Log:
         self._tokens += sum(record.size for record in (*written, *changes.records))
         if self._max_tokens is not None and self._tokens > self._max_tokens:
             kept = self._max_tokens - self._max_tokens // 8
-            self._tokens = self.file.transact(lambda: self._trim(kept))
+            with self.file.transaction():
+                self._tokens = self._trim(kept)
         if changes.erasures:
             self._end_at = time.monotonic() + ANNOUNCED_SECONDS + 1
         elif time.monotonic() >= self._end_at:

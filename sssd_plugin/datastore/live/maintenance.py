@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,14 +22,6 @@ from sssd_plugin.datastore.records import FOREVER, Erasure
 _FILES = FILE, f"{FILE}-journal", f"{FILE}-wal"
 
 
-class Forgotten(NamedTuple):
-    """Documents and tokens erased on disk; `alone`: no server was learning there (one would follow within a second)."""
-
-    documents: int
-    tokens: int
-    alone: bool
-
-
 def end_of(before: str | None) -> int | None:
     """Return an ISO date or time (default: UTC) in ms since 1970. Raises DatastoreError: not a time."""
     if before is None:
@@ -42,11 +33,16 @@ def end_of(before: str | None) -> int | None:
     return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
 
 
-def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = None) -> Forgotten:
-    """Erase learnt documents: of these tenants (none: of all), before a time (ms since 1970; None: of any), and all
-    damaged ones, since their tenants are unknown. Servers of this host that learn there forget them, too. Raises
-    DatastoreError: nothing was ever learnt there, another host learns there, or a disk error."""
-    folder, manifest = _learnt(directory)
+def forget(place: Path | str, tenants: Sequence[str] = (), before: int | None = None) -> str:
+    """Erase documents learnt in the directory of a store or at a URL, and return the result in words: those of these
+    tenants (none: of all), from before a time (ms since 1970; None: until this returns), and all damaged ones, since
+    their tenants are unknown. Servers that learn there forget them, too; those at a URL at their next poll. Raises
+    DatastoreError: nothing was ever learnt there, another host learns there, it is unreachable, or a disk error."""
+    if "://" in str(place):
+        exchange, manifest = _exchange(str(place))
+        exchange.forget(_numbers(manifest, tenants), before)
+        return "forgotten; servers that learn there follow when they look next"
+    folder, manifest = _learnt(Path(place))
     documents = tokens = 0
     with FolderLock(folder) as lock:
         try:
@@ -60,14 +56,8 @@ def forget(directory: Path, tenants: Sequence[str] = (), before: int | None = No
             with reporting("write", folder / FILE):
                 for name in _FILES:
                     (folder / name).unlink(missing_ok=True)
-        return Forgotten(documents, tokens, lock.alone)
-
-
-def forget_at(url: str, tenants: Sequence[str] = (), before: int | None = None) -> None:
-    """Like `forget`, for documents that servers learnt at a URL; before: None: until this returns. Servers follow at
-    their next poll. Raises DatastoreError: nothing was ever learnt there, or it is unreachable."""
-    exchange, manifest = _exchange(url)
-    exchange.forget(_numbers(manifest, tenants), before)
+        servers = "" if lock.alone else "; servers that learn there follow within a second"
+    return f"{documents:,} documents, {tokens:,} tokens forgotten{servers}"
 
 
 def verify_live(directory: Path, erased: Sequence[str] = ()) -> str | None:

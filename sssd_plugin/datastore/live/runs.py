@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from sssd_plugin.datastore.disk.format import Isolation
 from sssd_plugin.datastore.index.runs import Run, View, merged, sorted_run, warm_up, without
 from sssd_plugin.datastore.index.sub_index import Snapshot
-from sssd_plugin.datastore.live.tenant import Erasures, Tenant, kept
 from sssd_plugin.datastore.records import FOREVER, Erasure, LiveStats, Record, keep_shares
 
 logger = logging.getLogger("freedraft.datastore")
@@ -37,6 +36,48 @@ NICE = 10  # of the background thread, below the engine's threads
 _MANY_TENANTS = 4096
 _BULK_TOKENS = 1 << 10  # of a tenant's documents from a log, from which they are sorted together
 _MAX_WAITING = 1 << 20  # tokens of large documents
+FACTOR = 4  # a run is merged with its newer neighbour unless it is at least as many times as large
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """Text learnt from one tenant's requests, or from all if tenants are not kept apart."""
+
+    runs: list[Run] = field(default_factory=list)  # oldest and largest first
+    memtable: Run | None = None  # run of the newest documents, to merge the next one into
+    waiting: int = 0  # runs that wait to be sorted
+    hidden: int = 0  # erasures to be applied; until then its text is not drafted from
+    tidying: bool = False  # a merge of `runs` is queued
+    view: View | None = None  # view of its requests; None after a change
+
+    @property
+    def all_runs(self) -> list[Run]:
+        memtable = self.memtable  # first: other threads read without a lock
+        return [*self.runs, memtable] if memtable else [*self.runs]
+
+    @property
+    def n(self) -> int:  # tokens, separators included
+        return sum(run.n for run in self.all_runs)
+
+    @property
+    def taught_at(self) -> int:
+        """When its newest document was learnt, ms since 1970; 0 without documents."""
+        return max((int(run.documents[-1, 0]) for run in self.all_runs), default=0)
+
+    def runs_to_replace(self, max_runs: int, max_tokens: int) -> list[Run]:
+        """Return two neighbours to merge; empty if there is nothing to do.
+
+        Args:
+            max_runs: bound, the memtable included. Once reached, the smallest neighbours are merged regardless of
+                sizes.
+            max_tokens: of the merged run.
+        """
+        runs = self.runs
+        pairs, sizes = range(len(runs) - 1), [run.n for run in runs]
+        close = [i for i in pairs if sizes[i] < FACTOR * sizes[i + 1] and sizes[i] + sizes[i + 1] <= max_tokens]
+        if pairs and not close and len(runs) + 1 >= max_runs:
+            close = [min(pairs, key=lambda i: sizes[i] + sizes[i + 1])]
+        return runs[close[-1] : close[-1] + 2] if close else []
 
 
 class LearntRuns:
@@ -67,14 +108,21 @@ class LearntRuns:
         warm_up()
 
     def erase(self, erasure: Erasure) -> None:
-        """Forget documents in memory: later views do not have them. Other tenants' requests are not blocked."""
+        """Forget documents in memory: no later view has them. Other tenants' requests are not blocked."""
         with self.lock:
-            ended = erasure, self._documents
+            spared = self._documents
             tenants = list(self.tenants.items())
+        erased = []
         for number, tenant in tenants:
             if self.isolation == "shared" or erasure.tenant in (None, number):
                 with self.lock:
-                    self._erase(tenant, ended)
+                    if tenant.waiting or not all(kept(run, erasure, spared).all() for run in tenant.all_runs):
+                        erased.append(tenant)
+                        tenant.hidden += 1
+                        tenant.view = None
+        with self.lock:
+            self._joined = None
+            self._submit(partial(self._remove, erased, erasure, spared), always=True)
         self.on_erased()
 
     def learn(self, records: list[Record]) -> None:
@@ -149,7 +197,7 @@ class LearntRuns:
         view = tenant.view
         if view is None:
             with self.lock:
-                runs = tenant.visible_runs
+                runs = [] if tenant.hidden else tenant.all_runs
                 view = tenant.view = View.of(self._static, runs) if runs else self._static_view
         return view
 
@@ -159,7 +207,7 @@ class LearntRuns:
         if number not in self.tenants:
             if len(self.tenants) % _MANY_TENANTS == 0:  # forget those without documents
                 for other, tenant in list(self.tenants.items()):
-                    if other and not (tenant.tidying or tenant.waiting or tenant.all_runs):
+                    if other and not (tenant.tidying or tenant.waiting or tenant.hidden or tenant.all_runs):
                         del self.tenants[other]
             self.tenants[number] = Tenant()
         return self.tenants[number]
@@ -211,21 +259,9 @@ class LearntRuns:
             self._evicting = True
             self._submit(self._evict)
 
-    def _submit(self, task: Callable[[], None]) -> None:
+    def _submit(self, task: Callable[[], None], *, always: bool = False) -> None:
         self._tasks += 1
-        self._background.submit(self._run, task)
-
-    def _erase(self, tenant: Tenant, ended: tuple[Erasure, int]) -> None:
-        self._joined = tenant.view = None
-        before = tenant.n
-        if tenant.memtable and not (keep := kept(tenant.memtable, [ended])).all():
-            tenant.memtable = without(tenant.memtable, self.vocab_size, keep)
-        if tenant.runs or tenant.waiting:
-            tenant.erasures.append(ended)
-            if self._failed:  # runs are no longer rewritten
-                tenant.runs = [run for run in tenant.runs if kept(run, tenant.erasures).all()]
-            self._plan(tenant)
-        self.held += tenant.n - before
+        self._background.submit(self._run, task, always)
 
     def _plan(self, tenant: Tenant) -> None:
         if not tenant.tidying and tenant.runs_to_replace(self._max_runs, self.max_tokens // 2):
@@ -265,9 +301,9 @@ class LearntRuns:
 
     # In the background thread, the only one that replaces runs.
 
-    def _run(self, task: Callable[[], None]) -> None:
+    def _run(self, task: Callable[[], None], always: bool) -> None:
         try:
-            if not self._failed:
+            if always or not self._failed:
                 task()
         except Exception:  # out of memory: keep the present runs
             self._failed = True
@@ -276,28 +312,40 @@ class LearntRuns:
             with self.lock:
                 self._tasks -= 1
 
-    def _combined(self, inputs: list[Run], erasures: Erasures, excess: int = 0) -> Run | None:
-        """Merge runs, the newest two first, without erased documents and those that start in the first `excess` tokens
-        of a run."""
+    def _remove(self, tenants: list[Tenant], erasure: Erasure, spared: int) -> None:
+        """Remove erased documents, and show the tenants' text again. spared: number of the first later document."""
+        for tenant in tenants:
+            with self.lock:
+                runs, memtable = list(tenant.runs), tenant.memtable
+                if memtable:
+                    tenant.memtable = without(memtable, self.vocab_size, kept(memtable, erasure, spared))
+                    self.held += (tenant.memtable.n if tenant.memtable else 0) - memtable.n
+            for run in runs:
+                if not (keep := kept(run, erasure, spared)).all():
+                    left = None if self._failed else without(run, self.vocab_size, keep)
+                    with self.lock:
+                        self._swap(tenant, [run], left)
+            with self.lock:
+                tenant.hidden -= 1
+                tenant.view = None
+
+    def _combined(self, inputs: list[Run]) -> Run:
+        """Merge two runs; one is left as it is."""
+        if len(inputs) == 1:
+            return inputs[0]
         started, stats = time.perf_counter(), self.counts
-        result: Run | None = None
-        for run in reversed(inputs):
-            keep = kept(run, erasures)
-            left = run if keep.all() and not excess else without(run, self.vocab_size, keep, excess)
-            if left is not None:
-                result = left if result is None else merged(left, result, self.vocab_size)
-        if result is not inputs[0]:
-            stats.merges, stats.merge_seconds = stats.merges + 1, stats.merge_seconds + time.perf_counter() - started
+        result = merged(inputs[0], inputs[1], self.vocab_size)
+        stats.merges, stats.merge_seconds = stats.merges + 1, stats.merge_seconds + time.perf_counter() - started
         return result
 
     def _tidy(self, tenant: Tenant) -> None:
         while True:
             with self.lock:
                 inputs = tenant.runs_to_replace(self._max_runs, self.max_tokens // 2)
-                tenant.tidying, erasures = bool(inputs), list(tenant.erasures)
+                tenant.tidying = bool(inputs)
             if not inputs:
                 return
-            result = self._combined(inputs, erasures)
+            result = self._combined(inputs)
             with self.lock:
                 self._swap(tenant, inputs, result)
 
@@ -305,8 +353,7 @@ class LearntRuns:
         run = sorted_run([record.tokens for record in records], self.vocab_size, about)
         with self.lock:
             last = owner.runs[-1:] if len(owner.runs) + 1 >= self._max_runs else []
-            erasures = list(owner.erasures)
-        result = self._combined([*last, run], erasures)
+        result = self._combined([*last, run])
         with self.lock:
             owner.waiting -= 1
             self._waiting -= size
@@ -326,15 +373,20 @@ class LearntRuns:
                 with self.lock:
                     if tenant.memtable and not tenant.runs:
                         tenant.runs, tenant.memtable = [tenant.memtable], None
-                    oldest, erasures = tenant.runs[:1], list(tenant.erasures)
-                if not oldest:  # just erased
-                    break
-                left = self._combined(oldest, erasures, excess) if oldest[0].n > excess else None
+                    oldest = tenant.runs[0]
+                left = without(oldest, self.vocab_size, oldest.starts >= excess)
                 with self.lock:
-                    gone = self._swap(tenant, oldest, left)
+                    gone = self._swap(tenant, [oldest], left)
                     self.counts.evicted += gone
                 excess -= gone
         self._evicting = False
+
+
+def kept(run: Run, erasure: Erasure, spared: int) -> NDArray[np.bool_]:
+    """Return bool [d]: which documents of a run are not erased, as those with a number from `spared` on."""
+    times, tenants, numbers = run.documents.T
+    covered = (numbers < spared) & (times < erasure.before)
+    return ~(covered if erasure.tenant is None else covered & (tenants == erasure.tenant))
 
 
 def _lower_priority() -> None:
