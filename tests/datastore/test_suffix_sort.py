@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sssd_plugin.datastore.build import divsufsort
+from sssd_plugin.datastore.build.builder import sort
 from sssd_plugin.datastore.index.runs import merged, sorted_run, without
-from sssd_plugin.datastore.index.sub_index import DEPTH, SEPARATOR, SPARSE_STEP, SubIndex
+from sssd_plugin.datastore.index.sub_index import DEPTH, PADDING, SEPARATOR, SPARSE_STEP, SubIndex
 from tests.support.stores import brute_force, documents_of, int32, joined, keys_of, look_up
 
 HUGE = 2**31 - 1
@@ -17,14 +19,21 @@ Documents = list[list[int]]
 documents = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=6)
 
 
+def by_bytes(tokens: np.ndarray) -> SubIndex:
+    """As `pydivsufsort` sorts, which knows nothing of ours."""
+    padded, largest = np.concatenate([tokens, PADDING]), int(tokens.max(initial=0))
+    assert divsufsort.can_sort(len(tokens), largest, 1 << 40)
+    return SubIndex(*sort(padded, largest, 8, 1 << 40))
+
+
 def about(first: int, number: int) -> np.ndarray:
     """Rows of `Run.documents`, each its own."""
     numbers = np.arange(first, first + number)
     return np.stack([1000 + numbers, 5 * numbers, numbers], axis=1)
 
 
-def check(sub: SubIndex, texts: Documents) -> None:
-    """Documents, order, buckets and fences."""
+def check(sub: SubIndex, texts: Documents) -> list[list[int]]:
+    """Documents, order, buckets and fences; the keys that the order goes by."""
     assert documents_of(sub) == texts
     order = sub.suffix_array
     assert sorted(order.tolist()) == np.flatnonzero(sub.tokens >= 0).tolist()
@@ -34,14 +43,16 @@ def check(sub: SubIndex, texts: Documents) -> None:
     for token in range(len(sub.bucket_starts) - 1):
         a, b = sub.bucket_starts[token : token + 2]
         assert (firsts[a:b] == token).all() and int((firsts == token).sum()) == b - a
+    return keys
 
 
 @settings(deadline=None)
 @given(st.lists(st.lists(IDS, max_size=60), min_size=1, max_size=4))
-def test_any_ids(texts: Documents) -> None:
-    sub = SubIndex.build(int32(joined(texts)), 8)
-    check(sub, texts)
-    assert len(sub.bucket_starts) == 9
+def test_both_sorts_agree(texts: Documents) -> None:
+    tokens = int32(joined(texts))
+    ours, theirs = SubIndex.build(tokens, 8), by_bytes(tokens)
+    assert check(ours, texts) == check(theirs, texts)
+    assert theirs.bucket_starts.tolist() == ours.bucket_starts.tolist() and len(ours.bucket_starts) == 9
 
 
 @settings(deadline=None, max_examples=150)

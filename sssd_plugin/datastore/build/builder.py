@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from freedraft.files import FileLock, fsync_folder
+from sssd_plugin.datastore.build import divsufsort
 from sssd_plugin.datastore.disk.checksum import NewFile, record, write_array
 from sssd_plugin.datastore.disk.format import (
     LIVE,
@@ -34,7 +35,14 @@ from sssd_plugin.datastore.disk.format import (
 )
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.index.sub_index import PAD, PADDING, SEPARATOR, direct_buckets, sorted_arrays
+from sssd_plugin.datastore.index.sub_index import (
+    PAD,
+    PADDING,
+    SEPARATOR,
+    direct_buckets,
+    sorted_arrays,
+    with_tables,
+)
 
 SUB_INDEX_TOKENS = 64, 1 << 29  # least and most; 512 Mi as in arXiv 2411.05894, 3.1.3
 _PART_TOKENS = 1 << 20
@@ -77,8 +85,8 @@ class StoreBuilder:
         self._vocab_size, self._tokenizer = vocab_size, tokenizer
         self.on_phase: Callable[[str], object] = lambda phase: None
         self._workers = workers
-        available = sub_index_memory(resident_bytes() + DEFAULT_MEMORY if memory is None else memory, workers)
-        self._limit = min(available // SORT_BYTES, sub_index_tokens or high)
+        self._memory = sub_index_memory(resident_bytes() + DEFAULT_MEMORY if memory is None else memory, workers)
+        self._limit = min(self._memory // SORT_BYTES, sub_index_tokens or high)
         self._closed: list[Future[SubIndexEntry]] = []
         self._file: NewFile | None = None  # token file of the present sub-index
         self._length, self._last = 0, SEPARATOR  # tokens in it, and the last of them
@@ -163,7 +171,7 @@ class StoreBuilder:
             file.append(PADDING if self._last == SEPARATOR else np.append(PADDING, PADDING[:1]))
         self._file, self._length, self._last = None, 0, SEPARATOR
         folder = Path(file.name).parent
-        self._closed.append(start_sorting(folder, direct_buckets(self._vocab_size)))
+        self._closed.append(start_sorting(folder, direct_buckets(self._vocab_size), self._memory))
         if self._workers == 1:
             self._await_sorting(0)
         self.on_phase("reading")
@@ -246,14 +254,14 @@ def _exchange(new: Path, old: Path) -> None:
     aside.rename(new)
 
 
-def start_sorting(folder: Path, direct: int) -> Future[SubIndexEntry]:
-    """Sort the sub-index in `folder` and write its arrays, by compiled code without the GIL. Returns a future of its
-    manifest entry, or of MemoryError or DatastoreError. Waiting for it can be interrupted."""
+def start_sorting(folder: Path, direct: int, memory: int) -> Future[SubIndexEntry]:
+    """Sort the sub-index in `folder` within `memory` bytes and write its arrays, by compiled code without the GIL.
+    Returns a future of its manifest entry, or of MemoryError or DatastoreError. Waiting for it can be interrupted."""
     future: Future[SubIndexEntry] = Future()
 
     def run() -> None:
         try:
-            future.set_result(_sort_folder(folder, direct))
+            future.set_result(_sort_folder(folder, direct, memory))
         except BaseException as error:
             future.set_exception(error)
 
@@ -262,16 +270,24 @@ def start_sorting(folder: Path, direct: int) -> Future[SubIndexEntry]:
     return future
 
 
-def _sort_folder(folder: Path, direct: int) -> SubIndexEntry:
+def _sort_folder(folder: Path, direct: int, memory: int) -> SubIndexEntry:
     path = folder / file_name("tokens")
     with reporting("read", path):
         tokens = np.fromfile(path, "<i4")
     n, largest = len(tokens) - PAD, int(tokens.max())
-    _, *arrays = sorted_arrays(tokens, direct)
+    _, *arrays = sort(tokens, largest, direct, memory)
     del tokens
     m, files = len(arrays[0]), {ROLES[0]: record(path)}
     files |= {role: write_array(folder / file_name(role), array) for role, array in zip(ROLES[1:], arrays, strict=True)}
     return SubIndexEntry(name=folder.name, n_tokens=m, n_documents=n - m, max_token=largest, files=files)
+
+
+def sort(tokens: NDArray[np.int32], largest: int, direct: int, memory: int) -> tuple[NDArray[np.int32], ...]:
+    """Return the arrays of the `SubIndex` of tokens (int32 [n + PAD], ids up to `largest`), with `direct` buckets. Uses
+    libdivsufsort if it is installed and `memory` bytes suffice for it, tokens included."""
+    if divsufsort.can_sort(len(tokens) - PAD, largest, memory):
+        return with_tables(tokens, divsufsort.sort_suffixes(tokens, largest), direct)
+    return sorted_arrays(tokens, direct)
 
 
 def parse_size(text: str) -> int:
