@@ -27,4 +27,3 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     # Else it replaces the whole language at each launch and at each call within a kernel, a third of all time.
     interpreter._patch_lang = functools.cache(interpreter._patch_lang)
     interpreter._LangPatchScope.restore = lambda self: None
-    interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
