@@ -59,6 +59,7 @@ def test_family(family, tmp_path):
     assert (seen.top[:, 0] > 1 / 24).all() and (seen.entropy > 0).all()
 
 
+@pytest.mark.extended
 def test_compiled(tmp_path):
     """Two sets of one model get two compiled modules, and switching between them compiles nothing."""
     from torch._dynamo.utils import counters
