@@ -162,11 +162,12 @@ def test_the_log_says_so_once_and_nothing_per_step(server):
     assert len(lines) < 10, lines
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("option", "words"),
     [
         ({"datastroe": "x"}, ["unknown option 'datastroe'", "did you mean 'datastore'?"]),
-        pytest.param({"datastore": "/no/such/store"}, ["/no/such/store"], marks=pytest.mark.extended),
+        ({"datastore": "/no/such/store"}, ["/no/such/store"]),
     ],
 )
 def test_a_bad_option_stops_the_server_with_one_line(demo_model, tmp_path, option, words):
