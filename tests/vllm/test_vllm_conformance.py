@@ -184,9 +184,9 @@ class TestV1(Conformance):
             texts.append(method.drafter.tokens(request_id).tolist())
             finish(request_id, *given)
 
-        plans = itertools.cycle([0, K])  # no drafts before a rest: a step that verifies some is not one of a rest
+        plan, drafts = method.controller.plan, itertools.cycle([False, True])  # a step of a rest verifies no drafts
         monkeypatch.setattr(method.controller, "rests", lambda: next(turns))
-        monkeypatch.setattr(method.controller, "plan", lambda step, verify=True: next(plans) if verify else 0)
+        monkeypatch.setattr(method.controller, "plan", lambda step, **given: plan(step, **given) if next(drafts) else 0)
         monkeypatch.setattr(served.proposer.guarded, "rest", lambda *step: (rested.append(step), rest(*step)))
         monkeypatch.setattr(method, "finish", ending)
         before = served.counts()
