@@ -68,18 +68,18 @@ def test_a_client_that_wants_no_drafts(server):
 
 def test_clients_draft_from_texts_of_their_salt_only(server):
     """Those without one from one another's."""
-    salts = ("one", None, "two", "one", None, "three")
-    one, none, two, one_again, none_again, three = (accepted(server, salt)[0] for salt in salts)
+    salts = ("one", None, "one", None, "two")
+    one, none, one_again, none_again, two = (accepted(server, salt)[0] for salt in salts)
     # Those without a salt have learnt from the clients of other tests.
-    assert all(abs(count - one) <= 2 for count in (none, two, three))
+    assert all(abs(count - one) <= 2 for count in (none, two))
     assert min(one_again, none_again) > one + 10
 
 
 def test_a_seed_gives_the_same_answer_while_the_server_learns(server):
     _, plain = accepted(server, "seeds off", vllm_xargs={"freedraft": "off"}, **SAMPLED)
-    counts, answers = zip(*(accepted(server, "seeds", **SAMPLED) for _ in range(3)), strict=True)
-    assert list(answers) == [plain] * 3
-    assert min(counts[1:]) > counts[0] + 10, "nothing was learnt: the test does not test that"
+    counts, answers = zip(*(accepted(server, "seeds", **SAMPLED) for _ in range(2)), strict=True)
+    assert list(answers) == [plain] * 2
+    assert counts[1] > counts[0] + 10, "nothing was learnt: the test does not test that"
 
 
 def test_streamed_tool_calls_are_those_of_single_tokens(server):
