@@ -52,9 +52,29 @@ def tiny_answers(tiny_model, live_prompts):
 
 
 @pytest.fixture(scope="session")
-def plain_seeded(tiny_model):
-    """What model runner V2 says without us to the requests of `seeded_case`, with room for everything."""
-    from test_vllm_v2 import serve
+def given(tiny_model, live_prompts, tiny_answers, demo_model, tmp_path_factory):
+    """What engines on model runner V2 are made of."""
+    from v2_engines import Given
 
-    engine = {"skip_tokenizer_init": True, "max_model_len": 64, "attention": "flash", "gpu_memory_utilization": 0.2}
-    return serve(tiny_model, cases={"seeded": cases.seeded_case()}, **engine)["seeded"]
+    return Given(tiny_model, live_prompts, tiny_answers, demo_model, tmp_path_factory.mktemp("v2"))
+
+
+@pytest.fixture(scope="session")
+def on_cpu(given):
+    """What engines on model runner V2 with vLLM's attention of CPUs say, by name."""
+    from v2_engines import on_cpu
+
+    return on_cpu(given)
+
+
+@pytest.fixture(scope="session")
+def on_flash(given):
+    from v2_engines import on_flash
+
+    return on_flash(given)
+
+
+@pytest.fixture(scope="session")
+def plain_seeded(on_cpu):
+    """What model runner V2 says without us to the requests of `seeded_case`."""
+    return on_cpu["plain"]["seeded"]

@@ -10,7 +10,7 @@ from vllm_engines import engine, failures, runner_of, settle, spied
 from tests.support import prompts
 from tests.support.models import continuations, save_adapter
 
-TOKENS, EACH = 30, 12
+TOKENS, EACH = 30, 6
 # On a CPU vLLM gives requests without an adapter, beside others with one, the adapter in the last place: here none.
 SETTINGS = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 6, "enable_lora": True, "max_loras": 4}
 SETTINGS |= {"max_num_batched_tokens": 256, "enable_prefix_caching": True}

@@ -6,10 +6,6 @@ import logging
 
 import pytest
 from test_vllm_start import config_of, refusal
-from vllm_cases import metric, parameters
-from vllm_engines import engine
-
-from tests.support.prompts import random_ids
 
 SSSD = {"method": "sssd", "scoring": "paper"}
 LORA = {"enable_lora": True, "max_num_seqs": 16}
@@ -71,18 +67,3 @@ def test_it_fits_the_defaults_of_each_usage(tiny_model):
 def test_what_cannot_work_is_refused_with_what_would(tiny_model, options, arguments, words):
     message = refusal(tiny_model, {"method": "sssd"} | options, **arguments)
     assert all(word in message for word in words), message
-
-
-def test_a_cached_prompt_is_scheduled_in_the_smallest_batches(tiny_model):
-    """Its last token comes with room for all drafts, for which vLLM would wait for ever."""
-    (prompt,) = random_ids([129], 24, first=2, seed=4)
-    asked = parameters(12, ignore_eos=True, detokenize=False)
-    small = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "max_model_len": 192, "skip_tokenizer_init": True}
-    with engine(tiny_model, speculative_config=SSSD | {"policy": "fixed", "live": "off"}, **small) as llm:
-        answers = []
-        for name in ("first", "cached"):
-            llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, asked)
-            steps = [llm.llm_engine.step() for _ in range(40)]
-            answers += [list(done.outputs[0].token_ids) for step in steps for done in step if done.finished]
-        assert len(answers) == 2 and answers[0] == answers[1] and len(answers[0]) == 12
-        assert metric(llm, "vllm:prefix_cache_hits") == 128, "the test does not test that"

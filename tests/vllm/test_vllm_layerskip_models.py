@@ -6,8 +6,8 @@ import json
 
 import pytest
 from test_vllm_start import config_of, refusal
-from vllm_cases import generate, parameters, save_sets, save_tiny, token_prompts, two_skip_sets
-from vllm_engines import engine, runner_of, settle, spied, verified
+from vllm_cases import generate, metric, parameters, save_sets, save_tiny, token_prompts, two_skip_sets
+from vllm_engines import engine, runner_of, settle
 
 from freedraft.engines.vllm.guards import check_model
 from freedraft.fingerprints import hardware_name
@@ -21,19 +21,12 @@ GOOD = {"method": "layerskip", "num_speculative_tokens": 3}
 PROMPTS = token_prompts([[5, 9, 17, 5, 9, 3], [7, 7, 2, 20, 11], [13, 4, 4, 4, 19, 8, 2], [21]])
 
 
-def skipping(*names, tokens=40):
-    """Parameters of requests with these skip sets."""
-    given = {"ignore_eos": True, "detokenize": False}
-    return [parameters(tokens, extra_args={"skip_set": name}, **given) for name in names]
-
-
 def answers(llm, skip_set, tokens=40):
     """Answers to PROMPTS, and how many drafts were verified and accepted."""
-    verdicts = [(0, 0)]
-    with spied(runner_of(llm).drafter, lambda step, drafts: verdicts.append(verified(step))):
-        found = generate(llm, PROMPTS, skipping(*[skip_set] * len(PROMPTS), tokens=tokens))
-    drafted, accepted = (sum(column) for column in zip(*verdicts, strict=True))
-    return found, drafted, accepted
+    names = [f"vllm:spec_decode_num_{kind}_tokens" for kind in ("draft", "accepted")]
+    before = [metric(llm, name) for name in names]
+    asked = parameters(tokens, ignore_eos=True, detokenize=False, extra_args={"skip_set": skip_set})
+    return generate(llm, PROMPTS, asked), *(metric(llm, name) - was for name, was in zip(names, before, strict=True))
 
 
 def check_drafts(model, llm):
@@ -59,6 +52,7 @@ def test_family(family, tmp_path):
     assert (seen.top[:, 0] > 1 / 24).all() and (seen.entropy > 0).all()
 
 
+@pytest.mark.extended
 def test_compiled(tmp_path):
     """Two sets of one model get two compiled modules, and switching between them compiles nothing."""
     from torch._dynamo.utils import counters

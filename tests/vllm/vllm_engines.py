@@ -103,11 +103,6 @@ def spied(proposer, record):
         raise errors[0]
 
 
-def verified(step):
-    """Draft tokens that the step before this one verified, and those of them that it accepted."""
-    return int(step.drafted.sum()), int(step.accepted.sum())
-
-
 def batch_rows(step):
     """Requests in vLLM's batch, those in the midst of their prompt included."""
     return len(step.engine.arguments["sampled_token_ids"])

@@ -104,8 +104,8 @@ class Streams:
         return content, thoughts, calls
 
 
-def differing(streams, expected, plain_text=False):
-    """Lengths of runs whose stream differs, or ends in an error."""
+def differing(streams, expected, lengths=LENGTHS, plain_text=False):
+    """Those of the lengths of runs whose stream differs, or ends in an error."""
 
     def differs(length):
         try:
@@ -114,8 +114,8 @@ def differing(streams, expected, plain_text=False):
             return True
 
     shortest = len(streams.ids)  # of runs that hold the whole text
-    wrong = {length for length in LENGTHS if length <= shortest and differs(length)}
-    return [length for length in LENGTHS if min(length, shortest) in wrong]
+    wrong = {length for length in {min(length, shortest) for length in lengths} if differs(length)}
+    return [length for length in lengths if min(length, shortest) in wrong]
 
 
 def main():
@@ -140,7 +140,7 @@ def main():
         expected = before.read(1, plain_text=True)
         after = Streams(tool, thought, special, ParserManager.get_parser)
         row |= {"tokens": len(before.ids), "calls": len(expected[2])}
-        rows.append(row | {"before": differing(before, expected, True), "after": differing(after, expected)})
+        rows.append(row | {"before": differing(before, expected, plain_text=True), "after": differing(after, expected)})
         print(rows[-1])
     write_json(path, {"engine": "vllm", "lengths": len(LENGTHS), "rows": rows})
 

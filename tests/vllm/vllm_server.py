@@ -16,8 +16,7 @@ from tests.support.pages import sums
 from tests.support.waiting import wait_until
 
 CLIENTS = 8
-ROUNDS = 3
-TOKENS = 24
+TOKENS = 16
 
 
 def server_of(model, log, speculative, *flags):
@@ -98,16 +97,13 @@ def clients_that_go_away(server, prompts):
     expected = {prompt: complete(server.port, prompt) for prompt in prompts}
 
     def client(number):
-        choose, said = random.Random(number), []
-        for _ in range(ROUNDS):
-            complete(server.port, choose.choice(prompts), abort_after=choose.randint(1, 5))
-            prompt = choose.choice(prompts)
-            said.append((prompt, complete(server.port, prompt)))
-        return said
+        choose = random.Random(number)
+        complete(server.port, choose.choice(prompts), abort_after=choose.randint(1, 5))
+        prompt = choose.choice(prompts)
+        return complete(server.port, prompt) == expected[prompt]
 
     with ThreadPoolExecutor(CLIENTS) as pool:
-        answers = [answer for each in pool.map(client, range(CLIENTS)) for answer in each]
-    assert len(answers) == CLIENTS * ROUNDS and all(expected[prompt] == text for prompt, text in answers)
+        assert all(pool.map(client, range(CLIENTS)))
     steps, of_requests = (
         metric(server, "freedraft_drafting_seconds_count"),
         metric(server, "freedraft_request_steps_total"),

@@ -1,6 +1,7 @@
 """Engines in this process, one after the other, and what is left of each model once its engine has been shut down.
 
-Arguments: a model folder; a list of speculative configurations, as JSON. Prints whether each one's first layer is gone.
+Argument: a model folder and a list of speculative configurations, as JSON. Prints whether each one's first layer is
+gone.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def main():
     take_any_mask()
     if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1":
         schedule_asynchronously()
-    print("\n" + json.dumps([is_gone(sys.argv[1], config) for config in json.loads(sys.argv[2])]))
+    model, configs = json.loads(sys.argv[1])
+    print("\n" + json.dumps([is_gone(model, config) for config in configs]))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,10 @@
-"""One engine on model runner V2 in Triton's interpreter whose steps are launched before their drafts are there: what it
-answers, and what happened at the gate, as JSON on the last line.
+"""Steps of an engine on model runner V2 in Triton's interpreter that are launched before their drafts are there.
 
-    python gated.py MODEL '{"speculative_config": ..., "cases": ..., "drafter": "raises", "kernel": true, ...}'
-
-Tensor-parallel ranks take it as a plugin of vLLM, where GATED names a file for the first rank's events.
+Tensor-parallel ranks take this as a plugin of vLLM, where GATED names a file for the first rank's events.
 
 A thread stands for the device's stream: it runs what is queued in order, and waits at the gate until the host has
 opened it. Steps that only decode are full graphs of vLLM's own manager; their replay computes anew, from the runner's
-buffers. "adaptive": with vLLM's adaptive verification, in steps that are padded; "drafter": it "raises" in every third
-step, or "sleeps" in every twelfth; "kernel": wait as without the driver.
+buffers.
 """
 
 from __future__ import annotations
@@ -17,15 +13,13 @@ import dataclasses
 import functools
 import json
 import os
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
-from serve import answers, filter_as_on_cpus, schedule_asynchronously, take_any_mask
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm import LLM
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.v1.worker.cpu import shm
@@ -73,7 +67,7 @@ class Operations(TorchDispatchMode):
         return result
 
 
-def decode_by_graphs(runner, stream):
+def decode_by_graphs(runner, stream, patch):
     """Make steps that only decode replays of full graphs."""
     dispatch, slots, step = model_runner.dispatch_cg_and_sync_dp, model_runner.build_slot_mappings_by_layer, {}
 
@@ -109,8 +103,10 @@ def decode_by_graphs(runner, stream):
         self.hidden_states = torch.empty(n, 0)
         stream.queue("replay", run)
 
-    model_runner.dispatch_cg_and_sync_dp, model_runner.build_slot_mappings_by_layer = dispatched, noted_slots
-    runner.kv_connector.pre_forward, CudaGraphManager.run_fullgraph = pre_forward, replay
+    patch.setattr(model_runner, "dispatch_cg_and_sync_dp", dispatched)
+    patch.setattr(model_runner, "build_slot_mappings_by_layer", noted_slots)
+    patch.setattr(CudaGraphManager, "run_fullgraph", replay)
+    runner.kv_connector.pre_forward = pre_forward
 
 
 def verify_by_score(runner):
@@ -196,13 +192,12 @@ def use_gate(speculator, manager, stream, kernel=False):
 
 
 def break_drafter(guarded, how):
-    """Drafts that fail, or take too long; returns how many."""
-    draft, counts = guarded.method.drafter.draft, [0, 0]
+    """Drafts that fail ("raises"), or take too long ("sleeps"); returns a list of which do."""
+    draft, broke = guarded.method.drafter.draft, []
 
     def broken(*args, **kwargs):
-        counts[0] += 1
-        if counts[0] % (3 if how == "raises" else 12) == 0:
-            counts[1] += 1
+        broke.append((1 + len(broke)) % (3 if how == "raises" else 12) == 0)
+        if broke[-1]:
             if how == "raises":
                 guarded._next_pause = 1
                 raise ValueError("on purpose")
@@ -210,7 +205,20 @@ def break_drafter(guarded, how):
         return draft(*args, **kwargs)
 
     guarded.method.drafter.draft = broken
-    return counts
+    return broke
+
+
+def begin(runner, patch, *, adaptive=False, drafter="", kernel=False):
+    """Launch the steps of an engine without requests before their drafts are there, from now on; what happens then.
+    adaptive: with vLLM's adaptive verification, in steps that are padded; drafter: it "raises" in every third step, or
+    "sleeps" in every twelfth; kernel: wait as without the driver."""
+    patch.setattr(gate, "LONGEST", 0.5 if drafter == "sleeps" else 60.0)  # the interpreter takes its time
+    speculator, stream = runner.speculator, Stream()
+    noted = {"events": stream.events, "by score": verify_by_score(runner) if adaptive else {}}
+    decode_by_graphs(runner, stream, patch)
+    noted["operations"], noted["at once"] = use_gate(speculator, runner.cudagraph_manager, stream, kernel)
+    noted["broken"] = break_drafter(speculator.host.guarded, drafter) if drafter else []
+    return noted
 
 
 def install():
@@ -223,7 +231,7 @@ def install():
         if os.environ.get("ADAPTIVE"):
             verify_by_score(runner)
         stream = Stream()
-        decode_by_graphs(runner, stream)
+        decode_by_graphs(runner, stream, pytest.MonkeyPatch())
         use_gate(self, runner.cudagraph_manager, stream)
         launch = self.launch
 
@@ -236,35 +244,3 @@ def install():
         self.launch = launched
 
     MethodSpeculator.prepare = prepared
-
-
-def main():
-    take_any_mask()
-    filter_as_on_cpus()
-    schedule_asynchronously()
-    given = json.loads(sys.argv[2])
-    adaptive = given.pop("adaptive", False)
-    cases, how, kernel = given.pop("cases"), given.pop("drafter", None), given.pop("kernel", False)
-    llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
-    gate.LONGEST = 0.5 if how == "sleeps" else 60.0  # the interpreter takes its time
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    speculator, stream = runner.speculator, Stream()
-    by_score = verify_by_score(runner) if adaptive else {}
-    decode_by_graphs(runner, stream)
-    operations, others = use_gate(speculator, runner.cudagraph_manager, stream, kernel)
-    counts = break_drafter(speculator.host.guarded, how) if how else [0, 0]
-    result = {name: answers(llm, **case) for name, case in cases.items()}
-    metrics = speculator.host.guarded.metrics
-    (preempted,) = (m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
-    result["engine"] = {
-        "drafted": metrics.drafted._value.get(), "accepted": metrics.accepted._value.get(), "broken": counts[1],
-        "failures": metrics.failures._value.get(), "operations": operations, "events": stream.events,
-        "shut": speculator.gate.shut, "preempted": preempted, "at once": sum(others),
-        "by score": by_score,
-        "trees": speculator.trees is not None and speculator.trees.enabled,
-    }  # fmt: skip
-    print("\n" + json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,25 +1,15 @@
-"""What a decoding step of model runner V2 launches, by phase, in Triton's interpreter, as JSON on the last line.
-
-    python launches.py MODEL '{"chain": a speculative config, "tree": another one}'
-
-One engine after the other, of each under its name, by phase of our own: "eager", PyTorch's operations that would launch
-something on a device, without views and allocations, and "kernels", the names of Triton's; the most of any step
-counted. A phase inside another counts there only. "order": all kernels of the last step, in order; "kept": steps after
-which logits are still referred to.
-"""
+"""What a decoding step of model runner V2 launches, in Triton's interpreter."""
 
 from __future__ import annotations
 
 import functools
-import gc
-import json
-import sys
 from collections import defaultdict
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime import interpreter
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
@@ -27,7 +17,6 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 from freedraft.engines.vllm.v2.drafting import Drafting
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.engines.vllm.v2.trees import Trees
-from tests.vllm.v2_interpreted.serve import filter_as_on_cpus, schedule_asynchronously, take_any_mask
 
 PHASES = {
     (RejectionSampler, "_verify"): "match",
@@ -41,7 +30,7 @@ PHASES = {
     (Trees, "write_queries"): "join",
 }
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty"}
-WARM, STEPS = 8, 4  # steps before those that are counted, and these
+WARM, STEPS = 4, 4  # steps before those that are counted, and these
 
 
 class Counter(TorchDispatchMode):
@@ -60,9 +49,8 @@ class Counter(TorchDispatchMode):
         return result
 
 
-@functools.cache
-def count(counter):
-    """Count what our phases launch from now on; once our hooks are there."""
+def count(counter, patch):
+    """Count what our phases launch from now on."""
     launch = interpreter.GridExecutor.__call__
 
     def launched(self, *args, **kwargs):
@@ -72,9 +60,9 @@ def count(counter):
         with _disable_current_modes():
             return launch(self, *args, **kwargs)
 
-    interpreter.GridExecutor.__call__ = launched
+    patch.setattr(interpreter.GridExecutor, "__call__", launched)
     for (owner, name), phase in PHASES.items():
-        setattr(owner, name, within(counter, phase, getattr(owner, name)))
+        patch.setattr(owner, name, within(counter, phase, getattr(owner, name)))
 
 
 def within(counter, phase, original):
@@ -89,44 +77,27 @@ def within(counter, phase, original):
     return called
 
 
-def launched(model, speculative_config, counter):
-    llm = LLM(
-        model, dtype="float32", enforce_eager=True, seed=0, skip_tokenizer_init=True, max_model_len=250,
-        max_num_seqs=8, max_num_batched_tokens=250, speculative_config=speculative_config,
-        gpu_memory_utilization=0.2,
-    )  # fmt: skip
-    parameters = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, detokenize=False)
-    for i in range(2):
-        tokens = [(7 * i + j % 9) % 20 + 2 for j in range(40)]
-        llm.llm_engine.add_request(str(i), TokensPrompt(prompt_token_ids=tokens), parameters)
-    count(counter)
-    engine = llm.llm_engine
+def of_steps(llm):
+    """What decoding steps of two requests launch, by phase of our own: "eager", PyTorch's operations that would launch
+    something on a device, without views and allocations, and "kernels", the names of Triton's; the most of any step
+    counted. A phase inside another counts there only. "order": all kernels of the last step, in order; "kept": steps
+    after which logits are still referred to."""
+    engine, counter, kept = llm.llm_engine, Counter(), 0
     speculator = engine.model_executor.driver_worker.worker.model_runner.speculator
-    counter.steps, kept = [], 0
-    with counter:
+    parameters = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, detokenize=False)
+    for i in range(2):
+        tokens = [(7 * i + j % 9) % 20 + 2 for j in range(20)]
+        engine.add_request(str(i), TokensPrompt(prompt_token_ids=tokens), parameters)
+    with pytest.MonkeyPatch.context() as patch, counter:
+        count(counter, patch)
         for step in range(WARM + STEPS):
             if step >= WARM:
                 counter.steps.append(defaultdict(lambda: ([], [])))
             engine.step()
             kept += speculator._verified is not None
+    engine.abort_request(["0", "1"])
     found = {"order": counter.steps[-1]["order"][1], "kept": kept}
     for phase in dict.fromkeys(PHASES.values()):
         eager, kernels = ([step[phase][kind] for step in counter.steps] for kind in (0, 1))
         found[phase] = {"eager": max(map(sorted, eager), key=len), "kernels": max(map(sorted, kernels), key=len)}
-    engine.engine_core.shutdown()
     return found
-
-
-def main():
-    take_any_mask()
-    filter_as_on_cpus()
-    schedule_asynchronously()
-    counter, found = Counter(), {}
-    for name, config in json.loads(sys.argv[2]).items():
-        found[name] = launched(sys.argv[1], config, counter)
-        gc.collect()
-    print("\n" + json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()

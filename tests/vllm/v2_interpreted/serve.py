@@ -1,25 +1,31 @@
-"""One engine on model runner V2 in Triton's interpreter: what it answers, as JSON on the last line.
+"""Engines on model runner V2 in Triton's interpreter, one after the other: what each answers, as a list of JSON on the
+last line.
 
-    python serve.py MODEL '{"speculative_config": ..., "cases": {name: {"prompts": ..., "parameters": ...}}, ...}'
+    python serve.py '[{"model": ..., "speculative_config": ..., "cases": {name: {"prompts": ..., ...}}, ...}, ...]'
 
-Cases come one after the other: all prompts of one at once. "each" has parameters of each request besides those of all;
-"abort" is a number of steps after which each request is given up, and asked anew under the same id; "chains" are the
-requests with parameters that allow no trees; "salt" stands in front of the prompts' own. "kv" notes the KV of all
-steps, "drafts" those of chains, "graphs" runs draft passes as CUDA graphs do, "graph_sizes" are those of vLLM's own,
-"warm_up" compiles kernels as vLLM does on devices, and notes which of ours are launched that were not then, "rows" is
-how many rows of logits are verified at once, "seconds" what a step is measured to take, and each of its query tokens.
-The rest of the JSON are arguments of the engine; without a "speculative_config" there are answers alone.
+Cases come one after the other: all prompts of one at once. "parameters" are those of all requests, "each" has others of
+each; "abort" is a number of steps after which each request is given up, and asked anew under the same id; "chains" are
+the requests with parameters that allow no trees; "salt" stands in front of the prompts' own; from the first case that
+is "gated" on, steps are launched before their drafts are there. Of an engine, "gate" says how (`gated.begin`), "kv"
+notes the KV of all steps, "drafts" those of chains, "launches" what a step launches, "graphs" runs draft passes as CUDA
+graphs do, "graph_sizes" are those of vLLM's own, "warm_up" compiles kernels as vLLM does on devices, and notes which of
+ours are launched that were not then, "rows" is how many rows of logits are verified at once, "seconds" what a step is
+measured to take, and each of its query tokens. The rest are arguments of vLLM's `LLM`; without a "speculative_config"
+there are answers alone.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 import json
 import logging
 import sys
 
+import gated
+import launches
 import numpy as np
 import pytest
 import torch
@@ -51,6 +57,9 @@ from tests.support.triton_launches import record_launches
 
 METRICS = {"drafted": "spec_decode_num_draft_tokens", "accepted": "spec_decode_num_accepted_tokens"}
 METRICS |= {"preempted": "num_preemptions", "cached": "prefix_cache_hits"}
+PATCH = pytest.MonkeyPatch()  # undone behind each engine
+STEPS = []  # tokens of each step that vLLM makes up to compile kernels
+GRAPH_LENGTHS = []  # draft lengths that vLLM lists graphs for, each time that it does
 
 
 def after(owner, name, note):
@@ -63,7 +72,7 @@ def after(owner, name, note):
         note(result, *args)
         return result
 
-    setattr(owner, name, called)
+    PATCH.setattr(owner, name, called)
 
 
 class Recorded:
@@ -98,7 +107,7 @@ def record_graphs(runner, sizes):
     model = runner.speculator.draft_model
     model.waits = True  # as a device does
     runner.vllm_config.compilation_config.cudagraph_capture_sizes = sizes
-    DraftGraphs.capture = lambda self, passes: self.record(passes, wrap)
+    PATCH.setattr(DraftGraphs, "capture", lambda self, passes: self.record(passes, wrap))
     model.capture(runner.block_tables.block_tables[0].gpu.shape[1])
     return made
 
@@ -144,10 +153,12 @@ def note_waits():
         outputs += scheduled.total_num_scheduled_tokens > 0
         return update(self, scheduled, *args)
 
+    PATCH.setattr(GainedTokens, "step", 0, raising=False)  # of one from before
     after(DefaultModelState, "prepare_attn", attention)
-    GPUModelRunner.finish_requests = finish
-    GainedTokens.copy, GainedTokens.wait = copy, wait_for
-    Scheduler.update_from_output = update_from_output
+    PATCH.setattr(GPUModelRunner, "finish_requests", finish)
+    PATCH.setattr(GainedTokens, "copy", copy)
+    PATCH.setattr(GainedTokens, "wait", wait_for)
+    PATCH.setattr(Scheduler, "update_from_output", update_from_output)
     return counts
 
 
@@ -228,13 +239,12 @@ def filter_as_on_cpus():
 
 
 def warm_up_as_on_devices():
-    """vLLM's worker for devices compiles kernels with made-up requests, by functions that are called here in its place;
-    the tokens of each step."""
-    steps = []
+    """vLLM's worker for devices compiles kernels with made-up requests, by functions that are called here in its
+    place."""
 
     def compile_or_warm_up_model(worker):
         def execute_model(scheduled):
-            steps.append(scheduled.total_num_scheduled_tokens)
+            STEPS.append(scheduled.total_num_scheduled_tokens)
             return worker.execute_model(scheduled)
 
         synchronize, torch.accelerator.synchronize = torch.accelerator.synchronize, lambda *args: None
@@ -245,17 +255,15 @@ def warm_up_as_on_devices():
     # The interpreter does not run vLLM's kernels for all that is in its parameters.
     SamplingParams.for_sampler_warmup = classmethod(lambda cls: cls(logprobs=5))
     gpu_worker.Worker.compile_or_warm_up_model = compile_or_warm_up_model
-    return steps
 
 
 def profile_graphs_as_on_devices():
-    """vLLM's worker for devices first gives the runner a small KV cache, to see what memory its graphs take; the draft
-    lengths that graphs are listed for then and later."""
-    initialize, lengths = GPUModelRunner.initialize_kv_cache, []
+    """vLLM's worker for devices first gives the runner a small KV cache, to see what memory its graphs take."""
+    initialize = GPUModelRunner.initialize_kv_cache
 
-    def listed(result, speculator, mode):
-        schedule = speculator._vllm_config.speculative_config.num_speculative_tokens_per_batch_size
-        lengths.append({length for _, _, length in schedule or ()})
+    def listed(self, mode):
+        schedule = self._vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+        GRAPH_LENGTHS.append(sorted({length for _, _, length in schedule or ()}))
 
     def initialize_kv_cache(self, config, is_profiling=False, *args, **kwargs):
         if not is_profiling:
@@ -268,9 +276,8 @@ def profile_graphs_as_on_devices():
             torch.accelerator.synchronize, torch.accelerator.empty_cache = synchronize, empty_cache
         initialize(self, config, is_profiling, *args, **kwargs)
 
-    after(MethodSpeculator, "init_cudagraph_manager", listed)
+    MethodSpeculator.init_cudagraph_manager = listed  # which does nothing
     GPUModelRunner.initialize_kv_cache = initialize_kv_cache
-    return lengths
 
 
 def warm_up(worker, guarded):
@@ -284,7 +291,7 @@ def warm_up(worker, guarded):
 
     before = known()
     gpu_worker.Worker.compile_or_warm_up_model(worker)
-    return {"before": before, "after": known()}
+    return {"before": before, "after": known(), "steps": STEPS}
 
 
 def note_tokens():
@@ -326,24 +333,6 @@ def prepared_without(name, runner, trees):
         trees.enabled = False
         trees.prepare(runner)
     return [trees.enabled, *lines]
-
-
-def trees_of_graphs(runner):
-    """What attention is given where vLLM captures CUDA graphs, which it does while it warms up: of steps that decode,
-    of two draft lengths, and of any step; how many kernels, for how many queries, and whether with prompts.
-    """
-    runner.speculator.warm_up(True)
-    most, noted = runner.num_speculative_steps, {}
-    requests = min(2, runner.max_num_reqs)
-    for name, query_len in {"half": 1 + most // 2, "all": 1 + most, "any step": None}.items():
-        state = cudagraph_utils.prepare_inputs_to_capture(
-            requests, requests * (query_len or 2 + most), runner.model_state, runner.input_buffers, runner.block_tables,
-            runner.attn_groups, runner.kv_cache_config, full_cudagraph=True, max_query_len=query_len,
-        )  # fmt: skip
-        trees = next(iter(state.attn_metadata.values())).trees
-        noted[name] = [1 + len(trees.compiled_for), trees.max_queries, int(trees.mixed)]
-    runner.speculator.warm_up(False)
-    return noted
 
 
 def note_branches():
@@ -399,47 +388,59 @@ def largest_difference(kv):
     return [worst, pairs]
 
 
-def main():
-    take_any_mask()
-    filter_as_on_cpus()
-    schedule_asynchronously()
-    given = json.loads(sys.argv[2])
-    cases = given.pop("cases")
-    with_kv, with_graphs, with_drafts = (given.pop(name, False) for name in ("kv", "graphs", "drafts"))
-    graph_sizes, with_warm_up = given.pop("graph_sizes", None), given.pop("warm_up", False)
-    if rows := given.pop("rows", 0):
-        rejection_sampler.get_max_chunk_logits = lambda vocab_size: rows
-    if seconds := given.pop("seconds", ()):
-        GainedTokens.seconds_since = lambda self, other: seconds[0] + seconds[1] * self.query_tokens
-    note_tokens()
-    steps, graph_lengths = warm_up_as_on_devices(), profile_graphs_as_on_devices()
-    llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, seed=0, disable_log_stats=False, **given)
-    if "speculative_config" not in given:
-        print("\n" + json.dumps({name: answers(llm, **case) for name, case in cases.items()}))
-        return
+def served(model, cases, speculative_config=None, *, seconds=(), rows=0, **given):
+    """What one engine says."""
+    noting = {name: given.pop(name, None) for name in ("kv", "drafts", "graphs", "graph_sizes", "warm_up", "launches")}
+    how = given.pop("gate", {})
+    if rows:
+        PATCH.setattr(rejection_sampler, "get_max_chunk_logits", lambda vocab_size: rows)
+    if seconds:
+        PATCH.setattr(GainedTokens, "seconds_since", lambda self, other: seconds[0] + seconds[1] * self.query_tokens)
+    given |= {"dtype": "float32", "enforce_eager": True, "seed": 0, "disable_log_stats": False}
+    llm = LLM(model, speculative_config=speculative_config, **{"gpu_memory_utilization": 0.2} | given)
+    try:
+        if speculative_config is None:
+            return {name: answers(llm, **case) for name, case in cases.items()}
+        return asked(llm, cases, how, noting)
+    finally:
+        PATCH.undo()
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def asked(llm, cases, how, noting):
     worker = llm.llm_engine.model_executor.driver_worker.worker
     runner = worker.model_runner
-    model_runner._profile_cudagraph_memory = lambda runner: 2**20
+    PATCH.setattr(model_runner, "_profile_cudagraph_memory", lambda runner: 2**20)
     assert runner.profile_cudagraph_memory() >= 2**20, "as at a start on a device"
     guarded = runner.speculator.guarded
-    launched = record_launches(pytest.MonkeyPatch(), run=True) if with_warm_up else set()
-    result = {"warm up": warm_up(worker, guarded) | {"steps": steps}} if with_warm_up else {}
-    compiled = set(launched)
+    failed = guarded.metrics.failures._value.get()  # in engines before this one
+    engine, result = {}, {}
+    if noting["warm_up"]:
+        launched = record_launches(PATCH, run=True)
+        result["warm up"] = warm_up(worker, guarded)
+        compiled = set(launched)
+    if noting["launches"]:
+        engine["launches"] = launches.of_steps(llm)
     drafter, controller = getattr(guarded.method, "drafter", ()), guarded.method.controller
     trees = runner.speculator.trees
-    of_graphs = trees_of_graphs(runner) if trees is not None and trees.enabled else {}
     branches = note_branches()
-    kv = note_kv(runner) if with_kv else {}
-    graphs, reads = record_graphs(runner, graph_sizes) if with_graphs else [], note_reads()
-    drafts = note_drafts(guarded) if with_drafts else []
+    kv = note_kv(runner) if noting["kv"] else {}
+    graphs = record_graphs(runner, noting["graph_sizes"]) if noting["graphs"] else []
+    reads = note_reads()
+    drafts = note_drafts(guarded) if noting["drafts"] else []
     said = {}
     waits, (gone, left) = note_waits(), note_gone(runner)
     if drafter != ():
         recorded(guarded, said)
     drafted, accepted = guarded.metrics.drafted._value, guarded.metrics.accepted._value
-    counts, by_case = {}, {}
+    counts, by_case, gate = {}, {}, None
     for name, case in cases.items():
         before, first, off = (drafted.get(), accepted.get()), len(drafts), branches[1]
+        if case.pop("gated", False) and gate is None:
+            gate = gated.begin(runner, PATCH, **how)
+            engine["waits"], waits = waits, [0, 0]
         result[name] = answers(llm, **case)
         counts[name] = drafted.get() - before[0], accepted.get() - before[1]
         by_case[name] = {"branches": branches[1] - off, "drafts": drafts[first:]}
@@ -451,28 +452,42 @@ def main():
     tenants = () if live is None else live.runs.tenants.values()
     tokens = [run.sub.tokens[: run.n].tolist() for tenant in tenants for run in tenant.all_runs]
     config = llm.llm_engine.vllm_config
-    schedule = config.speculative_config.num_speculative_tokens_per_batch_size
-    figures = {name: figures[f"vllm:{metric}"] for name, metric in METRICS.items()}
-    engine = figures | {"v2": isinstance(runner, GPUModelRunner), "async": config.scheduler_config.async_scheduling}
-    engine["failures"] = guarded.metrics.failures._value.get()
-    engine |= {"counts": counts, "branches": branches, "reads": reads, "waits": waits, "gone": gone, "left": left[0]}
-    engine |= {"schedule": schedule, "lookup": core.scheduler.dynamic_sd_lookup}
+    engine = {"waits": waits} | engine
+    engine |= {name: figures[f"vllm:{metric}"] for name, metric in METRICS.items()}
+    engine |= {"v2": isinstance(runner, GPUModelRunner), "async": config.scheduler_config.async_scheduling}
+    engine["failures"] = guarded.metrics.failures._value.get() - failed
+    engine |= {"counts": counts, "branches": branches, "reads": reads, "gone": gone, "left": left[0]}
+    engine["schedule"] = config.speculative_config.num_speculative_tokens_per_batch_size
+    engine["lookup"] = core.scheduler.dynamic_sd_lookup
     engine |= {"drafts": drafts, "by case": by_case}
-    engine |= {"trees": trees is not None and trees.enabled, "trees of graphs": of_graphs, "learnt": tokens}
+    engine |= {"trees": trees is not None and trees.enabled, "learnt": tokens}
     engine["reasons for chains"] = reasons_for_chains(runner) if trees is not None else []
     engine["built otherwise"] = prepared_without("fast_prefill", runner, trees) if trees is not None else []
     engine |= {"tokens on the host": runner.req_states.all_token_ids.on_host, "kv": largest_difference(kv)}
     engine["replays"] = [graph.replays for graph in graphs]
-    engine["graph lengths"] = [sorted(lengths) for lengths in graph_lengths]
+    engine["graph lengths"] = GRAPH_LENGTHS
     priced = getattr(controller, "_prices", {})
     engine["decided"] = [[*batches, controller.best(seconds)] for batches, (seconds, _) in priced.items()]
     engine["verified"] = sorted({length for _, length, _ in getattr(controller, "_errors", {})})
-    engine |= {"compiled": len(compiled), "compiled late": [str(kind) for kind in launched - compiled]}
+    if noting["warm_up"]:
+        engine |= {"compiled": len(compiled), "compiled late": [str(kind) for kind in launched - compiled]}
     engine["said"] = [[*text, *likeliest] for text, likeliest in said.items() if len(likeliest) == 1]
     held = runner.speculator.host.requests
     engine["held"] = [len(drafter), len(guarded.running), len(held.slots) + len(held._preempted) + len(held.ended)]
-    result["engine"] = engine
-    print("\n" + json.dumps(result))
+    if gate is not None:
+        engine["gate"] = gate | {"shut": runner.speculator.gate.shut}
+    return result | {"engine": engine}
+
+
+def main():
+    take_any_mask()
+    filter_as_on_cpus()
+    schedule_asynchronously()
+    note_tokens()
+    warm_up_as_on_devices()
+    profile_graphs_as_on_devices()
+    found = [served(**engine) for engine in json.loads(sys.argv[1])]
+    print("\n" + json.dumps(found))
 
 
 if __name__ == "__main__":

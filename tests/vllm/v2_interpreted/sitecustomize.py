@@ -19,3 +19,11 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
             return True
 
     backends["cpu"] = Backend(compiler=BaseBackend, driver=Driver)
+
+    import functools
+
+    from triton.runtime import interpreter
+
+    # Else it replaces the whole language at each launch and at each call within a kernel, a third of all time.
+    interpreter._patch_lang = functools.cache(interpreter._patch_lang)
+    interpreter._LangPatchScope.restore = lambda self: None

@@ -1,0 +1,158 @@
+"""Engines on model runner V2, which GPUs are served by, on this CPU: its kernels run in Triton's interpreter, in
+processes of their own. Async scheduling is on.
+
+`ON_CPU` are served by vLLM's attention of CPUs, one after the other in one process, `ON_FLASH` by FlashAttention, whose
+own kernels PyTorch computes: the interpreter takes a third longer for Triton's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from transformers import AutoTokenizer
+from vllm_cases import TINY, alone, greedy_case, save_sets, seeded_case, token_prompts, two_skip_sets
+
+from freedraft.recipe import Window
+from tests.support import prompts
+from tests.support.models import save, save_byte_tokenizer, tiny_model, weaken
+
+FOLDER = Path(__file__).parent / "v2_interpreted"
+ROOT = Path(__file__).parents[2]
+SMALL = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_batched_tokens": 64}
+CRAMPED = {"num_gpu_blocks_override": 9, "block_size": 32}  # too little room for all requests
+SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": "store"}
+SSSD_TREES = {"method": "sssd", "num_speculative_tokens": 8, "policy": "fixed", "recycle": "on"}
+TREES = SMALL | {"max_num_seqs": 8, "num_gpu_blocks_override": 18, "block_size": 16}
+OFF = {"extra_args": {"freedraft": "off"}}
+WINDOW = Window(16, 24)
+
+
+def run(script, given, attention="", v2=True):
+    """What a script of `v2_interpreted` says of this, on its last line."""
+    pytest.importorskip("triton")
+    environment = os.environ | {
+        "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_AOT_COMPILE": "0",
+        "INTERPRETED_ATTENTION": attention,
+        "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    command = [sys.executable, str(FOLDER / script), json.dumps(given, default=str)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def serve(model, attention="", script="serve.py", **given):
+    """What one engine says."""
+    (found,) = run(script, [{"model": model} | given], attention)
+    return found
+
+
+class Given(NamedTuple):
+    """What engines are made of: a random model with a vocabulary of 24, prompts, its answers, a folder for files."""
+
+    model: Path
+    prompts: list[dict[str, list[int]]]
+    answers: list[list[int]]
+    demo_model: Path
+    folder: Path
+
+
+def chains(given):
+    """`sssd`. Steps of three and four requests are not drafted for: what they gain is taken later."""
+    long = token_prompts([3 * prompt["prompt_token_ids"] for prompt in given.prompts[:2]])
+    cases = {"greedy": greedy_case(given.prompts, abort=6)}
+    cases |= {name: greedy_case(long, 10) for name in ("long", "long again")}
+    cases["off"] = greedy_case(given.prompts[:2], 16, each=[OFF, {"extra_args": {"freedraft": ["off"]}}])
+    cases |= {"seeded": seeded_case() | {"abort": 6}, "seeded, alone": alone(seeded_case(), 2)}
+    cases |= {"gated": cases["greedy"] | {"gated": True}, "gated, seeded": seeded_case()}
+    schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 0], [5, 64, 3]]}
+    noted = {"gate": {"kernel": True}, "drafts": True, "launches": True, "max_num_seqs": 32}
+    return {"model": given.model, "cases": cases, "speculative_config": SSSD | schedule} | noted | SMALL | CRAMPED
+
+
+def plain(given):
+    """Without us, and with room for everything."""
+    return {"model": given.model, "cases": {"seeded": seeded_case()}, "skip_tokenizer_init": True, "max_model_len": 64}
+
+
+def skipping_by_default(given, requests=4, **options):
+    """`layerskip`, asked by one request after the other, where drafts pay."""
+    model, skipped = tiny_model(seed=7, **TINY | {"num_hidden_layers": 8}), range(1, 7)
+    weaken(model, skipped, 0.05)
+    folder = save(model, given.folder / "eight_layers")
+    (file,) = save_sets(folder, given.folder, eight=(skipped, skipped))
+    ids = prompts.random_ids([12] * requests, 24, first=2, seed=3)
+    cases = {f"{i}": greedy_case(token_prompts([prompt]), 40) for i, prompt in enumerate(ids)}
+    method = {"method": "layerskip", "num_speculative_tokens": 4, "skip_set": file} | options
+    times = {"seconds": [0.02, 1e-4], "max_num_seqs": 4}
+    return {"model": folder, "cases": cases, "speculative_config": method} | times | SMALL
+
+
+def structured(given):
+    """`sssd` by default, and a grammar: drafts go back to the scheduler, which cuts them."""
+    folder = given.folder / "bytes"
+    vocab_size = save_byte_tokenizer(folder, (given.demo_model / "chat_template.jinja").read_text())
+    save(tiny_model(seed=7, **TINY | {"vocab_size": vocab_size}), folder)
+    asked = {"temperature": 0, "max_tokens": 16, "structured_outputs": {"choice": ["red, red, red", "blue"]}}
+    text = AutoTokenizer.from_pretrained(folder)("red, red, blue, red, red, ")["input_ids"]
+    cases = {"choice": {"prompts": [text], "parameters": asked}, "greedy": greedy_case(token_prompts([text]), 16)}
+    options = {"method": "sssd", "num_speculative_tokens": 3}
+    return {"model": folder, "cases": cases, "speculative_config": options, "max_num_seqs": 2, "max_model_len": 128}
+
+
+def trees(given):
+    """`sssd`, whose prompts are read in parts, among trees and chains."""
+    pairs = zip(given.prompts, given.answers, strict=True)
+    whole = token_prompts([prompt["prompt_token_ids"] + answer for prompt, answer in pairs])
+    cases = {
+        "mixed": greedy_case(given.prompts, chains=[1, 3, 4], abort=5),
+        "from the cache": greedy_case(whole[-2:], 6),
+        "to the end": greedy_case(2 * whole[:2], 64, chains=[2, 3]),
+        "read": greedy_case(whole[-2:], 6, salt="other "),
+        "seeded": seeded_case() | {"chains": [1, 4, 7], "abort": 6},
+    }
+    noted = {"kv": True, "warm_up": True, "drafts": True, "rows": 20, "launches": True}
+    return {"model": given.model, "cases": cases, "speculative_config": SSSD_TREES | {"shape": "tree"}} | noted | TREES
+
+
+def skipping(given):
+    """`layerskip` with two skip sets, which drafts trees."""
+    early = {"lookahead": "confidence", "threshold": 0.3, "num_speculative_tokens": 6, "shape": "tree"}
+    cases = {name: greedy_case(given.prompts[:3], skip_set=name) for name in ("empty", "some")}
+    cases |= {"chains": cases["some"] | {"chains": [0, 1, 2]}}
+    cases |= {"mixed": greedy_case(given.prompts, skip_set="some", chains=[1, 3, 4], abort=6), "seeded": seeded_case()}
+    method, noted = two_skip_sets(given.model, given.folder, **early), {"drafts": True, "kv": True, "max_num_seqs": 16}
+    return {"model": given.model, "cases": cases, "speculative_config": method} | noted | SMALL | CRAMPED
+
+
+def windowed(given, ids):
+    """`layerskip` with a window and two skip sets, whose passes run as CUDA graphs do, or without where there is none
+    so large."""
+    folder = save(tiny_model("Llama", seed=11, num_hidden_layers=2, **TINY), given.folder / "windowed")
+    asked = token_prompts(ids)
+    cases = {"greedy": greedy_case(asked, 24, skip_set="empty")}
+    cases["aborted"] = greedy_case(asked[:2], 24, skip_set="some", abort=5)
+    method = two_skip_sets(folder, folder, window=WINDOW.tokens, sinks=WINDOW.sinks)
+    noted = {"drafts": True, "graphs": True, "graph_sizes": [1, 2], "max_num_seqs": 3, "block_size": 16}
+    return {"model": folder, "cases": cases, "speculative_config": method} | noted | SMALL | {"max_model_len": 128}
+
+
+WINDOWED_IDS = prompts.random_ids((90, 45, 70), TINY["vocab_size"])
+
+
+def on_cpu(given):
+    engines = {"chains": chains, "plain": plain, "by default": skipping_by_default, "structured": structured}
+    return dict(zip(engines, run("serve.py", [make(given) for make in engines.values()]), strict=True))
+
+
+def on_flash(given):
+    engines = {"trees": trees(given), "skipping": skipping(given), "windowed": windowed(given, WINDOWED_IDS)}
+    return dict(zip(engines, run("serve.py", list(engines.values()), "flash"), strict=True))
