@@ -1,23 +1,11 @@
-"""Tokens drawn without seeds and filters: those of SGLang's sampler for the same noise, by fewer passes over the
-vocabulary. Distributions through the real engine: test_sampled.py."""
+"""Tokens drawn without seeds and filters: those of SGLang's sampler for the same noise."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 ROWS, VOCAB = 300, 1000
-
-
-class Operations(TorchDispatchMode):
-    """Counts those that compute something."""
-
-    count = 0
-
-    def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
-        self.count += not operation.is_view
-        return operation(*arguments, **keywords or {})
 
 
 @pytest.fixture
@@ -34,13 +22,11 @@ def test_draws_are_those_of_sglangs_sampler(logits):
 
     temperatures, before = torch.linspace(0.2, 2, ROWS)[:, None], logits.clone()
     torch.manual_seed(1)
-    with Operations() as ours:
-        tokens = drawn(logits, temperatures)
+    tokens = drawn(logits, temperatures)
     torch.manual_seed(1)
     expected = sampling_from_probs_torch(torch.softmax(logits / temperatures, -1))
     assert (tokens == expected).float().mean() > 0.99, "rounding may swap two tokens"
     assert torch.equal(logits, before) and len(set(tokens.tolist())) > 100
-    assert ours.count <= 7, "empty, noise, its bound, logarithm, one with the logits, the smallest; one for all parts"
 
 
 def test_parts_are_drawn_one_by_one(logits, monkeypatch):

@@ -40,9 +40,7 @@ def test_real_model(demo_model, tmp_path):
         assert [(call["name"], json.loads(call["arguments"])) for call in calls.values()] == list(CALLS)
         assert (content.strip(), reason) == ("Look.", "tool_calls")
         assert front.read(drafting=False, **keys) != found, "SGLang's parser reads these runs as it reads single tokens"
-    done = read_counts(counts)
-    assert done["tokens"] > 1.05 * done["request_steps"]
-    assert not done.get("rebuilt"), "a request's tokens had to be read again although nobody was thrown out"
+    assert read_counts(counts)["accepted"] > 5
 
 
 def test_bad_options_stop_the_start(tiny):
