@@ -1,11 +1,10 @@
-"""What bench/lib/forcing.py and bench/identity.py compute of answers, steps and logits, without an engine."""
+"""What bench/lib/forcing.py computes of answers, steps and logits, without an engine."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bench import identity
 from bench.lib import forcing
 from bench.lib.forcing import Answer, Forcing
 
@@ -58,14 +57,3 @@ def test_figures():
     assert found["tokens_per_s"] == pytest.approx(5.0)  # four of the first answer behind 1.0, and one at 2.0
     answers[0].passes = 4
     assert forcing.figures(answers, 1, steps)["tokens_per_step"] == 12 / 10
-
-
-def test_answers_and_logits_are_compared_with_plain_and_plain_with_itself():
-    plain = {"greedy": [[1], [2], [1], [2]], "one": [[1], [3]], "seeded": [[4]], "start_s": 1.0}
-    plain |= {"scores": [-1.0, -2.0, None], "control": [-1.0, -2.5, -1.0]}
-    ours = {"greedy": [[1], [2], [1], [5]], "one": [[1], [3]], "seeded": [[6]], "scores": [-1.5, -2.0, -1.0]}
-    row = identity.compared("tree-bf16", ours | {"start_s": 2.0}, plain)
-    assert (row["greedy"], row["one"], row["seeded"]) == ([3, 4], [2, 2], [0, 1])
-    assert (row["scores"], row["largest"], row["mean"]) == (2, 0.5, 0.25)
-    control = identity.compared("plain-bf16", plain, plain)
-    assert control["one"] == [1, 2] and control["largest"] == 0.5 and "greedy" not in control

@@ -19,13 +19,7 @@ def row(number: int, category: str) -> dict[str, object]:
     return {"question_id": number, "category": category, "turns": [f"question {number}", "and then?"]}
 
 
-def test_first_turns_and_groups_of_spec_bench(tmp_path: Path) -> None:
-    found = questions.load(write(tmp_path / "q.jsonl", row(81, "writing"), row(91, "coding"), row(161, "rag")))
-    expected = ((81, "mt_bench"), (91, "mt_bench"), (161, "rag"))
-    assert [(q.name, q.group, q.text) for q in found] == [(f"q:{n}", group, f"question {n}") for n, group in expected]
-
-
-@pytest.mark.parametrize("concurrency", [1, 4, 13, 64, 128])
+@pytest.mark.parametrize("concurrency", [1, 13, 128])
 def test_every_block_keeps_so_many_requests_running_on_all_groups(tmp_path: Path, concurrency: int) -> None:
     """Each question once, in the same order for everybody, the groups mixed as evenly as they can be."""
     sizes = {"qa": 80, "rag": 80, "translation": 80, "long": 32}

@@ -158,13 +158,6 @@ def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made(
     assert tokens[:-1] == pytest.approx(expected[:-1], abs=0.3)
 
 
-def test_large_batches_have_lengths_that_can_be_priced() -> None:
-    lengths = BatchLengths(ROOFLINE, LENGTHS)
-    assert len(lengths.seconds(1024, 300.0)) == 3, "none of 8"
-    assert len(lengths.seconds(9000, 300.0)) == 1
-    assert lengths.decide(9000, 300.0)[-1][2] == 0
-
-
 @pytest.mark.parametrize(
     ("longest", "lengths"),
     [(1, (0, 1)), (2, (0, 1, 2)), (5, (0, 1, 3, 5)), (8, (0, 1, 3, 8)), (31, (0, 1, 3, 7, 15, 31))],

@@ -147,15 +147,6 @@ def test_a_draft_pass_reads_what_it_keeps() -> None:
     )
 
 
-def test_fewer_kv_heads_than_ranks() -> None:
-    """Each rank keeps a copy of one of them: with 16 ranks for 8 heads a rank reads what it reads with 8."""
-    eight, sixteen = rows(4, 1, 8000, 8), rows(4, 1, 8000, 16)
-    for name in ("K", "V"):
-        assert sixteen[name] == eight[name]
-    assert sixteen["attention"][1] > 0.9 * eight["attention"][1]
-    assert sixteen["Q"][0] == eight["Q"][0] / 2
-
-
 def attention_read(config: dict[str, object], kv_dtype: str | None = None, context: float = 100_000.0) -> float:
     return operation("attention", ModelShape.from_config(config, kv_dtype=kv_dtype), 8, 1, context, mask=False).read
 
