@@ -220,7 +220,7 @@ def test_keys_are_split_where_that_fills_a_gpu() -> None:
     assert split_keys(1, 32, 8, 33, 100) == 1, "a short context is read at once"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([(32, 8), (28, 4), (64, 8), (8, 1), (4, 2), (9, 3)]),
     st.integers(1, 300),
