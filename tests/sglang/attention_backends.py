@@ -208,32 +208,29 @@ def test_what_graphs_of_further_widths_share(runner: ModelRunner, hybrid: bool) 
 
     from freedraft.engines.sglang.graphs import capture
 
-    def triton() -> Any:
-        backend = TritonAttnBackend(runner)
-        backend.max_kv_splits = 256  # of MLA on an H100
-        return backend
-
-    def made() -> Any:
-        return HybridAttnBackend(runner, decode_backend=triton(), prefill_backend=triton()) if hybrid else triton()
+    def made(init_new_workspace: bool = False) -> Any:
+        backends = [TritonAttnBackend(runner) for _ in range(2)]
+        for backend in backends:
+            backend.max_kv_splits = 256  # of MLA on an H100
+        decode, prefill = backends
+        return HybridAttnBackend(runner, decode_backend=decode, prefill_backend=prefill) if hybrid else prefill
 
     def verifies(backend: Any) -> Any:
         return backend.prefill_backend if hybrid else backend
 
-    runner.attn_backend = made()
+    runner.attn_backend, runner._get_attention_backend = made(), made
     runner.attn_backend.init_cuda_graph_state(BATCH, BATCH * NODES)
     own = verifies(runner.attn_backend).cuda_graph_kv_indices
-    runner._get_attention_backend = lambda init_new_workspace: made()
-    for window in (None, 64):
+    for window, width in itertools.product((None, 64), (1, 4)):
         runner.sliding_window_size = window
-        for width in (1, 4):
-            whole = capture(runner, width).backend
-            whole.init_cuda_graph_state(BATCH, BATCH * width)
-            backend = verifies(whole)
-            assert backend.num_draft_tokens == width
-            assert (backend.cuda_graph_kv_indices.data_ptr() == own.data_ptr()) == (window is None)
-            assert len(backend.cuda_graph_kv_indices) >= BATCH * width * backend.max_context_len
-            scratch = backend.cuda_graph_attn_logits.numel()
-            assert scratch == BATCH * width * backend.num_head * backend.v_head_dim, "for one part of the keys"
+        whole = capture(runner, width).backend
+        whole.init_cuda_graph_state(BATCH, BATCH * width)
+        backend = verifies(whole)
+        assert backend.num_draft_tokens == width
+        assert (backend.cuda_graph_kv_indices.data_ptr() == own.data_ptr()) == (window is None)
+        assert len(backend.cuda_graph_kv_indices) >= BATCH * width * backend.max_context_len
+        scratch = backend.cuda_graph_attn_logits.numel()
+        assert scratch == BATCH * width * backend.num_head * backend.v_head_dim, "for one part of the keys"
 
 
 @pytest.mark.extended

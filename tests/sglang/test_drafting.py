@@ -1,5 +1,5 @@
 """What lies between SGLang's batches and a method: trees cut to what may be verified, who a request's tenant is, slots
-of windows, candidates of a pass, and models that are refused. The rest: real engines."""
+of windows, candidates of a pass, draws, and models that are refused. The rest: real engines."""
 
 from __future__ import annotations
 
@@ -129,3 +129,26 @@ def test_other_architectures_are_refused():
     ):
         with pytest.raises(ConfigError, match=why):
             check_structure(model)
+
+
+def test_draws_are_those_of_sglangs_sampler(monkeypatch):
+    """Without seeds and filters, for the same noise; and in parts, so that noise for a large batch takes no more memory
+    than SGLang was told of."""
+    from sglang.srt.layers.sampler import sampling_from_probs_torch
+
+    from freedraft.engines.sglang import verify
+
+    rows, vocab = 300, 1000
+    logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
+    logits[:, ::7] = float("-inf")  # of a grammar
+    temperatures, before = torch.linspace(0.2, 2, rows)[:, None], logits.clone()
+    torch.manual_seed(1)
+    tokens = verify.drawn(logits, temperatures)
+    torch.manual_seed(1)
+    expected = sampling_from_probs_torch(torch.softmax(logits / temperatures, -1))
+    assert (tokens == expected).float().mean() > 0.99, "rounding may swap two tokens"
+    assert torch.equal(logits, before) and len(set(tokens.tolist())) > 100
+    monkeypatch.setattr(verify, "MAX_PROBABILITIES", 7 * vocab)
+    tokens = verify.drawn(logits, torch.ones(rows, 1))
+    assert tokens.shape == (rows,) and torch.isfinite(logits.gather(1, tokens[:, None])).all()
+    assert torch.equal(verify.drawn(logits, torch.full((rows, 1), 1e-3)), logits.argmax(-1))
