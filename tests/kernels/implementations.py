@@ -6,6 +6,8 @@ The interpreter has to be chosen before Triton is first imported, and other test
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from freedraft_kernels.dispatch import interpreting
@@ -13,7 +15,13 @@ from freedraft_kernels.dispatch import interpreting
 GPU = torch.cuda.is_available() and not interpreting()
 DEVICE = "cuda" if GPU else "cpu"
 # Hypothesis's examples of a test: the interpreter is slow.
-EXAMPLES = 25 if interpreting() else 60
+EXAMPLES = 15 if interpreting() else 60
+if interpreting():
+    from triton.runtime import interpreter
+
+    # Else it replaces the whole language at each launch and at each call within a kernel, a third of all time.
+    interpreter._patch_lang = functools.cache(interpreter._patch_lang)
+    interpreter._LangPatchScope.restore = lambda self: None
 runs_triton = pytest.mark.skipif(not (GPU or interpreting()), reason="no GPU: run by test_in_the_interpreter")
 by_each = pytest.mark.parametrize(
     ("backend", "device"),

@@ -186,7 +186,7 @@ def check(case: Case, cache: Cache, trees_only: bool = False, device: str = "cpu
 
 
 @by_each
-@settings(max_examples=60 if GPU else 12, deadline=None)
+@settings(max_examples=60 if GPU else 8, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([(2, 2, 64), (6, 2, 80), (4, 1, 128), (3, 1, 256), (4, 4, 32), (8, 1, 32)]),

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
-import json
 import os
 from pathlib import Path
 
@@ -19,8 +18,10 @@ log = collections.Counter(states={}, first={}, kv={})
 trees = collections.defaultdict(dict)
 
 
-def write(name, seen):
-    (Path(os.environ["LAYERSKIP_TEST_LOG"]) / name).write_text(json.dumps(seen))
+def write():
+    from freedraft.files import write_json_atomically
+
+    write_json_atomically(Path(os.environ["LAYERSKIP_TEST_LOG"]) / "watched.json", log, durable=False)
 
 
 def register():
@@ -135,11 +136,11 @@ def make_watched(options, context, controller=None):
                 found = log.setdefault(f"sets of {self.selection.name}", [])
                 sublayers = [*map(int, self.selection.incumbent.sublayers)]
                 found += [sublayers] if sublayers not in found else []
-            write("watched.json", log)
+            write()
 
         def finish(self, request_id, output, aborted):
             super().finish(request_id, output, aborted)
             self.asked.pop(request_id, None)
-            write("watched.json", log)
+            write()
 
     return Watched(options, context, controller)

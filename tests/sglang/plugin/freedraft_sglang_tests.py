@@ -97,6 +97,7 @@ def count_work(path):
 
     from freedraft.engines.sglang.drafting import Drafting
     from freedraft.engines.sglang.verify import TreeVerifier
+    from freedraft.files import write_json_atomically
     from tests.support.switched import kept_by
 
     totals = collections.Counter()
@@ -110,7 +111,7 @@ def count_work(path):
         totals["steps"] += 1
         totals[f"width {accepted.shape[1]}"] += 1
         if "drafted" in totals:  # in the rank that drafts
-            path.write_text(json.dumps(totals))
+            write_json_atomically(path, totals, durable=False)
         return verified
 
     @functools.wraps(sample)  # whose parameters are checked
@@ -153,7 +154,7 @@ def count_work(path):
         """Count what is kept of requests."""
         kept = len(drafting.guarded.running) + len(drafting._requests) + len(drafting._states)
         totals["held"] = kept + kept_by(drafting.guarded.method)
-        path.write_text(json.dumps(totals))
+        write_json_atomically(path, totals, durable=False)
 
     TreeVerifier.verify, Drafting._step, Sampler.forward = verifying, stepping, sampling
     Drafting.draft, Drafting.finish, Drafting._sweep = drafting, finishing, sweeping
