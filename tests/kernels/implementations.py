@@ -6,22 +6,18 @@ The interpreter has to be chosen before Triton is first imported, and other test
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from freedraft_kernels.dispatch import interpreting
+
+from tests.support.triton_launches import interpret_quickly
 
 GPU = torch.cuda.is_available() and not interpreting()
 DEVICE = "cuda" if GPU else "cpu"
 # Hypothesis's examples of a test: the interpreter is slow.
 EXAMPLES = 15 if interpreting() else 60
 if interpreting():
-    from triton.runtime import interpreter
-
-    # Else it replaces the whole language at each launch and at each call within a kernel, a third of all time.
-    interpreter._patch_lang = functools.cache(interpreter._patch_lang)
-    interpreter._LangPatchScope.restore = lambda self: None
+    interpret_quickly()
 runs_triton = pytest.mark.skipif(not (GPU or interpreting()), reason="no GPU: run by test_in_the_interpreter")
 by_each = pytest.mark.parametrize(
     ("backend", "device"),

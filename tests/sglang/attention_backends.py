@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from freedraft.draft import DraftBatch
 from tests.support.random_trees import on, path_to, random_batch
-from tests.support.triton_launches import record_launches
+from tests.support.triton_launches import interpret_quickly, record_launches
 
 LENGTHS = [7, 1, 4]
 BATCH, NODES, WINDOW, DIM = len(LENGTHS), 8, 6, 16
@@ -39,6 +39,7 @@ SIZES = (1, 2, 4, 8)  # batches that graphs are captured for
 
 @pytest.fixture(scope="session")
 def runner() -> ModelRunner:
+    interpret_quickly()
     sys.modules["sgl_kernel"] = sys.modules["sgl_kernel.flash_attn"] = MagicMock()
     load_plugins()
     on_cpu = {"device": "cpu", "dtype": "float32", "attention_backend": "torch_native", "disable_cuda_graph": True}
@@ -177,7 +178,7 @@ def prepared(backend: Any, forward: ForwardBatch) -> list[torch.Tensor]:
     return [getattr(metadata, name).clone() for metadata, name in itertools.product(both, tables)]
 
 
-@pytest.mark.parametrize("nodes", [2, 5, 16])
+@pytest.mark.parametrize("nodes", [2, 16])
 def test_one_kernel_writes_what_sglang_does(runner: ModelRunner, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the bit, for a replayed graph of trees on FA3."""
     from freedraft.engines.sglang.fa3 import write_metadata_at_once
@@ -186,7 +187,7 @@ def test_one_kernel_writes_what_sglang_does(runner: ModelRunner, nodes: int, mon
     for page in (1, 4):
         own, ours = graph_backend(runner, nodes, page), graph_backend(runner, nodes, page)
         write_metadata_at_once(ours)
-        for batch in range(1, 9):
+        for batch in (1, 3, 5, 8):
             lengths = torch.from_numpy(rng.integers(1, rng.choice([9, 1900]), batch))
             drafts = random_batch(rng, batch, nodes, 50, rng.integers(1, nodes + 1, batch).tolist())
             rows, slots = torch.from_numpy(rng.permutation(11)[:batch] + 1), torch.zeros(batch * nodes)
