@@ -1,4 +1,4 @@
-"""The real model, and what is refused at the start."""
+"""The real model, what is refused at the start, servers, and a benchmark."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 from bench.lib import servers
 from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine, token_ids
 from tests.sglang.parsers import FrontEnd
+from tests.support.compared import byte_model, check_kinds
+from tests.support.forced import forced
 from tests.support.models import continuations
 from tests.support.pages import sums
 from tests.support.parser_texts import CALLS, SGLANG_TOOL_TEXTS
@@ -67,3 +69,18 @@ def test_the_server_s_own_page_has_its_metrics_and_ours(tiny, tmp_path):
     assert found["sglang:generation_tokens_total"] == 24 and 20 <= total["tokens"] <= 24, page
     assert total["tokens"] == total["request_steps"] + total["accepted_tokens"]
     assert 0 < total["accepted_lengths"] + total["undrafted_requests"] <= total["request_steps"]
+
+
+@pytest.mark.extended
+def test_every_kind_of_request_is_answered_as_without_drafts(demo_model, tmp_path):
+    """By a random model whose tokens are bytes."""
+    check_kinds("sglang", byte_model(tmp_path / "model", demo_model), tmp_path)
+
+
+@pytest.mark.extended
+def test_forced(demo_model, tmp_path):
+    """By bench/forced.py every arm gives the recorded answers, and drafts are accepted."""
+    sssd = {"method": "sssd", "num_speculative_tokens": 4, "policy": "fixed", "live": "off", "shape": "tree"}
+    found = forced("sglang", tmp_path, demo_model, {"plain": None, "tree": sssd})
+    assert found["plain"]["tokens_per_step"] == 1.0 and found["plain"]["accepted"] is None
+    assert found["tree"]["tokens_per_step"] > 1.2 and 0 < found["tree"]["accepted"] <= 1
