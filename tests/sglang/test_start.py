@@ -78,10 +78,13 @@ def test_backends_with_tree_masks_pass(resolved, backend):
         ({"speculative_num_draft_tokens": 500}, "500 nodes", "1..256"),
         (ON_CPU, "stock SGLang lacks", "SGLANG_PLATFORM=freedraft_cpu"),
         ({"tp_size": 2, "dcp_size": 2}, "context parallelism", "--dcp-size"),
+        ({}, "graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
     ],
 )
 def test_refused(resolved, monkeypatch, changed, reason, remedy):
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    if "unset" in remedy:
+        monkeypatch.setenv(remedy.split()[-1], "y")
     with pytest.raises(ConfigError) as caught:
         resolved(**ON_GPU | changed)
     message = str(caught.value)
@@ -130,10 +133,13 @@ def test_ranks(resolved, monkeypatch):
             resolved(**ON_GPU, tp_size=2, speculative_algorithm=name)
 
 
-def test_cpu_platform_takes_its_own_backend_only(resolved):
+def test_cpu_platform_takes_its_own_backend_and_no_drafts_with_the_whole_model(resolved):
     assert resolved(**ON_CPU | {"page_size": 16}).page_size == 16
     with pytest.raises(ConfigError, match="torch_native"):
         resolved(**ON_CPU | {"attention_backend": "triton"})
+    for name in ("layerskip", "hybrid"):
+        with pytest.raises(ConfigError, match=r"the whole model: set option 'skip_set', 'window' or"):
+            resolved(**ON_CPU, speculative_algorithm=name)
 
 
 def test_the_variable_alone_chooses_the_cpu_and_a_start_without_gpu_names_it(resolved, monkeypatch):
@@ -154,12 +160,6 @@ def test_the_variable_alone_chooses_the_cpu_and_a_start_without_gpu_names_it(res
         resolved(device=None, speculative_algorithm=None)
     (line,) = settings()
     assert "SGLANG_PLATFORM=freedraft_cpu" in line
-
-
-@pytest.mark.parametrize("name", ["layerskip", "hybrid"])
-def test_drafting_with_the_whole_model_is_refused(resolved, name):
-    with pytest.raises(ConfigError, match=r"the whole model: set option 'skip_set', 'window' or"):
-        resolved(**ON_CPU, speculative_algorithm=name)
 
 
 SIZES = dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16)
@@ -258,10 +258,3 @@ def test_nothing_registers_when_a_hook_is_renamed(monkeypatch, caplog):
     assert get_spec("doubled") is None and "doubled" not in METHODS
     (line,) = [r.getMessage() for r in caplog.records if "doubled" in r.getMessage()]
     assert "build_grammar_vocab_mask is missing" in line and "not registered" in line
-
-
-def test_graphs_that_would_read_masks_of_earlier_trees_are_refused(resolved, monkeypatch):
-    monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
-    monkeypatch.setenv("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "y")
-    with pytest.raises(ConfigError, match="graphs of metadata: unset SGLANG_ENABLE_METADATA_GLUE_GRAPH"):
-        resolved(**ON_GPU)
