@@ -91,12 +91,6 @@ def test_what_fails_says_why_in_one_line(commands: types.ModuleType, args: tuple
     assert all(word in result.stderr for word in words)
 
 
-def test_an_unknown_command_is_a_usage_error(commands: types.ModuleType) -> None:
-    for args in (("nothing",), ("calibrate", "nothing"), ("store", "nothing")):
-        result = run(*args)
-        assert result.exit_code == 2 and "nothing" in result.stderr
-
-
 def test_tracebacks_are_of_bugs_and_for_who_debugs(commands: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(run("crash").exception, RuntimeError)
     for debug, kind in (("1", ValueError), ("0", SystemExit)):

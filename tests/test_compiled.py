@@ -56,10 +56,9 @@ def run(package: Path, x: int, **environment: str) -> str:
     return python(RUN, x, folder=package, **environment)
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_an_upgrade_of_a_called_function_takes_effect(package: Path, elsewhere: bool) -> None:
-    """Also in a folder that outlives an installation, as a volume of an image does."""
-    where = {"NUMBA_CACHE_DIR": str(package / "cache")} if elsewhere else {}
+def test_an_upgrade_of_a_called_function_takes_effect(package: Path) -> None:
+    """In a folder that outlives an installation, as a volume of an image does."""
+    where = {"NUMBA_CACHE_DIR": str(package / "cache")}
     assert run(package, 1, **where) == "2 0\n"
     (package / "freedraft" / ".#inner.py").symlink_to("someone@their-machine.1")  # as editors lock a file
     assert run(package, 1, **where) == "2 1\n"
@@ -85,6 +84,7 @@ print(sum(sum(s.cache_hits.values()) for s in stats), sum(sum(s.cache_misses.val
 
 
 def test_another_process_compiles_once_while_the_engine_starts(package: Path) -> None:
+    """And half a file is compiled again."""
     ahead = "from freedraft import compiled; from freedraft.outer import work; compiled.compile_ahead(work); "
     ahead += "compiled.await_compilation()"
     python(ahead, folder=package)
@@ -97,37 +97,24 @@ def test_another_process_compiles_once_while_the_engine_starts(package: Path) ->
     set_price(package / "freedraft", 5)
     python(ahead, folder=package)
     assert run(package, 1) == "6 1\n"
+    for file in (package / "freedraft" / "__pycache__").glob("*.nbc"):
+        file.write_bytes(b"half")
+    assert run(package, 1) == "6 0\n"
 
 
 def test_a_compiling_process_that_hangs_does_not_stop_the_start(package: Path) -> None:
     with (package / "freedraft" / "outer.py").open("a") as source:
-        source.write("def hang():\n    import time\n    time.sleep(600)\n")
+        source.write("def hang():\n    import time\n    time.sleep(20)\n")
     code = """
-import subprocess, time
+import time
 from freedraft import compiled
 from freedraft.outer import hang
-start, processes = subprocess.Popen, []
-subprocess.Popen = lambda *args, **options: processes.append(start(*args, **options))
 compiled.compile_ahead(hang)
 began = time.monotonic()
 compiled.await_compilation(1.0)
-print(1 <= time.monotonic() - began < 60, processes[0].poll())
-processes[0].kill()
-processes[0].wait()
-compiled.await_compilation(600.0)
+print(1 <= time.monotonic() - began < 15)
 """
-    assert "True None\n" in python(code, folder=package)
-
-
-def test_half_a_file_is_compiled_again(package: Path) -> None:
-    run(package, 1)
-    files = list((package / "freedraft" / "__pycache__").glob("*.nbc"))
-    assert files
-    for damage in (b"", b"half"):
-        for file in files:
-            file.write_bytes(damage)
-        assert run(package, 1) == "2 0\n"
-    assert run(package, 1) == "2 1\n"
+    assert "True\n" in python(code, folder=package)
 
 
 def test_no_folder_that_can_be_written(package: Path) -> None:
@@ -162,9 +149,9 @@ print(wrong)
 
 
 def test_servers_that_start_at_once(package: Path) -> None:
-    """What is loaded for a signature is what was saved for it, in 900 loads of three processes at once; with numba's
-    own `FunctionCache` some 130 of them give what another process saved, and 430 nothing."""
-    at_once, rounds = 3, 100
+    """What is loaded for a signature is what was saved for it, in 360 loads of three processes at once; with numba's
+    own `FunctionCache` more than half of them give nothing, or what another process saved."""
+    at_once, rounds = 3, 40
     (package / "meet").mkdir()
     with ThreadPoolExecutor(at_once) as pool:
         wrong = pool.map(

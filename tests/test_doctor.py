@@ -85,7 +85,6 @@ def test_what_not_all_drafting_needs_is_told_and_no_failure(engine: types.Module
     [
         (Hook("toy_engine.Runner.propose", parameters=("metadata",)), "takes no parameter metadata"),
         (Hook("toy_engine.Output", members=("finished", "new")), "has no new"),
-        (Hook("toy_engine.Gone.x"), "toy_engine.Gone is missing"),
         (Hook("toy_engine.gone.Thing.x"), "toy_engine.gone is missing"),
         (Hook("toy_engine.broken.Thing.x"), "cannot be imported"),
         (Hook("no_such_package.Thing.x"), "cannot be imported"),

@@ -17,15 +17,6 @@ import pytest
 from freedraft import files
 from freedraft.files import FileLock, write_atomically, write_json_atomically
 
-OVERWRITE = """
-import sys
-from pathlib import Path
-from freedraft.files import write_atomically
-while True:
-    for letter in b"ab":
-        write_atomically(Path(sys.argv[1]), bytes([letter]) * 500_000, durable=False)
-        print("written", flush=True)
-"""
 HOLD = """
 import sys, time
 from pathlib import Path
@@ -56,19 +47,6 @@ def running(code: str, path: Path) -> Iterator[None]:
             yield
         finally:
             process.kill()
-
-
-def assert_whole(path: Path) -> None:
-    content = path.read_bytes()
-    assert len(content) == 500_000 and len(set(content)) == 1
-
-
-def test_whoever_reads_sees_one_version_even_after_a_kill(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    with running(OVERWRITE, path):
-        for _ in range(200):
-            assert_whole(path)
-    assert_whole(path)
 
 
 def test_permissions_and_no_other_file(tmp_path: Path) -> None:
@@ -110,9 +88,10 @@ def test_several_write_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
 
     def write(letter: bytes) -> None:
-        for _ in range(50):
+        for _ in range(25):
             write_atomically(path, letter * 500_000, durable=False)
-            assert_whole(path)
+            content = path.read_bytes()
+            assert len(content) == 500_000 and len(set(content)) == 1
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(write, [b"a", b"b", b"c", b"d"]))

@@ -1,29 +1,16 @@
-"""The demo's prompts and figures."""
+"""The demo's figures, and its server."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from bench.demo import server
-from bench.demo.measure import BASELINE, SSSD, Answer, Prompt, prompts, row
-from bench.lib.prompts import PROMPTS
-
-
-def test_a_session_is_asked_with_all_before_each_turn_and_first_tables_have_all_kinds() -> None:
-    asked = prompts()
-    kinds = [*PROMPTS, "agent session"]
-    assert [prompt.kind for prompt in asked[: len(kinds)]] == kinds
-    assert len(asked) == sum(map(len, PROMPTS.values())) + 1
-    session = asked[len(kinds) - 1].requests
-    assert len(session) >= 4 and all(messages[-1]["role"] == "user" for messages in session)
-    for messages, later in pairwise(session):
-        assert later[: len(messages)] == messages and later[len(messages)]["role"] == "assistant"
+from bench.demo.measure import BASELINE, SSSD, Answer, Prompt, row
 
 
 def test_a_row_sums_up_the_prompts_of_a_kind() -> None:

@@ -1,50 +1,11 @@
-"""What bench/lib/forcing.py and bench/identity.py compute of answers, steps and logits, without an engine."""
+"""Figures of bench/lib/forcing.py, of answers and steps. The rest: runs of bench/forced.py on both engines."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from bench import identity
 from bench.lib import forcing
-from bench.lib.forcing import Answer, Forcing
-
-TEXTS = [([5, 6], [7, 8, 9]), ([1, 2, 3], [4, 5])]
-
-
-@pytest.fixture
-def started(tmp_path):
-    forcing.save_texts(tmp_path, TEXTS)
-    return Forcing(tmp_path), tmp_path
-
-
-def test_the_recorded_token_is_forced_by_request_and_position(started):
-    forcing_, folder = started
-    forcing_.begin(3, "1-17")
-    forcing_.begin(4, "_warmup_0_")  # an engine's own
-    logits = torch.randn(4, 10)
-    texts = torch.cat([forcing_.which[torch.tensor([3, 3])], torch.tensor([0, 0])])
-    forcing_.force(logits, texts, torch.tensor([2, 3, 1, 2]), None, (2, 1))
-    assert logits.argmax(1).tolist() == [4, 5, 7, 8]
-    ((_, *step),) = forcing.logged(folder, "step")
-    assert step == [2, 1, 4] and forcing.logged(folder, "step") == []
-    forcing_.on, free = False, torch.zeros(1, 10)
-    forcing_.force(free, texts[:1], torch.tensor([2]), None, (1, 1))
-    assert not free.any()
-
-
-def test_log_probabilities_are_those_of_the_accepted_path(started):
-    """Of a tree, rows with another input token than the text's are left out; a position with two such rows is unknown,
-    and what a later step says of a position holds."""
-    forcing_, folder = started
-    forcing_.scores = True
-    at, inputs = torch.tensor([1, 2, 2, 3, 3]), torch.tensor([6, 7, 1, 8, 8])
-    logits = torch.randn(5, 10)
-    expected = torch.log_softmax(logits, 1)
-    forcing_.force(logits, torch.zeros(5, dtype=torch.int64), at, inputs, (1, 1))
-    found = forcing.last_scores(forcing.logged(folder, "scores"))
-    assert found == pytest.approx({(0, 1): float(expected[0, 7]), (0, 2): float(expected[1, 8])})
-    assert forcing.last_scores([[(0, 1, -2.0), (0, 2, -1.0)], [(0, 2, -3.0)]]) == {(0, 1): -2.0, (0, 2): -3.0}
+from bench.lib.forcing import Answer
 
 
 def test_figures():
@@ -58,14 +19,3 @@ def test_figures():
     assert found["tokens_per_s"] == pytest.approx(5.0)  # four of the first answer behind 1.0, and one at 2.0
     answers[0].passes = 4
     assert forcing.figures(answers, 1, steps)["tokens_per_step"] == 12 / 10
-
-
-def test_answers_and_logits_are_compared_with_plain_and_plain_with_itself():
-    plain = {"greedy": [[1], [2], [1], [2]], "one": [[1], [3]], "seeded": [[4]], "start_s": 1.0}
-    plain |= {"scores": [-1.0, -2.0, None], "control": [-1.0, -2.5, -1.0]}
-    ours = {"greedy": [[1], [2], [1], [5]], "one": [[1], [3]], "seeded": [[6]], "scores": [-1.5, -2.0, -1.0]}
-    row = identity.compared("tree-bf16", ours | {"start_s": 2.0}, plain)
-    assert (row["greedy"], row["one"], row["seeded"]) == ([3, 4], [2, 2], [0, 1])
-    assert (row["scores"], row["largest"], row["mean"]) == (2, 0.5, 0.25)
-    control = identity.compared("plain-bf16", plain, plain)
-    assert control["one"] == [1, 2] and control["largest"] == 0.5 and "greedy" not in control

@@ -61,8 +61,6 @@ def test_tokens_between_the_first_free_place_and_the_last_request() -> None:
     one = run(*[(2.0 * i, 1.0, [0.0, 1.0], 2) for i in range(4)])
     assert full_load(one, 1) == (pytest.approx(4), pytest.approx(4))
     assert full_load(one, 3) == full_load(one, 9) == (0.0, 0.0), "never full"
-    failed = run((0.0, 0.0, [], 0), (0.1, 0.5, [0.0, 0.4], 2), (0.5, 0.1, [0.0], 1))
-    assert full_load(failed, 1) == (pytest.approx(0.4), 0.0)
 
 
 def test_rows_by_arm_concurrency_and_group() -> None:
@@ -103,27 +101,6 @@ def test_a_differing_answer_shows_and_only_blocks_that_both_answered_are_compare
     row = find(summary.rows([*blocks(without=("plain", 0, 1)), failed], PLAIN), "sssd", "qa")
     assert row["ratio"] == pytest.approx(2)
     assert row["requests"] == 4  # its own figures count all that it answered
-
-
-def test_the_best_fixed_length_of_each_cell() -> None:
-    seconds = {
-        1: {"plain": 1.0, "sssd": 0.5, "short": 0.49, "long": 0.8},
-        8: {"plain": 1.0, "sssd": 1.02, "short": 1.5, "long": 2.0},
-    }
-    found = [
-        block("plain", i, at_once, seconds=s, groups=["qa", "qa"]) | {"arm": arm}
-        for at_once, by_arm in seconds.items()
-        for arm, s in by_arm.items()
-        for i in range(3)
-    ]
-    fixed = {"method": "sssd", "policy": "fixed"}
-    given = {"plain": None, "sssd": {"method": "sssd"}, "short": fixed, "long": fixed, "ngram": {"method": "ngram"}}
-    arms = {name: {"engine": "vllm", "speculative": speculative} for name, speculative in given.items()}
-    rows = summary.rows(found, dict.fromkeys(seconds[1], "plain"))
-    cells = [(r["concurrency"], r["group"]) for r in rows if r["arm"] == "sssd"]
-    shares = dict(zip(cells, summary.of_best_length(rows, arms), strict=True))
-    assert shares[1, "all"] == pytest.approx(0.49 / 0.5), "of the short fixed length"
-    assert shares[8, "all"] == pytest.approx(1 / 1.02), "of plain decoding"
 
 
 def test_all_files_of_results_are_as_they_were_written() -> None:

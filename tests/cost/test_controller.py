@@ -5,11 +5,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from known import LLAMA3_8B, engine_context, profile
+from known import profile
 
 from freedraft.config import ConfigError
 from freedraft.cost import hardware
-from freedraft.cost.auto import make_controller
 from freedraft.cost.controller import Controller, Fixed, Knee
 from freedraft.cost.hardware import HardwareProfile, choose_profile
 from tests.support.steps import chains, make_step
@@ -31,11 +30,6 @@ def test_the_papers_example() -> None:
     assert profile().ridge == 174 and round(1 / (0.95 / 165 - 1 / 4096)) == 181
     assert width(Knee(profile(), 63, range(1, 64)), 8) == 22
     assert width(Knee(profile(), 63, (1, 2, 4, 8, 16, 32)), 8) == 16
-
-
-@pytest.mark.parametrize(("batch", "tokens"), [(0, 0), (1, 5), (2, 4), (3, 3), (5, 1), (6, 0), (7, 0), (100, 0)])
-def test_budget_on_the_cpu(batch: int, tokens: int) -> None:
-    assert budget(Knee(HardwareProfile.load("cpu"), 8), batch) == tokens
 
 
 @settings(deadline=None)
@@ -118,13 +112,3 @@ def test_a_profile_of_ones_own_and_nonsense_in_it(tmp_path: Path, content: str, 
     with pytest.raises(ConfigError) as error:
         choose_profile(str(path))
     assert word in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(("bits", "ridge"), [(None, 295), (8, 148), (4, 74)])
-def test_the_knee_of_quantised_weights(bits: int | None, ridge: int) -> None:
-    """A quarter of the bytes is read in a quarter of the time, and as much is computed with it."""
-    quantised = {"quantization_config": {"quant_method": "gptq", "bits": bits}} if bits else {}
-    context = engine_context(LLAMA3_8B | quantised)
-    assert make_controller(context, "knee", hardware="h100").knee == ridge
-    assert make_controller(context, "knee", hardware="h100", knee=7).knee == 7
-    assert make_controller(context, "knee", hardware="cpu").knee == 6, "a measured knee stays"

@@ -52,8 +52,8 @@ def test_the_usual_curve_is_that_of_the_replayed_answers() -> None:
     assert {1: 1.0} | {row["budget"]: round(row["tokens_per_step"], 3) for row in rows} == CURVES["tree"]
 
 
-@pytest.mark.parametrize("hardware", ["h100", "h200", "a100", "cpu"])
-@pytest.mark.parametrize("most", [1, 4, 8])
+@pytest.mark.parametrize("hardware", ["h100", "cpu"])
+@pytest.mark.parametrize("most", [1, 8])
 def test_no_other_length_of_a_schedule_has_more_tokens_per_second(hardware: str, most: int) -> None:
     schedule = draft_lengths(engine_context(max_draft_tokens=most), "auto", hardware=hardware)
     assert schedule is not None and schedule.learnt[0] == 0 and schedule.learnt[-1] == most

@@ -31,8 +31,9 @@ def steep(batch: int, query_tokens: int) -> float:
     return 0.004 * query_tokens
 
 
-V2_CASES = [(V2, seconds, accept, batch) for seconds in (flat, drafting, steep) for accept in (0.02, 0.3, 0.8)
-            for batch in (1, 7, 40)]  # fmt: skip
+SHARES = (0.02, 0.3, 0.8)
+V2_CASES = [(V2, seconds, SHARES[(i + j) % 3], batch) for i, seconds in enumerate((flat, drafting, steep))
+            for j, batch in enumerate((1, 7, 40))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("engine", "seconds", "accept", "batch"), [(V1, knee, 0.7, 1), *V2_CASES])
@@ -44,7 +45,7 @@ def test_within_two_percent_of_the_best_fixed_length(engine: type, seconds: Seco
     assert batch * tokens / time >= 0.98 * max(served.rates(batch, Text(accept))), np.bincount(lengths.astype(int))
 
 
-@pytest.mark.parametrize(("engine", "batch"), [(V1, 1), (V1, 4), (V1, 16), (V2, 4)])
+@pytest.mark.parametrize(("engine", "batch"), [(V1, 1), (V1, 16), (V2, 4)])
 def test_where_nothing_pays_it_is_plain_but_for_probes(engine: type, batch: int) -> None:
     served = engine(steep)
     drafted = served.run(batch, Text(0.6), 1500)[500:, 2]
@@ -54,12 +55,12 @@ def test_where_nothing_pays_it_is_plain_but_for_probes(engine: type, batch: int)
 
 def test_batch_sizes_that_alternate_have_lengths_of_their_own() -> None:
     served, lengths = V2(flat), {1: [], 100: []}
-    for i in range(200):
+    for i in range(120):
         batch = 1 if i % 2 else 100
         lengths[batch] += (served.run(batch, Text(0.6), 20)[:, 2] / batch).tolist()
     assert served.table[1] == 8 and served.table[100] == 0
     # A probe is taken back also if the next step is of another size.
-    assert all(np.mean(np.array(lengths[batch][1000:]) == best) > 0.85 for batch, best in ((1, 8), (100, 0)))
+    assert all(np.mean(np.array(lengths[batch][600:]) == best) > 0.85 for batch, best in ((1, 8), (100, 0)))
 
 
 def test_drafting_that_costs_more_than_it_brings_stops_but_for_glances() -> None:
@@ -110,7 +111,7 @@ def test_where_nothing_is_accepted_any_more_steps_are_soon_plain(engine: type, n
 
 @pytest.mark.parametrize(
     ("engine", "batch", "none"),
-    [(V1, 1, NONE), *((V2, batch, none) for batch in (1, 8, 12, 32) for none in (NONE, NONE_AND_KNOWN))],
+    [(V1, 1, NONE), (V2, 1, NONE), (V2, 12, NONE_AND_KNOWN), (V2, 32, NONE)],
 )
 def test_drafts_that_are_accepted_again_are_soon_made(engine: type, batch: int, none: Text) -> None:
     served = on_h200(engine)

@@ -10,10 +10,14 @@ import pytest
 import torch
 from freedraft_kernels.dispatch import interpreting
 
+from tests.support.triton_launches import interpret_quickly
+
 GPU = torch.cuda.is_available() and not interpreting()
 DEVICE = "cuda" if GPU else "cpu"
 # Hypothesis's examples of a test: the interpreter is slow.
-EXAMPLES = 25 if interpreting() else 60
+EXAMPLES = 15 if interpreting() else 60
+if interpreting():
+    interpret_quickly()
 runs_triton = pytest.mark.skipif(not (GPU or interpreting()), reason="no GPU: run by test_in_the_interpreter")
 by_each = pytest.mark.parametrize(
     ("backend", "device"),

@@ -188,7 +188,7 @@ def check(case: Case, cache: Cache, trees_only: bool = False) -> None:
 
 
 @runs_triton
-@settings(max_examples=60 if GPU else 12, deadline=None)
+@settings(max_examples=60 if GPU else 8, deadline=None)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([(2, 2, 64), (6, 2, 80), (4, 1, 128), (3, 1, 256), (4, 4, 32), (8, 1, 32)]),
@@ -222,7 +222,7 @@ def test_keys_are_split_where_that_fills_a_gpu() -> None:
     assert split_keys(1, 32, 8, 33, 100) == 1, "a short context is read at once"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from([(32, 8), (28, 4), (64, 8), (8, 1), (4, 2), (9, 3)]),
     st.integers(1, 300),

@@ -1,5 +1,5 @@
 """What FlashAttention reads of a paged cache for draft trees, written out. SGLang's own tensors are compared in
-tests/sglang/test_tree_metadata.py."""
+tests/sglang/attention_backends.py."""
 
 from __future__ import annotations
 

@@ -58,25 +58,22 @@ def sglang_engine(model: Path, counts: Path | None = None, env: dict[str, str] |
         "TREE_TEST_COUNTS": str(counts or ""),
         **(env or {}),
     }
-    before = {name: os.environ.get(name) for name in changed}
-    os.environ.update(changed)
     if str(HERE / "plugin") not in sys.path:
         sys.path.append(str(HERE / "plugin"))
-    try:
+    defaults = {"model_path": str(model), "device": "cpu", "dtype": "float32", "disable_cuda_graph": True}
+    defaults |= {"attention_backend": "torch_native", "sampling_backend": "pytorch", "random_seed": 1}
+    defaults |= {"max_total_tokens": 8192, "max_running_requests": 4}
+    defaults |= {"skip_server_warmup": True, "log_level": "warning"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in changed.items():
+            patch.setenv(name, value)
         import sglang
 
-        defaults = {"model_path": str(model), "device": "cpu", "dtype": "float32", "disable_cuda_graph": True}
-        defaults |= {"attention_backend": "torch_native", "sampling_backend": "pytorch", "random_seed": 1}
-        defaults |= {"max_total_tokens": 8192, "max_running_requests": 4}
-        defaults |= {"skip_server_warmup": True, "log_level": "warning"}
         engine = sglang.Engine(**{**defaults, **options})
         try:
             yield engine
         finally:
             engine.shutdown()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
 
 
 def ids(outputs):

@@ -1,42 +1,18 @@
-"""What a client of SGLang's chat endpoint gets of a text in runs of tokens, for each tool parser and reasoning parser.
-
-    python -m tests.sglang.parsers --json bench/results/parsers-sglang.json
+"""What a client of SGLang's chat endpoint gets of a text in runs of tokens.
 
 SGLang's own front end, tokenizer manager and parsers; what the scheduler and the detokenizer send is the text's tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import re
-from pathlib import Path
 
-from tests.support.models import DEMO_MODEL
-from tests.support.parser_texts import SGLANG_TOOL_TEXTS, THOUGHT_BEFORE_CALLS, TOOLS, sglang_thought_text
+from tests.support.parser_texts import SGLANG_TOOL_TEXTS, TOOLS
 
-LENGTHS = range(1, 65)
-MARKS = re.compile(
-    r"<[|｜/]{0,2}[^<>\s{}\"=]*[|｜]?>|<\|\"\|>|\[/?[A-Z_]+\]|◁/?think▷|\]<\]minimax\[>\[|｜DSML｜|\n?</rfl:parameter>\n?"
-)
-
-
-def cases():
-    """`(tool parser, reasoning parser)`: each alone, and the two of one model. Alone, a thought is one that the model
-    begins itself, if it may."""
-    from sglang.srt.function_call.function_call_parser import FunctionCallParser
-    from sglang.srt.parser.reasoning_parser import ReasoningParser
-
-    tools, thoughts = FunctionCallParser.ToolCallParserEnum, ReasoningParser.DetectorMap
-    pairs = [
-        ("qwen", "qwen3"),
-        ("minimax-m2", "minimax"),
-        ("deepseekv31", "deepseek-v3"),
-        ("deepseekv4", "deepseek-v4"),
-    ]
-    both = [*pairs, *((name, name) for name in tools if name in thoughts)]
-    return [*((name, None) for name in tools), *((None, name) for name in thoughts), *both]
+LENGTHS = (2, 3, 5, 8, 13, 21, 34, 55)
+MARKS = re.compile(r"<[|｜/]{0,2}[^<>\s{}\"=]*[|｜]?>|\[/?[A-Z_]+\]")
 
 
 class FrontEnd:
@@ -70,7 +46,6 @@ class LoneFrontEnd(FrontEnd):
 
     def __init__(self, model):
         from sglang.srt.managers.tokenizer_manager import TokenizerManager
-        from sglang.srt.parser.beam import BEAM_RESPONSE_TEMPLATE
         from sglang.srt.parser.template_manager import TemplateManager
         from sglang.srt.plugins import load_plugins
         from sglang.srt.runtime_context import publish
@@ -87,7 +62,6 @@ class LoneFrontEnd(FrontEnd):
             return TokenizerManager(args, PortArgs.init_new(args))
 
         super().__init__(run(manager()), TemplateManager(), run)
-        self.tokenizer.response_template = BEAM_RESPONSE_TEMPLATE  # as a model's tokenizer_config.json has it
 
     def stream(self, contents, drafting, tool=None, thought=None, **keys):
         """What is streamed with these parsers, of what the engine gives."""
@@ -128,15 +102,15 @@ class Streams:
         from sglang.srt.parser.reasoning_parser import ReasoningParser
 
         self.front, self.case = front, {"tool": tool, "thought": thought}
-        text = SGLANG_TOOL_TEXTS.get(tool, "")
+        text, marks = SGLANG_TOOL_TEXTS.get(tool, ""), set()
         if thought:
             made = ReasoningParser(thought, tokenizer=front.tokenizer).detector
-            marks = made.think_start_token, made.think_end_token, made.think_start_self_label
-            before = THOUGHT_BEFORE_CALLS.get(thought, f"{marks[0]}{marks[2]}Look it up.{marks[1]}")
-            text = before + text if tool else sglang_thought_text(thought, *marks)
+            start, end = made.think_start_token + made.think_start_self_label, made.think_end_token
+            marks = {made.think_start_token, end}
+            thoughts = f"First, {start}look\nit up.{end}\n\nDone. {start}Again, 1 < 2.{end} End."
+            text = f"{start}Look it up.{end}{text}" if tool else thoughts
         if marked:
-            marks = {*MARKS.findall(text), *(marks[:2] if thought else ())} - {""}
-            front.tokenizer.add_tokens(sorted(marks))
+            front.tokenizer.add_tokens(sorted(marks | {*MARKS.findall(text)}))
         self.set_text(text)
 
     def set_text(self, text):
@@ -157,30 +131,6 @@ class Streams:
         return self.front.stream(contents, drafting, **self.case, **keys)
 
 
-def differing(streams, expected, drafting, lengths=LENGTHS, **keys):
+def differing(streams, expected, drafting, **keys):
     """Lengths of runs whose stream differs."""
-    whole = len(streams.ids)
-    tried = {min(length, whole) for length in lengths}
-    wrong = {length for length in tried if streams.read(length, drafting, **keys) != expected}
-    return [length for length in lengths if min(length, whole) in wrong]
-
-
-def main():
-    from bench.lib.results import write_json
-
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--json", type=Path)
-    path = arguments.parse_args().json
-    front, rows = LoneFrontEnd(DEMO_MODEL), []
-    for tool, thought in cases():
-        streams = Streams(front, tool, thought)
-        expected = streams.read(1, drafting=False)
-        row = {"tool": tool, "reasoning": thought, "tokens": len(streams.ids), "calls": len(expected[2])}
-        row |= {"before": differing(streams, expected, False), "after": differing(streams, expected, True)}
-        print(row)
-        rows.append(row)
-    write_json(path, {"engine": "sglang", "lengths": len(LENGTHS), "rows": rows})
-
-
-if __name__ == "__main__":
-    main()
+    return [length for length in LENGTHS if streams.read(length, drafting, **keys) != expected]

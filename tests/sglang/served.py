@@ -25,10 +25,8 @@ class OnSglang(Served):
         self.method, self.noted, self.called = "sssd", Counter(), "asked"
 
     def read(self, name="counts.json"):
-        try:
-            return Counter(json.loads((self.folder / name).read_text()))
-        except (FileNotFoundError, ValueError):  # before the first step, or as it is written
-            return Counter()
+        path = self.folder / name
+        return Counter(json.loads(path.read_text()) if path.exists() else {})  # before the first step
 
     def sampling(self, asked, method):
         made = {NAMES.get(name, name): value for name, value in asked.items() if name != "logprobs"}

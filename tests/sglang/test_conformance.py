@@ -18,7 +18,6 @@ from tests.support.conformance import (
     BIAS,
     CONTEXT,
     FEW,
-    LAYERS,
     PROMPTS,
     SAMPLES,
     SETS,
@@ -29,7 +28,6 @@ from tests.support.conformance import (
     methods,
 )
 from tests.support.distributions import assert_distribution, enumerate_outputs
-from tests.support.models import continuations
 from tests.support.waiting import wait_until
 
 ALONE = {"method": "sssd", "policy": "fixed", "live": "off"}
@@ -40,7 +38,6 @@ def more_methods(folder, states):
     """Those of SGLang's tests. states: of the prompts, of which every second one makes a domain with the others."""
     of_domains = [SkipSet.load(folder / f"{name}.json") for name in ("weak", "mixed", "empty")]
     fit([states[::2], states[1::2]], ["even", "odd"], of_domains, max_anchors=99).save(folder / "file.knn", {})
-    SkipSet(LAYERS, frozenset(range(LAYERS)), frozenset({0})).save(folder / "bad.json")
     watched = {"method": "layerskip_watched", "skip_set": [str(folder / f"{name}.json") for name in SETS]}
     return {
         "cycle": {"method": "sssd_cycle"},
@@ -50,7 +47,6 @@ def more_methods(folder, states):
         "trees": watched | {"lookahead": "fixed", "length": 3},
         "chains": watched | {"lookahead": "fixed", "length": 3, "shape": "chain"},
         "uneven": watched | {"lookahead": "confidence", "threshold": 0.4, "window": 40, "sinks": 16},
-        "poor": {"method": "layerskip_timed", "skip_set": [str(folder / "bad.json")]},
         "swift": SEARCHING | {"selection": "swift", "skip_ratio": 0.3},
         "knapsack": SEARCHING | {"selection": "knapsack"},
         "knn": SEARCHING | {"selection": "knn", "selection_file": str(folder / "file.knn")},
@@ -110,7 +106,7 @@ class TestSglang(Conformance):
         done = served.counts() - before
         assert done["compacted"] > 5 and sum(name.startswith("width") for name in done) >= 3
 
-    @pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 5, "min_p": 0.1}], ids=str)
+    @pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}], ids=str)
     def test_samples_of_random_trees(self, served, filters):
         """Of as good as six tokens."""
         before, each = served.counts(), greedy(3, temperature=2.0, logit_bias=BIAS) | filters
@@ -249,20 +245,3 @@ class TestSglang(Conformance):
         missing = served.run(served.manager.remove_external_corpus("c"))
         assert not missing.success and "no corpus 'c'" in missing.message
         assert accepted() == (answer, before)
-
-
-@pytest.mark.extended
-def test_stops_by_itself_where_it_cannot_pay(served):
-    """Default lookahead: with a skip set whose drafts are hardly ever accepted it stops, and looks again rarely."""
-    expected = continuations(served.folder, PROMPTS[:4], 200)
-    seen = []
-    for _ in range(3):
-        for prompt, answer in zip(PROMPTS, expected, strict=False):
-            assert served.ask([prompt], greedy(200), method="poor") == [answer]
-        served.settle()
-        seen.append(served.read("timed.json"))
-    assert seen[0]["rounds"] > 0
-    steps = seen[2]["steps"] - seen[0]["steps"]
-    assert steps > 1000
-    # It looks again in 1 % of the steps; text that repeats itself may make it look better for a few more.
-    assert seen[2]["rounds"] - seen[0]["rounds"] <= 0.03 * steps

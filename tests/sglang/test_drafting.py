@@ -1,18 +1,23 @@
-"""What lies between SGLang's batches and a method: tokens on their way to the host, trees cut to what may be verified,
-and who a request's tenant is. The rest: real engines."""
+"""What lies between SGLang's batches and a method: trees cut to what may be verified, who a request's tenant is, slots
+of windows, candidates of a pass, draws, and models that are refused. The rest: real engines."""
 
 from __future__ import annotations
 
 from array import array
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
+from freedraft.draft_model import PassOutputs
+from freedraft.engines.draft_round import most_likely, on_host
 from freedraft.engines.sglang.drafting import AcceptedTokens, Drafting
 from freedraft.engines.sglang.requests import tenant_of
 from freedraft.guarded_method import GuardedMethod
+from freedraft.recipe import Window
 from freedraft.step import EngineContext
 from freedraft.tenants import tenant_key
 from sssd_plugin.method import SPEC
@@ -55,38 +60,94 @@ def test_trees_are_cut_to_chains_and_verified_at_widths_that_could_be_prepared(n
     guarded.close()
 
 
-def put(accepted, rows, first):
-    """A step that stores tokens `first`, `first + 1` for each pool row."""
-    ones = torch.ones(len(rows), dtype=torch.int32)
-    tokens = torch.tensor([first, first + 1] + [0] * (NODES - 2), dtype=torch.int32)
-    accepted.put(torch.tensor(rows), tokens.repeat(len(rows), 1), 2 * ones, ones)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("attended", [None, 150])
+def test_rows_hold_the_slots_that_a_window_leaves(page_size, attended):
+    """Of which pages these are, see test_draft_window.py."""
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    from freedraft.engines.sglang.draft_model import WindowRows
+
+    pool = ReqToTokenPool(5, 300, "cpu", False)
+    pool.req_to_token[1:] = torch.randperm(5 * 300).view(5, 300)
+    before, window, drafts = pool.req_to_token.clone(), Window(20, 50), 6
+    extra = WindowRows(pool, page_size)
+    assert set(pool.free_slots).isdisjoint(extra.rows.tolist()) and len(extra.rows) == 5
+    requests, roots = [3, 1, 5], np.array([290, 45, 140])
+    left_out = extra.write(torch.tensor(requests), roots, window, drafts, attended)
+    assert torch.equal(pool.req_to_token[: 5 + 1], before), "rows of requests stay as they are"
+    sinks, pages = window.pages(roots, page_size, attended=attended, max_draft_len=drafts)
+    for b, (taken, root) in enumerate(zip(requests, roots.tolist(), strict=True)):
+        first, gap = int(sinks[b]) * page_size, int(pages[b]) * page_size
+        places = [at for at in range(root + drafts) if not first <= at < first + gap]
+        assert len(places) == root + drafts - left_out[b] and left_out[b] == gap
+        assert pool.req_to_token[extra.rows[b], : len(places)].tolist() == before[taken, places].tolist()
 
 
-def test_a_step_reads_the_newest_tokens_of_each_request_and_keeps_them():
-    """Also those of a prefill some steps ago; a late thread keeps them after the next step."""
-    accepted = AcceptedTokens(256, NODES)
-    for rows, first in (([3, 250], 10), ([7], 20), ([3], 30)):
-        put(accepted, rows, first)
-    gained = accepted.read(np.array([250, 3, 7]))
-    assert gained.tokens.reshape(3, -1)[:, 2:4].tolist() == [[10, 11], [30, 31], [20, 21]]
-    put(accepted, [3, 250], 40)
-    assert accepted.read(np.array([3])).tokens[2:4].tolist() == [40, 41]
-    assert gained.tokens[gained.ends - 1].tolist() == [11, 31, 21] and gained.seq_lens.tolist() == [1, 1, 1]
+def test_candidates_of_a_pass():
+    """The best tokens, their probabilities and the entropy, against numpy."""
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(1)) * 3
+    p = torch.softmax(logits.double(), -1).numpy()
+    for wanted in (1, 4, 10):
+        outputs = PassOutputs(wanted, entropy=True)
+        made = on_host(most_likely(logits, outputs), outputs)
+        known = min(wanted, 7)
+        order = np.argsort(-p, 1)[:, :known]
+        assert made.tokens.shape == made.probabilities.shape == (3, wanted)
+        assert (made.tokens[:, :known] == order).all()
+        assert made.probabilities[:, :known] == pytest.approx(np.take_along_axis(p, order, 1), rel=1e-5)
+        assert (made.probabilities[:, known:] == 0).all()
+        assert made.entropy == pytest.approx(-(p * np.log(p)).sum(1), rel=1e-5)
+    logits[:, 2] = -torch.inf  # forbidden
+    assert most_likely(logits, PassOutputs(1, entropy=True)).isfinite().all()
 
 
-def test_a_step_copies_its_own_rows_only():
-    from torch.utils._python_dispatch import TorchDispatchMode
+def test_other_architectures_are_refused():
+    from sglang.srt.models import gemma2, llama, qwen2, qwen2_moe
 
-    class Counting(TorchDispatchMode):
-        elements = 0
+    from freedraft.engines.sglang.passes import check_structure
 
-        def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
-            made = operation(*arguments, **keywords or {})
-            self.elements += made.numel() if isinstance(made, torch.Tensor) else 0
-            return made
+    def bare(cls, **attributes):
+        made = cls.__new__(cls)
+        made.__dict__.update(attributes)
+        return made
 
-    accepted = AcceptedTokens(4096, NODES)
-    with Counting() as counting:
-        for first in range(50):  # of prefills, which nobody reads
-            put(accepted, [5, 9], first)
-    assert counting.elements < 50 * 200 and len(accepted._copies) == 1
+    def stack(layer=llama.LlamaDecoderLayer, mlp=llama.LlamaMLP, scale=None):
+        norm = SimpleNamespace(_quant_linear=SimpleNamespace(input_scale=scale))
+        made = bare(layer, mlp=bare(mlp), input_layernorm=norm, post_attention_layernorm=norm)
+        return bare(llama.LlamaForCausalLM, model=bare(llama.LlamaModel, layers=[made]))
+
+    check_structure(stack())
+    check_structure(stack(mlp=qwen2.Qwen2MLP))
+    for model, why in (
+        (bare(gemma2.Gemma2ForCausalLM, model=None), "cannot skip layers of Gemma2ForCausalLM"),
+        (bare(qwen2_moe.Qwen2MoeForCausalLM, model=None), "cannot skip layers of Qwen2MoeForCausalLM"),
+        (stack(layer=gemma2.Gemma2DecoderLayer), "layers are of type Gemma2DecoderLayer"),
+        (stack(mlp=qwen2_moe.Qwen2MoeSparseMoeBlock), "MLPs are of type Qwen2MoeSparseMoeBlock"),
+        (stack(scale=1.0), "norms quantise"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            check_structure(model)
+
+
+def test_draws_are_those_of_sglangs_sampler(monkeypatch):
+    """Without seeds and filters, for the same noise; and in parts, so that noise for a large batch takes no more memory
+    than SGLang was told of."""
+    from sglang.srt.layers.sampler import sampling_from_probs_torch
+
+    from freedraft.engines.sglang import verify
+
+    rows, vocab = 300, 1000
+    logits = 3 * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0))
+    logits[:, ::7] = float("-inf")  # of a grammar
+    temperatures, before = torch.linspace(0.2, 2, rows)[:, None], logits.clone()
+    torch.manual_seed(1)
+    tokens = verify.drawn(logits, temperatures)
+    torch.manual_seed(1)
+    expected = sampling_from_probs_torch(torch.softmax(logits / temperatures, -1))
+    assert (tokens == expected).float().mean() > 0.99, "rounding may swap two tokens"
+    assert torch.equal(logits, before) and len(set(tokens.tolist())) > 100
+    monkeypatch.setattr(verify, "MAX_PROBABILITIES", 7 * vocab)
+    tokens = verify.drawn(logits, torch.ones(rows, 1))
+    assert tokens.shape == (rows,) and torch.isfinite(logits.gather(1, tokens[:, None])).all()
+    assert torch.equal(verify.drawn(logits, torch.full((rows, 1), 1e-3)), logits.argmax(-1))

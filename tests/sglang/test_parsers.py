@@ -10,13 +10,11 @@ from array import array
 import pytest
 
 from freedraft.engines.hooks import table
-from tests.sglang.conftest import HAVE_SGLANG
-from tests.sglang.parsers import LENGTHS, LoneFrontEnd, Streams, cases, differing
-from tests.support.parser_texts import CALLS, TOOLS
+from tests.sglang.parsers import LoneFrontEnd, Streams, differing
+from tests.support.parser_texts import CALLS, SGLANG_TOOL_TEXTS, TOOLS
 
-# In SGLang itself, token by token: the first call of several only, and a format of one call.
-ONE_CALL = {"interns1", "gigachat3"}
-FEW_LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55)
+THOUGHTS = ("qwen3", "deepseek-v3", "gemma4", "kimi_k2", "mistral")
+BOTH = [("qwen", "qwen3"), ("deepseekv31", "deepseek-v3"), *((name, name) for name in ("glm45", "mistral", "step3"))]
 
 
 @pytest.fixture(scope="module")
@@ -24,33 +22,20 @@ def front(demo_model):
     return LoneFrontEnd(demo_model)
 
 
-def pytest_generate_tests(metafunc):
-    if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", cases() if HAVE_SGLANG else [], ids=lambda case: "-".join(filter(None, case)))
-
-
-def test_runs_of_any_length_give_the_stream_of_single_tokens(case, front):
-    tool, thought = case
+@pytest.mark.parametrize(
+    ("tool", "thought"), [*((name, None) for name in SGLANG_TOOL_TEXTS), *((None, name) for name in THOUGHTS), *BOTH]
+)
+def test_runs_of_any_length_give_the_stream_of_single_tokens(tool, thought, front):
+    """And SGLang alone gives others, or there would be nothing to mend."""
     streams = Streams(front, tool, thought)
     expected = streams.read(1, drafting=False)
     if tool:
         calls = [(call["name"], json.loads(call["arguments"])) for call in expected[2].values()]
-        assert calls == list(CALLS[:1] if tool in ONE_CALL else CALLS)
-        assert {call["ids"] for call in expected[2].values()} == {1}
-    lengths = FEW_LENGTHS if tool and thought else LENGTHS
-    if "hunyuan" in case:  # its parsers read the vocabulary for each request
-        lengths = (3, 13)
-    assert differing(streams, expected, True, lengths) == []
+        assert calls == list(CALLS) and {call["ids"] for call in expected[2].values()} == {1}
+    assert differing(streams, expected, drafting=True) == [] != differing(streams, expected, drafting=False)
     if not tool:
         at_once = streams.read(1, drafting=False, stream_reasoning=False)
-        assert differing(streams, at_once, True, FEW_LENGTHS[2::3], stream_reasoning=False) == []
-
-
-@pytest.mark.parametrize(("tool", "thought"), [("qwen", None), ("hermes", None), (None, "qwen3")])
-def test_sglang_alone_gives_others(tool, thought, front):
-    """Or there is nothing to mend."""
-    streams = Streams(front, tool, thought)
-    assert differing(streams, streams.read(1, drafting=False), drafting=False)
+        assert differing(streams, at_once, drafting=True, stream_reasoning=False) == []
 
 
 def test_marks_of_several_tokens(front):
@@ -58,16 +43,17 @@ def test_marks_of_several_tokens(front):
     streams = Streams(front, "qwen", "qwen3", marked=False)
     expected = streams.read(1, drafting=False)
     assert len(expected[2]) == 2 and expected[1]
-    assert differing(streams, expected, True, FEW_LENGTHS) == []
+    assert differing(streams, expected, drafting=True) == []
 
 
 def test_calls_that_a_grammar_forces(front):
     """As a JSON array, which SGLang reads without a model's parser."""
-    streams = Streams(front, "pythonic", None)
+    streams = Streams(front, "qwen", None)
+    streams.case["tool"] = "pythonic"
     streams.set_text(json.dumps([{"name": name, "parameters": arguments} for name, arguments in CALLS]))
     expected = streams.read(1, drafting=False, tool_choice="required")
     assert [(call["name"], json.loads(call["arguments"])) for call in expected[2].values()] == list(CALLS)
-    assert differing(streams, expected, True, tool_choice="required") == []
+    assert differing(streams, expected, drafting=True, tool_choice="required") == []
 
 
 @pytest.mark.parametrize("drafting", [True, False])

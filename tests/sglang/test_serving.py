@@ -1,4 +1,4 @@
-"""The real model, and what is refused at the start."""
+"""The real model, what is refused at the start, servers, and a benchmark."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 from bench.lib import servers
 from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine, token_ids
 from tests.sglang.parsers import FrontEnd
+from tests.support.compared import byte_model, check_kinds
+from tests.support.forced import forced
 from tests.support.models import continuations
 from tests.support.pages import sums
 from tests.support.parser_texts import CALLS, SGLANG_TOOL_TEXTS
@@ -21,28 +23,25 @@ NAMES = ("tokens", "request_steps", "accepted_tokens", "accepted_lengths", "undr
 
 
 def test_real_model(demo_model, tmp_path):
-    """Six prompts to the demo model: its own tokens, and some drafts accepted. Then tool calls in runs of tokens."""
-    expected = continuations(demo_model, token_ids(demo_model, SHORT[:6]), 24)
-    options = {"max_running_requests": 6, "max_total_tokens": 4096, "speculative_num_draft_tokens": 8}
-    options |= {"tool_call_parser": "qwen"}
+    """Its own tokens, with drafts. Then tool calls, in runs of tokens."""
+    expected = continuations(demo_model, token_ids(demo_model, SHORT[:4]), 16)
+    options = {"max_total_tokens": 4096, "speculative_num_draft_tokens": 8, "tool_call_parser": "qwen"}
     counts = tmp_path / "counts.json"
     with sglang_engine(demo_model, counts, speculative_algorithm="sssd", **options) as engine:
-        assert ids(engine.generate(SHORT[:6], GREEDY | {"max_new_tokens": 24})) == expected
+        assert ids(engine.generate(SHORT[:4], GREEDY | {"max_new_tokens": 16})) == expected
         front = FrontEnd(engine.tokenizer_manager, engine.template_manager, engine.loop.run_until_complete)
-        text = SGLANG_TOOL_TEXTS["qwen"]
-        keys = {"messages": [{"role": "user", "content": f"Copy this.\n{text}\n{text}"}], "regex": re.escape(text)}
-        keys |= {
-            "temperature": 0,
-            "max_tokens": 200,
-            "adapted": lambda request: front.chat._convert_to_internal_request(request)[0],
-        }
-        found = content, _, calls, reason = front.read(drafting=True, **keys)
-        assert [(call["name"], json.loads(call["arguments"])) for call in calls.values()] == list(CALLS)
-        assert (content.strip(), reason) == ("Look.", "tool_calls")
-        assert front.read(drafting=False, **keys) != found, "SGLang's parser reads these runs as it reads single tokens"
-    done = read_counts(counts)
-    assert done["tokens"] > 1.05 * done["request_steps"]
-    assert not done.get("rebuilt"), "a request's tokens had to be read again although nobody was thrown out"
+        text, before = SGLANG_TOOL_TEXTS["qwen"], read_counts(counts)["accepted"]
+        content, _, calls, reason = front.read(
+            drafting=True,
+            adapted=lambda request: front.chat._convert_to_internal_request(request)[0],
+            messages=[{"role": "user", "content": f"Copy this.\n{text}"}],
+            regex=re.escape(text),
+            temperature=0,
+            max_tokens=200,
+        )
+    assert [(call["name"], json.loads(call["arguments"])) for call in calls.values()] == list(CALLS)
+    assert (content.strip(), reason) == ("Look.", "tool_calls")
+    assert read_counts(counts)["accepted"] > before + 20
 
 
 def test_bad_options_stop_the_start(tiny):
@@ -50,11 +49,6 @@ def test_bad_options_stop_the_start(tiny):
     with (
         pytest.raises(Exception, match="no hardware profile 'abacus'"),
         sglang_engine(tiny, env={"FREEDRAFT_HARDWARE": "abacus"}, speculative_algorithm="sssd"),
-    ):
-        pass
-    with (
-        pytest.raises(Exception, match="sssd cannot verify trees on attention backend triton"),
-        sglang_engine(tiny, speculative_algorithm="sssd", attention_backend="triton"),
     ):
         pass
 
@@ -75,3 +69,18 @@ def test_the_server_s_own_page_has_its_metrics_and_ours(tiny, tmp_path):
     assert found["sglang:generation_tokens_total"] == 24 and 20 <= total["tokens"] <= 24, page
     assert total["tokens"] == total["request_steps"] + total["accepted_tokens"]
     assert 0 < total["accepted_lengths"] + total["undrafted_requests"] <= total["request_steps"]
+
+
+@pytest.mark.extended
+def test_every_kind_of_request_is_answered_as_without_drafts(demo_model, tmp_path):
+    """By a random model whose tokens are bytes."""
+    check_kinds("sglang", byte_model(tmp_path / "model", demo_model), tmp_path)
+
+
+@pytest.mark.extended
+def test_forced(demo_model, tmp_path):
+    """By bench/forced.py every arm gives the recorded answers, and drafts are accepted."""
+    sssd = {"method": "sssd", "num_speculative_tokens": 4, "policy": "fixed", "live": "off", "shape": "tree"}
+    found = forced("sglang", tmp_path, demo_model, {"plain": None, "tree": sssd})
+    assert found["plain"]["tokens_per_step"] == 1.0 and found["plain"]["accepted"] is None
+    assert found["tree"]["tokens_per_step"] > 1.2 and 0 < found["tree"]["accepted"] <= 1

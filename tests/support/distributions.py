@@ -10,26 +10,6 @@ from pathlib import Path
 Output = tuple[int, ...]
 
 
-def same_distribution(a: Sequence[Output], b: Sequence[Output], lengths: Sequence[int]) -> float:
-    """p-value that two samples come from one distribution: chi-square, rare outputs taken together.
-
-    Whole outputs are many; their beginnings, of these `lengths`, are few and show a small shift better.
-    """
-    from scipy.stats import chi2_contingency
-
-    p = 1.0
-    for length in lengths:
-        ours, theirs = (Counter(output[:length] for output in sample) for sample in (a, b))
-        common = [key for key in ours | theirs if ours[key] + theirs[key] >= 12]
-        table = [[count[key] for key in common] for count in (ours, theirs)]
-        for row, sample in zip(table, (a, b), strict=True):
-            row.append(len(sample) - sum(row))
-        columns = [column for column in zip(*table, strict=True) if sum(column)]
-        if len(columns) > 1:
-            p = min(p, chi2_contingency(list(zip(*columns, strict=True)), correction=False)[1])
-    return p
-
-
 def enumerate_outputs(
     model: Path, prompt: Sequence[int], tokens: int, *, temperature: float, top_k: int, top_p: float,
     min_p: float = 0.0, bias: Mapping[int, float] | None = None,

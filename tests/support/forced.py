@@ -23,27 +23,18 @@ def forced(engine: str, folder: Path, tokenizer: Path, arms: dict, **environment
     ]
     trace, out = folder / "trace.jsonl", folder / "forced.json"
     trace.write_text("\n".join(map(json.dumps, rows)))
-    command = [
-        sys.executable,
-        "bench/forced.py",
-        "--engine",
-        engine,
-        "--trace",
-        str(trace),
-        "--tokenizer",
-        str(tokenizer),
-    ]
-    command += ["--batches", "2", "--tokens", "20", "--json", str(out), "--arms"]
+    given = {
+        "--engine": engine,
+        "--trace": trace,
+        "--tokenizer": tokenizer,
+        "--batches": 2,
+        "--tokens": 20,
+        "--json": out,
+    }
+    command = [sys.executable, "bench/forced.py", *(str(word) for pair in given.items() for word in pair), "--arms"]
     command += [f"{name}={json.dumps(speculative)}" for name, speculative in arms.items()]
-    python_path = os.pathsep.join(
-        [str(REPOSITORY), os.environ.get("PYTHONPATH", ""), environment.pop("PYTHONPATH", "")]
-    )
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=os.environ | {"PYTHONPATH": python_path} | environment,
-        capture_output=True,
-        text=True,
-    )
+    folders = [str(REPOSITORY), os.environ.get("PYTHONPATH", ""), environment.pop("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | environment
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     return {name: arm["cells"][0] for name, arm in json.loads(out.read_text())["arms"].items()}

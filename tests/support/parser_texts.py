@@ -49,14 +49,14 @@ def _index(name):
     return [each for each, _ in CALLS].index(name)
 
 
-def _function(name, arguments, inner="\n"):
-    values = _pairs(lambda key, value: f"<parameter={key}>{inner}{value}{inner}</parameter>\n", arguments)
+def _function(name, arguments):
+    values = _pairs(lambda key, value: f"<parameter={key}>\n{value}\n</parameter>\n", arguments)
     return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
 
 
-def _arguments(name, arguments, tag="tool_call", after="\n", between="\n"):
+def _arguments(name, arguments, after="\n", between="\n"):
     values = _pairs(lambda k, v: f"<arg_key>{k}</arg_key>{between}<arg_value>{v}</arg_value>{after}", arguments)
-    return f"<{tag}>{name}{after}{values}</{tag}>"
+    return f"<tool_call>{name}{after}{values}</tool_call>"
 
 
 def _invoke(name, arguments, prefix=""):
@@ -119,11 +119,6 @@ def _plamo(name, arguments):
 def _step3(name, arguments):
     call = _invoke(name, arguments, "steptml:").rstrip()
     return f"<｜tool_call_begin｜>function<｜tool_sep｜>{call}<｜tool_call_end｜>"
-
-
-def _beam(name, arguments):
-    parameters = _pairs(lambda key, value: f'<rfl:parameter name="{key}">\n{value}\n</rfl:parameter>', arguments)
-    return f" to={name}<|channel|>analysis <|constrain|>xml<|message|>{parameters}"
 
 
 HERMES = "Look.\n" + _each(lambda n, a: f"<tool_call>\n{_object(n, a)}\n</tool_call>", "\n")
@@ -235,48 +230,19 @@ VLLM_TOOL_TEXTS = TOOL_TEXTS | {
     "seed_oss": FUNCTIONS.replace("tool_call", "seed:tool_call"),
     "xlam": LIST,
 }
-_SAME = """apertus2509=apertus deepseekv3=deepseek_v3 deepseekv31=deepseek_v31 deepseekv32=deepseek_v32
-deepseekv4=deepseek_v4 glm=glm45 iquest_q1=glm47 minimax-m3=minimax_m3 nanbeige=qwen3_coder qwen=hermes qwen25=hermes
-spark25=glm45"""
-SGLANG_TOOL_TEXTS = TOOL_TEXTS | {name: TOOL_TEXTS[of] for name, _, of in (w.partition("=") for w in _SAME.split())}
-SGLANG_TOOL_TEXTS |= {
-    "beam": _each(_beam, "<|end|><|start|>assistant") + "<|call|>",
-    "deepseekv41": _dsml("tool_calls", " "),
-    "dots": f"Look.\n<dots_function_call>\n{_each(_invoke)}</dots_function_call>",
-    "gigachat3": TOOL_TEXTS["gigachat3"] + "</s>",
-    "gigachat35": f"Look.<｜GCML｜tool_calls>\n{_each(lambda n, a: _marked(n, a, '｜GCML｜'))}</｜GCML｜tool_calls>",
+# Those that SGLang alone streams otherwise if several tokens come at once.
+SGLANG_TOOL_TEXTS = {name: TOOL_TEXTS[name] for name in ("glm45", "lfm2", "minicpm5", "step3")} | {
+    "deepseekv31": TOOL_TEXTS["deepseek_v31"],
     "gpt-oss": "<|channel|>analysis<|message|>Look it up.<|end|>"
     + _each(
         lambda n, a: (
             f"<|start|>assistant<|channel|>commentary to=functions.{n}<|constrain|>json<|message|>{_json(a)}<|call|>"
         )
     ),
-    "hermes": "Look.\n" + _each(lambda n, a: f"<tool_call>{_object(n, a)}</tool_call>", "\n"),
-    "hunyuan": "Look.\n<tool_calls>\n"
-    + _each(lambda n, a: _arguments(n, a).replace(f"{n}\n", f"{n}<tool_sep>\n") + "\n")
-    + "</tool_calls>",
-    "inkling": _each(
-        lambda n, a: f"<|message_model|>{n}<|content_invoke_tool_json|>{_object(n, a, 'args')}<|end_message|>"
-    ),
-    "interns1": "Look."
-    + _each(lambda n, a: f"<|action_start|> <|plugin|>\n{_object(n, a, 'parameters')}<|action_end|>", "\n"),
-    "iquest_q1": "Look.\n" + _each(lambda n, a: _arguments(n, a, tag="iquest_tool_call", after="", between=""), "\n"),
     "llama3": LLAMA3.replace("; ", ";"),
-    "mimo": "Look.\n" + _each(lambda n, a: _function(n, a, inner=""), "\n"),
-    "minimax-m2": "Look.\n" + _each(lambda n, a: f"<minimax:tool_call>\n{_invoke(n, a)}</minimax:tool_call>", "\n"),
     "mistral": "Look. " + _each(lambda n, a: f"[TOOL_CALLS]{n}[ARGS]{_json(a)}"),
-    "muse": " to=functions<|message|><atem:function_calls>\n"
-    + _each(lambda n, a: _invoke(n, a, "atem:"))
-    + "</atem:function_calls><|eom|><|start|>assistant to=user<|message|>Done.<|eot|>",
-    "spark25": "Look.\n" + _each(lambda n, a: _arguments(n, a, between=""), "\n"),
-    "trinity": f"<think>Look it up.</think>{HERMES}",
+    "qwen": HERMES,
 }
-SGLANG_TOOL_TEXTS["response_template"] = SGLANG_TOOL_TEXTS["beam"]
-
-KIMI_THOUGHT = (
-    "<|open|>think<|sep|>Look\nit up.<|close|>think<|sep|><|open|>response<|sep|>Done. <|open|>think<|sep|>"
-    "Again.<|close|>think<|sep|> End.<|close|>response<|sep|>"
-)
 
 THOUGHTS = "Look\nit up.{end}\n\nDone. {start}Again, {end} quoted.{end} End."
 HARMONY = " to=self<|message|>Look\nit up.<|eom|><|start|>assistant to=user<|message|>Done.<|eom|>"
@@ -285,20 +251,14 @@ VLLM_THOUGHT_TEXTS = {
     "inkling": "<|message_model|><|content_thinking|>Look\nit up.<|end_message|><|message_model|><|content_text|>Done."
     "<|end_message|><|message_model|><|content_thinking|>Again.<|end_message|><|content_model_end_sampling|>",
     "ernie45": "Look\nit up.\n</think>\n\n<response>\nDone. <think>Again.\n</think> End.\n</response>\n",
-    "kimi_k3": KIMI_THOUGHT,
+    "kimi_k3": "<|open|>think<|sep|>Look\nit up.<|close|>think<|sep|><|open|>response<|sep|>Done. <|open|>think<|sep|>"
+    "Again.<|close|>think<|sep|> End.<|close|>response<|sep|>",
     "muse_glimmer": HARMONY + HARMONY.replace(" to=self", "<|start|>assistant to=self"),
     "gemma4": "<|channel>thought\nLook\nit up.<channel|>Done. <|channel>thought\nAgain.<channel|> End.",
 }
 OTHER_MARKS = {"seed_oss": "seed:think", "minimax_m3": "mm:think", "k2_horizon": "ifm|think"}
-OPENED = (
-    "mistral",
-    "minimax_m3",
-    "hf",
-    "olmo3",
-    "plamo3",
-    "minicpmv",
-    "mimo",
-)  # the text opens the first thought itself
+# The text opens the first thought itself.
+OPENED = ["mistral", "minimax_m3", "hf", "olmo3", "plamo3", "minicpmv", "mimo"]
 # Ids of "<think>\n", "\n</think>\n<answer>\n" and "\n</answer>" in the only vocabulary that "hunyuan_a13b" knows.
 HUNYUAN = ([14023, 771, 397], [198, 524, 27963, 397, 27, 9399, 397], [198, 524, 9399, 29])
 
@@ -314,40 +274,6 @@ def vllm_thought_text(name):
         "cohere_command4": ("<|START_THINKING|>", "<|END_THINKING|>"),
     }.get(name, (f"<{mark}>", f"</{mark}>"))
     return (start if name in OPENED else "") + THOUGHTS.format(start=start, end=end)
-
-
-# The markers of formats without one opening and one closing token.
-SGLANG_THOUGHT_TEXTS = {
-    "beam": "<|channel|>analysis<|message|>Look\nit up.<|end|><|start|>assistant<|channel|>final<|message|>Done."
-    "<|return|>",
-    "gpt-oss": "<|channel|>analysis<|message|>Look\nit up.<|end|><|start|>assistant<|channel|>analysis<|message|>Again."
-    "<|end|><|start|>assistant<|channel|>final<|message|>Done.<|return|>",
-    "kimi_k3": KIMI_THOUGHT.replace(" End.", ""),
-    "muse": " to=self<|message|>Look\nit up.<|eom|><|start|>assistant to=user<|message|>Done.<|eom|>"
-    "<|start|>assistant to=self<|message|>Again.<|eom|><|start|>assistant to=user<|message|>End.<|eot|>",
-    "inkling": "<|message_model|><|content_thinking|>Look\nit up.<|end_message|><|message_model|><|content_text|>Done."
-    "<|end_message|><|message_model|><|content_thinking|>Again.<|end_message|><|message_model|><|content_text|>End."
-    "<|end_message|><|content_model_end_sampling|>",
-    "cohere_command4": "Look\nit up.<|END_THINKING|><|START_TEXT|>Done. <|START_THINKING|>Again.<|END_THINKING|> End."
-    "<|END_TEXT|>",
-}
-SGLANG_THOUGHT_TEXTS["response_template"] = SGLANG_THOUGHT_TEXTS["beam"]
-
-
-def sglang_thought_text(name, start, end, label=""):
-    return SGLANG_THOUGHT_TEXTS.get(name) or (
-        f"First, {start}{label}look\nit up.{end}\n\nDone. {start}{label}Again, 1 < 2.{end} End."
-    )
-
-
-THOUGHT_BEFORE_CALLS = {
-    "beam": "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant",
-    "gpt-oss": "",  # TOOL_TEXTS has one
-    "muse": " to=self<|message|>Look it up.<|eom|><|start|>assistant",
-    "inkling": "<|message_model|><|content_thinking|>Look it up.<|end_message|>",
-    "cohere_command4": "Look it up.<|END_THINKING|>",
-}
-THOUGHT_BEFORE_CALLS["response_template"] = THOUGHT_BEFORE_CALLS["beam"]
 
 
 # Marks that are single tokens of the models that the parsers are for.

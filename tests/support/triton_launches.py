@@ -1,13 +1,22 @@
-"""What Triton's interpreter is told to launch, as kinds that a compiler would compile kernels for, one each."""
+"""Triton's interpreter in less time, and what it is told to launch, as kinds that are compiled one by one."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 
 Kind = tuple[str, tuple[tuple[str, Any], ...]]
+
+
+def interpret_quickly() -> None:
+    """Else the interpreter replaces the whole language at each launch and at each call within a kernel."""
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang = functools.cache(interpreter._patch_lang)
+    interpreter._LangPatchScope.restore = lambda self: None
 
 
 def record_launches(patch: pytest.MonkeyPatch, run: bool) -> set[Kind]:

@@ -3,8 +3,7 @@
 `layerskip_watched` writes what it has seen to a file of JSON, in the folder of LAYERSKIP_TEST_LOG. Clients tell it what
 to do: {"record": name} notes drafts and the KV of committed tokens under this name, {"replay": name} verifies these
 drafts in place of others, {"nodes": true} runs draft passes as verifications of one node (as with CUDA graphs),
-{"name": name} notes a request's prompt state and its first set. `layerskip_timed` has one time for every pass and one
-for every step.
+{"name": name} notes a request's prompt state and its first set.
 """
 
 import collections
@@ -12,7 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
-import json
 import os
 from pathlib import Path
 
@@ -20,8 +18,10 @@ log = collections.Counter(states={}, first={}, kv={})
 trees = collections.defaultdict(dict)
 
 
-def write(name, seen):
-    (Path(os.environ["LAYERSKIP_TEST_LOG"]) / name).write_text(json.dumps(seen))
+def write():
+    from freedraft.files import write_json_atomically
+
+    write_json_atomically(Path(os.environ["LAYERSKIP_TEST_LOG"]) / "watched.json", log, durable=False)
 
 
 def register():
@@ -32,30 +32,9 @@ def register():
 
     for name, spec, factory in (
         ("layerskip_watched", LAYERSKIP, f"{__name__}:make_watched"),
-        ("layerskip_timed", LAYERSKIP, f"{__name__}:make_timed"),
         ("any", HYBRID, "tests.support.any_hybrid:AnyHybrid"),
     ):
         register(dataclasses.replace(spec, name=name, factory=factory))
-
-
-def make_timed(options, context, controller=None):
-    """Layer skip to which a pass takes 8 ms and a step 10, however busy the machine is."""
-    from layerskip_plugin.method import LayerSkipMethod
-    from tests.support.any_hybrid import fix_times
-
-    totals = collections.Counter()
-
-    class Timed(LayerSkipMethod):
-        def draft(self, step, **how):
-            tree = super().draft(step, **how)
-            totals["steps"] += 1
-            totals["rounds"] += self._last is not None
-            write("timed.json", totals)
-            return tree
-
-    method = Timed(options, context, controller)
-    fix_times(method.costs.times, 0.008, 0.01)
-    return method
 
 
 def make_watched(options, context, controller=None):
@@ -157,11 +136,11 @@ def make_watched(options, context, controller=None):
                 found = log.setdefault(f"sets of {self.selection.name}", [])
                 sublayers = [*map(int, self.selection.incumbent.sublayers)]
                 found += [sublayers] if sublayers not in found else []
-            write("watched.json", log)
+            write()
 
         def finish(self, request_id, output, aborted):
             super().finish(request_id, output, aborted)
             self.asked.pop(request_id, None)
-            write("watched.json", log)
+            write()
 
     return Watched(options, context, controller)
