@@ -168,7 +168,7 @@ def test_memory_that_runs_out_is_one_line(tmp_path: Path, ids: Path, monkeypatch
     def fails(*args: object) -> object:
         raise MemoryError
 
-    monkeypatch.setattr("sssd_plugin.datastore.build.builder.sorted_arrays", fails)
+    monkeypatch.setattr("sssd_plugin.datastore.build.builder.sort", fails)
     assert "give a smaller --memory" in one_line(*arguments(tmp_path / "store", ids, "--workers", 2))
     assert not (tmp_path / "store").exists() and leftovers(tmp_path) == []
 
