@@ -19,6 +19,7 @@ import pytest
 
 from bench.lib.servers import free_port
 from freedraft.tenants import tenant_key, tenant_number
+from sssd_plugin.datastore.disk.remote import UnreachableError, UrlFolder
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.search import find_ngram
 from sssd_plugin.datastore.live import exchange, maintenance
@@ -245,6 +246,11 @@ def test_one_batch_grows_until_it_is_full(url: str, monkeypatch: pytest.MonkeyPa
     assert len(contents(url)) == 1 + 2
     assert sorted(texts_at(url)) == [[number] * 9 for number in range(20)]
     assert sorted(texts_of(new(url))) == sorted(texts_at(url))
+    publish(one, [50, 51])
+    monkeypatch.setattr(UrlFolder, "remove", raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):  # killed between the two
+        publish(one, [77, 78])
+    assert texts_of(other) == [[50, 51], [77, 78]] and texts_at(url).count([50, 51]) == 1
 
 
 def test_a_fresh_server_reads_the_newest_that_it_may_hold(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +262,24 @@ def test_a_fresh_server_reads_the_newest_that_it_may_hold(url: str, monkeypatch:
     wait_until(lambda: server.stats().tokens > 11_000 and server.runs.settle())
     assert [bool(count(server, None, [number] * 5)) for number in range(20)] == [False] * 12 + [True] * 8
     server.close()
+
+
+def test_an_answer_that_is_lost_loses_no_text(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch arrives, is read, and the server that was not told so publishes it again, with more."""
+    one, other = member(url), member(url)
+    original = UrlFolder.put
+
+    def lost(self: UrlFolder, name: str, data: bytes) -> None:
+        original(self, name, data)
+        raise UnreachableError("the answer is lost")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(UrlFolder, "put", lost)
+        with pytest.raises(UnreachableError):
+            publish(one, [1, 2, 3])
+    assert texts_of(other) == [[1, 2, 3]]
+    publish(one, [4, 5, 6])
+    assert texts_of(other) == [[4, 5, 6]] and sorted(texts_at(url)) == [[1, 2, 3], [4, 5, 6]]
 
 
 def test_what_is_too_old_goes_everywhere(url: str, tmp_path: Path) -> None:
@@ -313,6 +337,19 @@ def test_what_was_erased_while_a_server_was_away_is_never_published(url: str) ->
     one.forget([None], 10)
     publish(away, [1, 2, 3])
     assert texts_at(url) == [[1, 2, 3]] and not holds(url, SECRET)
+
+
+def test_an_erased_batch_is_written_anew_though_that_failed_once(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = member(url)
+    one.forget([None], 10)
+    name, data = seal("a" * 16, [(0, Record(0, 5, np.array(SECRET, np.int32)))])  # of a server that was away
+    Path(url.removeprefix("file://"), "learnt", name).write_bytes(data)
+    with monkeypatch.context() as once:
+        once.setattr(UrlFolder, "remove", raising(UnreachableError("503")))
+        with pytest.raises(UnreachableError):
+            sync(one)
+    assert holds(url, SECRET) and sync(one).records == []
+    assert not holds(url, SECRET)
 
 
 def test_forgetting_reaches_what_a_clock_that_was_ahead_has_dated(url: str) -> None:
