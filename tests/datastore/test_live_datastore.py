@@ -98,6 +98,35 @@ def test_drafting_while_merging_sees_whole_documents() -> None:
     store.close()
 
 
+@pytest.mark.parametrize("isolation", ["salt", "strict", "shared"])
+def test_tenants_see_only_their_own(isolation: str) -> None:
+    """And requests of none only that of one another, or nothing; without isolation all see all. A request that shares
+    nothing sees nothing, not even what another one of these wrote."""
+    store = LiveStore(VOCAB, isolation=isolation, max_tokens=1 << 16)  # type: ignore[arg-type]
+    drafter = Drafter(vocab_size=VOCAB, max_nodes=8, live=store)
+    tenants = one, two, none = number_in(store, "one"), number_in(store, "two"), number_in(store, None)
+    isolated = isolation != "shared"
+    assert len({*tenants}) == 3 and number_in(store, "one") == one and number_in(store, "") == none == 0
+    assert not store.insert(np.array([1, 2, 3, 104, 9], np.int32), -1)
+    taken = [store.insert(np.array([1, 2, 3, 101 + i, 9], np.int32), tenant) for i, tenant in enumerate(tenants)]
+    assert taken == [True, True, isolation != "strict"]
+    assert store.stats().dropped == {"tenant": 1 + (isolation == "strict")}
+    ids = ["a", "b", "c", "d", "e", "f"]
+    for request, tenant in zip(ids, (one, two, none, one, -1, -2), strict=True):
+        drafter.set_tenant(request, tenant if isolated else 0)
+        drafter.replace(request, np.array([1, 2, 3], np.int32))
+    batch = drafter.draft(ids, max_nodes=8)
+    seen = [set(batch.tokens[b, 1 : batch.counts[b]].tolist()) & {101, 102, 103, 104} for b in range(6)]
+    own = [{101}, {102}, {103} if taken[2] else set(), {101}, set(), set()]
+    assert seen == (own if isolated else [{101, 102, 103}] * 6)
+    drafter.finish(["a"])
+    drafter.replace("a", np.array([1, 2, 3], np.int32))
+    batch = drafter.draft(["a"], max_nodes=8)
+    left = set(batch.tokens[0, 1 : batch.counts[0]].tolist()) & {101, 102, 103}
+    assert left == (own[2] if isolated else {101, 102, 103}), "an id says nothing of its next request's tenant"
+    store.close()
+
+
 def test_another_tenants_text_changes_nothing() -> None:
     """The drafts of one tenant, scores to the last bit, with and without what others wrote."""
     rng = np.random.default_rng(1)
