@@ -10,6 +10,17 @@ import torch
 from numpy.typing import NDArray
 
 
+def newest_tokens(
+    tokens: torch.Tensor, lengths: torch.Tensor, slots: torch.Tensor, gained: torch.Tensor, out: torch.Tensor,
+    drafts: torch.Tensor,
+) -> None:  # fmt: skip
+    """As the kernel of that name, without a GPU."""
+    known = lengths[slots.long()].long()
+    at = (known[:, None] + torch.arange(2 - out.shape[1], 0)).clamp(min=0)
+    out[:, 0], out[:, 1], out[:, 2:] = gained, known, tokens[slots.long()[:, None], at]
+    drafts.copy_(out[:, -1:].expand_as(drafts))
+
+
 class Decoding:
     """Steps of decoding, each request's text known from the start.
 
@@ -33,8 +44,10 @@ class Decoding:
         from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
         from vllm.v1.worker.gpu.states import RequestState
 
+        from freedraft.engines.vllm.v2 import gained
         from freedraft.engines.vllm.v2.drafting import Drafting
 
+        gained.newest_tokens = newest_tokens
         buffer_utils.UvaBuffer = UvaBuffer  # as in vLLM's workers for CPUs
         (size, longest), length, cpu = texts.shape, options["num_speculative_tokens"], torch.device("cpu")
         tokens, ids = size * (1 + length), [str(i) for i in range(size)]
