@@ -26,7 +26,9 @@ PROFILE = HardwareProfile(name="x", peak_flops=1e12, bandwidth=1e10, source="mea
 
 
 class Fragile(Method):
-    """A method that raises in the calls that a test names."""
+    """A method that raises in the calls that a test names. It can rest."""
+
+    needs_logits = True
 
     def __init__(self, options: Any, context: EngineContext) -> None:
         super().__init__(options, context, Fixed(PROFILE, 4), "fragile")
@@ -51,6 +53,13 @@ class Fragile(Method):
 
     def finish(self, request_id: str, output: Any, aborted: bool) -> None:
         self._call("finish")
+
+    def rests(self) -> bool:
+        return True
+
+    def update(self, step: Step) -> None:
+        self._call("update")
+        self.taken = list(step.request_ids), step.tokens[step.starts].tolist(), step.contexts.tolist()
 
 
 @pytest.fixture
@@ -189,3 +198,24 @@ def test_a_rank_whose_device_fails_in_a_draft_pass_raises_that(caplog: pytest.Lo
     for error in (ValueError("a mistake"), *PASSING):
         with pytest.raises(EngineMustEnd), ranks.together():
             raise error
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_of_a_rest_are_taken_at_once_before_anything_else(guarded: GuardedMethod, fails: bool) -> None:
+    """In order, and counted, also where taking them fails."""
+    guarded.method.fails = {"update"} if fails else set()
+
+    def counts() -> np.ndarray:
+        undrafted = value("undrafted_requests_total", reason="failure" if fails else "cost")
+        return np.array([value("request_steps_total"), value("tokens_total"), undrafted])
+
+    before = counts()
+    assert guarded.rests() and guarded.needs_logits
+    guarded.rest(["a", "b"], np.array([5, 6], np.int32), np.array([3, 9]))
+    guarded.rest(["a"], np.array([7], np.int32), np.array([4]))
+    assert not guarded.method.calls and not guarded.needs_logits
+    guarded.finish("a")
+    assert guarded.method.calls[0] == "update" and guarded.method.calls[-1] == "finish"
+    assert fails or guarded.method.taken == (["a", "b", "a"], [5, 6, 7], [3, 9, 4])
+    assert (counts() - before).tolist() == [3, 3, 3]
+    assert guarded.rests() == (not fails), "during a pause nothing rests"
