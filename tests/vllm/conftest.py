@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import v2_engines
 import vllm_cases as cases
 from vllm_engines import check_nothing_is_left, running
 
@@ -54,24 +55,18 @@ def tiny_answers(tiny_model, live_prompts):
 @pytest.fixture(scope="session")
 def given(tiny_model, live_prompts, tiny_answers, demo_model, tmp_path_factory):
     """What engines on model runner V2 are made of."""
-    from v2_engines import Given
-
-    return Given(tiny_model, live_prompts, tiny_answers, demo_model, tmp_path_factory.mktemp("v2"))
+    return v2_engines.Given(tiny_model, live_prompts, tiny_answers, demo_model, tmp_path_factory.mktemp("v2"))
 
 
 @pytest.fixture(scope="session")
 def on_cpu(given):
     """What engines on model runner V2 with vLLM's attention of CPUs say, by name."""
-    from v2_engines import on_cpu
-
-    return on_cpu(given)
+    return v2_engines.on_cpu(given)
 
 
 @pytest.fixture(scope="session")
 def on_flash(given):
-    from v2_engines import on_flash
-
-    return on_flash(given)
+    return v2_engines.on_flash(given)
 
 
 @pytest.fixture(scope="session")

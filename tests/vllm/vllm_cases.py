@@ -47,12 +47,8 @@ def parameters(max_tokens, **arguments):
     return SamplingParams(max_tokens=max_tokens, **{"temperature": 0} | arguments)
 
 
-def tokens_of(outputs):
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
 def generate(llm, prompts, asked):
-    return tokens_of(llm.generate(prompts, asked, use_tqdm=False))
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, asked, use_tqdm=False)]
 
 
 def metric(llm, name):
@@ -96,15 +92,13 @@ def greedy_case(prompts, tokens=30, *, skip_set="", **more):
     return {"prompts": [prompt["prompt_token_ids"] for prompt in prompts], "parameters": asked} | more
 
 
-def seeded_case(share=8):
-    """A case of `serve.py`: each `share`-th of prompts by seeds by temperatures, and a greedy request."""
+def seeded_case():
+    """A case of `serve.py`: each eighth of prompts by seeds by temperatures, and a greedy request."""
     product = list(itertools.product(SEEDED_PROMPTS, SEEDS, TEMPERATURES))
-    each = [
-        {"seed": product[i][1], "temperature": product[i][2]} | FILTERS[i % len(FILTERS)]
-        for i in range(0, len(product), share)
-    ]
+    chosen = [(*product[i], FILTERS[i % len(FILTERS)]) for i in range(0, len(product), 8)]
+    each = [{"seed": seed, "temperature": warm} | filters for _, seed, warm, filters in chosen]
     return {
-        "prompts": [*(prompt for prompt, _, _ in product[::share]), SAMPLED_PROMPT],
+        "prompts": [*(prompt for prompt, *_ in chosen), SAMPLED_PROMPT],
         "each": [*each, {"temperature": 0}],
         "parameters": {"max_tokens": 24, "ignore_eos": True},
     }
