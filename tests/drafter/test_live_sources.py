@@ -37,7 +37,7 @@ def method(widths: tuple[int, ...] | None = (1, NODES), **options: Any) -> SssdM
 
 def draft(method: SssdMethod, name: str, text: list[int], gained: list[int]) -> list[int]:
     """The tokens drafted for a request behind `text`, the end of which it has just gained."""
-    tree = method.draft(make_step([name], [gained], capacities=NODES - 1, widths=[1, NODES], texts=[text]))
+    tree = method.draft(make_step([name], [gained], capacities=NODES - 1, trees=True, texts=[text]))
     return tree.tokens[0, 1 : tree.counts[0]].tolist()
 
 
@@ -261,7 +261,7 @@ def test_every_step_counts_what_it_verified_and_accepted(scoring: Any, drafts: s
         rng.shuffle(names)
         step = make_step(
             names, [gained[n] for n in names], drafted=[drafted[n] for n in names], texts=[texts[n] for n in names],
-            widths=(1, 9),
+            trees=True,
         )  # fmt: skip
         draft = method.draft(step)
         method.record_acceptance(step)
