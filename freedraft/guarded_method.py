@@ -198,13 +198,13 @@ class GuardedMethod:
         self.metrics.speedup.set(self.method.controller.speedup)
         self._report.add(step, self.method.controller.speedup)
 
-    def finish(self, request_id: str, output: NDArray[np.int32] | None = None, aborted: bool = False) -> None:
+    def finish(self, request_id: str, output: NDArray[np.int32] | None = None) -> None:
         self._catch_up()
         self.running.discard(request_id)
         self.in_prompt.discard(request_id)
         self._opted_out.discard(request_id)
         self.metrics.requests.set(len(self.running))
-        self.call(self.method.finish, request_id, output, aborted)
+        self.call(self.method.finish, request_id, output)
 
     def close(self) -> None:
         atexit.unregister(self.close)

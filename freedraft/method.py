@@ -127,13 +127,9 @@ class Method:
         rows: bool [B], requests to count; None: all."""
         self.metrics.add(step, slice(None) if rows is None else rows)
 
-    def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
-        """Remove a request; the id may be unknown.
-
-        Args:
-            output: int32 [n], its output up to its end, without the prompt; None if the engine does not know it.
-            aborted: whether it was aborted, if the engine reports that.
-        """
+    def finish(self, request_id: str, output: NDArray[np.int32] | None) -> None:
+        """Remove a request that has ended or was aborted; the id may be unknown. output: int32 [n], its output up to
+        its end, without the prompt; None if the engine does not know it."""
 
     def close(self) -> None:
         """Release threads and files, and save learnt state. May be called more than once."""

@@ -91,9 +91,11 @@ class EngineContext:
     hf_config: Any = None  # the model's Hugging Face configuration, as it was published
     vocab_size: int | None = None  # of the target model
     max_draft_tokens: int = 1  # maximum per request, roots not counted
-    # If all requests of a step must have the same number of nodes (root included), decided with their drafts: the
-    # numbers that the engine can verify, ascending. None where every request may have its own.
+    # Where all drafts of a step must be of one size, the sizes to choose from, ascending; None where every request may
+    # have its own. widths: nodes, roots included, decided once there are drafts. lengths: draft tokens, decided before
+    # drafting (`freedraft.cost.schedule`), so that shorter drafts save nothing.
     widths: tuple[int, ...] | None = None
+    lengths: tuple[int, ...] | None = None
     dtype: str = "bfloat16"  # the engine's
     kv_dtype: str = "auto"  # of the KV cache, e.g. "fp8_e4m3"; "auto" for the model's
     page_size: int | None = None  # tokens per page of the KV cache; None if unknown
@@ -103,8 +105,5 @@ class EngineContext:
     rank: int = 0
     device: str | None = None  # name of the GPU, or "cpu"; None: ask torch
     hardware: str | None = None  # the device's name as in files of `freedraft calibrate`; None if unknown
-    # The same for draft tokens (roots not counted), decided before drafting (`freedraft.cost.schedule`): shorter drafts
-    # then save nothing.
-    lengths: tuple[int, ...] | None = None
     gives_logits: bool = False  # whether the engine calls `Method.recycle`
     tokenizer_fingerprint: Callable[[], str | None] = lambda: None  # of the target's tokenizer; None without one

@@ -65,7 +65,7 @@ class LayerSkipMethod(Method):
 
     def __init__(self, options: LayerSkipOptions, context: EngineContext, controller: Controller | None = None) -> None:
         alone = controller is None
-        controller = controller or make_controller(context, decide=False)
+        controller = controller or make_controller(context, drafter_decides=True)
         super().__init__(options, context, controller, NAME)
         # Times of steps and passes; None if the engine decides draft lengths.
         self.costs = controller if isinstance(controller, Costs) else None
@@ -130,7 +130,7 @@ class LayerSkipMethod(Method):
     def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
         self.selection.set_prompt_state(request_id, state)
 
-    def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
+    def finish(self, request_id: str, output: NDArray[np.int32] | None) -> None:
         self._running.discard(request_id)
         self.selection.finish(request_id)
         self.lookahead.finish(request_id)

@@ -165,7 +165,7 @@ class SssdMethod(Method):
             return -self._alone
         return tenant_number(secret, tenant)
 
-    def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
+    def finish(self, request_id: str, output: NDArray[np.int32] | None) -> None:
         begun = self._begun.pop(request_id, None)
         if self.live is not None and begun is not None:
             tokens, (prompt_length, tenant) = self.drafter.tokens(request_id), begun

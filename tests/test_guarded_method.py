@@ -51,7 +51,7 @@ class Fragile(Method):
         super().record_acceptance(step, rows)
         self._call("record_acceptance")
 
-    def finish(self, request_id: str, output: Any, aborted: bool) -> None:
+    def finish(self, request_id: str, output: Any) -> None:
         self._call("finish")
 
     def rests(self) -> bool:

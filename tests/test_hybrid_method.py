@@ -50,7 +50,7 @@ class Host(Method):
         rows = np.array([i for i, name in enumerate(step.request_ids) if name.startswith("copy")], np.intp)
         return drafted(step, rows, [min(3, max_draft_len)] * len(rows), 10, 0.97, 1)
 
-    def finish(self, request_id: str, output: Any, aborted: bool) -> None:
+    def finish(self, request_id: str, output: Any) -> None:
         self.ended.append(request_id)
 
 
@@ -138,7 +138,7 @@ def test_a_step_without_requests_is_not_priced() -> None:
 def test_both_hear_of_the_end_and_options_go_to_their_owners() -> None:
     hybrid = method()
     hybrid.begin("a", np.zeros(2, np.int32), None, {})
-    hybrid.finish("a", None, aborted=True)
+    hybrid.finish("a", None)
     assert hybrid.ngrams.ended == ["a"]
     ngrams, passes = HybridOptions(live="memory", metrics_port=7, shape="chain", sinks=4).parts()
     assert ngrams == SssdOptions(live="memory", metrics_port=7, shape="chain")

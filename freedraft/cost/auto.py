@@ -130,7 +130,7 @@ class Auto(Costs):
 
 def make_controller(
     context: EngineContext, policy: Policy = "auto", *, hardware: str = "auto", knee: int | None = None,
-    step_times: Path | None = None, decide: bool = True,
+    step_times: Path | None = None, drafter_decides: bool = False,
 ) -> Controller:  # fmt: skip
     """The controller of a policy, for an engine. Where the model's configuration cannot be read, "knee" decides instead
     of "auto", with one warning.
@@ -139,7 +139,7 @@ def make_controller(
         hardware: name or file of a profile, or "auto".
         knee: of policy "knee"; replaces the profile's ridge.
         step_times: of policy "auto": file to keep the step times in.
-        decide: of policy "auto"; False: the drafter decides how much it drafts, by these `Costs`.
+        drafter_decides: of policy "auto": the drafter decides how much it drafts, by these `Costs`.
 
     Raises:
         ConfigError: `hardware` names no usable profile.
@@ -147,14 +147,14 @@ def make_controller(
     profile, most, widths = choose_profile(hardware, context.device), context.max_draft_tokens, context.widths
     controller: Controller | None = None
     if policy == "fixed" or (context.lengths is not None and (policy != "auto" or len(context.lengths) == 1)):
-        controller = Fixed(profile, most, widths)
+        controller = Fixed(profile, most, widths)  # the engine's table of lengths has the knee, if that decides
     elif policy == "auto":
         try:
             roofline = roofline_of(context, profile)
             if context.lengths is not None:
                 controller = BatchLengths(roofline, context.lengths, path=step_times)
             else:
-                controller = (Auto if decide else Costs)(roofline, most, widths, path=step_times)
+                controller = (Costs if drafter_decides else Auto)(roofline, most, widths, path=step_times)
         except ConfigError as error:
             logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
     controller = controller or Knee(profile, most, widths, knee or knee_of(context, profile))

@@ -62,8 +62,8 @@ class _Price(NamedTuple):
 
 
 class BatchLengths(Fixed):
-    """Drafts the number of tokens that the engine requests, and recommends the next one. lengths: draft tokens per
-    request to choose from; path: file to keep the step times in; clock: seconds."""
+    """Policy "auto" on model runner V2: drafts the number of tokens that the engine has scheduled, and recommends the
+    next one. lengths: draft tokens per request to choose from; path: file to keep the step times in; clock: seconds."""
 
     def __init__(
         self, roofline: Roofline, lengths: Sequence[int], *, path: Path | None = None,

@@ -128,6 +128,6 @@ class Knee(Fixed):
 
     def plan(self, step: Step) -> int:
         batch = step.batch_size
-        if self.widths is not None:  # one width for all: the nearest to the knee
+        if self.widths is not None:  # one width for all: the largest below the knee
             return self._draft_len(step, self.length(batch), batch * self.max_draft_tokens)
         return self._draft_len(step, self.max_tokens_per_request(batch), self.knee - batch)

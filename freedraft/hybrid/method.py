@@ -126,11 +126,11 @@ class HybridMethod(Method):
         self.ngrams.begin(request_id, tokens, tenant, extra)
         self.passes.begin(request_id, tokens, tenant, extra)
 
-    def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
+    def finish(self, request_id: str, output: NDArray[np.int32] | None) -> None:
         self._by_model.discard(request_id)
         self._speeds.pop(request_id, None)
-        self.ngrams.finish(request_id, output, aborted)
-        self.passes.finish(request_id, output, aborted)
+        self.ngrams.finish(request_id, output)
+        self.passes.finish(request_id, output)
 
     def close(self) -> None:
         self.ngrams.close()

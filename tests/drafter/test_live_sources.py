@@ -45,7 +45,7 @@ def serve(method: SssdMethod, name: str, prompt: list[int], output: list[int], k
     """Run a request to its end; the tokens drafted behind its prompt and first token."""
     method.begin(name, np.array(prompt, np.int32), key, {})
     drafted = [draft(method, name, prompt + output[: i + 1], output[i : i + 1]) for i in range(len(output))]
-    method.finish(name, np.array(output, np.int32), aborted=False)
+    method.finish(name, np.array(output, np.int32))
     return drafted[0] if drafted else []
 
 
@@ -91,9 +91,9 @@ def test_a_retracted_request_is_learnt_from_once(tmp_path: Path) -> None:
     draft(one, "a", [1, 2, 10, 11], [10, 11])
     one.begin("a", np.array([1, 2, 10, 11], np.int32), None, {})  # prompt, and output so far
     draft(one, "a", [1, 2, 10, 11, 12], [12])
-    one.finish("a", None, aborted=True)  # the engine does not say what it wrote
-    one.finish("unknown", None, aborted=False)
-    one.finish("a", None, aborted=False)
+    one.finish("a", None)  # the engine does not say what it wrote
+    one.finish("unknown", None)
+    one.finish("a", None)
     assert one.live is not None and one.live.stats().inserted == 5
     one.close()
     again = method(datastore=tmp_path, isolation="shared")
@@ -178,7 +178,7 @@ def test_other_tenants_move_how_much_is_verified_and_nothing_else() -> None:
             drafted = draft(one, name, known, known[-1:])
             gained = others[5 : 5 + max(1, len(drafted))] if accepts else [170]
             draft(one, name, known + gained, gained)
-            one.finish(name, None, aborted=True)
+            one.finish(name, None)
         one.begin("x", np.array([160, *text[:4]], np.int32), "b", {})
         whole.append(draft(one, "x", [160, *text[:5]], text[4:5]))
         if accepts is not None:

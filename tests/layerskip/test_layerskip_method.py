@@ -228,7 +228,7 @@ def test_requests_with_different_sets_draft_with_the_most_frequent_one():
     engine.step(["a", "d", "e"])
     assert {skipped for skipped, *_ in engine.model.passes} == {0}, "most of those that are left have another one"
     for name in "abcdef":
-        engine.method.finish(name, None, aborted=False)
+        engine.method.finish(name, None)
     assert not engine.method.selection.requests and not engine.method._running
 
 

@@ -49,7 +49,7 @@ class RepeatMethod(Method):
             draft.tokens[b, 1 : len(chain) + 1], draft.counts[b] = chain, len(chain) + 1
         return draft
 
-    def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
+    def finish(self, request_id: str, output: NDArray[np.int32] | None) -> None:
         self.tokens.pop(request_id, None)
 
 

@@ -53,9 +53,9 @@ class Switched:
         self.running.add(request_id)
         self.now.begin(request_id, tokens, tenant, extra)
 
-    def finish(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
+    def finish(self, request_id: str, output: NDArray[np.int32] | None) -> None:
         self.running.discard(request_id)
-        self.now.finish(request_id, output, aborted)
+        self.now.finish(request_id, output)
 
     def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
         self.metrics.add(step)

@@ -220,6 +220,28 @@ class TestV1(Conformance):
             assert not reserved or min(capacities) == 0
         assert min(capacities) < 0, "no draft came to the end of its blocks: the test does not test that"
 
+    def test_drafting_writes_reserved_slots_and_nothing_else(self, served, monkeypatch):
+        method, pages = served.method, Pages(runner_of(served.llm), BLOCK)
+        original, written, strays = method.parts["passes"].draft, [], []
+
+        def watched(step):
+            before = pages.tokens()
+            drafts = original(step)
+            allowed = set()
+            rows, contexts, counts = (each.tolist() for each in (step.engine.rows, step.contexts, drafts.counts))
+            for row, n, nodes in zip(rows, contexts, counts, strict=True):
+                blocks = pages.blocks(row)
+                allowed |= {(blocks[position // BLOCK], position % BLOCK) for position in range(n - 1, n + nodes - 2)}
+            changed = (before != pages.tokens()).any(-1).nonzero().tolist()
+            written.extend(changed)
+            strays.extend(place for place in changed if tuple(place) not in allowed)
+            return drafts
+
+        monkeypatch.setattr(method, "draft", watched)
+        answers = [answer[:16] for answer in served.expected[2:6]]
+        assert served.ask(PROMPTS[2:6], skipping("weak", 16), method="passes") == answers
+        assert len(written) > 4 * 16 / 2 and not strays
+
     def test_committed_pages_are_those_of_an_engine_that_does_not_draft(self, served, monkeypatch):
         """The same drafts, once from draft passes and once out of the air, leave the same KV bit for bit."""
         pages = Pages(runner_of(served.llm), BLOCK)

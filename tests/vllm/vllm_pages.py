@@ -44,9 +44,9 @@ class Pages:
 class Reading(HostModel):
     """The model on the host, whose drafted tokens read the whole model's KV of themselves too, as scores do."""
 
-    def attend(self, text, layer, q, past, near_k, near_v):
-        own = [kv[layer][:, past].transpose(0, 1)[:, None] for kv in (text.keys, text.values)]
-        return super().attend(text, layer, q, past, *own)
+    def attend(self, text, layer, past, q, k, v):
+        own = [kv[layer][:, past].transpose(0, 1) for kv in (text.keys, text.values)]
+        return super().attend(text, layer, past, q, *own)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.copies import Copied, LogitsCopy, to_host
-from freedraft.engines.sglang.requests import UNTRACKED, Tracked, extra_of, output_of, tenant_of, tokens_of, was_aborted
+from freedraft.engines.sglang.requests import UNTRACKED, Tracked, extra_of, output_of, tenant_of, tokens_of
 from freedraft.guarded_method import GuardedMethod
 from freedraft.step import Step, room
 
@@ -126,20 +126,19 @@ class Drafting:
     def finish(self, request_id: str) -> None:
         """Finish a request that SGLang has released."""
         request = self._requests.get(request_id, UNTRACKED).request
-        ended = None if request is None else self.guarded.call(lambda: (output_of(request), was_aborted(request)))
-        self._forget(request_id, *(ended or (None, False)))
+        self._forget(request_id, None if request is None else self.guarded.call(output_of, request))
 
-    def _forget(self, request_id: str, output: NDArray[np.int32] | None, aborted: bool) -> None:
+    def _forget(self, request_id: str, output: NDArray[np.int32] | None) -> None:
         for held in (self._requests, self._states, self._drafted):
             held.pop(request_id, None)
-        self.guarded.finish(request_id, output, aborted)
+        self.guarded.finish(request_id, output)
 
     def _sweep(self, ids: Sequence[str]) -> None:
         """Finish requests outside of this step if far more are tracked than can run: SGLang does not report requests
         aborted in its queue. A request that is still queued is added again at its next prefill."""
         if len(self.guarded.running) > self._max_running:
             for request_id in self.guarded.running - set(ids):
-                self._forget(request_id, None, True)
+                self._forget(request_id, None)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -212,7 +211,7 @@ class Drafting:
         self.guarded.count()
         for request in batch.reqs:
             if request.finished():  # with a grammar, SGLang runs a request once more after its end
-                self._forget(request.rid, NOTHING, was_aborted(request))
+                self._forget(request.rid, NOTHING)
         if not self._rests:  # otherwise, as in the step before
             self._drafted = dict(zip((r.rid for r in batch.reqs), (draft.counts - 1).tolist(), strict=True))
             self._previous = draft.tokens.shape[0], draft.tokens.size

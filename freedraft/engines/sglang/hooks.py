@@ -57,7 +57,7 @@ HOOKS = table("""
         seq_lens_cpu, req_pool_indices, req_pool_indices_cpu, req_to_token_pool, spec_info, sampling_info, has_grammar,
         return_logprob, return_hidden_states
     sglang.srt.managers.schedule_batch.Req has rid, origin_input_ids, origin_input_ids_unpadded, output_ids,
-        sampling_params, custom_logit_processor, extra_key, cache_salt, finished, finished_reason, finished_len
+        sampling_params, custom_logit_processor, extra_key, cache_salt, finished, finished_len
     sglang.srt.sampling.sampling_params.SamplingParams has custom_params, frequency_penalty, presence_penalty,
         repetition_penalty, min_new_tokens, max_new_tokens
     sglang.srt.speculative.spec_utils.record_stream_for_v2_verify(batch, verify_input, fwd_stream)

@@ -67,12 +67,6 @@ def output_of(request: Any) -> NDArray[np.int32]:
     return np.array(request.output_ids[: request.finished_len], np.int32)
 
 
-def was_aborted(request: Any) -> bool:
-    """Whether a finished request was aborted by its client or by SGLang."""
-    reason = request.finished_reason
-    return reason is not None and reason.to_json()["type"] == "abort"
-
-
 def drafted_from(request: Any) -> int:
     """Return how many tokens a request must generate before it may have drafts; `NEVER` for none at all, also where
     its client has asked for that.

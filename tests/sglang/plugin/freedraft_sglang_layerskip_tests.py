@@ -138,8 +138,8 @@ def make_watched(options, context, controller=None):
                 found += [sublayers] if sublayers not in found else []
             write()
 
-        def finish(self, request_id, output, aborted):
-            super().finish(request_id, output, aborted)
+        def finish(self, request_id, output):
+            super().finish(request_id, output)
             self.asked.pop(request_id, None)
             write()
 

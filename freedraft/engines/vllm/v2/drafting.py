@@ -147,6 +147,8 @@ class Drafting:
         if gained.taken or not requests.prepare(gained, most, batch):  # no wait is needed
             return False
         taken = self._take(most)
+        if gate is not None:
+            gate.watch()
         step, draft = self._step(taken), None
         if self.by_score is not None:  # before the drafts that it learns from are overwritten
             self.by_score.acceptance.update(step)

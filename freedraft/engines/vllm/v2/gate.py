@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
 import threading
 import time
@@ -22,7 +23,7 @@ import triton.language as tl
 
 logger = logging.getLogger(__name__)
 
-LONGEST = 0.05  # seconds that a gate stays shut
+LONGEST = 0.05  # seconds that a gate stays shut for a drafter
 _PATIENCE = 8  # late drafts in a row after which the gate is not used any more
 
 Wait = Callable[[int], None]  # makes the stream wait until the flag has at least this number
@@ -72,12 +73,12 @@ def why_no_gate(vllm_config: Any) -> str | None:
 class Gate:
     """One step at a time: `close`, queue what reads drafts, write them in `writing`, `open`. flag: int32 [1], pinned.
 
-    A thread opens a gate that is shut for `LONGEST` seconds: late drafts are lost, tokens are not.
+    A thread opens a gate that is shut for `LONGEST` seconds after `watch`: late drafts are lost, tokens are not.
     """
 
     def __init__(self, flag: torch.Tensor, wait: Wait) -> None:
         self._flag, self._wait = flag.numpy(), wait
-        self._number, self._shut_at, self._late = 0, 0.0, 0
+        self._number, self._watched_since, self._late = 0, math.inf, 0
         self._lock = threading.Lock()
         self._watch: threading.Thread | None = None
 
@@ -90,14 +91,18 @@ class Gate:
         return bool(self._flag[0] < self._number)
 
     def close(self) -> None:
-        """Make the stream wait here."""
+        """Make the stream wait here. The tokens to draft after may still be computed."""
         if self._watch is None or not self._watch.is_alive():  # none yet, or this process was forked
             self._lock = threading.Lock()
             self._watch = threading.Thread(target=self._open_late, name="freedraft-gate", daemon=True)
             self._watch.start()
-        self._shut_at = time.monotonic()
+        self._watched_since = math.inf
         self._number += 1
         self._wait(self._number)
+
+    def watch(self) -> None:
+        """The tokens are there: from now on drafts can be late."""
+        self._watched_since = time.monotonic()
 
     @contextmanager
     def writing(self) -> Iterator[bool]:
@@ -121,8 +126,9 @@ class Gate:
         while self.usable:
             time.sleep(LONGEST / 2)
             with self._lock:
-                if self.shut and time.monotonic() - self._shut_at > LONGEST:
+                if self.shut and time.monotonic() - self._watched_since > LONGEST:
                     self._flag[0] = self._number
                     self._late += 1
                     if not self.usable:
-                        logger.warning("freedraft: drafts take longer than steps: steps wait for them from now on")
+                        late = "freedraft: drafts take longer than %.0f ms: from now on steps are launched after them"
+                        logger.warning(late, 1000 * LONGEST)
