@@ -57,7 +57,7 @@ help:
 	@echo 'make demo         measure plain and SSSD on vLLM (CPU, embedded model), side by side'
 	@echo 'make demo-sglang  the same on SGLang'
 	@echo 'make check        lint, types, tests without an engine (3 minutes on two cores)'
-	@echo 'make test         lint, types, the tests of what must not break, on both engines (15 minutes on two cores)'
+	@echo 'make test         lint, types, the tests of what must not break, on both engines (9 minutes on two cores)'
 	@echo 'make test-all     all tests: also several ranks, model families, fuzzing, a fresh install (35 minutes)'
 	@echo 'make serve        start an OpenAI-compatible server with SSSD on 127.0.0.1:$(PORT), ENGINE=vllm or sglang; make stop ends it'
 	@echo 'make report       the page, pictures and tables of the measured results, docs/results.md'

@@ -98,7 +98,7 @@ class Method:
         self.unmatched = np.zeros(step.batch_size, np.bool_)
         draft, *unverified = self.proposals(step, max_draft_len)
         if verifies:
-            draft.limit(step.capacities)
+            draft.limit(step.capacities, step.trees)
         if max_draft_len or draft.max_nodes > 1:
             controller.cut(draft, *unverified)
         controller.done(step)

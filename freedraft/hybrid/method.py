@@ -57,7 +57,7 @@ class HybridMethod(Method):
 
     def proposals(self, step: Step, max_draft_len: int) -> Sequence[DraftBatch]:
         draft = self.ngrams.propose(step, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
-        draft.limit(step.capacities)
+        draft.limit(step.capacities, step.trees)
         self.unmatched = (draft.counts <= 1) & (max_draft_len > 0)
         rows, rest = self._rows_of_passes(step, draft)
         drafts, started = [draft], time.perf_counter()

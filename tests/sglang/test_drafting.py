@@ -42,7 +42,7 @@ def test_an_adapter_makes_another_tenant():
 
 
 @pytest.mark.parametrize(
-    ("nodes", "trees", "counts", "width"), [(4, False, [3, 2], 4), (4, True, [4, 4], 4), (5, True, [5, 5], NODES)]
+    ("nodes", "trees", "counts", "width"), [(4, False, [3, 3], 4), (4, True, [4, 4], 4), (5, True, [5, 5], NODES)]
 )
 def test_trees_are_cut_to_chains_and_verified_at_widths_that_could_be_prepared(nodes, trees, counts, width):
     context = EngineContext(vocab_size=100, max_draft_tokens=NODES - 1, widths=(1, 4, NODES))
@@ -53,6 +53,7 @@ def test_trees_are_cut_to_chains_and_verified_at_widths_that_could_be_prepared(n
     branched, roots = DraftBatch.empty(2, nodes), np.array([7, 8], np.int32)
     branched.parents[:] = [[-1, 0, 1, 0, 3][:nodes], [-1, 0, 0, 1, 3][:nodes]]
     branched.counts[:] = nodes
+    branched.limit(np.full(2, NODES, np.int32), np.full(2, trees))
     tree = drafting._cut(branched, roots)
     assert tree.counts.tolist() == counts and tree.tokens.shape == (2, width) and tree.tokens[:, 0].tolist() == [7, 8]
     none = drafting._cut(DraftBatch.roots(roots), roots)

@@ -3,6 +3,8 @@ of any trees on their way to the device, against plain Python."""
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -120,7 +122,10 @@ def test_trees_and_chains_of_one_batch(seed):
     step.wait()[:, -1] = -5
     none = np.zeros(requests, np.int64)
     taken, parents = Taken(none, none, rows.astype(np.int32), *3 * [none.astype(np.int32)]), held.parents
-    counts = write_drafts(draft, taken, step, held, proposed, allowed if trees else None, 8)
+    limited = copy.deepcopy(draft)
+    limited.limit(np.full(requests, WIDEST, np.int32), branches)
+    limited.check()
+    counts = write_drafts(limited, taken, step, held, proposed, allowed if trees else None, 8)
     assert held.drafted[slots].tolist() == counts.tolist() and (held.drafted_behind[slots] == 8).all()
     assert (held.roots[slots] == -5).all()
     for b in range(requests):

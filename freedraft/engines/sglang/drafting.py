@@ -237,14 +237,11 @@ class Drafting:
         )  # fmt: skip
 
     def _cut(self, draft: DraftBatch, roots: NDArray[np.int32]) -> DraftBatch:
-        """Truncate trees to the nodes that attention allows, at the smallest prepared width. roots: int32 [B], the
-        engine's, which replace those of the method."""
+        """Pad drafts to the smallest prepared width. roots: int32 [B], the engine's, which replace those of the
+        method."""
         if draft.counts.max() <= 1 == self._widths[0]:
             return DraftBatch.roots(roots)
         counts = np.maximum(draft.counts, 1)
-        if not self._trees:  # attention would let their nodes see others' ancestors
-            follows = draft.parents[:, 1:] == np.arange(draft.max_nodes - 1)
-            np.minimum(counts, 1 + np.logical_and.accumulate(follows, 1).sum(1), out=counts)
         width = int(self._widths[np.searchsorted(self._widths, counts.max())])
         out = DraftBatch.empty(len(counts), width)
         kept = min(width, draft.max_nodes)

@@ -183,7 +183,7 @@ def write_drafts(
         draft: of R requests, or None.
         proposed: int64 [slots, 1 or 2, K], out: tokens, and masks (`NodeMasks`) if there may be trees; without a draft
             token, a request's newest one and 0.
-        branching: bool [slots], which requests may have trees; others keep the chain of first children. None: none.
+        branching: bool [slots], which requests may have trees. None: none.
         number: of the step, for `Requests.drafted_behind`.
     """
     counts, draft = np.zeros(len(taken.rows), np.int32), draft or DraftBatch.empty(0, 1)
@@ -210,18 +210,11 @@ def _write(draft, taken, of_slots, out, number):
         row = rows[b]
         slot = slots[row]
         proposed, masks = all_tokens[slot], all_masks[slot]
-        kept, last, branches = 0, 0, branching[slot]
-        for node in range(1, nodes[b] if b < len(nodes) else 0):
-            if not branches:
-                if parents[b, node] != last:
-                    continue
-                last = node
-            proposed[kept] = tokens[b, node]
-            parent = parents[b, node] if branches else kept
-            all_parents[slot, kept + 1] = parent
-            if branches:
+        counts[b] = state[slot].drafted = max(0, nodes[b] - 1) if b < len(nodes) else 0
+        for kept in range(counts[b]):
+            parent = parents[b, kept + 1]
+            proposed[kept], all_parents[slot, kept + 1] = tokens[b, kept + 1], parent
+            if branching[slot]:
                 above = masks[parent - 1] if parent > 0 else np.int64(0)
                 masks[kept] = above | (np.int64(1) << np.int64(kept))
-            kept += 1
-        counts[b] = state[slot].drafted = kept
         state[slot].drafted_behind, state[slot].root, all_parents[slot, 0] = number, gained[row, -1], -1
