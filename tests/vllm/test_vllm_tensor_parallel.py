@@ -133,7 +133,7 @@ def test_two_data_parallel_replicas(demo_model, tmp_path):
     replicas, speculative = ("--data-parallel-size", "2"), SSSD | {"datastore": str(tmp_path / "store")}
     environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:2])), "VLLM_USE_AOT_COMPILE": "0"}
     with serving(model, tmp_path, speculative, *replicas, drafters=2, **environment) as server:
-        clients_that_go_away(server, SHORT[:2])
+        clients_that_go_away(server, SHORT[:4], rounds=3)
         assert min(metrics(server, "freedraft_draft_tokens_total")) > 0, "both draft"
     assert sum(path.stat().st_size for path in (tmp_path / "store").rglob("*") if path.is_file()) > 0
     with serving(model, tmp_path, speculative, *replicas, drafters=2, **environment) as server:
