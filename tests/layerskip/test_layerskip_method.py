@@ -111,7 +111,7 @@ class Engine:
 
     def as_step(self, names):
         gained, drafted, texts = ([of[name] for name in names] for of in (self.gained, self.drafted, self.text))
-        step = {"capacities": NODES - 1, "trees": self.widths is not None, "previous": self.previous}
+        step = {"capacities": NODES - 1, "trees": self.model.trees, "previous": self.previous}
         return make_step(names, gained, drafted=drafted, texts=texts, **step)
 
     def step(self, names):
