@@ -1,4 +1,4 @@
-"""Triton's interpreter in less time, and what it is told to launch, as kinds that are compiled one by one."""
+"""A faster interpreter of Triton's kernels, and a record of what was launched. Each kind is compiled once."""
 
 from __future__ import annotations
 
