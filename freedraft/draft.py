@@ -58,22 +58,9 @@ class DraftBatch:
     def limit(self, capacities: NDArray[np.int32], trees: NDArray[np.bool_]) -> None:
         """Cut drafts that may not be trees to their chains of first children, then all to their capacities; see
         `Step`."""
-        if not trees.all():
-            last = self.counts - 1
-            for b in np.flatnonzero((self.depths[np.arange(len(last)), last] != last) & ~trees).tolist():
-                self._cut_to_chain(b)
-        np.minimum(self.counts, capacities + 1, out=self.counts)
+        from freedraft.cost.allocation import limit
 
-    def _cut_to_chain(self, row: int) -> None:
-        chain = [0] if self.counts[row] else []
-        for node in range(1, int(self.counts[row])):
-            if self.parents[row, node] == chain[-1]:
-                chain.append(node)
-        n = len(chain)
-        for values in (self.tokens, self.scores, self.kinds):
-            values[row, :n] = values[row, chain]
-        self.parents[row, :n], self.depths[row, :n] = np.arange(-1, n - 1), np.arange(n)
-        self.counts[row] = n
+        limit(self.tokens, self.parents, self.depths, self.scores, self.counts, self.kinds, capacities, trees)
 
     def head(self, batch_size: int) -> DraftBatch:
         """The first `batch_size` requests, as views of the same memory."""

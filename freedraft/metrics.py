@@ -10,10 +10,9 @@ import functools
 import logging
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from freedraft.config import LOCAL, ConfigError
 
@@ -64,16 +63,15 @@ class Metrics:
 
     def add(self, step: Step, rows: Any = slice(None)) -> None:
         """Count the tokens that a step gave the requests at `rows`, an index of [B]."""
-        drafted, accepted = step.drafted[rows], step.accepted[rows]
+        drafted, accepted = step.drafted[rows].tolist(), step.accepted[rows].tolist()
         self.request_steps.inc(len(drafted))
-        self.tokens.inc(int(step.gained[rows].sum()))
-        if not drafted.any():
+        self.tokens.inc(sum(step.gained[rows].tolist()))
+        if not any(drafted):
             return
-        self.drafted.inc(int(drafted.sum()))
-        self.accepted.inc(int(accepted.sum()))
-        for length, requests in enumerate(np.bincount(accepted[drafted > 0]).tolist()):
-            if requests:
-                self.accepted_lengths(str(length)).inc(requests)
+        self.drafted.inc(sum(drafted))
+        self.accepted.inc(sum(accepted))
+        for length, requests in Counter(n for n, most in zip(accepted, drafted, strict=True) if most).items():
+            self.accepted_lengths(str(length)).inc(requests)
 
 
 def check_address(port: int | None, host: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +27,7 @@ class NodeLogits(NamedTuple):
     contexts: NDArray[Any] | None = None  # int [B], tokens of each request up to its root; None: all that it has
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
     """One decoding step of B requests, before its draft. The last step gave request b the tokens
     `tokens[starts[b]:ends[b]]`, at least one."""
@@ -52,12 +53,12 @@ class Step:
         """int32 [B]: the newest token of each request."""
         return self.tokens[self.ends - 1]
 
-    @property
+    @cached_property
     def gained(self) -> NDArray[np.int64]:
         """int64 [B]: newly accepted tokens of each request."""
         return self.ends - self.starts
 
-    @property
+    @cached_property
     def accepted(self) -> NDArray[np.int32]:
         """int32 [B]: draft tokens that the step accepted; the token after them is the model's own."""
         return np.minimum(self.gained - 1, self.drafted).astype(np.int32)

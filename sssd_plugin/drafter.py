@@ -29,7 +29,7 @@ Shape = Literal["tree", "chain"]
 
 MAX_NODES = 256
 MAX_THREADS = 8
-MIN_ROWS = 2  # fewest requests per thread
+MIN_NODES = 128  # fewest of a thread's trees together; waking it takes as long as drafting these
 
 
 class Drafter:
@@ -179,7 +179,7 @@ class Drafter:
             view, limits = self._view, (max_nodes, shape == "chain")
             arrays_of_view = view.table, view.bounds, view.static_rows, view.widest
             same: tuple[Any, ...] = self._index.slots, arrays_of_view, self._entries, limits, self._weights
-            parts = min(self._threads, n // MIN_ROWS)
+            parts = min(self._threads, n, n * max_nodes // MIN_NODES)
             if parts <= 1:
                 draft_batch(arrays, *same)
             else:

@@ -135,6 +135,7 @@ class Acceptance:
         draft.counts[:] = 2
         draft.depths[:, 1] = 1
         draft.scores[:] = 1.0, 0.5
+        draft.limit(np.ones(1, np.int32), np.ones(1, np.bool_))
         fresh, none = Acceptance(), np.zeros(1, np.int64)
         gained = _Gained(np.full(1, -1, np.int32), np.zeros(1, np.int32), none, none)
         _learn(fresh.bias, fresh.odds, fresh._trend, _nodes(draft, draft.counts), gained)

@@ -10,6 +10,19 @@ FREE = -1  # no forced number of tokens
 
 
 @compiled(nogil=True)
+def limit(tokens, parents, depths, scores, counts, kinds, capacities, trees):
+    """See `DraftBatch.limit`."""
+    for b in range(len(counts)):
+        kept, last = min(counts[b], 1), 0
+        for i in range(kept, 0 if trees[b] else counts[b]):
+            if parents[b, i] == last:
+                tokens[b, kept], scores[b, kept], kinds[b, kept] = tokens[b, i], scores[b, i], kinds[b, i]
+                parents[b, kept], depths[b, kept] = kept - 1, kept
+                kept, last = kept + 1, i
+        counts[b] = min(counts[b] if trees[b] else kept, capacities[b] + 1)
+
+
+@compiled(nogil=True)
 def _falling(p, counts):
     """The probabilities of all draft nodes, descending."""
     order, n = np.empty(p.size, p.dtype), 0

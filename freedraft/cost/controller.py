@@ -102,7 +102,8 @@ class Fixed(Controller):
             self._keep_likeliest(drafts[0])
 
     def warm_up(self) -> None:
-        self._keep_likeliest(DraftBatch.roots(np.zeros(1, np.int32)))
+        (draft := DraftBatch.roots(np.zeros(1, np.int32))).limit(draft.counts, draft.counts > 0)
+        self._keep_likeliest(draft)
 
     def _keep_likeliest(self, draft: DraftBatch) -> None:
         from freedraft.cost.allocation import keep_likeliest
