@@ -44,10 +44,11 @@ class Report:
         sums = self._sums = self._sums or _Sums(self._clock())
         sums.steps += 1
         sums.requests += step.batch_size
-        sums.tokens += int(step.gained.sum())
-        sums.drafted += int((step.drafted > 0).sum())
-        sums.draft_tokens += int(step.drafted.sum())
-        sums.accepted += int(step.accepted.sum())
+        drafted = step.drafted.tolist()
+        sums.tokens += sum(step.gained.tolist())
+        sums.drafted += len(drafted) - drafted.count(0)
+        sums.draft_tokens += sum(drafted)
+        sums.accepted += sum(step.accepted.tolist())
         if not math.isnan(speedup):
             sums.speedups += speedup
             sums.compared += 1
