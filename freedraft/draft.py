@@ -60,7 +60,7 @@ class DraftBatch:
         `Step`."""
         from freedraft.cost.allocation import limit
 
-        limit(self.tokens, self.parents, self.depths, self.scores, self.counts, self.kinds, capacities, trees)
+        limit((self.tokens, self.parents, self.depths, self.scores, self.kinds), self.counts, capacities, trees)
 
     def head(self, batch_size: int) -> DraftBatch:
         """The first `batch_size` requests, as views of the same memory."""

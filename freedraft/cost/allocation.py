@@ -10,8 +10,9 @@ FREE = -1  # no forced number of tokens
 
 
 @compiled(nogil=True)
-def limit(tokens, parents, depths, scores, counts, kinds, capacities, trees):
-    """See `DraftBatch.limit`."""
+def limit(nodes, counts, capacities, trees):
+    """See `DraftBatch.limit`; nodes: its other arrays."""
+    tokens, parents, depths, scores, kinds = nodes
     for b in range(len(counts)):
         kept, last = min(counts[b], 1), 0
         for i in range(kept, 0 if trees[b] else counts[b]):
