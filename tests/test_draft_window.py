@@ -42,11 +42,3 @@ def test_pages_are_those_that_a_reader_would_name(
     assert root // page in made and root + 1 - int(d[0]) * page > 0
     if d[0]:
         assert (s[0] + d[0]) * page <= root + 1 - newest
-
-
-@given(st.integers(0, 300), st.integers(1, 600), st.integers(1, 256))
-def test_the_longest_request_of_which_nothing_is_left_out(sinks: int, newest: int, page_size: int) -> None:
-    window = Window(sinks, newest)
-    longest = window.whole_up_to(page_size)
-    _, left_out = window.pages(np.array([longest - 1, longest]), page_size)  # of roots at the end of the request
-    assert left_out[0] == 0 and left_out[1] > 0

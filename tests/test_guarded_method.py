@@ -155,6 +155,17 @@ def test_the_counts_add_up_also_through_failures(guarded: GuardedMethod) -> None
     assert value("undrafted_requests_total", reason="off") - before[8] == 8, "an id may come again"
 
 
+NO_OFF = [{"freedraft": sent} for sent in ("of", 0, ["off"], {"off": 1}, None)]
+
+
+@pytest.mark.parametrize("sent", [{"freedraft": "off"}, *NO_OFF, {"skip_set": ["off"]}], ids=str)
+def test_what_a_client_sends_that_is_no_off_is_ignored(guarded: GuardedMethod, sent: dict[str, Any]) -> None:
+    before = value("undrafted_requests_total", reason="off")
+    guarded.begin("a", np.zeros(3, np.int32), None, sent)
+    guarded.draft(STEP)
+    assert value("undrafted_requests_total", reason="off") - before == (sent == {"freedraft": "off"})
+
+
 def fail(error: Exception) -> None:
     raise error
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from layerskip_plugin import candidate_tree, knapsack_search, pass_times
+from layerskip_plugin import knapsack_search, pass_times
 from layerskip_plugin.calibrate import commands, common, disco, knapsack, knn
 from layerskip_plugin.lookahead.base import Confidence, DraftVerify
 from layerskip_plugin.lookahead.records import TOP
@@ -163,7 +163,3 @@ def test_figures_of_claims_are_those_of_the_results() -> None:
     for claim, figure in figures.items():
         (shown,) = (text for name, text in claims.items() if name.startswith(claim))
         assert figure.replace("%", " %") in shown, claim
-
-
-def test_candidates_by_confidence_are_swifts() -> None:
-    assert candidate_tree.CANDIDATES == (10, 5, 3, 1) and candidate_tree.CONFIDENCES == (0.5, 0.8, 0.95)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from bench.lib import results, serving, summary
+from bench.lib.forcing import Answer, figures
 from bench.lib.load import full_load
 from bench.lib.machine import INSTRUCTIONS, instructions
 
@@ -160,3 +161,16 @@ def test_results_go_on_only_with_the_same_settings_and_code(tmp_path: Path, monk
     path.write_text("{}")
     with pytest.raises(ValueError, match="no results of this benchmark"):
         report.open(path, settings, fresh=False)
+
+
+def test_figures_of_forced_answers() -> None:
+    """One request at a time, three answers of five tokens in three passes each, drafts of two."""
+    came = [(1.0, 1), (1.1, 3), (1.2, 4), (1.3, 5)]
+    answers = [Answer(n, float(n), [0] * 5, [(at + n, tokens) for at, tokens in came]) for n in range(3)]
+    steps = [[at + n, 1, at > 1.0, 3 if at > 1.0 else 1] for n in range(3) for at, _ in came]
+    found = figures(answers, 1, steps)
+    assert found["tokens_per_step"] == 4 / 3 and found["accepted"] == 3 / 18 and found["steps"] == 6
+    assert found["step_ms"] == pytest.approx(100) and found["tpot_ms"] == pytest.approx(75)
+    assert found["tokens_per_s"] == pytest.approx(5.0)  # four of the first answer behind 1.0, and one at 2.0
+    answers[0].passes = 4
+    assert figures(answers, 1, steps)["tokens_per_step"] == 12 / 10

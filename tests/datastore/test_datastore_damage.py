@@ -213,20 +213,7 @@ def test_numbers_out_of_bounds_are_found_at_every_place(tmp_path: Path, monkeypa
 
 
 FUZZED_VOCAB = 200
-EXTREMES = [
-    -(1 << 31),
-    -33,
-    -2,
-    -1,
-    0,
-    1,
-    FUZZED_VOCAB - 1,
-    FUZZED_VOCAB,
-    70_000,
-    1 << 20,
-    (1 << 31) - 33,
-    (1 << 31) - 1,
-]
+EXTREMES = [-(1 << 31), -33, -2, -1, 0, 1, FUZZED_VOCAB - 1, FUZZED_VOCAB, 70_000, 1 << 20, 2**31 - 33, 2**31 - 1]
 STRANGE = [-1, 0, 1, 7, 1 << 31, 1 << 63, "", "../..", "/", "\0", None, [], {}, 1.5, True]
 
 

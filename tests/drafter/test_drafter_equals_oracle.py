@@ -12,9 +12,12 @@ import pytest
 from drafting import Pair, python_sources, random_weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from bench.replay import accepted_length
 from bench.scorer.weights import save
+from freedraft.draft import DraftBatch
+from freedraft.step import TOP_TOKENS
 from tests.support.stores import int32
 
 SCORINGS = ("learned", "paper")
@@ -188,3 +191,35 @@ def test_more_candidates_than_fit() -> None:
     seen = [oracle.gather(pair.store, r, r, 64, c) for r, c in zip(pair.requests.values(), copies, strict=True)]
     assert max(len(each.candidates) for each in seen) == oracle.MAX_CANDIDATES
     pair.compare()
+
+
+def logits_of(batch: DraftBatch, vocab_size: int, seed: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Random likeliest tokens at every node; of a small vocabulary there are fewer than TOP_TOKENS."""
+    rng = np.random.default_rng(seed)
+    shape = (*batch.tokens.shape, TOP_TOKENS)
+    tokens, log_probs = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
+    for at in np.ndindex(shape[:2]):
+        n = min(vocab_size, int(rng.integers(1, TOP_TOKENS + 1)))
+        tokens[at][:n] = rng.permutation(vocab_size)[:n]
+        log_probs[at][:n] = np.sort(np.log(rng.dirichlet(np.full(n, 0.3)).clip(1e-20)))[::-1]
+    return tokens, log_probs
+
+
+@settings(max_examples=60, **EXAMPLES)
+@given(worlds(), st.data())
+def test_recycled_logits(weight_files: list[Path | None], world, data: st.DataObject) -> None:
+    vocab_size, sub_indices, prompts, token = world
+    path = data.draw(st.sampled_from(weight_files))
+    pair = Pair(sub_indices, scoring="learned", vocab_size=vocab_size, weights=path, recycle_megabytes=1)
+    names = [f"r{i}" for i in range(len(prompts))]
+    for i, name in enumerate(names):
+        pair.tenants[name] = i % 2
+        pair.drafter.set_tenant(name, i % 2)
+    pair.extend(dict(zip(names, prompts, strict=True)))
+    for _ in range(data.draw(st.integers(1, 5))):
+        nodes = data.draw(st.sampled_from([1, 4, 16, 32]))
+        batch = pair.compare(names, max_nodes=nodes, shape=data.draw(st.sampled_from(["tree", "chain"])))
+        if data.draw(st.booleans()):  # requests have gone on without the tree
+            pair.append({names[0]: [data.draw(token)]})
+        pair.recycle(names, batch, *logits_of(batch, vocab_size, data.draw(st.integers(0, 2**32 - 1))))
+        pair.append({name: data.draw(st.lists(token, min_size=1, max_size=3)) for name in names})

@@ -1,61 +1,13 @@
-"""Drafts from recycled logits: equal to the oracle's, bounded in memory, apart by tenant, and refreshed."""
+"""Drafts from recycled logits: bounded in memory, apart by tenant, and refreshed. Equal to the oracle's: see there."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-import pytest
-from drafting import Pair, random_weights
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from numpy.typing import NDArray
-from test_drafter_equals_oracle import EXAMPLES, worlds
 
-from bench.scorer.weights import save
 from freedraft.draft import DraftBatch
 from freedraft.step import TOP_TOKENS, NodeLogits
 from sssd_plugin.drafter import Drafter
 from tests.support.stores import int32
-
-
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("weights") / "w.json"
-    save(random_weights(5), path)
-    return path
-
-
-def logits_of(batch: DraftBatch, vocab_size: int, seed: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Random likeliest tokens at every node; of a small vocabulary there are fewer than TOP_TOKENS."""
-    rng = np.random.default_rng(seed)
-    shape = (*batch.tokens.shape, TOP_TOKENS)
-    tokens, log_probs = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
-    for at in np.ndindex(shape[:2]):
-        n = min(vocab_size, int(rng.integers(1, TOP_TOKENS + 1)))
-        tokens[at][:n] = rng.permutation(vocab_size)[:n]
-        log_probs[at][:n] = np.sort(np.log(rng.dirichlet(np.full(n, 0.3)).clip(1e-20)))[::-1]
-    return tokens, log_probs
-
-
-@settings(max_examples=60, **EXAMPLES)
-@given(worlds(), st.booleans(), st.data())
-def test_equals_the_oracle(weights: Path, world, shipped: bool, data: st.DataObject) -> None:
-    vocab_size, sub_indices, prompts, token = world
-    path = None if shipped else weights
-    pair = Pair(sub_indices, scoring="learned", vocab_size=vocab_size, weights=path, recycle_megabytes=1)
-    names = [f"r{i}" for i in range(len(prompts))]
-    for i, name in enumerate(names):
-        pair.tenants[name] = i % 2
-        pair.drafter.set_tenant(name, i % 2)
-    pair.extend(dict(zip(names, prompts, strict=True)))
-    for _ in range(data.draw(st.integers(1, 5))):
-        nodes = data.draw(st.sampled_from([1, 4, 16, 32]))
-        batch = pair.compare(names, max_nodes=nodes, shape=data.draw(st.sampled_from(["tree", "chain"])))
-        if data.draw(st.booleans()):  # requests have gone on without the tree
-            pair.append({names[0]: [data.draw(token)]})
-        pair.recycle(names, batch, *logits_of(batch, vocab_size, data.draw(st.integers(0, 2**32 - 1))))
-        pair.append({name: data.draw(st.lists(token, min_size=1, max_size=3)) for name in names})
 
 
 def one_node(drafter: Drafter, name: str, tokens: list[int], following: int) -> None:

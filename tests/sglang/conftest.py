@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -29,12 +30,9 @@ if HAVE_SGLANG:  # before SGLang is first imported, in this process too
     os.environ.update({name: ENVIRONMENT[name] for name in ("SGLANG_PLATFORM", "HF_HUB_OFFLINE")})
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if HERE in Path(item.fspath).parents:
-            item.add_marker(pytest.mark.sglang)
-            if not HAVE_SGLANG:
-                item.add_marker(pytest.mark.skip(reason="sglang is not installed"))
+@pytest.fixture(scope="session", autouse=True)
+def sglang_installed():
+    pytest.importorskip("sglang")
 
 
 def make_tiny(folder: Path, *, vocab_size: int, tokenizer: Path | None) -> Path:
@@ -74,6 +72,17 @@ def sglang_engine(model: Path, counts: Path | None = None, env: dict[str, str] |
             yield engine
         finally:
             engine.shutdown()
+
+
+async def give_up(engine, prompts, sampling, leaving=None):
+    """Ask for long answers; the clients of the first `leaving` go away soon, or all of them."""
+    names = [f"given-up-{i}" for i in range(len(prompts))]
+    running = engine.async_generate(input_ids=list(prompts), sampling_params=sampling, rid=names)
+    running = asyncio.create_task(running)
+    await asyncio.sleep(0.5)
+    for name in names[:leaving]:
+        engine.tokenizer_manager.abort_request(rid=name)
+    await asyncio.gather(running, return_exceptions=True)
 
 
 def ids(outputs):

@@ -131,12 +131,11 @@ class TestSglang(Conformance):
     @pytest.mark.parametrize(
         ("method", "extra"),
         [
-            ("chains", {"skip_set": "empty"}),
             ("chains", {"skip_set": "empty", "nodes": True}),
             ("trees", {"skip_set": "weak"}),
             ("uneven", {"skip_set": "mixed"}),
         ],
-        ids=["chains", "as one node", "trees", "window"],
+        ids=["as one node", "trees", "window"],
     )
     def test_draft_passes_write_their_own_slots(self, served, method, extra):
         """Passes as verifications of one node are those of which CUDA graphs are captured."""

@@ -3,12 +3,11 @@ adapters; and requests whose clients want no drafts."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 
 import pytest
 
-from tests.sglang.conftest import GREEDY, make_tiny, read_counts, sglang_engine
+from tests.sglang.conftest import GREEDY, give_up, make_tiny, read_counts, sglang_engine
 from tests.support.models import continuations, save_adapter
 from tests.support.prompts import random_ids
 
@@ -68,19 +67,6 @@ def answer(engine, given, together, extra=None):
     return [o["output_ids"] for o in outputs], [o["meta_info"].get("spec_accept_length", 1.0) for o in outputs]
 
 
-async def give_up(engine, given):
-    """Start requests beside whatever runs, and abort them soon."""
-    names = [f"given-up-{i}" for i in range(len(given))]
-    prompts, sampling = zip(*given, strict=True)
-    long = [each | {"max_new_tokens": 150} for each in sampling]
-    running = engine.async_generate(input_ids=list(prompts), sampling_params=long, rid=names)
-    running = asyncio.create_task(running)
-    await asyncio.sleep(0.5)
-    for name in names:
-        engine.tokenizer_manager.abort_request(rid=name)
-    await asyncio.gather(running, return_exceptions=True)
-
-
 @pytest.mark.parametrize("kinds", [FILTERED, PLAIN], ids=["filters", "no filters"])
 def test_seeded_requests_have_the_tokens_of_requests_without_drafts(seeded, kinds):
     """While the drafter learns from their answers: what is drafted changes, and what is said does not."""
@@ -91,7 +77,8 @@ def test_seeded_requests_have_the_tokens_of_requests_without_drafts(seeded, kind
     assert others > of_each_seed / 2, "seeds are not heeded"
     together, accepted = answer(engine, given, 4)
     assert together == expected
-    beside = engine.loop.create_task(give_up(engine, given[:4]))
+    prompts, sampling = zip(*given[:4], strict=True)
+    beside = engine.loop.create_task(give_up(engine, prompts, [one | {"max_new_tokens": 150} for one in sampling]))
     again, _ = answer(engine, given[::3], 4)
     engine.loop.run_until_complete(beside)
     assert again == expected[::3]

@@ -7,7 +7,6 @@ the midst of a draft pass; FOLDER is for what each rank writes.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from bench.lib.servers import free_port
-from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine
+from tests.sglang.conftest import GREEDY, give_up, ids, read_counts, sglang_engine
 from tests.support.conformance import PROMPTS, make_model
 from tests.support.models import continuations
 from tests.support.pages import sums
@@ -46,15 +45,7 @@ def ask(engine, word="asked", sampling=GREEDY, **extra):
 
 def abort_one(engine):
     """Two clients, of which one goes away."""
-
-    async def run():
-        names, long = ["going-0", "going-1"], GREEDY | {"max_new_tokens": 100}
-        going = asyncio.create_task(engine.async_generate(input_ids=GIVEN[:2], sampling_params=long, rid=names))
-        await asyncio.sleep(1.0)
-        engine.tokenizer_manager.abort_request(rid=names[0])
-        await asyncio.gather(going, return_exceptions=True)
-
-    engine.loop.run_until_complete(run())
+    engine.loop.run_until_complete(give_up(engine, GIVEN[:2], GREEDY | {"max_new_tokens": 100}, leaving=1))
 
 
 @contextmanager

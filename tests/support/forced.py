@@ -23,15 +23,8 @@ def forced(engine: str, folder: Path, tokenizer: Path, arms: dict, **environment
     ]
     trace, out = folder / "trace.jsonl", folder / "forced.json"
     trace.write_text("\n".join(map(json.dumps, rows)))
-    given = {
-        "--engine": engine,
-        "--trace": trace,
-        "--tokenizer": tokenizer,
-        "--batches": 2,
-        "--tokens": 20,
-        "--json": out,
-    }
-    command = [sys.executable, "bench/forced.py", *(str(word) for pair in given.items() for word in pair), "--arms"]
+    command = [sys.executable, "bench/forced.py", "--engine", engine, "--trace", str(trace), "--json", str(out)]
+    command += ["--tokenizer", str(tokenizer), "--batches", "2", "--tokens", "20", "--arms"]
     command += [f"{name}={json.dumps(speculative)}" for name, speculative in arms.items()]
     folders = [str(REPOSITORY), os.environ.get("PYTHONPATH", ""), environment.pop("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | environment

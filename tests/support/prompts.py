@@ -6,13 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# For a chat template.
-CHAT = [
-    "What is the capital of France, and what is it known for?",
-    "Explain to a child why the sky is blue.",
-    "List the numbers from one to thirty, separated by commas.",
-    "Write a Python function that returns the n-th Fibonacci number.",
-]
 # To be continued.
 ECHO = "one two three four five six seven eight nine ten " * 6
 SHORT = [

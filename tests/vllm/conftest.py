@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import v2_engines
 import vllm_cases as cases
@@ -12,12 +10,6 @@ from vllm_engines import check_nothing_is_left, running
 from tests.support import prompts
 from tests.support.models import continuations, save
 from tests.support.models import tiny_model as make_tiny
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.vllm)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,11 +1,10 @@
-"""Requests of LoRA adapters, and requests whose clients want no drafts, beside others in a real engine."""
+"""Requests of LoRA adapters beside others in a real engine."""
 
 from __future__ import annotations
 
 import pytest
-from prometheus_client import REGISTRY
-from vllm_cases import generate, parameters, token_prompts
-from vllm_engines import engine, failures, runner_of, settle, spied
+from vllm_cases import parameters, token_prompts
+from vllm_engines import engine, runner_of, settle, spied
 
 from tests.support import prompts
 from tests.support.models import continuations, save_adapter
@@ -87,28 +86,3 @@ def test_adapters_answer_as_plain_and_draft_from_their_own_text_only(llm, plain,
     moved = LoRARequest("b", 3, a.lora_path)  # another adapter under a name that was in use
     same = counted(llm, given[0], LoRARequest("a", 1, a.lora_path), "moved")
     assert counted(llm, given[0], moved, "two 0") == same
-
-
-@pytest.mark.parametrize("sent", [{"freedraft": "off"}, {"freedraft": "of"}, {"freedraft": 0}, {"freedraft": ["off"]},
-                                  {"freedraft": {"off": 1}}, {"freedraft": None}, {"skip_set": ["off"]}])  # fmt: skip
-def test_off_for_one_request(llm, plain, given, sent):
-    """What is no "off" is ignored."""
-    off, rows = sent == {"freedraft": "off"}, []
-    asked = [parameters(TOKENS, ignore_eos=True, detokenize=False, extra_args=sent if i == 1 else None)
-             for i in range(4)]  # fmt: skip
-    before = REGISTRY.get_sample_value("freedraft_undrafted_requests_total", {"method": "sssd", "reason": "off"}) or 0
-    proposer = runner_of(llm).drafter
-
-    def record(step, drafts):
-        rows.extend((request_id.partition("-")[0], len(draft)) for request_id, draft
-                    in zip(step.request_ids, drafts, strict=True))  # fmt: skip
-
-    with spied(proposer, record):
-        answers = generate(llm, given[:4], asked)
-        settle(llm)
-    assert answers == plain[: 4 * 3 : 3] and not failures(proposer)
-    drafted = {name: sum(n for i, n in rows if i == name) for name, _ in rows}
-    second = sorted(drafted, key=int)[1]
-    assert all((n > 0) != (off and name == second) for name, n in drafted.items()), drafted
-    after = REGISTRY.get_sample_value("freedraft_undrafted_requests_total", {"method": "sssd", "reason": "off"}) or 0
-    assert after - before == (TOKENS if off else 0), "each of its steps is counted"

@@ -1,10 +1,18 @@
-"""`freedraft compare` on two real servers: every kind of request is answered as without drafts."""
+"""`freedraft compare` on two real servers: every kind of request is answered as without drafts. And bench/forced.py:
+every arm gives the recorded answers, and drafts are accepted."""
 
 from __future__ import annotations
+
+import os
+from pathlib import Path
 
 import pytest
 
 from tests.support.compared import TESTED, byte_model, check_kinds, patterns
+from tests.support.forced import forced
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": "off"}
 
 
 @pytest.mark.extended
@@ -16,3 +24,20 @@ def test_every_kind_of_request_is_answered_as_without_drafts(demo_model, tmp_pat
 @pytest.mark.extended
 def test_kinds_that_take_another_path_on_model_runner_v2(demo_model, tmp_path):
     check_kinds("vllm-v2", byte_model(tmp_path / "model", demo_model, layers=1), tmp_path, patterns(TESTED))
+
+
+@pytest.mark.extended
+def test_forced_on_model_runner_v1(demo_model, tmp_path):
+    found = forced("vllm", tmp_path, demo_model, {"plain": None, "ngram": NGRAM, "chain": SSSD | {"shape": "chain"}})
+    assert found["plain"]["tokens_per_step"] == 1.0 and found["plain"]["accepted"] is None
+    for arm in ("ngram", "chain"):
+        assert found[arm]["tokens_per_step"] > 1.2 and 0 < found[arm]["accepted"] <= 1
+
+
+@pytest.mark.extended
+def test_forced_trees_on_model_runner_v2(demo_model, tmp_path):
+    pytest.importorskip("triton")
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1", "INTERPRETED_ATTENTION": "triton"}
+    environment["PYTHONPATH"] = os.fspath(Path(__file__).parent / "v2_interpreted")
+    found = forced("vllm", tmp_path, demo_model, {"tree": SSSD | {"shape": "tree"}}, **environment)
+    assert found["tree"]["tokens_per_step"] > 1.2 and 0 < found["tree"]["accepted"] <= 1

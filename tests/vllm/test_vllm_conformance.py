@@ -154,15 +154,19 @@ def skipping(name, tokens=TOKENS):
 
 
 class TestV1(Conformance):
-    @pytest.mark.parametrize("at_once", [4, 96])
-    def test_seeds(self, served, at_once):
-        """Tokens and logprobs are those of clients that want no drafts, through preemptions, too."""
-        prompts, each = seeded()
+    @pytest.mark.parametrize(("at_once", "path"), [(4, "forward_cpu"), (96, "forward_native")])
+    def test_seeds(self, served, at_once, path, monkeypatch):
+        """Tokens and logprobs are those of clients that want no drafts, beside a request without a seed and through
+        preemptions, too; by the sampler that vLLM has for CPUs, and by the one that GPUs take for seeds."""
+        draws, (prompts, each) = runner_of(served.llm).sampler.topk_topp_sampler, seeded()
+        monkeypatch.setattr(draws, "forward", getattr(draws, path))
         off = served.answers(prompts, [asked | {"extra": OFF} for asked in each], method="fixed")
         before = served.counts()
         for first in range(0, len(prompts), at_once):
             part = slice(first, first + at_once)
-            for found, plain in zip(served.answers(prompts[part], each[part], method="fixed"), off[part], strict=True):
+            asked = [*each[part], {"temperature": 1.0, "max_tokens": 32}]
+            *answers, _ = served.answers([*prompts[part], PROMPTS[0]], asked, method="fixed")
+            for found, plain in zip(answers, off[part], strict=True):
                 assert found[0] == plain[0] and found[1] == pytest.approx(plain[1], abs=1e-4)
         done = served.counts() - before
         assert 50 < done["accepted"] < done["drafted"] - 50

@@ -9,6 +9,8 @@ from test_vllm_start import config_of, refusal
 
 SSSD = {"method": "sssd", "scoring": "paper"}
 LORA = {"enable_lora": True, "max_num_seqs": 16}
+FIVE, EIGHT = {"num_speculative_tokens": 5}, {"num_speculative_tokens": 8}
+SMALL = {"max_num_batched_tokens": 8, "max_num_seqs": 4}
 
 
 @pytest.fixture
@@ -49,19 +51,11 @@ def test_it_fits_the_defaults_of_each_usage(tiny_model):
 @pytest.mark.parametrize(
     ("options", "arguments", "words"),
     [
-        ({"num_speculative_tokens": 5}, LORA | {"max_num_batched_tokens": 64}, ["to 3 or less", "16 requests", "LoRA"]),
+        (FIVE, LORA | {"max_num_batched_tokens": 64}, ["to 3 or less", "16 requests", "LoRA"]),
         ({}, LORA | {"max_num_batched_tokens": 31}, ["does not hold 31", "set 512 or more"]),
-        ({"num_speculative_tokens": 8}, {"max_num_batched_tokens": 8, "max_num_seqs": 4}, ["to 7 or less"]),
-        (
-            {"method": "layerskip", "num_speculative_tokens": 8},
-            {"max_num_batched_tokens": 8, "max_num_seqs": 4},
-            ["'layerskip'", "to 7 or less"],
-        ),
-        (
-            {"num_speculative_tokens": 5},
-            {"logits_processors": ["some:Processor"]},
-            ["model runner V2", "--logits-processors"],
-        ),
+        (EIGHT, SMALL, ["to 7 or less"]),
+        (EIGHT | {"method": "layerskip"}, SMALL, ["'layerskip'", "to 7 or less"]),
+        (FIVE, {"logits_processors": ["some:Processor"]}, ["model runner V2", "--logits-processors"]),
     ],
 )
 def test_what_cannot_work_is_refused_with_what_would(tiny_model, options, arguments, words):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from test_vllm_start import config_of, refusal
-from vllm_cases import generate, metric, parameters, save_sets, save_tiny, token_prompts, two_skip_sets
+from vllm_cases import generate, metric, parameters, save_tiny, token_prompts, two_skip_sets
 from vllm_engines import engine, runner_of, settle
 
 from freedraft.engines.vllm.guards import check_model
@@ -66,14 +66,6 @@ def test_compiled(tmp_path):
         before = counters["stats"]["unique_graphs"]
         check_drafts(model, llm)
         assert counters["stats"]["unique_graphs"] == before
-
-
-def test_a_skip_set_of_another_model(tiny_model, tmp_path):
-    for family, layers, words in (("Qwen3", 2, ["set.json", "another model"]), ("Llama", 3, ["3 layers", "2"])):
-        other = save_tiny(family, tmp_path / family, layers=layers)
-        (path,) = save_sets(other, tmp_path, set=({1}, set()))
-        message = refusal(tiny_model, GOOD | {"skip_set": path})
-        assert all(word in message for word in words)
 
 
 def test_an_architecture_without_such_layers(tiny_model, tmp_path):

@@ -19,10 +19,12 @@ from freedraft.engines.hooks import Hook, check
 from freedraft.engines.vllm import methods, patching
 from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
+from tests.support.stores import build_store
 
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
 SKIPPING = {"method": "layerskip", "num_speculative_tokens": 3, "window": 512}
 BOTH = SKIPPING | {"method": "hybrid"}
+TWO_RANKS = {"tensor_parallel_size": 2}
 KV_TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
@@ -208,15 +210,11 @@ def test_a_window_below_the_page_that_vllm_chooses(tiny_model, given):
     [
         ("sssd", {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
         ("layerskip", {"pipeline_parallel_size": 2}, "--pipeline-parallel-size 1"),
-        (
-            "layerskip",
-            {"decode_context_parallel_size": 2, "tensor_parallel_size": 2},
-            "--decode-context-parallel-size 1",
-        ),
+        ("layerskip", TWO_RANKS | {"decode_context_parallel_size": 2}, "--decode-context-parallel-size 1"),
         ("layerskip", {"enable_lora": True}, "LoRA"),
         ("layerskip", {"kv_transfer_config": KV_TRANSFER}, "KV transfer"),
         # Each rank has a scheduler of its own.
-        ("sssd", {"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher"}, "external_launcher"),
+        ("sssd", TWO_RANKS | {"distributed_executor_backend": "external_launcher"}, "external_launcher"),
         # Draft passes call the layers' parts, behind what fetches their weights layer by layer.
         ("layerskip", {"offload_group_size": 4, "offload_num_in_group": 1}, "--offload-group-size"),
         ("layerskip", {"offload_backend": "prefetch"}, "--offload-group-size"),
@@ -329,18 +327,13 @@ def test_bad_input_stops_the_start_with_one_line(tiny_model, change, words):
 
 
 def test_a_store_of_another_tokenizer(demo_model, tmp_path):
-    import numpy as np
-
     from freedraft.fingerprints import tokenizer_fingerprint
-    from sssd_plugin.datastore.build.builder import StoreBuilder
     from sssd_plugin.datastore.disk.format import TokenizerEntry
     from sssd_plugin.datastore.tokenizer import load
 
     for name, print_ in (("mine", tokenizer_fingerprint(load(demo_model))), ("foreign", "0" * 64)):
         entry = TokenizerEntry(fingerprint=print_, name="a tokenizer")
-        with StoreBuilder(tmp_path / name, vocab_size=1000, tokenizer=entry) as builder:
-            builder.append(np.arange(1000))
-            builder.finish()
+        build_store(tmp_path / name, [range(1000)], 1000, tokenizer=entry)
     message = refusal(demo_model, GOOD | {"datastore": str(tmp_path / "foreign")}, skip_tokenizer_init=False)
     assert "foreign" in message and "tokenizer" in message
     config_of(demo_model, GOOD | {"datastore": str(tmp_path / "mine")}, skip_tokenizer_init=False)

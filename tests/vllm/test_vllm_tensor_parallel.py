@@ -5,19 +5,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from v2_engines import start
 from vllm_cases import two_skip_sets
 from vllm_server import clients_that_go_away, complete, metric, metrics, serving
 
 from tests.support.models import continuations, save, tiny_model
 from tests.support.prompts import SHORT, random_ids
 
-FOLDER = Path(__file__).parent / "v2_interpreted"
-ROOT = Path(__file__).parents[2]
 SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": "store", "isolation": "shared"}
 PROMPTS = random_ids([12] * 4, 500, first=2, seed=3)
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -33,14 +29,8 @@ def model(tmp_path_factory):
 
 def run(model, ranks, changed, **given):
     """ranks.py in an environment with these changes."""
-    binding = "|".join(map(str, CORES[:ranks]))
-    environment = os.environ | {"VLLM_CPU_OMP_THREADS_BIND": binding, "VLLM_USE_AOT_COMPILE": "0"}
-    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | changed
-    path = [str(FOLDER)] if changed else []
-    environment["PYTHONPATH"] = os.pathsep.join([*path, str(ROOT), os.environ.get("PYTHONPATH", "")])
-    asked = json.dumps(given | {"prompts": PROMPTS})
-    command = [sys.executable, str(FOLDER / "ranks.py"), str(model), str(ranks), asked]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    binding = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:ranks]))}
+    return start("ranks.py", model, ranks, json.dumps(given | {"prompts": PROMPTS}), **binding | changed)
 
 
 def answers(model, ranks, changed, **given):

@@ -83,7 +83,7 @@ def test_a_step_after_structured_output_has_its_drafts_before(demo_model):
     from transformers import AutoTokenizer
 
     tokenizer, choice = AutoTokenizer.from_pretrained(demo_model), ["red, red, red", "blue"]
-    ids = [tokenizer(prompt)["input_ids"][:40] for prompt in (texts.ECHO, texts.CHAT[3])]
+    ids = [tokenizer(prompt)["input_ids"][:40] for prompt in (texts.ECHO, texts.SHORT[1])]
     each = [{}, {"structured_outputs": {"choice": choice}}]
     case = {"prompts": ids, "parameters": {"temperature": 0, "max_tokens": 16}, "each": each, "gated": True}
     plain = case | {"each": [one | OFF for one in each]}

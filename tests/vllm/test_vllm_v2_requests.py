@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from freedraft.engines.vllm.v2.gained import GainedTokens
 from freedraft.engines.vllm.v2.requests import Requests, Taken, write_drafts
 from freedraft.step import room
-from tests.support.random_trees import random_batch
+from tests.support.random_trees import path_to, random_batch
 
 SLOTS, LENGTH, NEWEST = 4, 60, 4
 
@@ -147,9 +147,7 @@ def test_trees_and_chains_of_one_batch(seed):
             assert not trees or not masks.any()
             continue
         for i, node in enumerate(nodes):
-            path = [node]
-            while draft.parents[b, path[-1]] > 0:
-                path.append(int(draft.parents[b, path[-1]]))
+            path = path_to(draft, b, node)[1:]
             assert masks[i].astype(np.uint64) == sum(1 << (place[above] - 1) for above in path)
         assert not masks[count:].any()
     others = np.setdiff1d(places, slots)

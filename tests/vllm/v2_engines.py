@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 from transformers import AutoTokenizer
-from vllm_cases import TINY, alone, greedy_case, save_sets, seeded_case, token_prompts, two_skip_sets
+from vllm_cases import TINY, greedy_case, save_sets, seeded_case, token_prompts, two_skip_sets
 
 from freedraft.recipe import Window
 from tests.support import prompts
@@ -33,18 +33,19 @@ OFF = {"extra_args": {"freedraft": "off"}}
 WINDOW = Window(16, 24)
 
 
+def start(script, *arguments, **environment):
+    """A script of `v2_interpreted`, run to its end."""
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_AOT_COMPILE": "0"}
+    own["PYTHONPATH"] = os.pathsep.join([str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command, environment = [sys.executable, str(FOLDER / script), *map(str, arguments)], os.environ | own | environment
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+
+
 def run(script, given, attention="", v2=True):
-    """What a script of `v2_interpreted` says of this, on its last line."""
+    """What a script says of this, on its last line."""
     pytest.importorskip("triton")
-    environment = os.environ | {
-        "VLLM_USE_V2_MODEL_RUNNER": str(int(v2)),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_AOT_COMPILE": "0",
-        "INTERPRETED_ATTENTION": attention,
-        "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
-    command = [sys.executable, str(FOLDER / script), json.dumps(given, default=str)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500, check=False)
+    runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(v2)), "INTERPRETED_ATTENTION": attention}
+    done = start(script, json.dumps(given, default=str), **runner)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -71,8 +72,9 @@ def chains(given):
     cases = {"greedy": greedy_case(given.prompts, abort=6)}
     cases |= {name: greedy_case(long, 10) for name in ("long", "long again")}
     cases["off"] = greedy_case(given.prompts[:2], 16, each=[OFF, {"extra_args": {"freedraft": ["off"]}}])
-    cases |= {"seeded": seeded_case() | {"abort": 6}, "seeded, alone": alone(seeded_case(), 2)}
-    cases |= {"gated": cases["greedy"] | {"gated": True}, "gated, seeded": seeded_case()}
+    cases["seeded"] = (seeded := seeded_case()) | {"abort": 6}
+    cases["seeded, alone"] = seeded | {name: seeded[name][2:3] for name in ("prompts", "each")}
+    cases |= {"gated": cases["greedy"] | {"gated": True}, "gated, seeded": seeded}
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 0], [5, 64, 3]]}
     noted = {"gate": {"kernel": True}, "drafts": True, "launches": True, "max_num_seqs": 32}
     return {"model": given.model, "cases": cases, "speculative_config": SSSD | schedule} | noted | SMALL | CRAMPED
@@ -83,15 +85,15 @@ def plain(given):
     return {"model": given.model, "cases": {"seeded": seeded_case()}, "skip_tokenizer_init": True, "max_model_len": 64}
 
 
-def skipping_by_default(given, requests=4, **options):
+def skipping_by_default(given):
     """`layerskip`, asked by one request after the other, where drafts pay."""
     model, skipped = tiny_model(seed=7, **TINY | {"num_hidden_layers": 8}), range(1, 7)
     weaken(model, skipped, 0.05)
     folder = save(model, given.folder / "eight_layers")
     (file,) = save_sets(folder, given.folder, eight=(skipped, skipped))
-    ids = prompts.random_ids([12] * requests, 24, first=2, seed=3)
+    ids = prompts.random_ids([12] * 4, 24, first=2, seed=3)
     cases = {f"{i}": greedy_case(token_prompts([prompt]), 40) for i, prompt in enumerate(ids)}
-    method = {"method": "layerskip", "num_speculative_tokens": 4, "skip_set": file} | options
+    method = {"method": "layerskip", "num_speculative_tokens": 4, "skip_set": file}
     times = {"seconds": [0.02, 1e-4], "max_num_seqs": 4}
     return {"model": folder, "cases": cases, "speculative_config": method} | times | SMALL
 

@@ -13,9 +13,9 @@ TINY = {"vocab_size": 24, "intermediate_size": 96, "num_attention_heads": 2, "nu
 TINY |= {"max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1}
 
 
-def save_tiny(family, folder, layers=2):
+def save_tiny(family, folder):
     """A random model of that family with a vocabulary of 24 and no tokenizer."""
-    return save(tiny_model(family, seed=11, num_hidden_layers=layers, **TINY), folder)
+    return save(tiny_model(family, seed=11, num_hidden_layers=2, **TINY), folder)
 
 
 def save_sets(model, folder, **skipped):
@@ -64,7 +64,7 @@ SAMPLED_PROMPT = [5, 9, 17, 5, 9, 3, 5, 9, 17, 22, 5, 9]
 # What sampled requests ask for besides a temperature and a seed.
 ASKED = [
     {},
-    {"top_k": 5},
+    {"top_k": 5, "bad_words": ["a", "the"]},
     {"top_p": 0.8, "top_k": 8},
     {"min_p": 0.1},
     {"logit_bias": {3: 2.0, 5: -4.0}, "repetition_penalty": 1.2, "frequency_penalty": 0.2},
@@ -102,11 +102,6 @@ def seeded_case():
         "each": [*each, {"temperature": 0}],
         "parameters": {"max_tokens": 24, "ignore_eos": True},
     }
-
-
-def alone(case, i):
-    """A case of the i-th request of another one."""
-    return case | {name: case[name][i : i + 1] for name in ("prompts", "each")}
 
 
 def recycled(served, answers, given):

@@ -12,34 +12,24 @@ class Reference:
     """The model in transformers, over a cache that the whole model has filled, with a mask in place of pages.
 
     Args:
-        page: tokens of a page; attended: of the model's own window.
+        page: tokens of a page.
     """
 
-    def __init__(self, folder, page, attended=None):
+    def __init__(self, folder, page):
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-        self.page, self.attended = page, attended
+        self.page = page
 
     @torch.inference_mode()
     def draft(self, tokens, window, length):
         """So many tokens drafted behind these; how close the nearest decision was."""
-        from transformers import DynamicCache
-
         root = len(tokens) - 1
-        past = self.model(torch.tensor([tokens[:-1]]), use_cache=True).past_key_values
-        cache = DynamicCache()  # without the model's own window, so that places in it are positions
-        for i, layer in enumerate(past.layers):
-            cache.update(layer.keys, layer.values, i)
-        offset = root - cache.get_seq_length()  # what a sliding cache has already dropped
+        cache = self.model(torch.tensor([tokens[:-1]]), use_cache=True).past_key_values
         drafted, closest = tokens[-1:], np.inf
         for position in range(root, root + length):
-            keys = np.arange(offset, position + 1)
-            sinks = 0 if self.attended is not None and root + length > self.attended else window.sinks
-            pages, newest = keys // self.page, (root + 1 - window.newest) // self.page
-            seen = (pages < -(-sinks // self.page)) | (pages >= newest)
-            if self.attended is not None:
-                seen &= keys > position - self.attended
+            pages, newest = np.arange(position + 1) // self.page, (root + 1 - window.newest) // self.page
+            seen = (pages < -(-window.sinks // self.page)) | (pages >= newest)
             mask = torch.where(torch.from_numpy(seen), 0.0, float("-inf"))[None, None, None]
             logits = self.model(
                 torch.tensor([drafted[-1:]]),

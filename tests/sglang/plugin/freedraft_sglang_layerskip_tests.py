@@ -27,14 +27,9 @@ def write():
 def register():
     # Whatever the first engine of this process is for: SGLang loads plugins once.
     from freedraft.engines.sglang.registration import register
-    from freedraft.hybrid import SPEC as HYBRID
-    from layerskip_plugin.method import SPEC as LAYERSKIP
+    from layerskip_plugin.method import SPEC
 
-    for name, spec, factory in (
-        ("layerskip_watched", LAYERSKIP, f"{__name__}:make_watched"),
-        ("any", HYBRID, "tests.support.any_hybrid:AnyHybrid"),
-    ):
-        register(dataclasses.replace(spec, name=name, factory=factory))
+    register(dataclasses.replace(SPEC, name="layerskip_watched", factory=f"{__name__}:make_watched"))
 
 
 def make_watched(options, context, controller=None):

@@ -39,6 +39,7 @@ def register():
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle"))
     register(MethodSpec("wild", f"{__name__}:make_wild", SssdOptions))
     register(switched.SPEC)
+    register(dataclasses.replace(switched.SPECS["any"], name="any"))
     if os.environ.get("TREE_TEST_COUNTS"):
         count_work(Path(os.environ["TREE_TEST_COUNTS"]))
     if os.environ.get("TREE_TEST_RANKS"):

@@ -52,7 +52,8 @@ from freedraft.engines.vllm.draft_model import PagedDraftRound
 from freedraft.engines.vllm.v2.gained import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.engines.vllm.v2.trees import why_chains
-from tests.support.recycled import recorded
+from tests.support.random_trees import path_to
+from tests.support.stores import documents_of
 from tests.support.triton_launches import record_launches
 
 METRICS = {"drafted": "spec_decode_num_draft_tokens", "accepted": "spec_decode_num_accepted_tokens"}
@@ -377,6 +378,30 @@ def note_drafts(guarded):
     return noted
 
 
+def note_recycled(guarded):
+    """The likeliest token behind each text that logits are recycled of."""
+    drafter, original, said = guarded.method.drafter, guarded.recycle, {}
+
+    def recycle(logits):
+        request_ids, draft, top_tokens, _, contexts = logits
+        for b, request_id in enumerate(request_ids):
+            if not request_id:  # it has begun anew: see `LogitsCopy.forget`
+                continue
+            text = drafter.tokens(request_id).tolist()
+            if contexts is not None:
+                if len(text) < contexts[b]:  # it has ended meanwhile
+                    continue
+                text = text[: contexts[b]]
+            assert text[-1] == draft.tokens[b, 0]
+            for node in range(draft.counts[b]):
+                path = draft.tokens[b, path_to(draft, b, node)[1:]].tolist()
+                said.setdefault((*text, *path), set()).add(int(top_tokens[b, node, 0]))
+        original(logits)
+
+    guarded.recycle = recycle
+    return said
+
+
 def largest_difference(kv):
     """How much the KV of equal tokens differs at most, and how many pairs of texts were compared."""
     worst, pairs = 0.0, 0
@@ -430,10 +455,8 @@ def asked(llm, cases, how, noting):
     graphs = record_graphs(runner, noting["graph_sizes"]) if noting["graphs"] else []
     reads = note_reads()
     drafts = note_drafts(guarded) if noting["drafts"] else []
-    said = {}
     waits, (gone, left) = note_waits(), note_gone(runner)
-    if drafter != ():
-        recorded(guarded, said)
+    said = {} if drafter == () else note_recycled(guarded)
     drafted, accepted = guarded.metrics.drafted._value, guarded.metrics.accepted._value
     counts, by_case, gate = {}, {}, None
     for name, case in cases.items():
@@ -450,7 +473,7 @@ def asked(llm, cases, how, noting):
     figures = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     live = getattr(guarded.method, "live", None)
     tenants = () if live is None else live.runs.tenants.values()
-    tokens = [run.sub.tokens[: run.n].tolist() for tenant in tenants for run in tenant.all_runs]
+    learnt = [document for tenant in tenants for run in tenant.all_runs for document in documents_of(run.sub)]
     config = llm.llm_engine.vllm_config
     engine = {"waits": waits} | engine
     engine |= {name: figures[f"vllm:{metric}"] for name, metric in METRICS.items()}
@@ -460,7 +483,7 @@ def asked(llm, cases, how, noting):
     engine["schedule"] = config.speculative_config.num_speculative_tokens_per_batch_size
     engine["lookup"] = core.scheduler.dynamic_sd_lookup
     engine |= {"drafts": drafts, "by case": by_case}
-    engine |= {"trees": trees is not None and trees.enabled, "learnt": tokens}
+    engine |= {"trees": trees is not None and trees.enabled, "learnt": learnt}
     engine["reasons for chains"] = reasons_for_chains(runner) if trees is not None else []
     engine["built otherwise"] = prepared_without("fast_prefill", runner, trees) if trees is not None else []
     engine |= {"tokens on the host": runner.req_states.all_token_ids.on_host, "kv": largest_difference(kv)}
