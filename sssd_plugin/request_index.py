@@ -191,18 +191,14 @@ def _fill(slots, s, old):
     request, before = _request(slots, s, n), _request(old, 0, n)
     request.heads[:] = -1
     request.counts[:] = 0
-    for i in range(n):
-        request.tokens[i], request.previous[i] = before.tokens[i], before.previous[i]
+    request.tokens[:], request.previous[:] = before.tokens, before.previous
     for k in range(len(before.heads)):
         if before.heads[k] >= 0:
             i = find(request, request.tokens[before.heads[k]])
             request.heads[i] = before.heads[k]
             request.counts[i] = before.counts[k]
     if len(request.gram_heads) == len(before.gram_heads):
-        for i in range(len(before.gram_heads)):
-            request.gram_heads[i] = before.gram_heads[i]
-        for i in range(n):
-            request.gram_previous[i] = before.gram_previous[i]
+        request.gram_heads[:], request.gram_previous[:] = before.gram_heads, before.gram_previous
     else:
         request.gram_heads[:] = -1
         for i in range(n):
@@ -227,9 +223,6 @@ class RequestIndex:
 
     def __len__(self) -> int:
         return len(self._slot_of)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._slot_of
 
     def slot_ids(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
         """Return the slot of each request: int64 [B], -1 where it is unknown."""
@@ -264,8 +257,11 @@ class RequestIndex:
         return list(self._slot_of)
 
     def tokens(self, request_id: str) -> NDArray[np.int32]:
-        """Return the tokens of a request so far: int32 [n], a view that the next update may invalidate."""
-        slot = self._slot_of[request_id]
+        """Return the tokens of a request so far: int32 [n], a view that the next update may invalidate; none if it is
+        unknown."""
+        slot = self._slot_of.get(request_id)
+        if slot is None:
+            return np.zeros(0, np.int32)
         return self._memory[slot][: 4 * self.slots[slot, LENGTH]].view(np.int32)
 
     def finish(self, request_ids: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,7 @@ from freedraft.cost.probes import Probes
 from freedraft.cost.roofline import knee_of, roofline_of
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, row_of
 from freedraft.draft import DraftBatch
-
-if TYPE_CHECKING:
-    from freedraft.step import EngineContext, Step
+from freedraft.step import EngineContext, Step
 
 logger = logging.getLogger(__name__)
 

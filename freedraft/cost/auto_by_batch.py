@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +23,7 @@ from freedraft.cost.probes import Probes
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, context_bucket, row_of
 from freedraft.draft import DraftBatch
-
-if TYPE_CHECKING:
-    from freedraft.step import Step
+from freedraft.step import Step
 
 _ENOUGH, _RATE = 2, 0.02  # times of a cell that are enough to use them alone; minimum weight of a new one
 _PRICE_EVERY = 4  # steps per range of batch sizes

@@ -174,7 +174,10 @@ def test_what_is_learnt_is_what_was_accepted(shape, chosen):
 )
 def test_a_device_that_would_wait_is_read_back_once(policy, chosen, count):
     """Drafts are the same as with a look at every token; whoever ends earlier is not drafted on."""
-    engines = [Engine(FixedLength(4) if policy is FixedLength else policy(), shape="chain", waits=waits) for waits in (False, True)]
+    engines = [
+        Engine(FixedLength(4) if policy is FixedLength else policy(), shape="chain", waits=waits)
+        for waits in (False, True)
+    ]
     for engine in engines:
         for name, first in (("a", 1), ("b", 2), ("c", 3)):
             engine.add(name, first, chosen)
