@@ -191,14 +191,18 @@ def _fill(slots, s, old):
     request, before = _request(slots, s, n), _request(old, 0, n)
     request.heads[:] = -1
     request.counts[:] = 0
-    request.tokens[:], request.previous[:] = before.tokens, before.previous
+    for i in range(n):
+        request.tokens[i], request.previous[i] = before.tokens[i], before.previous[i]
     for k in range(len(before.heads)):
         if before.heads[k] >= 0:
             i = find(request, request.tokens[before.heads[k]])
             request.heads[i] = before.heads[k]
             request.counts[i] = before.counts[k]
     if len(request.gram_heads) == len(before.gram_heads):
-        request.gram_heads[:], request.gram_previous[:] = before.gram_heads, before.gram_previous
+        for i in range(len(before.gram_heads)):
+            request.gram_heads[i] = before.gram_heads[i]
+        for i in range(n):
+            request.gram_previous[i] = before.gram_previous[i]
     else:
         request.gram_heads[:] = -1
         for i in range(n):

@@ -42,7 +42,11 @@ def _direct_of(n, direct):
 @compiled(nogil=True)
 def _merged(older, older_order, newer, newer_order, direct):
     old = len(older) - PAD
-    tokens = np.concatenate((older[:old], newer))
+    tokens = np.empty(old + len(newer), np.int32)
+    for i in range(old):
+        tokens[i] = older[i]
+    for i in range(len(newer)):
+        tokens[old + i] = newer[i]
     order = np.empty(len(older_order) + len(newer_order), np.int32)
     merge_into(tokens, older_order, newer_order, old, order)
     return with_tables(tokens, order, _direct_of(old + len(newer) - PAD, direct))
