@@ -23,7 +23,7 @@ from bench.lib.machine import rounded
 from bench.lib.results import write_json
 from bench.lib.trace import Row, Trace
 from freedraft.cost.auto import Auto
-from freedraft.cost.controller import Controller, Fixed, Knee
+from freedraft.cost.controller import Controller, FullLength, Knee
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline
@@ -61,7 +61,7 @@ MakePolicy = Callable[[Roofline, Callable[[], float]], Controller]
 
 
 def fixed(length: int) -> MakePolicy:
-    return lambda roofline, clock: Fixed(roofline.profile, length)
+    return lambda roofline, clock: FullLength(roofline.profile, length)
 
 
 ARMS: dict[str, MakePolicy] = {"plain": fixed(0)} | {f"fixed {n}": fixed(n) for n in (2, 4, 8)}

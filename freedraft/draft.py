@@ -15,7 +15,6 @@ class DraftBatch:
     Node 0 is the root: the request's last token, already accepted but not yet in the KV cache. Parents come before
     their children, so one forward scan over the nodes visits every path from the root down. Entries at and beyond
     `counts[b]` are undefined.
-
     """
 
     tokens: NDArray[np.int32]  # [B, N]

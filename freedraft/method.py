@@ -39,16 +39,12 @@ class Method:
     needs_prompt_states: bool = False
     """Whether the engine must call `set_prompt_state`."""
 
-    @property
-    def learns(self) -> bool:
-        """Whether finished outputs are used to draft for other requests. If so, `finish` must get exactly the tokens
-        that clients got."""
-        return False
+    learns: bool = False
+    """Whether finished outputs are used to draft for other requests. If so, `finish` must get exactly the tokens that
+    clients got."""
 
-    @property
-    def needs_logits(self) -> bool:
-        """Whether the engine should call `recycle` after the next step, if it can."""
-        return False
+    needs_logits: bool = False
+    """Whether the engine should call `recycle` after a step, if it can."""
 
     def __init__(self, options: Any, context: EngineContext, controller: Controller, name: str) -> None:
         self.options, self.context, self.controller = options, context, controller

@@ -12,12 +12,10 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from freedraft.config import LOCAL, ConfigError
-
-if TYPE_CHECKING:
-    from freedraft.step import Step
+from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
 

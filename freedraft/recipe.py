@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,22 +42,17 @@ class Window(NamedTuple):
         return sinks, np.maximum((roots + 1 - self.newest) // page_size - sinks, 0)
 
 
-class Recipe(Protocol, Hashable):
-    """The sublayers of a model with L layers that a draft pass skips, and the part of the KV cache that it reads."""
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The sublayers of a model that a draft pass skips, and the part of the KV cache that it reads."""
 
-    @property
-    def window(self) -> Window | None:
-        """None for the whole cache."""
-
-    @property
-    def n_layers(self) -> int: ...
-
-    @property
-    def attention(self) -> frozenset[int]: ...  # layers whose attention is skipped
-
-    @property
-    def mlp(self) -> frozenset[int]: ...  # layers whose MLP is skipped
+    n_layers: int  # L
+    attention: frozenset[int]  # layers whose attention is skipped
+    mlp: frozenset[int]  # layers whose MLP is skipped
+    model: str = ""  # fingerprint of the set's model; "" if unknown
+    window: Window | None = None  # the part of the KV cache that draft passes read, not saved; None for all of it
 
     @property
     def bits(self) -> tuple[bool, ...]:
         """2L flags, True where skipped, in the order attention 0, MLP 0, attention 1, ..."""
+        return tuple(i in kind for i in range(self.n_layers) for kind in (self.attention, self.mlp))

@@ -167,7 +167,8 @@ class LayerSkipMethod(Method):
             self.lookahead.record_acceptance(outcome)
             if self.recorder is not None and outcome.recipe == self._first:
                 self.recorder.record(outcome)
-        self._search(step)
+        if isinstance(self.selection, OnlineSearch):
+            self._search(self.selection, step)
         self._batch, contexts = max(step.batch_size, 1), step.contexts
         chosen = self.selection.choose(step.request_ids, contexts)
         lengths = self.selection.max_lengths(contexts)
@@ -178,17 +179,14 @@ class LayerSkipMethod(Method):
         mean = float(step.contexts.mean()) if step.batch_size else 1.0
         self.recipe = self.lookahead.choose(candidates, self._batch, mean)
 
-    def _search(self, step: Step) -> None:
-        if not isinstance(self.selection, OnlineSearch):
-            return
-        if (found := self.selection.search(step, self._first)) is not None:
+    def _search(self, selection: OnlineSearch, step: Step) -> None:
+        if (found := selection.search(step, self._first)) is not None:
             self.use([found])
             self.lookahead.use([self._first])
             self.draft_passes.clear()
             self.build(self._first, optimize=False)
 
     def _candidates(self, chosen: Sequence[SkipSet], contexts: NDArray[np.int32]) -> list[Candidate]:
-        """Possible recipes of a round for requests with these skip sets and int32 [R] tokens."""
         found = []
         for skip_set, recipe in self.recipes.items():
             voters = np.fromiter((each == skip_set for each in chosen), np.bool_, len(chosen))
@@ -229,14 +227,12 @@ class LayerSkipMethod(Method):
         Called at most once per step. pays: expectation of the hybrid; None: by `Cost`, which has to time steps without
         drafts, too."""
         if (cost := self._cost) is not None:
-            plain = pays is None and self._times_plain_step(cost)
+            longest = np.clip(cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
+            plain = pays is None and (
+                not cost.costs.baseline_known(self._batch) or self._baseline.due(self._batch, longest=float(longest))
+            )
             self.recipe = None if plain else cost.recipe_of_round(pays=pays)
         return self.recipe is not None
-
-    def _times_plain_step(self, cost: Cost) -> bool:
-        longest = np.clip(cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
-        unknown = not cost.costs.baseline_known(self._batch)
-        return unknown or self._baseline.due(self._batch, longest=float(longest))
 
     def propose_for(
         self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch

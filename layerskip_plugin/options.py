@@ -14,7 +14,7 @@ from freedraft.extras import require
 from freedraft.metrics import check_address
 from freedraft.recipe import Window
 from freedraft.step import EngineContext
-from layerskip_plugin.lookahead.base import Confidence, DraftVerify, Fixed, Lookahead
+from layerskip_plugin.lookahead.base import Confidence, DraftVerify, FixedLength, Lookahead
 from layerskip_plugin.lookahead.cost import Cost
 from layerskip_plugin.lookahead.disco import Classifier, Disco
 from layerskip_plugin.selection.base import Selection, Static
@@ -210,10 +210,10 @@ class LayerSkipOptions(PluginOptions):
         one line, if the classifier is missing, damaged or of another model."""
         if self.lookahead == "cost":
             if costs is None:
-                return Fixed(context.max_draft_tokens)
+                return FixedLength(context.max_draft_tokens)
             return Cost(costs, recipes)
         if self.lookahead == "fixed":
-            return Fixed(self.length or (context.max_draft_tokens if context.widths is None else 5))
+            return FixedLength(self.length or (context.max_draft_tokens if context.widths is None else 5))
         if self.lookahead == "disco":
             if self.disco is None:
                 raise ValueError("lookahead disco needs a classifier: train one with freedraft calibrate disco")

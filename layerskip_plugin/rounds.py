@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.draft_model import Drafted
-from freedraft.step import Step
+from freedraft.step import Step, rows_in
 from layerskip_plugin.skip_set import SkipSet
 
 Ints = NDArray[np.int32]
@@ -62,12 +62,11 @@ class Round:
 
     def outcome(self, step: Step) -> Outcome | None:
         """The outcome in the step that verified the round; None if no request with drafts is left."""
-        row_of = {request_id: row for row, request_id in enumerate(step.request_ids)}
-        some = np.flatnonzero(self.drafted > 0).tolist()
-        pairs = [(i, row_of[r]) for i in some if (r := self.request_ids[i]) in row_of]
-        if not pairs:
+        rows = rows_in(step.request_ids, self.request_ids)
+        before = np.flatnonzero((self.drafted > 0) & (rows >= 0))
+        if not len(before):
             return None
-        before, now = np.array(pairs, np.intp).T
+        now = rows[before]
         # The chain comes first in a tree, so a cut by the engine or a controller removes its end.
         verified = np.minimum(self.drafted[before], step.drafted[now])
         chain = self.tokens[before, :, 0]

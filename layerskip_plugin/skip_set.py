@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from freedraft.files import write_json_atomically
-from freedraft.recipe import Window
+from freedraft.recipe import Recipe
 
 FORMAT = "freedraft skip set 1"
 SHAPE_FIELDS = (
@@ -42,14 +42,8 @@ def text_config(config: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class SkipSet:
+class SkipSet(Recipe):
     """An immutable set of skipped sublayers, and with its window the recipe of a draft pass."""
-
-    n_layers: int  # L
-    attention: frozenset[int]  # layers whose attention is skipped
-    mlp: frozenset[int]  # layers whose MLP is skipped
-    model: str = ""  # fingerprint of the set's model; "" if unknown
-    window: Window | None = None  # the part of the KV cache that draft passes read, not saved; None for all of it
 
     def __post_init__(self) -> None:
         if self.n_layers < 1:
@@ -73,11 +67,6 @@ class SkipSet:
         skipped = [int(s) for s in sublayers]
         attention, mlp = (frozenset(s // 2 for s in skipped if s % 2 == kind) for kind in (0, 1))
         return cls(n_layers, attention, mlp, model)
-
-    @property
-    def bits(self) -> tuple[bool, ...]:
-        """2L flags, True where skipped, in the order attention 0, MLP 0, attention 1, ..."""
-        return tuple(i in kind for i in range(self.n_layers) for kind in (self.attention, self.mlp))
 
     @property
     def sublayers(self) -> tuple[int, ...]:

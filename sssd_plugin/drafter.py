@@ -194,8 +194,7 @@ class Drafter:
     def tokens(self, request_id: str) -> NDArray[np.int32]:
         """Return a copy of the tokens of a request: int32 [n], none if it is unknown."""
         with self._lock:
-            known = request_id in self._index
-            return self._index.tokens(request_id).copy() if known else np.zeros(0, np.int32)
+            return self._index.tokens(request_id).copy()
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forget requests. Unknown ids are ignored."""

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import await_compilation, compile_ahead
 from freedraft.cost.acceptance import Acceptance
-from freedraft.cost.controller import Controller
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
@@ -84,8 +83,6 @@ SPEC = MethodSpec(
 
 
 def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -> Datastore:
-    """Open the built datastore, if it fits the model's vocabulary and tokenizer. Raises DatastoreError: the store is
-    missing, damaged, of another tokenizer or of a newer format."""
     assert options.static_store is not None
     return Datastore.open(
         options.static_store, vocab_size=context.vocab_size, fingerprint=context.tokenizer_fingerprint(),
@@ -97,30 +94,31 @@ class SssdMethod(Method):
     """n-gram drafts from each request's own tokens, the datastore, learnt outputs of other requests, and corpora added
     over HTTP."""
 
-    def __init__(self, options: SssdOptions, context: EngineContext, controller: Controller | None = None) -> None:
+    def __init__(self, options: SssdOptions, context: EngineContext) -> None:
         from sssd_plugin.metrics import LiveMetrics, SourceMetrics
 
         await_compilation()
-        super().__init__(options, context, controller or options.make_controller(context), NAME)
+        super().__init__(options, context, options.make_controller(context), NAME)
         assert context.vocab_size is not None
         self._corpora: dict[str, SubIndex] = {}
         self._lock = threading.Lock()  # corpora are added in a thread of the engine
         # The front-end process has verified every byte.
         self.store = None if options.static_store is None else _open_store(options, context, verify=False)
         self.live = self._open_live() if options.live != "off" else None
+        self.learns = self.live is not None
         self.live_metrics = LiveMetrics()
         can_recycle = context.gives_logits and options.scoring == "learned"
         if options.recycle == "on" and not can_recycle:
             lacks = "this engine gives no logits" if options.scoring == "learned" else "scoring 'paper' takes no logits"
             logger.warning("freedraft: option 'recycle' is on, but %s: n-grams are drafted without them", lacks)
-        self._recycles = can_recycle and options.recycle != "off"
+        self.needs_logits = can_recycle and options.recycle != "off"
         self._begun: dict[str, tuple[int, int]] = {}  # prompt length and tenant, by request
         self._secret = secrets.token_bytes(16)  # of tenants' numbers, without a store
         self._alone = 0  # requests so far that share nothing
         self.drafter = Drafter(
             vocab_size=context.vocab_size, max_nodes=context.max_draft_tokens + 1, scoring=options.scoring,
             weights=options.weights, snapshot=self._snapshot() if self.live is None else (), live=self.live,
-            recycle_megabytes=options.recycle_megabytes if self._recycles else 0,
+            recycle_megabytes=options.recycle_megabytes if self.needs_logits else 0,
         )  # fmt: skip
         self.source_metrics = SourceMetrics(self._snapshot())
         port = serve(options.metrics_port, context.rank, options.metrics_host)
@@ -185,14 +183,6 @@ class SssdMethod(Method):
 
     def rests(self) -> bool:
         return self.controller.rests()
-
-    @property
-    def learns(self) -> bool:
-        return self.live is not None
-
-    @property
-    def needs_logits(self) -> bool:
-        return self._recycles
 
     def recycle(self, logits: NodeLogits) -> None:
         self.drafter.recycle(logits)

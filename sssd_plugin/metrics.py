@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import Counter, Gauge
 
+from sssd_plugin.datastore.index.sub_index import Snapshot
+from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.scoring.origins import SOURCES
-
-if TYPE_CHECKING:
-    from sssd_plugin.datastore.index.sub_index import Snapshot
-    from sssd_plugin.datastore.live.store import LiveStore
 
 _BY = "by the source with the longest context"
 _SOURCED = Counter("freedraft_sourced_tokens", f"Draft tokens accepted by the target, {_BY}", ["source"])

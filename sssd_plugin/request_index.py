@@ -228,9 +228,6 @@ class RequestIndex:
     def __len__(self) -> int:
         return len(self._slot_of)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._slot_of
-
     def slot_ids(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
         """Return the slot of each request: int64 [B], -1 where it is unknown."""
         slot_of = self._slot_of
@@ -264,8 +261,11 @@ class RequestIndex:
         return list(self._slot_of)
 
     def tokens(self, request_id: str) -> NDArray[np.int32]:
-        """Return the tokens of a request so far: int32 [n], a view that the next update may invalidate."""
-        slot = self._slot_of[request_id]
+        """Return the tokens of a request so far: int32 [n], a view that the next update may invalidate; none if it is
+        unknown."""
+        slot = self._slot_of.get(request_id)
+        if slot is None:
+            return np.zeros(0, np.int32)
         return self._memory[slot][: 4 * self.slots[slot, LENGTH]].view(np.int32)
 
     def finish(self, request_ids: Iterable[str]) -> None:

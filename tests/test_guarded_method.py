@@ -12,7 +12,7 @@ import torch
 from prometheus_client import REGISTRY
 
 from freedraft.config import PluginOptions
-from freedraft.cost.controller import Fixed
+from freedraft.cost.controller import FullLength
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.draft import DraftBatch
 from freedraft.engines.draft_round import DraftRanks
@@ -31,7 +31,7 @@ class Fragile(Method):
     needs_logits = True
 
     def __init__(self, options: Any, context: EngineContext) -> None:
-        super().__init__(options, context, Fixed(PROFILE, 4), "fragile")
+        super().__init__(options, context, FullLength(PROFILE, 4), "fragile")
         self.fails: set[str] = set()
         self.calls: list[str] = []
 

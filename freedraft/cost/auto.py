@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,16 +18,14 @@ from numpy.typing import NDArray
 from freedraft.config import ConfigError
 from freedraft.cost.allocation import FREE, allocate, allocate_width
 from freedraft.cost.auto_by_batch import BatchLengths
-from freedraft.cost.controller import Controller, Fixed, Knee, Policy
+from freedraft.cost.controller import Controller, FullLength, Knee, Policy
 from freedraft.cost.costs import Costs
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.probes import Probes
 from freedraft.cost.roofline import knee_of, roofline_of
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, row_of
 from freedraft.draft import DraftBatch
-
-if TYPE_CHECKING:
-    from freedraft.step import EngineContext, Step
+from freedraft.step import EngineContext, Step
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +145,7 @@ def make_controller(
     profile, most, widths = choose_profile(hardware, context.device), context.max_draft_tokens, context.widths
     controller: Controller | None = None
     if policy == "fixed" or (context.lengths is not None and (policy != "auto" or len(context.lengths) == 1)):
-        controller = Fixed(profile, most, widths)  # the engine's table of lengths has the knee, if that decides
+        controller = FullLength(profile, most, widths)  # the engine's table of lengths has the knee, if that decides
     elif policy == "auto":
         try:
             roofline = roofline_of(context, profile)

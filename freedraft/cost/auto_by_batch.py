@@ -12,20 +12,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.acceptance import Acceptance
-from freedraft.cost.controller import Fixed
+from freedraft.cost.controller import Controller
 from freedraft.cost.probes import Probes
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, context_bucket, row_of
 from freedraft.draft import DraftBatch
-
-if TYPE_CHECKING:
-    from freedraft.step import Step
+from freedraft.step import Step
 
 _ENOUGH, _RATE = 2, 0.02  # times of a cell that are enough to use them alone; minimum weight of a new one
 _PRICE_EVERY = 4  # steps per range of batch sizes
@@ -61,7 +59,7 @@ class _Price(NamedTuple):
     steps_left: int  # until it is taken again
 
 
-class BatchLengths(Fixed):
+class BatchLengths(Controller):
     """Policy "auto" on model runner V2: drafts the number of tokens that the engine has scheduled, and recommends the
     next one. lengths: draft tokens per request to choose from; path: file to keep the step times in; clock: seconds."""
 
@@ -100,7 +98,8 @@ class BatchLengths(Fixed):
     def plan(self, step: Step) -> int:
         self._began = self._clock()
         if step.capacities.any():
-            self._asked = super().plan(step)
+            self._asked = min(self.max_draft_tokens, int(step.capacities.max()))
+            self.budget = step.batch_size * self._asked
         else:
             waits = self.probes.take_rest() and not self.acceptance.rises
             self._asked = 0 if waits else self.max_draft_tokens
@@ -151,7 +150,6 @@ class BatchLengths(Fixed):
         self._newest = None
 
     def warm_up(self) -> None:
-        super().warm_up()
         self.acceptance.warm_up()
 
     # -- decisions -----------------------------------------------------------------------------------------------------

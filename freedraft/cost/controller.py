@@ -1,20 +1,18 @@
-"""`Controller`: decides how much a step drafts; `Knee` (SSSD paper, section 3.2) and `Fixed`."""
+"""`Controller`: decides how much a step drafts; `Knee` (SSSD paper, section 3.2) and `FullLength`."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.draft import DraftBatch
-
-if TYPE_CHECKING:
-    from freedraft.step import Step
+from freedraft.step import Step
 
 Policy = Literal["auto", "knee", "fixed"]
 
@@ -85,7 +83,7 @@ class Controller(ABC):
         return int(self.widths[fitting - 1]) - 1 if fitting else 0
 
 
-class Fixed(Controller):
+class FullLength(Controller):
     """Every request always drafts `max_draft_tokens`, or its maximum if that is less."""
 
     def plan(self, step: Step) -> int:
@@ -111,7 +109,7 @@ class Fixed(Controller):
         keep_likeliest(draft.scores, draft.counts, self.budget)
 
 
-class Knee(Fixed):
+class Knee(FullLength):
     """The query tokens of a step, over the whole batch, stay at the ridge of the roofline, where they cost about as
     much as one: b * s_q = I_knee (paper, section 3.2), with caps for small batches."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,9 +15,7 @@ from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import StepTimes
 from freedraft.draft import DraftBatch
 from freedraft.recipe import Recipe
-
-if TYPE_CHECKING:
-    from freedraft.step import Step
+from freedraft.step import Step
 
 _ENOUGH = 3  # timed steps without drafts needed for a comparison
 

@@ -76,8 +76,6 @@ class ModelShape:
         for name in ("hidden", "layers", "heads", "kv_heads", "head_dim", "vocab"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"a model shape needs {name} >= 1, not {getattr(self, name)}")
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"a model shape knows no dtype '{self.dtype}': choose from {', '.join(DTYPE_BYTES)}")
 
     @classmethod
     def load(cls, model: Path | str, dtype: str | None = None) -> Self:

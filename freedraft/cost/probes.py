@@ -35,10 +35,10 @@ class ProbeSchedule:
         self._intervals[key] = min(self.growth * interval, float(longest))
         return True
 
-    def reset(self, key: Hashable = None) -> None:
-        """Restart with the first interval."""
-        self._waited.pop(key, None)
-        self._intervals.pop(key, None)
+    def reset(self) -> None:
+        """Restart with the first intervals."""
+        self._waited.clear()
+        self._intervals.clear()
 
 
 class Probes(ProbeSchedule):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +12,7 @@ from freedraft.config import ConfigError
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
 from freedraft.recipe import Recipe
-
-if TYPE_CHECKING:
-    from freedraft.step import EngineContext
+from freedraft.step import EngineContext
 
 Number = float | NDArray[np.float64]
 

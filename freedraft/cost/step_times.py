@@ -144,25 +144,24 @@ class StepTimes:
         """Learn from one step. Returns False if the time was dropped."""
         if not 1 <= batch <= query_tokens <= MAX_QUERY_TOKENS:
             return False
-        predicted = float(np.interp(query_tokens, CENTRES, self._log(batch, context)))
-        return self._learn(self._steps, row_of(batch, context), _bucket(query_tokens), predicted, seconds)
+        return self._learn(self._steps, row_of(batch, context), query_tokens, self._log(batch, context), seconds)
 
     def update_pass(self, recipe: Recipe, batch: int, context: float, seconds: float) -> bool:
         """Learn from one draft pass over `batch` requests. The first one of its kind, which compiles and warms up, is
         dropped."""
         if not 1 <= batch <= MAX_QUERY_TOKENS:
             return False
-        bucket = _bucket(batch)
-        if (recipe, bucket) not in self._warm:
-            self._warm.add((recipe, bucket))
+        if (kind := (recipe, _bucket(batch))) not in self._warm:
+            self._warm.add(kind)
             return False
-        predicted = float(np.interp(batch, CENTRES, self._log(recipe, context)))
-        return self._learn(self._of_recipe(recipe), context_bucket(context), bucket, predicted, seconds)
+        row, predicted = context_bucket(context), self._log(recipe, context)
+        return self._learn(self._of_recipe(recipe), row, batch, predicted, seconds)
 
-    def _learn(self, corrections: _Corrections, row: int, bucket: int, predicted: float, seconds: float) -> bool:
+    def _learn(self, corrections: _Corrections, row: int, query_tokens: int, predicted: Floats, seconds: float) -> bool:
         if not (seconds > 0.0 and math.isfinite(seconds)):
             return False
-        error = math.log(seconds) - predicted - self._level
+        bucket = _bucket(query_tokens)
+        error = math.log(seconds) - float(np.interp(query_tokens, CENTRES, predicted)) - self._level
         if self.seen == 0:
             self._level += error
             error = 0.0
@@ -240,7 +239,6 @@ class StepTimes:
             self._path = None
 
     def _load(self, path: Path) -> None:
-        """Warns of a file that is not of the same model and hardware."""
         steps = _Corrections(BATCHES * CONTEXTS)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))

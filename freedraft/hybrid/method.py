@@ -50,6 +50,7 @@ class HybridMethod(Method):
         super().__init__(options, context, auto, NAME)
         self.auto = auto
         self.passes = LayerSkipMethod(of_passes, context, auto)
+        self.learns, self.needs_logits = self.ngrams.learns, self.ngrams.needs_logits
         self.needs_prompt_states = self.passes.needs_prompt_states
         self._speeds: dict[str, tuple[float, float]] = {}  # fading sums of tokens and seconds
         self._by_model = self._verified_by_model = set[str]()
@@ -138,8 +139,6 @@ class HybridMethod(Method):
 
     # What one of the two serves alone.
 
-    learns = property(lambda self: self.ngrams.learns)
-    needs_logits = property(lambda self: self.ngrams.needs_logits)
     optimized_passes = property(lambda self: self.passes.optimized_passes)
 
     def prepare(self, model: DraftModel) -> None:

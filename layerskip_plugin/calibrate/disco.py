@@ -14,6 +14,7 @@ from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.rounds import Floats
 
 HIDDEN = 32
+DRAWS = 200  # of the bootstrap
 MIN_TOKENS = 100  # least number of accepted and of rejected tokens
 
 
@@ -139,12 +140,12 @@ def fit(records: Verifications, seed: int) -> Classifier:
     return Classifier(weights, threshold=0.5, max_length=1, model=records.model)
 
 
-def _compare(outcomes: list[Any], request: NDArray[Any], rng: np.random.Generator, draws: int = 200) -> Comparison:
+def _compare(outcomes: list[Any], request: NDArray[Any], rng: np.random.Generator) -> Comparison:
     """outcomes: of the classifier, a confidence threshold and a fixed length, see `RecordedRounds.outcome`."""
     _, number = np.unique(request, return_inverse=True)
     sums = np.stack([[np.bincount(number, weights=part) for part in outcome] for outcome in outcomes])  # [3, 2, Q]
     rates = sums[:, 0].sum(1) / sums[:, 1].sum(1)
-    drawn = sums[:, :, rng.integers(0, sums.shape[2], (draws, sums.shape[2]))].sum(3)
+    drawn = sums[:, :, rng.integers(0, sums.shape[2], (DRAWS, sums.shape[2]))].sum(3)
     drawn_rates = drawn[:, 0] / drawn[:, 1]
     other = 1 + int(rates[1:].argmax())
     classifier, confidence, fixed = rates.tolist()

@@ -41,9 +41,6 @@ class Text:
     keys: list[Tensor]  # per layer float[kv heads, T, head size], rotated
     values: list[Tensor]
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
 
 @dataclass(frozen=True)
 class Sample:

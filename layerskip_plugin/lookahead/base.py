@@ -76,7 +76,7 @@ class Lookahead(ABC):
         """A request has ended."""
 
 
-class Fixed(Lookahead):
+class FixedLength(Lookahead):
     def __init__(self, length: int) -> None:
         self.length = length
 

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,8 @@ class Recorder:
         self.path, self.model, self.prices = path, model, prices
         self.kept = self._written = 0
         self._parts: list[tuple[NDArray[Any], ...]] = []  # in the order of `ARRAYS`
-        self._numbers: dict[str, list[int]] = {}  # by request: its number, and that of its newest round
-        self._requests = 0
+        self._numbers: dict[str, tuple[int, int]] = {}  # by request: its number, and that of its newest round
+        self._requests = count()
         self._saved = 0.0
 
     def record(self, outcome: Outcome) -> None:
@@ -95,11 +96,9 @@ class Recorder:
             return
         numbers = np.zeros((len(outcome.request_ids), 2), np.int32)
         for i in np.unique(row):
-            if outcome.request_ids[i] not in self._numbers:
-                self._numbers[outcome.request_ids[i]] = [self._requests, -1]
-                self._requests += 1
-            self._numbers[outcome.request_ids[i]][1] += 1
-            numbers[i] = self._numbers[outcome.request_ids[i]]
+            request_id = outcome.request_ids[i]
+            number, newest = self._numbers.get(request_id) or (next(self._requests), -1)
+            self._numbers[request_id] = numbers[i] = number, newest + 1
         top, entropy = outcome.top[row, position, :TOP], outcome.entropy[row, position]
         self._parts.append((top, entropy, position.astype(np.int32), good, *numbers[row].T))
         self.kept += len(good)

@@ -168,10 +168,9 @@ class Swift(OnlineSearch):
         model: str = "",
         ratio: float = ratio,
         protected: Iterable[int] = (),
-        seed: int = 0,
         clock: Clock = time.perf_counter,
     ) -> None:
-        self.space = BitSearch(n_layers, model, protected, round(ratio * 2 * n_layers), seed)
+        self.space = BitSearch(n_layers, model, protected, round(ratio * 2 * n_layers))
         super().__init__(self.space.uniform(), clock)
 
     @property

@@ -18,13 +18,7 @@ from freedraft.cli import OneLineGroup
 from freedraft.fingerprints import tokenizer_fingerprint
 from freedraft.tenants import parse_tenant
 from sssd_plugin.datastore import tokenizer as tokenizers
-from sssd_plugin.datastore.build.builder import (
-    StoreBuilder,
-    format_size,
-    merge_stores,
-    parse_size,
-    peak_resident_bytes,
-)
+from sssd_plugin.datastore.build.builder import StoreBuilder, format_size, merge_stores, parse_size, peak_resident_bytes
 from sssd_plugin.datastore.build.sources import Block, find_inputs, read_pieces, tokenize
 from sssd_plugin.datastore.disk.format import MANIFEST, Isolation, Manifest, TokenizerEntry, digest, read_manifest
 from sssd_plugin.datastore.disk.remote import local_copy

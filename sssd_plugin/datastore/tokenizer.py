@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from freedraft.extras import require
 from sssd_plugin.datastore.errors import DatastoreError, first_line
 
 if TYPE_CHECKING:
@@ -17,16 +18,14 @@ def vocab_size(tokenizer: Any) -> int:
 
 def load(path: Path | str) -> Tokenizer:
     """Return the tokenizer of a model folder (or of the `tokenizer.json` in one), with truncation and padding off;
-    `DatastoreError` if there is none, or transformers is not installed."""
+    `DatastoreError` if there is none, ValueError if transformers is not installed."""
     path = Path(path)
     remedy = "give the folder of the model, with its tokenizer.json"
     if not path.exists():
         raise DatastoreError(f"no tokenizer at {path}: {remedy}")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        needs = "needs transformers: in the clone of freedraft, pip install '.[calibrate]'"
-        raise DatastoreError(f"reading a tokenizer {needs}") from None
+    require("reading a tokenizer", "calibrate", "transformers")
+    from transformers import AutoTokenizer
+
     folder = path if path.is_dir() else path.parent
     try:
         loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)

@@ -15,7 +15,7 @@ from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.allocation import allocate, allocate_width
 from freedraft.cost.auto import Auto, make_controller
 from freedraft.cost.auto_by_batch import BatchLengths, candidate_lengths
-from freedraft.cost.controller import Fixed, Knee
+from freedraft.cost.controller import FullLength, Knee
 from freedraft.draft import DraftBatch
 from tests.support.steps import chains, make_step
 
@@ -172,11 +172,11 @@ def test_a_large_bound_keeps_the_short_lengths(longest: int, lengths: tuple[int,
         ("auto", None, LLAMA3_8B, Auto),
         ("auto", None, {}, Knee),  # with a warning
         ("knee", None, LLAMA3_8B, Knee),
-        ("fixed", None, LLAMA3_8B, Fixed),
+        ("fixed", None, LLAMA3_8B, FullLength),
         ("auto", LENGTHS, LLAMA3_8B, BatchLengths),
-        ("auto", (8,), LLAMA3_8B, Fixed),  # the user's own table
-        ("knee", LENGTHS, LLAMA3_8B, Fixed),
-        ("fixed", LENGTHS, LLAMA3_8B, Fixed),
+        ("auto", (8,), LLAMA3_8B, FullLength),  # the user's own table
+        ("knee", LENGTHS, LLAMA3_8B, FullLength),
+        ("fixed", LENGTHS, LLAMA3_8B, FullLength),
     ],
 )
 def test_the_controller_of_an_engine(

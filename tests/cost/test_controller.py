@@ -9,7 +9,7 @@ from known import profile
 
 from freedraft.config import ConfigError
 from freedraft.cost import hardware
-from freedraft.cost.controller import Controller, Fixed, Knee
+from freedraft.cost.controller import Controller, FullLength, Knee
 from freedraft.cost.hardware import HardwareProfile, choose_profile
 from tests.support.steps import chains, make_step
 
@@ -59,9 +59,9 @@ def test_the_best_nodes_of_the_batch_get_the_budget(p: list[list[float]], knee: 
 
 def test_what_a_request_may_have_limits_every_policy() -> None:
     step = make_step(["a", "b"], [[1], [2]], capacities=[0, 3])
-    for controller in (Fixed(profile(), 8), Knee(profile(knee=100), 8), Fixed(profile(), 8, (1, 2, 4, 8))):
+    for controller in (FullLength(profile(), 8), Knee(profile(knee=100), 8), FullLength(profile(), 8, (1, 2, 4, 8))):
         assert controller.plan(step) == 3
-    assert Fixed(profile(), 8).plan(make_step(["a"], [[1]], capacities=0)) == 0
+    assert FullLength(profile(), 8).plan(make_step(["a"], [[1]], capacities=0)) == 0
 
 
 def test_shipped_profiles() -> None:

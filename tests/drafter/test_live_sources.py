@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from transformers import LlamaConfig
 
 from freedraft.cost.auto import Auto
-from freedraft.cost.controller import Fixed, Knee
+from freedraft.cost.controller import FullLength, Knee
 from freedraft.draft import DraftBatch
 from freedraft.step import TOP_TOKENS, EngineContext, NodeLogits
 from freedraft.tenants import parse_tenant, tenant_key
@@ -213,7 +213,7 @@ def test_tokens_that_it_missed_are_read_from_the_engine() -> None:
     assert chain(fresh, text) == [*range(121, 128)]
 
 
-@pytest.mark.parametrize(("policy", "knee", "kind"), [(None, None, Auto), (None, 7, Knee), ("fixed", 7, Fixed)])
+@pytest.mark.parametrize(("policy", "knee", "kind"), [(None, None, Auto), (None, 7, Knee), ("fixed", 7, FullLength)])
 def test_the_policy_is_auto_or_that_of_a_knee_unless_one_is_given(policy: Any, knee: Any, kind: type) -> None:
     assert type(method(None, policy=policy, knee=knee).controller) is kind
 

@@ -15,7 +15,7 @@ from freedraft.config import ConfigError
 from freedraft.draft_model import Drafted
 from freedraft.step import EngineContext
 from layerskip_plugin.candidate_tree import candidate_tree, candidates_at, cut_to_width
-from layerskip_plugin.lookahead.base import Confidence, Fixed
+from layerskip_plugin.lookahead.base import Confidence, FixedLength
 from layerskip_plugin.lookahead.cost import Cost
 from layerskip_plugin.lookahead.records import Verifications
 from layerskip_plugin.method import LayerSkipMethod
@@ -136,7 +136,7 @@ class Engine:
 def test_what_is_learnt_is_what_was_accepted(shape, chosen):
     """The policy hears of the accepted part of each chain, also when a sibling was accepted in its place, when rows
     change places and when a request is gone."""
-    policy = Fixed(3)
+    policy = FixedLength(3)
     seen = []
     policy.record_acceptance = lambda o: seen.append(
         {name: tuple(map(int, n)) for name, *n in zip(o.request_ids, o.verified, o.accepted, o.path, strict=True)}
@@ -170,11 +170,14 @@ def test_what_is_learnt_is_what_was_accepted(shape, chosen):
 
 
 @pytest.mark.parametrize(
-    ("policy", "chosen", "count"), [(Fixed, "half", 4), (Confidence, "empty", 5), (Confidence, "half", None)]
+    ("policy", "chosen", "count"), [(FixedLength, "half", 4), (Confidence, "empty", 5), (Confidence, "half", None)]
 )
 def test_a_device_that_would_wait_is_read_back_once(policy, chosen, count):
     """Drafts are the same as with a look at every token; whoever ends earlier is not drafted on."""
-    engines = [Engine(Fixed(4) if policy is Fixed else policy(), shape="chain", waits=waits) for waits in (False, True)]
+    engines = [
+        Engine(FixedLength(4) if policy is FixedLength else policy(), shape="chain", waits=waits)
+        for waits in (False, True)
+    ]
     for engine in engines:
         for name, first in (("a", 1), ("b", 2), ("c", 3)):
             engine.add(name, first, chosen)
@@ -201,7 +204,7 @@ def test_siblings_as_many_as_pay_at_the_widths_that_there_are(widths, kept):
 
 def test_what_was_cut_off_is_not_judged():
     """An engine that verifies two of three drafted tokens says nothing of the third."""
-    policy, seen = Fixed(3), []
+    policy, seen = FixedLength(3), []
     policy.record_acceptance = lambda outcome: seen.append((outcome.verified.tolist(), outcome.accepted.tolist()))
     engine = Engine(policy, chains=True)
     engine.add("a", 1)
@@ -235,7 +238,7 @@ def test_requests_with_different_sets_draft_with_the_most_frequent_one():
 @pytest.mark.parametrize("chosen", ["empty", "half"])
 def test_requests_that_the_window_holds_are_drafted_for_only_where_sublayers_are_skipped(chosen):
     """Of 16 newest tokens and 4 sinks in pages of 8, 31 tokens read everything."""
-    engine = Engine(Fixed(3), chains=True, window=20, sinks=4)
+    engine = Engine(FixedLength(3), chains=True, window=20, sinks=4)
     for name, length in (("held", 31), ("longer", 32)):
         engine.add(name, 1, chosen)
         while len(engine.text[name]) < length:
@@ -256,7 +259,7 @@ def test_recorded_verifications_have_prices(tmp_path):
 
 def test_models_that_are_refused():
     with pytest.raises(ValueError, match="of 3 layers"):
-        Engine(Fixed(2), sets={"other": SkipSet.empty(3)})
+        Engine(FixedLength(2), sets={"other": SkipSet.empty(3)})
     unreadable = SimpleNamespace(**SHAPE, to_dict=dict)
     with pytest.raises(ConfigError, match="cannot price this model's steps"):
         LayerSkipMethod(LayerSkipOptions(), EngineContext(hf_config=unreadable, vocab_size=VOCAB))

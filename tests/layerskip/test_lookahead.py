@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from lookahead_tools import RECIPE, cost, outcome
 
-from layerskip_plugin.lookahead.base import Confidence, DraftVerify, Fixed, Lookahead
+from layerskip_plugin.lookahead.base import Confidence, DraftVerify, FixedLength, Lookahead
 from layerskip_plugin.lookahead.cost import FIRST_TRIALS, Cost
 from layerskip_plugin.lookahead.disco import Classifier, Disco
 from layerskip_plugin.rounds import Candidate
@@ -31,7 +31,7 @@ def times(one_pass: float) -> Callable[[int], float]:
     return lambda requests: PLAIN * one_pass
 
 
-@pytest.mark.parametrize("policy", [Fixed(99), Confidence(0.0), DraftVerify(0.0), Disco(ALWAYS), None], ids=str)
+@pytest.mark.parametrize("policy", [FixedLength(99), Confidence(0.0), DraftVerify(0.0), Disco(ALWAYS), None], ids=str)
 def test_the_longest_draft_allowed_is_never_exceeded_and_reached(policy: Lookahead | None) -> None:
     for longest in (1, 2, 7):
         assert served(1e-4, 0.0, most=longest, lookahead=policy).run(3, Text(1.0, 0.999), 30)[:, 2].max() == 3 * longest

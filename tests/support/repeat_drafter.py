@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.config import PluginOptions
-from freedraft.cost.controller import Fixed
+from freedraft.cost.controller import FullLength
 from freedraft.cost.hardware import choose_profile
 from freedraft.draft import DraftBatch
 from freedraft.method import Method, MethodSpec
@@ -23,7 +23,7 @@ class RepeatOptions(PluginOptions):
 
 class RepeatMethod(Method):
     def __init__(self, options: RepeatOptions, context: EngineContext) -> None:
-        controller = Fixed(choose_profile("cpu"), context.max_draft_tokens, context.widths)
+        controller = FullLength(choose_profile("cpu"), context.max_draft_tokens, context.widths)
         super().__init__(options, context, controller, SPEC.name)
         self.tokens: dict[str, list[int]] = {}
         self.calls = 0

@@ -247,7 +247,7 @@ def test_replicas_that_share_experts_draft_one_length(tiny_model, tmp_path):
     from transformers import MixtralConfig
 
     from freedraft.cost.auto import make_controller
-    from freedraft.cost.controller import Fixed
+    from freedraft.cost.controller import FullLength
     from freedraft.engines.vllm.context import context_of_engine
 
     shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -256,7 +256,7 @@ def test_replicas_that_share_experts_draft_one_length(tiny_model, tmp_path):
     for model, replicas, lengths in ((tmp_path, 2, (8,)), (tmp_path, 1, None), (tiny_model, 2, None)):
         context = context_of_engine(config_of(model, GOOD, data_parallel_size=replicas))
         assert context.lengths == lengths
-        assert (type(make_controller(context)) is Fixed) == (lengths is not None)
+        assert (type(make_controller(context)) is FullLength) == (lengths is not None)
 
 
 @pytest.mark.parametrize("policy", ["auto", "knee"])

@@ -35,14 +35,7 @@ from sssd_plugin.datastore.disk.format import (
 )
 from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError, reporting
-from sssd_plugin.datastore.index.sub_index import (
-    PAD,
-    PADDING,
-    SEPARATOR,
-    direct_buckets,
-    sorted_arrays,
-    with_tables,
-)
+from sssd_plugin.datastore.index.sub_index import PAD, PADDING, SEPARATOR, direct_buckets, sorted_arrays, with_tables
 
 SUB_INDEX_TOKENS = 64, 1 << 29  # least and most; 512 Mi as in arXiv 2411.05894, 3.1.3
 _PART_TOKENS = 1 << 20

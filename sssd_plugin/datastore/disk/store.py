@@ -11,7 +11,7 @@ from freedraft.compiled import compiled
 from sssd_plugin.datastore.disk.checksum import check
 from sssd_plugin.datastore.disk.format import MANIFEST, Manifest, Role, SubIndexEntry, digest, file_name, read_manifest
 from sssd_plugin.datastore.errors import REBUILD, DatastoreError, reporting
-from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex, before, fill_sparse, fill_starts
+from sssd_plugin.datastore.index.sub_index import SEPARATOR, SPARSE_STEP, Snapshot, SubIndex, before, fill_starts
 
 SAMPLES = 100_000
 
@@ -86,39 +86,26 @@ def audit(store: Datastore, *, full: bool = False) -> None:
     """
     for entry, sub in zip(store.manifest.sub_indices, store.snapshot, strict=True):
         tokens, order = sub.tokens[: sub.n], sub.suffix_array
-        n_documents, largest, permutes = _facts(tokens, order)
-        starts, sparse = np.zeros_like(sub.bucket_starts), np.zeros_like(sub.sparse_index)
+        seen, starts = tokens == SEPARATOR, np.zeros_like(sub.bucket_starts)
+        counts = (int(seen.sum()), int(tokens.max(initial=SEPARATOR))) == (entry.n_documents, entry.max_token)
+        suffixes = len(tokens) - np.count_nonzero(seen)
+        for start in range(0, len(order), SAMPLES):  # numpy copies indices
+            seen[order[start : start + SAMPLES]] = True
         fill_starts(sub.tokens, starts)
-        fill_sparse(sub.tokens, order, sparse)
+        sparse = sub.tokens[order[::SPARSE_STEP] + 1]
         unsorted = _first_unsorted(sub.tokens, order, 1 if full else max(1, len(order) // SAMPLES))
-        counts = (n_documents, largest) == (entry.n_documents, entry.max_token)
         buckets_agree, sparse_agrees = (starts == sub.bucket_starts).all(), (sparse == sub.sparse_index).all()
         facts: list[tuple[Role, bool, str]] = [
             ("tokens", counts, "document count or largest id differ from the manifest's"),
             ("tokens", not len(tokens) or tokens[-1] == SEPARATOR, "the last document is not closed"),
             ("bucket_starts", buckets_agree, "it does not agree with the tokens"),
             ("sparse_index", sparse_agrees, "it does not agree with the tokens and the suffix array"),
-            ("suffix_array", permutes, "it is not a permutation of the suffixes"),
+            ("suffix_array", len(order) == suffixes and bool(seen.all()), "it is not a permutation of the suffixes"),
             ("suffix_array", unsorted < 0, f"not sorted at entry {unsorted}"),
         ]
         for role, right, wrong in facts:
             if not right:
                 raise DatastoreError(f"{store.path / entry.name / file_name(role)} is wrong: {wrong}; {REBUILD}")
-
-
-@compiled(nogil=True)
-def _facts(tokens, order):
-    """Return the number of separators, the largest id, and whether `order` holds each suffix once."""
-    largest, seen = SEPARATOR, np.zeros(len(tokens), np.bool_)
-    for i in range(len(tokens)):
-        largest = max(largest, tokens[i])
-        seen[i] = tokens[i] == SEPARATOR
-    separators = seen.sum()
-    once = separators + len(order) == len(tokens)
-    for p in order:
-        once &= not seen[p]
-        seen[p] = True
-    return separators, largest, once
 
 
 @compiled(nogil=True)

@@ -162,13 +162,6 @@ def merge_into(tokens, first, second, shift, order):
 
 
 @compiled(nogil=True)
-def fill_sparse(tokens, order, sparse):
-    """Fill `SubIndex.sparse_index` of a suffix array (int32 [m])."""
-    for i in range((len(order) + SPARSE_STEP - 1) // SPARSE_STEP):
-        sparse[i] = tokens[order[i * SPARSE_STEP] + 1]
-
-
-@compiled(nogil=True)
 def fill_starts(tokens, starts):
     """Fill `SubIndex.bucket_starts` (int32 [D + 1], zeros) of tokens (int32 [n + PAD])."""
     direct = len(starts) - 1
@@ -184,9 +177,7 @@ def with_tables(tokens, order, direct):
     """Return the arrays of a `SubIndex` of sorted suffixes, with buckets for the ids below `direct`."""
     starts = np.zeros(direct + 1, np.int32)
     fill_starts(tokens, starts)
-    sparse = np.empty((len(order) + SPARSE_STEP - 1) // SPARSE_STEP, np.int32)
-    fill_sparse(tokens, order, sparse)
-    return tokens, order, starts, sparse
+    return tokens, order, starts, tokens[order[::SPARSE_STEP] + 1]
 
 
 @compiled(nogil=True)

@@ -134,7 +134,6 @@ class Log:
         return changes
 
     def _append(self, records: list[Record]) -> Changes:
-        """Write documents; return like `_follow`."""
         with self.file.transaction() as db:
             changes, (erasure, newest) = self._read()
             rows = [row_of(record) for record in records if not any(e.covers(record) for e in changes.erasures)]

@@ -330,7 +330,6 @@ class LearntRuns:
                 tenant.view = None
 
     def _combined(self, inputs: list[Run]) -> Run:
-        """Merge two runs; one is left as it is."""
         if len(inputs) == 1:
             return inputs[0]
         started, stats = time.perf_counter(), self.counts
