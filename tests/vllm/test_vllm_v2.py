@@ -306,11 +306,11 @@ def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch):
     pytest.importorskip("triton")
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
-    from freedraft.engines.vllm.v2.drafting import Drafting
+    from freedraft.engines.vllm.v2.drafting import HostDrafting
     from freedraft.guarded_method import GuardedMethod
 
     states_by_id: dict[str, list[float]] = {}
-    ours = Drafting.__new__(Drafting)
+    ours = HostDrafting.__new__(HostDrafting)
     ours.guarded = GuardedMethod(repeat_drafter.SPEC, repeat_drafter.RepeatOptions(), EngineContext())
     monkeypatch.setattr(
         ours.guarded.method, "set_prompt_state", lambda name, state: states_by_id.update({name: state.tolist()})

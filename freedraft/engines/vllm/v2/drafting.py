@@ -1,4 +1,4 @@
-"""`Drafting`: requests and steps on the host, in the drafting rank."""
+"""`HostDrafting`: requests and steps on the host, in the drafting rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from freedraft.step import Step
 
 if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
-    from freedraft.engines.vllm.v2.trees import Trees
 
 
 class V2StepState(NamedTuple):
@@ -46,20 +45,11 @@ class V2StepState(NamedTuple):
         return lengths
 
 
-def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees | None:
-    """The trees of a runner; None if its method drafts chains."""
-    if configured(vllm_config).shape == "chain":
-        return None
-    from freedraft.engines.vllm.v2.trees import Trees
-
-    return Trees(vllm_config, device, req_states)
-
-
-class Drafting:
+class HostDrafting:
     """The host's part of drafting, in the drafting rank. B requests, K = most draft tokens of a request.
 
     Args:
-        device: of the model; states: the runner's RequestState.
+        device: of the model; states: the runner's RequestState; trees: see `Requests`.
 
     Attributes:
         proposed: int64 [slots, 1 or 2, K], the newest drafts: tokens, and ancestor masks if there may be trees.
@@ -68,7 +58,7 @@ class Drafting:
 
     proposed: NDArray[np.int64]
 
-    def __init__(self, vllm_config: Any, device: torch.device, states: Any) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, states: Any, trees: NDArray[np.bool_] | None) -> None:
         self._states, ours = states, configured(vllm_config)
         length: int = vllm_config.speculative_config.num_speculative_tokens
         spec, context = METHODS[ours.name], context_of_engine(vllm_config, v2_lengths=ours.lengths or (length,))
@@ -77,10 +67,10 @@ class Drafting:
         self.lengths = method.controller if isinstance(method.controller, BatchLengths) else None
         self.rows: Rows = []  # draft lengths by batch size, to send to the scheduler
         tokenizer = tokenizer_of(vllm_config.model_config) if method.learns else None
-        self.requests = Requests(states.max_num_reqs, vllm_config.model_config.max_model_len, length, tokenizer)
-        self.runner: Any = None  # once it has its KV cache, as the next two
+        longest = vllm_config.model_config.max_model_len
+        self.requests = Requests(states.max_num_reqs, longest, length, tokenizer, trees)
+        self.runner: Any = None  # once it has its KV cache, as the next one
         self.by_score: RowsByScore | None = None  # with adaptive verification
-        self.trees: Trees | None = None
         self.logits = LogitsCopy()
         self.gained, self._before = (GainedTokens(states.max_num_reqs, length, device) for _ in range(2))
         self.steps, self._drafted_at = 0, -1
@@ -144,7 +134,7 @@ class Drafting:
         """Draft after the newest step, at most `most` tokens per request, and if there is an InputBatch no more than it
         verifies. Returns whether `proposed` was filled, in time for the gate if there is one."""
         gained, requests = self.gained, self.requests
-        if gained.taken or not requests.prepare(gained, most, batch):  # no wait is needed
+        if gained.taken or not requests.set_verified(gained, most, batch):  # no wait is needed
             return False
         taken = self._take(most)
         if gate is not None:
@@ -159,7 +149,7 @@ class Drafting:
             self.guarded.take(step)
         with nullcontext(True) if gate is None else gate.writing() as in_time:
             if in_time:
-                counts = write_drafts(draft, taken, gained, requests, self.proposed, self._branching, self.steps)
+                counts = write_drafts(draft, taken, gained, requests, self.proposed, self.steps)
                 if self.by_score is not None:
                     self.by_score.choose(draft, gained.slots[taken.rows], counts, batch)
         return in_time
@@ -167,7 +157,7 @@ class Drafting:
     def _take(self, most: int) -> Taken:
         """Take the newest step's tokens. most: draft tokens that each request may verify next."""
         self.gained.taken = True
-        return self.requests.append(self.gained, most, self._branching)
+        return self.requests.append(self.gained, most)
 
     def _record(self, lengths: BatchLengths) -> None:
         """Record the time of the last taken step, once."""
@@ -237,10 +227,6 @@ class Drafting:
         context = float(self.requests.lengths[slots].sum()) / max(len(slots), 1)
         return self.lengths.decide(batch, max(context, 1.0))
 
-    @property
-    def _branching(self) -> NDArray[np.bool_] | None:
-        return None if self.trees is None else self.trees.allowed
-
     def _ids(self, taken: Taken) -> list[str]:
         ids = self.gained.request_ids
         return ids if len(taken.rows) == len(ids) else [ids[row] for row in taken.rows.tolist()]
@@ -266,6 +252,6 @@ class Drafting:
             drafted=taken.drafted,
             previous=(len(ids), gained.query_tokens) if timed else None,
             history=lambda b: tokens[slots[b], : contexts[b]],
-            trees=(self.requests.no_trees if self._branching is None else self._branching)[slots],
+            trees=self.requests.trees[slots],
             engine=state,
         )

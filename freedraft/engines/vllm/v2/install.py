@@ -15,7 +15,7 @@ import torch
 from freedraft.engines.vllm.context import configured
 from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
 from freedraft.engines.vllm.patching import after, before, wrap_once
-from freedraft.engines.vllm.v2.drafting import Drafting
+from freedraft.engines.vllm.v2.drafting import HostDrafting
 from freedraft.engines.vllm.v2.lengths import find_nearest, send_lengths, whole_table
 from freedraft.engines.vllm.v2.matching import match
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator, When
@@ -42,7 +42,7 @@ def install() -> None:
     wrap_once(GPUModelRunner, "sample_tokens", after(_send_lengths))
     wrap_once(GPUModelRunner, "initialize_kv_cache", after(_prepare))
     wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(lambda r: passes_to_capture(_ours(r))))
-    wrap_once(RejectionSampler, "__call__", before(_take_logits))
+    wrap_once(RejectionSampler, "__call__", before(_keep_logits))
     wrap_once(RejectionSampler, "_verify", _verify)
     wrap_once(cudagraph_utils.CudaGraphManager, "_init_candidates", find_nearest)
     wrap_once(GPUModelRunner, "prepare_attn", _prepare_step)
@@ -65,7 +65,7 @@ def _ours(runner: Any) -> MethodSpeculator | None:
     return speculator if isinstance(speculator, MethodSpeculator) else None
 
 
-def _drafting(runner: Any) -> Drafting | None:
+def _drafting(runner: Any) -> HostDrafting | None:
     """In the drafting rank, except during warm-up."""
     ours = _ours(runner)
     return None if ours is None or ours.warming_up else ours.host
@@ -120,16 +120,16 @@ def _prepare(_: None, runner: Any, kv_cache_config: Any, is_profiling: bool = Fa
             setattr(runner.cudagraph_manager, SPECULATOR, ours)
 
 
-def _take_logits(sampler: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
+def _keep_logits(sampler: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
     if (ours := getattr(sampler, SPECULATOR, None)) is not None:
-        ours.take_logits(logits, input_batch)
+        ours.keep_logits(logits, input_batch)
 
 
 def _prepare_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def prepare_attn(self: Any, input_batch: Any) -> Any:
         if (ours := _ours(self)) is None:
             return original(self, input_batch)
-        ours.begin(input_batch)
+        ours.begin_step(input_batch)
         early = ours.when is When.BEFORE_ATTENTION
         if early:
             ours.join(input_batch)

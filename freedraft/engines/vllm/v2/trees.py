@@ -39,7 +39,7 @@ class Trees:
 
     Attributes:
         enabled: whether drafts may be trees; False before the KV cache exists.
-        allowed: bool [slots], whether the slot's request may have trees.
+        trees: bool [slots], `Step.trees` by slot.
         masks: int64 [slots, K], as in `NodeMasks`, the trees that requests verify next.
     """
 
@@ -50,7 +50,7 @@ class Trees:
         self._asked = configured(vllm_config).shape == "tree"
         slots, width = states.max_num_reqs, vllm_config.speculative_config.num_speculative_tokens
         self.enabled = False
-        self.allowed: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self.trees: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._buffers = TreeBuffers(slots, tokens, 1 + width, device)
         self._parents = torch.zeros(tokens, dtype=torch.int32, device=device)
@@ -83,7 +83,7 @@ class Trees:
         """Add requests (vLLM's NewRequestData) that got slots."""
         for request in requests:
             slot = self._states.req_id_to_index[request.req_id]
-            self.allowed[slot] = self.enabled and (self._buffers.warming_up or not needs_chain(request))
+            self.trees[slot] = self.enabled and (self._buffers.warming_up or not needs_chain(request))
 
     def warm_up(self, now: bool) -> None:
         """Set whether vLLM runs dummy requests now, which always have trees."""
@@ -111,7 +111,7 @@ class Trees:
         if not self.enabled or batch.num_draft_tokens == 0:
             return
         self._positions, self._slots = batch.positions.clone(), slot_mappings[0]
-        if (self.allowed[batch.idx_mapping_np] & (batch.num_draft_tokens_per_req > 0)).any():
+        if (self.trees[batch.idx_mapping_np] & (batch.num_draft_tokens_per_req > 0)).any():
             self._batch, buffers.verifying, buffers.mixed = batch, True, bool(batch.has_prefill)
 
     def write_queries(self, batch: Any) -> None:
