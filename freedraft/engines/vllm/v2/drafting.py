@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -41,8 +39,7 @@ class V2StepState(NamedTuple):
         return Pages(tables.block_tables[0].gpu, self.slots, blocks, tables.block_sizes[0])
 
     def prompt_lengths(self) -> NDArray[Any]:
-        lengths: NDArray[Any] = self.states.prompt_len.np[self.slots]
-        return lengths
+        return self.states.prompt_len.np[self.slots]
 
 
 class HostDrafting:
@@ -53,7 +50,7 @@ class HostDrafting:
 
     Attributes:
         proposed: int64 [slots, 1 or 2, K], the newest drafts: tokens, and ancestor masks if there may be trees.
-        steps: number of the newest step.
+        steps: number of the newest step; gained, before: its tokens, and those of the step before it.
     """
 
     proposed: NDArray[np.int64]
@@ -72,18 +69,13 @@ class HostDrafting:
         self.runner: Any = None  # once it has its KV cache, as the next one
         self.by_score: RowsByScore | None = None  # with adaptive verification
         self.logits = LogitsCopy()
-        self.gained, self._before = (GainedTokens(states.max_num_reqs, length, device) for _ in range(2))
+        self.gained, self.before = (GainedTokens(states.max_num_reqs, length, device) for _ in range(2))
         self.steps, self._drafted_at = 0, -1
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def add(self, requests: Iterable[Any]) -> None:
-        """Add requests (vLLM's NewRequestData) that got slots: new or resumed ones. A failure affects its request
-        only."""
-        for request in requests:
-            self.guarded.call(partial(self._add, request))
-
-    def _add(self, request: Any) -> None:
+    def add(self, request: Any) -> None:
+        """Add a request (vLLM's NewRequestData) that got a slot: a new or resumed one."""
         request_id, parameters = request.req_id, request.sampling_params
         if request_id in self.requests.slots:  # an id that starts again: streamed input
             self.requests.finish(request_id)
@@ -97,22 +89,11 @@ class HostDrafting:
             extra = getattr(parameters, "extra_args", None)
             self.guarded.begin(request_id, known, getattr(request, SALT, None) or None, extra)
 
-    def end(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
-        """Remove finished requests, and release the slots of preempted ones."""
-        for request_id in preempted:
-            self.requests.preempt(request_id)
-        for request_id in finished:
-            self.requests.finish(request_id)
-
     def _tell_end(self, request_id: str) -> None:
-        output = self.guarded.call(partial(self.requests.take_ended, request_id))
+        output = self.guarded.call(self.requests.take_ended, request_id)
         self.guarded.finish(request_id, output)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
-
-    def approach(self) -> None:
-        """The model of the present step has run; its tokens are drawn next."""
-        self._before.approach()  # which takes the place of the newest
 
     def launched(
         self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor, hidden_states: torch.Tensor,
@@ -121,7 +102,7 @@ class HostDrafting:
         """Queue the copy of a step's accepted tokens after its work, and fill `drafts`, int64 [B, K], with each
         request's newest token. over: bool [B], requests that finished prefill."""
         self.catch_up()
-        self.gained, self._before = self._before, self.gained
+        self.gained, self.before = self.before, self.gained
         self.copy_gained(input_batch, num_sampled, drafts)
         self.gained.taken = False
         self._set_prompt_states(input_batch, hidden_states, over)
@@ -159,14 +140,6 @@ class HostDrafting:
         self.gained.taken = True
         return self.requests.append(self.gained, most)
 
-    def _record(self, lengths: BatchLengths) -> None:
-        """Record the time of the last taken step, once."""
-        gained, before = self.gained, self._before
-        if gained.query_tokens and before.number == gained.number - 1:
-            seconds, context = gained.seconds_since(before), float(gained.wait()[:, 1].mean())
-            lengths.record_step(len(gained.slots), gained.query_tokens, context, seconds)
-        gained.query_tokens = 0
-
     def recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
         """Copy the target's logits after each root and each of our draft tokens that the newest step verified, for
         requests that were drafted for after the step before."""
@@ -193,7 +166,11 @@ class HostDrafting:
         for request_id in [*self.requests.ended]:
             self._tell_end(request_id)
         if self.lengths is not None:
-            self._record(self.lengths)
+            gained, before = self.gained, self.before
+            if gained.query_tokens and before.number == gained.number - 1:
+                seconds, context = gained.seconds_since(before), float(gained.wait()[:, 1].mean())
+                self.lengths.record_step(len(gained.slots), gained.query_tokens, context, seconds)
+            gained.query_tokens = 0  # its time is recorded once
 
     def _learn(self, taken: Taken) -> None:
         """Learn from a step that nobody drafted after, at once or, in a pause, later."""

@@ -67,6 +67,7 @@ class MethodSpeculator(BaseSpeculator):
 
     Attributes:
         host: in the drafting rank.
+        matches: whether `match` verifies drafts, and not another method of vLLM chosen by the user.
         when: drafts of the step that is being prepared are made.
     """
 
@@ -79,6 +80,7 @@ class MethodSpeculator(BaseSpeculator):
         share_logging()
         self._vllm_config, self._ranks = vllm_config, get_tp_group()
         config, ours = vllm_config.speculative_config, configured(vllm_config)
+        self.matches: bool = config.rejection_sample_method == "standard"
         self._schedule = getattr(config, SCHEDULE)
         if ours.lengths:  # until `prepare`, so that vLLM lists CUDA graphs for each length, also when profiling
             setattr(config, SCHEDULE, GraphLengths(ours.lengths))
@@ -129,11 +131,6 @@ class MethodSpeculator(BaseSpeculator):
         """The method, on the drafting rank."""
         return None if self.host is None else self.host.guarded
 
-    @property
-    def matches(self) -> bool:
-        """Whether `match` verifies drafts, and not another method of vLLM chosen by the user."""
-        return bool(self._vllm_config.speculative_config.rejection_sample_method == "standard")
-
     def close(self) -> None:
         """Release all memory: the process may outlive the engine."""
         if self.guarded is not None:
@@ -146,7 +143,7 @@ class MethodSpeculator(BaseSpeculator):
         """Set whether vLLM runs dummy requests now, to compile kernels; their outcomes are ignored."""
         self.warming_up = now
         if self.trees is not None:
-            self.trees.warm_up(now)
+            self.trees.buffers.warming_up = now
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Required by vLLM; we capture no graphs here."""
@@ -165,7 +162,7 @@ class MethodSpeculator(BaseSpeculator):
             logger.info(start_line(self._vllm_config, name, v2=True))
             host.runner = runner
         if self.trees is not None and not DraftRanks(self._ranks).agree(self.trees.prepare(runner)):
-            self.trees.disable()
+            self.trees.buffers.enabled = False  # another rank cannot prepare trees
             self.trees = None
             self._make_buffers()
         self.runner = runner
@@ -323,7 +320,7 @@ class MethodSpeculator(BaseSpeculator):
         """Keep a step's logits until `propose` recycles them; sampling does not modify them. logits: float [R, V], rows
         of a request consecutive."""
         if self.host is not None:
-            self.host.approach()
+            self.host.before.approach()  # the present step takes its place
         if self.host is not None and self.host.guarded.needs_logits:
             if self.warming_up:
                 top_tokens(logits[:1], TOP_TOKENS)
