@@ -150,7 +150,7 @@ class BatchDrafting:
         """Copy the logits of all nodes that this step verifies, if the method uses them. logits: float [B * n, V]."""
         if self.guarded.needs_logits:
             ids = [request.rid for request in batch.reqs]
-            self.guarded.call(lambda: self._logits.put(ids, draft, logits))
+            self.guarded.call(self._logits.put, ids, draft, logits)
 
     def await_step(self, batch: Any) -> torch.Tensor:
         """Prepare drafts for the next decoding step of SGLang's ScheduleBatch, and wait for the previous step, which
