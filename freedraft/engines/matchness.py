@@ -106,11 +106,11 @@ class SetScores(MatchnessScorer):
 
         def best(ids: torch.Tensor, positions: torch.Tensor, **given: Any) -> torch.Tensor:
             stream = embedding(ids).view(sets, len(ids) // sets, -1)
-            run = partial(run_sublayer, sublayers_of(layers), sets, positions=positions, **given)
+            sublayers = sublayers_of(layers)
             for index in range(2 * len(layers)):
                 keep = torch.from_numpy(np.flatnonzero(~skipped[:, index])).to(stream.device)
                 if len(keep):
-                    stream[keep] = run(index, stream[keep])
+                    stream[keep] = run_sublayer(sublayers, sets, index, stream[keep], positions=positions, **given)
             logits: torch.Tensor = head(norm(stream.view(len(ids), -1)), **given)
             return logits.argmax(-1)
 
