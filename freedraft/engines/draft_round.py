@@ -164,13 +164,24 @@ class RankedRound(DraftRound):
             return on_host(launched, self.draft_pass.outputs)
 
 
-def run_kept(
-    hidden: torch.Tensor, sublayers: Iterable[tuple[Any, Any, bool]], last_norm: Any, **attention: Any
-) -> torch.Tensor:
-    """Hidden states of embedded tokens after the kept sublayers of a pre-norm decoder, and its last norm. sublayers:
-    norm, attention or MLP, and whether it is attention, which is called with the keyword arguments."""
+# Of a pre-norm decoder: its norm, attention or MLP, and whether it is attention. Plain, for compilers.
+Sublayer = tuple[Any, Any, bool]
+
+
+def sublayers_of(layers: Iterable[Any]) -> list[Sublayer]:
+    """The 2L sublayers of L decoder layers, in order."""
+    sublayers = []
+    for layer in layers:
+        sublayers.append((layer.input_layernorm, layer.self_attn, True))
+        sublayers.append((layer.post_attention_layernorm, layer.mlp, False))
+    return sublayers
+
+
+def run_kept(hidden: torch.Tensor, kept: Iterable[Sublayer], last_norm: Any, **attention: Any) -> torch.Tensor:
+    """Hidden states of embedded tokens after the kept sublayers of a pre-norm decoder, and its last norm. Attention is
+    called with the keyword arguments."""
     residual: torch.Tensor | None = None  # sum of all sublayers before the last one; each norm adds the last one to it
-    for norm, sublayer, is_attention in sublayers:
+    for norm, sublayer, is_attention in kept:
         if residual is None:
             residual, hidden = hidden, norm(hidden)
         else:

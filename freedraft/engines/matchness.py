@@ -3,9 +3,9 @@ skip sets at once, sublayer by sublayer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,56 +13,29 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from freedraft.draft_model import MatchnessScorer, T, Visit
+from freedraft.engines.draft_round import Sublayer, sublayers_of
 from freedraft.recipe import Recipe
 from freedraft.step import Step
-
-
-class Sublayer(NamedTuple):
-    """One of the 2L sublayers: `run` maps float [N, H] to [N, H], for attention over all N rows of the pass."""
-
-    norm: Callable[[torch.Tensor], torch.Tensor]  # before it
-    run: Callable[[torch.Tensor], torch.Tensor]
-    is_attention: bool
-
 
 SETS = 16  # most sets of a pass sublayer by sublayer, which is padded to it
 
 
-def sublayers_of(layers: Iterable[Any], **given: Any) -> list[Sublayer]:
-    """The sublayers of decoder layers. Attention is called with `hidden_states` and the given keyword arguments."""
-
-    def attend(attention: Any, hidden: torch.Tensor) -> Any:
-        return attention(hidden_states=hidden, **given)
-
-    sublayers = []
-    for layer in layers:
-        sublayers.append(Sublayer(layer.input_layernorm, partial(attend, layer.self_attn), True))
-        sublayers.append(Sublayer(layer.post_attention_layernorm, layer.mlp, False))
-    return sublayers
-
-
-def run_sublayer(sublayers: Sequence[Sublayer], passes: int, index: int, states: torch.Tensor) -> torch.Tensor:
+def run_sublayer(
+    sublayers: Sequence[Sublayer], passes: int, index: int, states: torch.Tensor, **attention: Any
+) -> torch.Tensor:
     """The residual stream after sublayer `index` of all 2L of a pass over the same tokens under `passes` sets. states:
-    float [J, W, H], the stream before it under each of J sets."""
+    float [J, W, H], the stream before it under each of J sets; attention: its keyword arguments."""
     norm, run, is_attention = sublayers[index]
     width, size = states.shape[1:]
     added = []
     for part in states.split(passes):
         rows = norm(part.reshape(-1, size))
         if is_attention:  # always over all rows of a pass
-            rows = pad(rows, (0, 0, 0, (passes - len(part)) * width))
-        added.append(run(rows)[: len(part) * width])
+            rows = run(hidden_states=pad(rows, (0, 0, 0, (passes - len(part)) * width)), **attention)
+        else:
+            rows = run(rows)
+        added.append(rows[: len(part) * width])
     return states + torch.cat(added).view_as(states)
-
-
-def forward(stream: torch.Tensor, sublayers: Sequence[Sublayer], skipped: NDArray[np.bool_]) -> torch.Tensor:
-    """The residual stream, in place, after all 2L sublayers: float [J, W, H], of embedded tokens under each of J sets,
-    which skip bool [J, 2L]."""
-    for index in range(len(sublayers)):
-        keep = torch.from_numpy(np.flatnonzero(~skipped[:, index])).to(stream.device)
-        if len(keep):
-            stream[keep] = run_sublayer(sublayers, len(stream), index, stream[keep])
-    return stream
 
 
 class Target(Protocol):
@@ -121,8 +94,8 @@ class SetScores(MatchnessScorer):
         sets, (embedding, layers, *_) = min(self.max_recipes, SETS), self.model.parts()
 
         def work(ids: torch.Tensor, positions: torch.Tensor, **given: Any) -> T:
-            sublayers = sublayers_of(layers, positions=positions, **given)
-            return visit(embedding(ids[: self.part]), partial(run_sublayer, sublayers, sets))
+            run = partial(run_sublayer, sublayers_of(layers), sets, positions=positions, **given)
+            return visit(embedding(ids[: self.part]), run)
 
         return self._read(work, sets, self.window - self.part, self.window)
 
@@ -132,8 +105,12 @@ class SetScores(MatchnessScorer):
         sets, (embedding, layers, norm, head) = len(skipped), self.model.parts()
 
         def best(ids: torch.Tensor, positions: torch.Tensor, **given: Any) -> torch.Tensor:
-            hidden = embedding(ids).view(sets, len(ids) // sets, -1)
-            stream = forward(hidden, sublayers_of(layers, positions=positions, **given), skipped)
+            stream = embedding(ids).view(sets, len(ids) // sets, -1)
+            sublayers = sublayers_of(layers)
+            for index in range(2 * len(layers)):
+                keep = torch.from_numpy(np.flatnonzero(~skipped[:, index])).to(stream.device)
+                if len(keep):
+                    stream[keep] = run_sublayer(sublayers, sets, index, stream[keep], positions=positions, **given)
             logits: torch.Tensor = head(norm(stream.view(len(ids), -1)), **given)
             return logits.argmax(-1)
 

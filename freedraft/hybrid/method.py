@@ -39,6 +39,8 @@ class HybridMethod(Method):
         ConfigError: steps of this model cannot be priced.
     """
 
+    controller: Auto
+
     def __init__(self, options: HybridOptions, context: EngineContext) -> None:
         of_ngrams, of_passes = options.parts()
         self.ngrams = SssdMethod(of_ngrams, context)
@@ -48,7 +50,6 @@ class HybridMethod(Method):
                 f"'{NAME}' cannot price this model's steps (see the warning above): use one drafter alone"
             )
         super().__init__(options, context, auto, NAME)
-        self.auto = auto
         self.passes = LayerSkipMethod(of_passes, context, auto)
         self.learns, self.needs_logits = self.ngrams.learns, self.ngrams.needs_logits
         self.needs_prompt_states = self.passes.needs_prompt_states
@@ -64,7 +65,7 @@ class HybridMethod(Method):
         drafts, started = [draft], time.perf_counter()
         if len(rows):
             passed = self.passes.propose_for(step, rows, self.passes.capacities(step)[rows], rest)
-            self.auto.exclude(time.perf_counter() - started)
+            self.controller.exclude(time.perf_counter() - started)
             counts = np.zeros_like(draft.counts)
             counts[rows] = draft.counts[rows]
             drafts = [replaced(draft, passed, rows), replace(draft, counts=counts)]
@@ -76,7 +77,7 @@ class HybridMethod(Method):
         self._verified_by_model = self._by_model
         before, seconds = self._previous
         if before:
-            seconds += float(self.auto.step_seconds(len(before), len(before) + self.auto.budget))
+            seconds += float(self.controller.step_seconds(len(before), len(before) + self.controller.budget))
         for request_id, gained in zip(step.request_ids, step.gained.tolist(), strict=True):
             if request_id in before:
                 tokens, passed = self._speeds.get(request_id, (0.0, 0.0))
@@ -91,7 +92,7 @@ class HybridMethod(Method):
 
     def _rows_of_passes(self, step: Step, draft: DraftBatch) -> tuple[NDArray[np.intp], RestOfBatch]:
         """intp [R], the requests that draft by passes in this step (occasionally as a trial), and the others."""
-        auto, batch, capacities = self.auto, step.batch_size, self.passes.capacities(step)
+        auto, batch, capacities = self.controller, step.batch_size, self.passes.capacities(step)
         if not batch:
             return np.zeros(0, np.intp), RestOfBatch(0, 0, None)
         p, kept = auto.estimate(draft)

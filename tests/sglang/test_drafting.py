@@ -14,7 +14,7 @@ from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import PassOutputs
 from freedraft.engines.draft_round import most_likely, on_host
-from freedraft.engines.sglang.drafting import AcceptedTokens, Drafting
+from freedraft.engines.sglang.drafting import AcceptedTokens, BatchDrafting
 from freedraft.engines.sglang.requests import tenant_of
 from freedraft.guarded_method import GuardedMethod
 from freedraft.recipe import Window
@@ -47,7 +47,7 @@ def test_an_adapter_makes_another_tenant():
 def test_trees_are_cut_to_chains_and_verified_at_widths_that_could_be_prepared(nodes, trees, counts, width):
     context = EngineContext(vocab_size=100, max_draft_tokens=NODES - 1, widths=(1, 4, NODES))
     guarded = GuardedMethod(SPEC, SPEC.options.parse({"live": "off", "policy": "fixed"}), context)
-    drafting = Drafting(guarded, context.widths, 4, AcceptedTokens(256, NODES), trees=trees)
+    drafting = BatchDrafting(guarded, context.widths, 4, AcceptedTokens(256, NODES), trees=trees)
     drafting.keep_widths((4, NODES))
     assert guarded.method.controller.widths.tolist() == [4, NODES]
     branched, roots = DraftBatch.empty(2, nodes), np.array([7, 8], np.int32)

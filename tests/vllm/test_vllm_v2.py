@@ -227,8 +227,8 @@ def test_all_draft_lengths_have_graphs_however_few_requests_there_are():
     from freedraft.engines.vllm.v2.lengths import GraphLengths, whole_table
 
     def lengths(table):
-        build = whole_table(build_dynamic_sd_schedule_lookup)
-        return set(build(table, vllm_max_batch_size=2, vllm_num_speculative_tokens=8)[1:])
+        sizes = {"vllm_max_batch_size": 2, "vllm_num_speculative_tokens": 8}
+        return set(whole_table(build_dynamic_sd_schedule_lookup, table, **sizes)[1:])
 
     assert lengths(GraphLengths((0, 1, 2, 4, 8))) == {0, 1, 2, 4, 8}
     assert lengths([(1, 2, 8), (3, 9, 4), (10, 20, 0)]) == {8}
@@ -282,11 +282,11 @@ def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch):
     pytest.importorskip("triton")
     from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
-    from freedraft.engines.vllm.v2.drafting import Drafting
+    from freedraft.engines.vllm.v2.drafting import HostDrafting
     from freedraft.guarded_method import GuardedMethod
 
     states_by_id: dict[str, list[float]] = {}
-    ours = Drafting.__new__(Drafting)
+    ours = HostDrafting.__new__(HostDrafting)
     ours.guarded = GuardedMethod(repeat_drafter.SPEC, repeat_drafter.RepeatOptions(), EngineContext())
     monkeypatch.setattr(
         ours.guarded.method, "set_prompt_state", lambda name, state: states_by_id.update({name: state.tolist()})
@@ -363,7 +363,7 @@ def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_mode
         compilation.static_forward_context["other"] = torch.nn.Identity()  # a layer without attention, as experts are
         with set_current_vllm_config(runner.vllm_config):
             Attention(4, 64, 0.125, prefix="layers.0", attn_backend=backend)
-        return with_draft_graphs(lambda runner: sets)(lambda self: estimate)(runner)
+        return with_draft_graphs(lambda runner: sets, lambda runner: estimate, runner)
 
     estimate, logits = 20 * mib * len(own), 256 * vocab * (4 + 4 + 4)
     assert profiled(estimate, TritonAttentionBackend, 2) == estimate + 2 * 9 * 20 * mib + logits

@@ -157,7 +157,7 @@ def test_a_gate_that_nobody_opens_opens_itself_and_is_then_given_up(caplog):
         device.gate.open()
         assert device.passed() and device.gate.usable
     watch = device.gate._watch
-    device.gate.end()
+    device.gate.give_up()
     watch.join(5.0)
     assert not watch.is_alive() and not device.gate.usable
 

@@ -48,7 +48,7 @@ def test_any_traffic(random):
         step.generations = np.array([generation for _, _, generation, *_ in launched], np.int64)
         step.scheduled = np.full(len(launched), NEWEST, np.int32)
         step.wait()[:] = gained
-        may_draft, most = requests.prepare(step, 3, None), requests.limits[step.slots]
+        may_draft, most = requests.set_verified(step, 3, None), requests.limits[step.slots]
         taken = requests.append(step, 3)
         assert taken.rows.tolist() == expected
         found = room(most[expected], gained[expected, 1], 3)
@@ -117,7 +117,7 @@ def test_trees_and_chains_of_one_batch(seed):
     trees = rng.random() < 0.8  # else there is no room for masks, and all drafts are chains
     allowed = (rng.random(PLACES) < 0.6) & trees
     branches, proposed = allowed[slots], np.full((PLACES, 1 + trees, WIDEST), 3, np.int64)
-    held, step = Requests(PLACES, 99, WIDEST), GainedTokens(ROWS, WIDEST, torch.device("cpu"))
+    held, step = Requests(PLACES, 99, WIDEST, trees=allowed), GainedTokens(ROWS, WIDEST, torch.device("cpu"))
     step.slots = places
     step.wait()[:, -1] = -5
     none = np.zeros(requests, np.int64)
@@ -125,7 +125,7 @@ def test_trees_and_chains_of_one_batch(seed):
     limited = copy.deepcopy(draft)
     limited.limit(np.full(requests, WIDEST, np.int32), branches)
     limited.check()
-    counts = write_drafts(limited, taken, step, held, proposed, allowed if trees else None, 8)
+    counts = write_drafts(limited, taken, step, held, proposed, 8)
     assert held.drafted[slots].tolist() == counts.tolist() and (held.drafted_behind[slots] == 8).all()
     assert (held.roots[slots] == -5).all()
     for b in range(requests):
@@ -153,4 +153,4 @@ def test_trees_and_chains_of_one_batch(seed):
     others = np.setdiff1d(places, slots)
     assert (proposed[others, 0] == -5).all() and not proposed[others, 1:].any()
     assert (np.delete(proposed, places, 0) == 3).all(), "of requests that did not take part"
-    assert not write_drafts(None, taken, step, held, proposed, None, 9).any() and (proposed[places, 0] == -5).all()
+    assert not write_drafts(None, taken, step, held, proposed, 9).any() and (proposed[places, 0] == -5).all()

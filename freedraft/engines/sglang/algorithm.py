@@ -82,8 +82,8 @@ class TreeAlgorithm(CustomSpecAlgo):
     """
 
     spec: MethodSpec
-    # Callback for each overlapped decode step, called while the previous step is still running; set by the worker
-    prepare: Callable[[Any], Any] | None = None
+    # Called with the batch of each overlapped decoding step while the previous step is still running; set by the worker
+    await_step: Callable[[Any], Any] | None = None
 
     def is_ngram(self) -> bool:
         return True
@@ -99,18 +99,10 @@ class TreeAlgorithm(CustomSpecAlgo):
     def carries_draft_hidden_states(self) -> bool:
         return False
 
-    def create_future_map(
-        self,
-        device: Any,
-        req_to_token_pool: Any,
-        needs_cpu_seq_lens: bool = True,
-        needs_confidence_relay: bool = False,
-    ) -> Any:
+    def create_future_map(self, device: Any, *args: Any, **kwargs: Any) -> Any:
         from freedraft.engines.sglang.future_map import EarlyFutureMap
 
-        future_map = EarlyFutureMap(device, self, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)
-        future_map.prepare = lambda batch: None if self.prepare is None else self.prepare(batch)
-        return future_map
+        return EarlyFutureMap(device, self, *args, **kwargs)
 
     def handle_server_args(self, server_args: Any) -> None:
         """Fill in defaults and reject unsupported settings. Raises ConfigError: an argument is incompatible with tree

@@ -16,7 +16,7 @@ from freedraft.draft_model import DraftModel, PassOutputs
 from freedraft.engines.draft_round import DraftPass, DraftRanks, RankedRound, most_likely, on_device, run_kept
 from freedraft.engines.matchness import SetScores
 from freedraft.engines.sglang.graphs import Captured, capture, free_bytes
-from freedraft.engines.sglang.passes import HiddenOf, Passes, Stages, Tokens, WindowedRead, stages_of
+from freedraft.engines.sglang.passes import Forward, Kept, Passes, Tokens, WindowedRead, kept_of
 from freedraft.guarded_method import is_device_fault
 from freedraft.recipe import Recipe, Window
 from freedraft.step import Step
@@ -38,16 +38,16 @@ class PagedDraftModel(Passes, DraftModel):
         windows = [layer.self_attn.attn.sliding_window_size for layer in self.decoder.layers]
         # Smallest sliding window of the model's layers.
         self.attended: int | None = min((size for size in windows if size is not None and size > 0), default=None)
-        self._to_capture: dict[Stages, None] = {}
-        self._graphs: dict[Stages, Captured] = {}
+        self._to_capture: dict[Kept, None] = {}
+        self._graphs: dict[Kept, Captured] = {}
 
     def build(self, recipe: Recipe, outputs: PassOutputs, *, optimize: bool) -> DraftPass:
         """See `DraftModel.build`. Passes built after `capture` run without CUDA graphs."""
         number = self.ranks.tell("build", recipe, outputs, optimize)
-        stages = stages_of(self.decoder, recipe)
+        kept = kept_of(self.decoder, recipe)
         if optimize:
-            self._to_capture[stages] = None
-        return DraftPass(stages, recipe.window, outputs, number)
+            self._to_capture[kept] = None
+        return DraftPass(kept, recipe.window, outputs, number)
 
     def clear(self) -> None:
         """Drop the CUDA graphs; their memory can then be reused."""
@@ -64,9 +64,9 @@ class PagedDraftModel(Passes, DraftModel):
             return
         free = free_bytes()
         try:
-            for stages in self._to_capture:
-                with self._in_place(self._with_head(self._runs(stages))), self.ranks.together():
-                    self._graphs[stages] = capture(self.runner, 1)
+            for kept in self._to_capture:
+                with self._in_place(self._forward_of(kept)), self.ranks.together():
+                    self._graphs[kept] = capture(self.runner, 1)
         except Exception as error:
             if is_device_fault(error):
                 raise
@@ -100,19 +100,24 @@ class PagedDraftModel(Passes, DraftModel):
         rows = int(self.runner.max_running_requests)
         return SetScores(self, window, max(1, rows // window), min(window, rows))
 
-    def has_graphs(self, stages: Stages) -> bool:
-        """Whether graphs of `stages` are captured; its passes must then have the form of a one-node verification."""
-        return stages in self._graphs
+    def has_graphs(self, kept: Kept) -> bool:
+        """Whether graphs of `kept` are captured; its passes must then have the form of a one-node verification."""
+        return kept in self._graphs
 
-    def run(self, stages: Stages, batch: ForwardBatch) -> torch.Tensor:
+    def run(self, kept: Kept, batch: ForwardBatch) -> torch.Tensor:
         """Return the logits after one token per request, float [R, V]."""
-        return self.logits(self._runs(stages), batch, self._graphs.get(stages))
+        return self.run_in_place(self._forward_of(kept), batch, self._graphs.get(kept)).next_token_logits
 
-    def _runs(self, stages: Stages) -> HiddenOf:
-        decoder = self.decoder
-        return lambda ids, positions, batch: run_kept(
-            decoder.embed_tokens(ids), stages, decoder.norm, positions=positions, forward_batch=batch
-        )
+    def _forward_of(self, kept: Kept) -> Forward:
+        model, decoder = self._model, self.decoder
+
+        def forward(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
+            hidden = run_kept(
+                decoder.embed_tokens(input_ids), kept, decoder.norm, positions=positions, forward_batch=forward_batch
+            )
+            return model.logits_processor(input_ids, hidden, model.lm_head, forward_batch)
+
+        return forward
 
 
 class _Ready(NamedTuple):
@@ -209,12 +214,7 @@ class WindowRows:
         self._pool.req_to_token = torch.cat((known, more))
 
     def write(
-        self,
-        requests: torch.Tensor,
-        roots: NDArray[np.int64],
-        window: Window,
-        max_draft_len: int,
-        attended: int | None,
+        self, requests: torch.Tensor, roots: NDArray[np.int64], window: Window, max_draft_len: int, attended: int | None
     ) -> NDArray[np.int64]:
         """Fill the first rows with only the sink and window tokens of B <= R requests. Returns the number of omitted
         tokens of each request, int64 [B]. requests: int64 [B], their rows; roots: int64 [B], positions of their roots.

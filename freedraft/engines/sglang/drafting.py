@@ -1,5 +1,5 @@
-"""`Drafting`: builds steps from SGLang's batches, passes them to a method and returns its drafts; `AcceptedTokens`:
-asynchronous host copies of the tokens that each step accepts."""
+"""`BatchDrafting`: builds steps from SGLang's batches, passes them to a method and returns its drafts;
+`AcceptedTokens`: asynchronous host copies of the tokens that each step accepts."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class AcceptedTokens:
     def put(self, rows: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor, seq_lens: torch.Tensor) -> None:
         """Store the tokens accepted for B requests and start the copy. rows: int64 [B], on the host; tokens: int32
         [B, N]; lengths: int32 [B], number of valid tokens; seq_lens: int [B]."""
-        self._take(wait=False)
+        self._store_arrived(wait=False)
         step = torch.cat((lengths[:, None], seq_lens[:, None].to(torch.int32), tokens), 1)
         self._copies.append((rows.numpy().copy(), to_host(step)))
 
     def read(self, rows: NDArray[np.int64]) -> Gained:
         """Wait for the copies and return the tokens of the requests in pool rows `rows` [B]."""
-        self._take(wait=True)
+        self._store_arrived(wait=True)
         found = self._arrived[rows]
         starts = np.arange(len(rows)) * found.shape[1] + 2
         return Gained(found.ravel(), starts, starts + found[:, 0], found[:, 1].astype(np.int64))
 
-    def _take(self, *, wait: bool) -> None:
+    def _store_arrived(self, *, wait: bool) -> None:
         while self._copies and (wait or self._copies[0][1].arrived()):
             rows, copied = self._copies.popleft()
             self._arrived[rows] = copied.wait()
@@ -60,7 +60,7 @@ class AcceptedTokens:
 NOTHING = np.zeros(0, np.int32)
 
 
-class Drafting:
+class BatchDrafting:
     """Drafting of one scheduler, in its tensor-parallel rank 0. B requests, N = maximum nodes of a request.
 
     State is kept by request id, never by batch row.
@@ -83,7 +83,7 @@ class Drafting:
         self._drafted: dict[str, int] = {}  # draft tokens in verification, by request
         self._previous: tuple[int, int] | None = None
         self._logits = LogitsCopy()
-        self._prepared: Any = None  # tokens of the last step, and what `_look_up` found; None if that failed
+        self._awaited: Any = None  # tokens of the last step, and what `_look_up` found; None if that failed
         self._rests = False  # whether the method drafts nothing for this step and takes its tokens later
 
     def keep_widths(self, widths: Sequence[int]) -> None:
@@ -117,7 +117,7 @@ class Drafting:
     def _begin(self, request: Any, tokens: NDArray[np.int32]) -> None:
         self.guarded.begin(request.rid, tokens, tenant_of(request), extra_of(request))
 
-    def take_states(self, requests: Sequence[Any], states: torch.Tensor) -> None:
+    def keep_states(self, requests: Sequence[Any], states: torch.Tensor) -> None:
         """Store the last hidden state of each prompt, up to the chunk just read. states: float [B, H]."""
         for request, state in zip(requests, states, strict=True):
             if not request.output_ids:  # not one that was retracted during decoding
@@ -146,13 +146,13 @@ class Drafting:
         """Record that work other than decoding runs: the time until the next step is not that of a decoding step."""
         self._previous = None
 
-    def take_logits(self, batch: Any, draft: DraftBatch, logits: torch.Tensor) -> None:
+    def copy_logits(self, batch: Any, draft: DraftBatch, logits: torch.Tensor) -> None:
         """Copy the logits of all nodes that this step verifies, if the method uses them. logits: float [B * n, V]."""
         if self.guarded.needs_logits:
             ids = [request.rid for request in batch.reqs]
-            self.guarded.call(lambda: self._logits.put(ids, draft, logits))
+            self.guarded.call(self._logits.put, ids, draft, logits)
 
-    def prepare(self, batch: Any) -> torch.Tensor:
+    def await_step(self, batch: Any) -> torch.Tensor:
         """Prepare drafts for the next decoding step of SGLang's ScheduleBatch, and wait for the previous step, which
         may still be running. Returns the number of tokens in the KV cache of each request, int64 [B]."""
         ids = [request.rid for request in batch.reqs]
@@ -165,7 +165,7 @@ class Drafting:
         if self._rests:
             padding = [self._requests.get(i, UNTRACKED).padding for i in ids]
             self.guarded.rest(ids, gained.tokens[gained.ends - 1], gained.seq_lens + 1 - padding)
-        self._prepared = gained, known
+        self._awaited = gained, known
         return torch.tensor(gained.seq_lens)
 
     def _look_up(self, requests: Sequence[Any], ids: Sequence[str]) -> tuple[Any, ...]:
@@ -181,9 +181,9 @@ class Drafting:
     def draft(self, batch: Any) -> DraftBatch:
         """Return trees [B, n] for SGLang's ScheduleBatch, n the smallest prepared width that holds all of them; roots
         only if drafting fails."""
-        if self._prepared is None:
-            self.prepare(batch)
-        (gained, known), self._prepared = self._prepared, None
+        if self._awaited is None:
+            self.await_step(batch)
+        (gained, known), self._awaited = self._awaited, None
         draft = None if known is None else self.guarded.call(self._propose, batch, gained, *known)
         if draft is None:
             roots = gained.tokens[gained.ends - 1]

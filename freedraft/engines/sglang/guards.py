@@ -129,26 +129,16 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: 
         refuse(
             "is lossless and accepts nothing by threshold", "leave both --speculative-accept-threshold options at 1.0"
         )
-    _check_backend(args, verify_backend(args), refuse, cpu_platform)
-
-
-def _check_backend(args: Any, backend: str | None, refuse: Any, cpu_platform: bool) -> None:
     if args.device == "cpu" and not cpu_platform:
         refuse("needs tree attention, which stock SGLang lacks on a CPU", "set SGLANG_PLATFORM=freedraft_cpu")
-    if backend is None:
-        return
     usable = {CPU_BACKEND} if cpu_platform else set(BACKENDS) - {CPU_BACKEND}
-    if backend not in usable:
-        option = "" if backend == args.attention_backend else f" ({_option_of(args)})"
+    if (backend := verify_backend(args)) is not None and backend not in usable:
+        phase = "decode" if args.speculative_attention_mode == "decode" else "prefill"
+        option = "" if backend == args.attention_backend else f" (--{phase}-attention-backend)"
         refuse(
             f"cannot verify trees on attention backend {backend}{option}",
             f"use --attention-backend {' or '.join(sorted(usable))}",
         )
-
-
-def _option_of(args: Any) -> str:
-    """Return the option that sets the backend of verification if prefill and decoding have separate ones."""
-    return f"--{'decode' if args.speculative_attention_mode == 'decode' else 'prefill'}-attention-backend"
 
 
 def verify_backend(args: Any) -> str | None:

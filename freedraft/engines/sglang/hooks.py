@@ -50,6 +50,7 @@ HOOKS = table("""
     sglang.srt.speculative.base_spec_worker.BaseSpecWorker.note_request_finished(rid)
     sglang.srt.managers.overlap_utils.FutureMap.__init__(device, spec_algo, req_to_token_pool, needs_cpu_seq_lens,
         needs_confidence_relay)
+    sglang.srt.managers.overlap_utils.FutureMap has spec_algo
     sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu(batch)
     sglang.srt.managers.utils.GenerationBatchResult has accept_lens, new_seq_lens, next_draft_input,
         speculative_num_draft_tokens

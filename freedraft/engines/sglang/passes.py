@@ -19,40 +19,30 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from freedraft.config import ConfigError
 from freedraft.draft_model import T
-from freedraft.engines.draft_round import on_device
+from freedraft.engines.draft_round import Sublayer, on_device, sublayers_of
 from freedraft.engines.sglang.graphs import Captured, swapped_in
 from freedraft.engines.sglang.verify import SPARE_SLOT
 from freedraft.recipe import Recipe
 from freedraft.step import Step
 
-# (token ids [R], positions [R], ForwardBatch) -> hidden states [R, H], normed
-HiddenOf = Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor]
 Forward = Callable[..., Any]  # Same signature as the forward of SGLang's models
-Stage = tuple[Any, Any, bool]  # A sublayer that runs; see `run_kept`
-Stages = tuple[Stage, ...]
+Kept = tuple[Sublayer, ...]  # The sublayers of a pass
 
 # Modules of SGLang with layers that compute h + attention(norm(h)), then h + mlp(norm(h)), and nothing else.
 PLAIN = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 
 
-def stages_of(decoder: Any, recipe: Recipe) -> Stages:
+def kept_of(decoder: Any, recipe: Recipe) -> Kept:
     """Return the sublayers of a decoder that `recipe` keeps, in order."""
-    kept: list[Stage] = []
-    for i, layer in enumerate(decoder.layers):
-        if i not in recipe.attention:
-            attention = layer.self_attn
-            kept.append((layer.input_layernorm, _whole(attention, attention.o_proj), True))
-        if i not in recipe.mlp:
-            kept.append((layer.post_attention_layernorm, _whole(layer.mlp, layer.mlp.down_proj), False))
-    return tuple(kept)
+    each = zip(sublayers_of(decoder.layers), recipe.bits, strict=True)
+    return tuple(_whole(*sublayer) for sublayer, skips in each if not skips)
 
 
-def _whole(sublayer: Any, projection: Any) -> Any:
+def _whole(norm: Any, run: Any, is_attention: bool) -> Sublayer:
     """Return a sublayer with its full output on every tensor-parallel rank: some of SGLang's leave the sum over ranks
     to the next layer boundary."""
-    if projection.reduce_results:
-        return sublayer
-    return _Summed(sublayer)
+    projection = run.o_proj if is_attention else run.down_proj
+    return norm, run if projection.reduce_results else _Summed(run), is_attention
 
 
 class _Summed(NamedTuple):
@@ -73,25 +63,20 @@ def check_structure(model: Any) -> None:
             "use --speculative-algorithm sssd"
         )
 
-    known = []
-    for module, prefix in PLAIN.items():
-        code = importlib.import_module(f"sglang.srt.models.{module}")
-        known.append(
-            tuple(getattr(code, f"{prefix}{part}") for part in ("ForCausalLM", "Model", "DecoderLayer", "MLP"))
-        )
+    codes = [(importlib.import_module(f"sglang.srt.models.{module}"), prefix) for module, prefix in PLAIN.items()]
 
-    def runs(module: Any, part: int) -> bool:
-        return any(type(module).forward is kind[part].forward for kind in known)
+    def runs(module: Any, part: str) -> bool:
+        return any(type(module).forward is getattr(code, f"{prefix}{part}").forward for code, prefix in codes)
 
-    if not runs(model, 0) or not runs(getattr(model, "model", None), 1):
+    if not runs(model, "ForCausalLM") or not runs(getattr(model, "model", None), "Model"):
         refuse("its forward pass is its own")
     layers = list(model.model.layers)
     if getattr(model, "capture_aux_hidden_states", False):
         refuse("it captures hidden states")
     for layer in layers:
-        if not runs(layer, 2):
+        if not runs(layer, "DecoderLayer"):
             refuse(f"its layers are of type {type(layer).__name__}")
-        if not runs(layer.mlp, 3):
+        if not runs(layer.mlp, "MLP"):
             refuse(f"its MLPs are of type {type(layer.mlp).__name__}")
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             linear = getattr(norm, "_quant_linear", None)
@@ -137,20 +122,11 @@ class Passes:
         check_structure(self._model)
         self.decoder = self._model.model
 
-    def logits(self, hidden_of: HiddenOf, batch: ForwardBatch, captured: Captured | None = None) -> torch.Tensor:
-        """Run `hidden_of` in place of the model and return the logits, float [R, V]; eager unless `captured`."""
+    def run_in_place(self, forward: Forward, batch: ForwardBatch, captured: Captured | None = None) -> Any:
+        """Run `forward` in place of the model, eagerly unless `captured`. Returns SGLang's LogitsProcessorOutput."""
         graphs = swapped_in(self.runner, captured or Captured(self.runner.attn_backend, None))
-        with self._in_place(self._with_head(hidden_of)), graphs, torch.no_grad():
-            return self.runner.forward(batch).logits_output.next_token_logits
-
-    def _with_head(self, hidden_of: HiddenOf) -> Forward:
-        model = self._model
-
-        def forward(input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, **_: Any) -> Any:
-            hidden = hidden_of(input_ids, positions, forward_batch)
-            return model.logits_processor(input_ids, hidden, model.lm_head, forward_batch)
-
-        return forward
+        with self._in_place(forward), graphs, torch.no_grad():
+            return self.runner.forward(batch).logits_output
 
     @contextlib.contextmanager
     def _in_place(self, forward: Forward) -> Iterator[None]:
@@ -232,7 +208,5 @@ class Passes:
             results.append(work(input_ids, positions, forward_batch=forward_batch))
             return LogitsProcessorOutput(next_token_logits=None)
 
-        eagerly = swapped_in(self.runner, Captured(self.runner.attn_backend, None))
-        with self._in_place(forward), eagerly, torch.no_grad():
-            self.runner.forward(batch)
+        self.run_in_place(forward, batch)
         return results[0]

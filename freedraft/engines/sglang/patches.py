@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,18 +80,6 @@ def let_adapters_through(original: Callable[[Any], None], server_args: Any) -> N
         original(server_args)
 
 
-class _AsNgram:
-    """Speculation settings with the one algorithm name that SGLang's corpus endpoints accept."""
-
-    speculative_algorithm = "NGRAM"
-
-    def __init__(self, spec: Any) -> None:
-        self._spec = spec
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._spec, name)
-
-
 def let_corpora_through() -> None:
     """Make the corpus endpoints accept freedraft's algorithms: in the front-end process they compare the name with
     "NGRAM", although the scheduler's corpus manager serves others. Replaces `get_spec` in that module only.
@@ -104,7 +93,10 @@ def let_corpora_through() -> None:
     def get_spec() -> Any:
         spec = original()
         method = spec_of(spec.speculative_algorithm)
-        return _AsNgram(spec) if method is not None and method.takes_corpora else spec
+        if method is None or not method.takes_corpora:
+            return spec
+        most = spec.speculative_ngram_external_corpus_max_tokens  # all that is read there besides the name
+        return SimpleNamespace(speculative_algorithm="NGRAM", speculative_ngram_external_corpus_max_tokens=most)
 
     module.get_spec = get_spec
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from freedraft.engines.hooks import check, installed_version
@@ -21,7 +21,6 @@ from freedraft.engines.sglang.hooks import (
 from freedraft.method import METHODS, MethodSpec
 
 logger = logging.getLogger(__name__)
-_patched = False
 
 
 def register(spec: MethodSpec) -> bool:
@@ -38,12 +37,6 @@ def register(spec: MethodSpec) -> bool:
         )
         return False
     METHODS[spec.name] = spec
-    _add_algorithm(spec)
-    _patch_once()
-    return True
-
-
-def _add_algorithm(spec: MethodSpec) -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
@@ -58,14 +51,13 @@ def _add_algorithm(spec: MethodSpec) -> None:
     algorithm = get_spec(spec.name)
     assert isinstance(algorithm, TreeAlgorithm)
     algorithm.spec = spec
+    _patch_once()
+    return True
 
 
+@cache
 def _patch_once() -> None:
     """Register patches in SGLang's hook registry, which applies them after all plugins are loaded."""
-    global _patched
-    if _patched:
-        return
-    _patched = True
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(patches.ROW_ROOM, patches.room_for_drafts, HookType.AROUND)

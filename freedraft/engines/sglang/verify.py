@@ -42,8 +42,7 @@ class Ranks(DraftRanks):
     def share_draft(self, draft: DraftBatch | None) -> DraftBatch:
         """Broadcast rank 0's trees between the hosts, whose launches depend on their width: by SGLang's message queue,
         in shared memory."""
-        shared: DraftBatch = self._group.broadcast_object(draft, src=0)  # with one rank, the argument
-        return shared
+        return self._group.broadcast_object(draft, src=0)  # with one rank, the argument
 
     def share_outcome(self, verified: Verification) -> Verification:
         """Broadcast rank 0's result: logits of ranks may differ in the last bit, and so may their draws."""
@@ -93,8 +92,11 @@ class TreeVerifier:
     def keep(self, batch: Any, verified: Verification, output: Any) -> None:
         """Apply the result to KV, logprobs and hidden states; arguments as in `verify`."""
         width = verified.tokens.shape[1]
-        if width > 1:
-            self._compact(batch, verified, width)
+        if width > 1 and self._pool is not None:
+            self._pool.compact(batch.out_cache_loc.view(-1, width), verified)
+        elif width > 1:
+            rows = self._flat(verified.accepted, width)[:, :width].contiguous()
+            move_accept_tokens_to_target_kvcache(batch, rows, verified.lengths - 1, self._allocator)
         if batch.return_logprob or batch.return_hidden_states:
             rows = self._flat(verified.accepted, width)
             if batch.return_logprob:
@@ -157,13 +159,6 @@ class TreeVerifier:
             output = LogitsProcessorOutput(next_token_logits=logits[rows])
             targets[rows] = self._sampler(output, of_nodes, False, [], [], positions[rows]).to(targets.dtype)
         return targets
-
-    def _compact(self, batch: Any, verified: Verification, width: int) -> None:
-        if self._pool is not None:
-            self._pool.compact(batch.out_cache_loc.view(-1, width), verified)
-        else:
-            rows = self._flat(verified.accepted, width)[:, :width].contiguous()
-            move_accept_tokens_to_target_kvcache(batch, rows, verified.lengths - 1, self._allocator)
 
     def _flat(self, accepted: torch.Tensor, width: int) -> torch.Tensor:
         """Return int32 [B, N]: indices of accepted nodes within the whole batch, -1 after each path."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
 from freedraft.engines.draft_round import on_device
 from freedraft.engines.sglang.algorithm import TreeAlgorithm, context_of_worker, start_line
-from freedraft.engines.sglang.drafting import AcceptedTokens, Drafting
+from freedraft.engines.sglang.drafting import AcceptedTokens, BatchDrafting
 from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
 from freedraft.engines.sglang.verify import BYTES_OF_EACH, Ranks, TreeVerifier, alters_logits, rows_at_once
@@ -36,10 +36,6 @@ from freedraft.method import MethodSpec
 logger = logging.getLogger(__name__)
 
 
-if TYPE_CHECKING:
-    from freedraft.engines.sglang.drafting import Drafting
-
-
 def documents_of(token_chunks: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
     """Return the documents in SGLang's corpus chunks, which split them anywhere; a negative token starts a document."""
     flat = np.fromiter((token for chunk in token_chunks for token in chunk), np.int64)
@@ -47,30 +43,7 @@ def documents_of(token_chunks: Sequence[Sequence[int]]) -> list[NDArray[np.int32
     return [tokens.astype(np.int32) for piece in pieces if len(tokens := piece[piece >= 0])]
 
 
-class CorpusCalls:
-    """Methods that SGLang's `ExternalCorpusManager` calls on a speculative worker, on every tensor-parallel rank; rank
-    0 holds the corpora. Corpora are added from a separate thread. Errors are returned to the client."""
-
-    _drafting: Drafting | None
-
-    def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
-        documents = documents_of(token_chunks)
-        if self._drafting is None:
-            return sum(len(document) for document in documents)
-        return self._drafting.guarded.method.add_corpus(corpus_id, documents)
-
-    def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
-        """Called by SGLang after `add_external_corpus`, when drafts come from the corpus already."""
-
-    def remove_external_corpus(self, corpus_id: str) -> None:
-        if self._drafting is not None:
-            self._drafting.guarded.method.remove_corpus(corpus_id)
-
-    def list_external_corpora(self) -> dict[str, int]:
-        return self._drafting.guarded.method.corpora() if self._drafting is not None else {}
-
-
-class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
+class TreeVerifyWorker(BaseSpecWorker):
     """Drafts on the host, verifies the trees in one forward pass and keeps the KV of accepted paths. B requests, N =
     maximum nodes, n = width of the step.
 
@@ -89,7 +62,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         self.speculative_num_draft_tokens = self.max_nodes
         self._check_model()
         self._ranks = Ranks(get_parallel().tp_group)
-        self._drafting: Drafting | None = None  # on tensor-parallel rank 0; the others verify the same trees
+        self._drafting: BatchDrafting | None = None  # on tensor-parallel rank 0; the others verify the same trees
         self._draft_model: Any = None
         self._window_rows: Any = None
         self._reads_states = False  # of prompts, on all ranks: their prefills must be the same
@@ -149,10 +122,11 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
         if self._draft_model is not None:
             with self._ranks.leading():
                 guarded.prepare(self._draft_model)
-        self._drafting = Drafting(guarded, self.widths, runner.max_running_requests, self._accepted, trees=self._trees)
+        running = runner.max_running_requests
+        self._drafting = BatchDrafting(guarded, self.widths, running, self._accepted, trees=self._trees)
         algorithm = algorithm_of(self._spec.name)
         assert isinstance(algorithm, TreeAlgorithm)
-        algorithm.prepare = self._drafting.prepare
+        algorithm.await_step = self._drafting.await_step
 
     def init_cuda_graphs(self) -> None:
         runner = self.model_runner
@@ -248,7 +222,7 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             states = result.logits_output.hidden_states
             if mode.is_full():
                 states = states[(torch.tensor(batch.extend_lens).cumsum(0) - 1).to(states.device)]
-            drafting.take_states(batch.reqs, states)
+            drafting.keep_states(batch.reqs, states)
         return result
 
     def _draft(self, batch: Any) -> DraftBatch:
@@ -292,13 +266,13 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
             result = self._target_worker.forward_batch_generation(batch, is_verify=True)
         logits, altered = result.logits_output.next_token_logits, alters_logits(batch)
         if self._drafting is not None and altered:
-            self._drafting.take_logits(batch, host_tree, logits)
+            self._drafting.copy_logits(batch, host_tree, logits)
         verified = self._verifier.verify(batch, host_tree, tree, result.logits_output)
         new_seq_lens = batch.seq_lens + verified.lengths
         tokens = F.pad(verified.tokens.clamp(min=0), (0, self.max_nodes - width))
         published = self._publish(batch, result, tokens, verified.lengths, new_seq_lens, on_publish)
         if self._drafting is not None and not altered:  # after the copy that the next step waits for
-            self._drafting.take_logits(batch, host_tree, logits)
+            self._drafting.copy_logits(batch, host_tree, logits)
         self._verifier.keep(batch, verified, result.logits_output)
         batch.forward_mode = ForwardMode.DECODE
         if self._drafting is not None:
@@ -310,3 +284,22 @@ class TreeVerifyWorker(CorpusCalls, BaseSpecWorker):
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
         if self._drafting is not None:
             self._drafting.finish(rid)
+
+    # `ExternalCorpusManager` calls the following on every tensor-parallel rank; rank 0 holds the corpora. Corpora are
+    # added from a separate thread. Errors are returned to the client.
+
+    def add_external_corpus(self, corpus_id: str, token_chunks: list[list[int]]) -> int:
+        documents = documents_of(token_chunks)
+        if self._drafting is None:
+            return sum(map(len, documents))
+        return self._drafting.guarded.method.add_corpus(corpus_id, documents)
+
+    def commit_corpus_load(self, corpus_id: str, loaded_token_count: int) -> None:
+        """Called by SGLang after `add_external_corpus`, when drafts come from the corpus already."""
+
+    def remove_external_corpus(self, corpus_id: str) -> None:
+        if self._drafting is not None:
+            self._drafting.guarded.method.remove_corpus(corpus_id)
+
+    def list_external_corpora(self) -> dict[str, int]:
+        return self._drafting.guarded.method.corpora() if self._drafting is not None else {}

@@ -55,15 +55,19 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
     parallel = vllm_config.parallel_config
     # vLLM sets `data_parallel_rank` to 0 in the independent replicas of dense models.
     replica = getattr(parallel, "data_parallel_index", None) or parallel.data_parallel_rank
+    most: int = vllm_config.speculative_config.num_speculative_tokens
+    # Replicas that share experts step together, padded to the widest: one length for all.
+    together = parallel.data_parallel_size > 1 and getattr(vllm_config.model_config, "is_moe", False)
+    lengths = (most,) if together else None
     return _context(
         vllm_config.model_config,
-        vllm_config.speculative_config.num_speculative_tokens,
+        most,
         kv_dtype=str(vllm_config.cache_config.cache_dtype),
         page_size=vllm_config.cache_config.block_size,
         tensor_parallel=parallel.tensor_parallel_size,
         rank=replica,
         gives_logits=v2_lengths is not None,
-        lengths=v2_lengths or _lengths_of_experts(vllm_config),
+        lengths=v2_lengths or lengths,
     )
 
 
@@ -79,13 +83,6 @@ def _context(model_config: Any, max_draft_tokens: int, **known: Any) -> EngineCo
         tokenizer_fingerprint=partial(_tokenizer_fingerprint, model_config),
         **known,
     )
-
-
-def _lengths_of_experts(vllm_config: Any) -> tuple[int, ...] | None:
-    """Replicas that share experts step together, padded to the widest: one length for all."""
-    if vllm_config.parallel_config.data_parallel_size > 1 and getattr(vllm_config.model_config, "is_moe", False):
-        return (vllm_config.speculative_config.num_speculative_tokens,)
-    return None
 
 
 def _device() -> str | None:

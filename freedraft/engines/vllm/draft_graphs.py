@@ -131,34 +131,29 @@ class DraftGraphs:
         if self._tables is not tables:
             self._pages[:n, : tables.read.shape[1]].copy_(tables.read)
             self._tables = tables
-        output: torch.Tensor = self._model.replay(graph, self._inputs[0, :size], self._inputs[1, :size])
+        output: torch.Tensor = self._model.call(graph, self._inputs[0, :size], self._inputs[1, :size], size)
         return output[:n].clone()
 
 
-def with_draft_graphs(passes_of: Callable[[Any], int | None]) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """For `wrap_once` of a model runner's `profile_cudagraph_memory`, which returns the memory that vLLM leaves out of
-    its KV cache (0 if it captures no graphs): add the graphs of draft passes, per graph the average of vLLM's own, and
-    once (one pool) the logits of the largest batch, which vLLM's own graphs do not contain. passes_of: number of draft
+def with_draft_graphs(
+    passes_of: Callable[[Any], int | None], original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
+) -> int:
+    """In place of a model runner's `profile_cudagraph_memory`, which returns the memory that vLLM leaves out of its KV
+    cache (0 if it captures no graphs): add the graphs of draft passes, per graph the average of vLLM's own, and once
+    (one pool) the logits of the largest batch, which vLLM's own graphs do not contain. passes_of: number of draft
     passes that a runner will capture, called on each rank, known on rank 0 alone; None without a drafter of ours."""
-
-    def make(original: Callable[..., int]) -> Callable[..., int]:
-        def profile_cudagraph_memory(self: Any, *args: Any, **kwargs: Any) -> int:
-            own = original(self, *args, **kwargs)
-            config = self.vllm_config.compilation_config
-            passes, layers = passes_of(self), config.static_forward_context.values()
-            backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
-            captured = config.cudagraph_capture_sizes
-            if not passes or not backends.issubset(BACKENDS) or own <= 0 or not captured:
-                return own
-            sizes = graph_sizes(captured, self.max_num_reqs)
-            ours = passes * len(sizes) * max(own // len(captured), MIN_GRAPH_BYTES)
-            ours += sizes[-1] * self.vllm_config.model_config.get_vocab_size() * LOGIT_BYTES
-            logger.info("freedraft: CUDA graphs of draft passes, by estimate: %.0f MiB", ours / 2**20)
-            return own + ours
-
-        return profile_cudagraph_memory
-
-    return make
+    own = original(runner, *args, **kwargs)
+    config = runner.vllm_config.compilation_config
+    passes, layers = passes_of(runner), config.static_forward_context.values()
+    backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
+    captured = config.cudagraph_capture_sizes
+    if not passes or not backends.issubset(BACKENDS) or own <= 0 or not captured:
+        return own
+    sizes = graph_sizes(captured, runner.max_num_reqs)
+    ours = passes * len(sizes) * max(own // len(captured), MIN_GRAPH_BYTES)
+    ours += sizes[-1] * runner.vllm_config.model_config.get_vocab_size() * LOGIT_BYTES
+    logger.info("freedraft: CUDA graphs of draft passes, by estimate: %.0f MiB", ours / 2**20)
+    return own + ours
 
 
 def passes_to_capture(drafter: Any) -> int | None:

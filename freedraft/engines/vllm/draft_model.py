@@ -66,11 +66,10 @@ class PagedDraftRound(RankedRound):
 
     def _output(self, ready: PassInputs) -> torch.Tensor:
         model, layers = self.model, self.draft_pass.layers
-        if self.graphs is not None:
-            output = self.graphs.run(layers, ready)
-            if output is not None:
-                return output
-        eager: torch.Tensor = model.run(
+        output = None if self.graphs is None else self.graphs.run(layers, ready)
+        if output is not None:
+            return output
+        return model.run(
             layers,
             ready.inputs[0],
             positions=ready.inputs[1],
@@ -80,7 +79,6 @@ class PagedDraftRound(RankedRound):
             pages=ready.tables.read,
             draft_index=ready.position,
         )
-        return eager
 
     def _tables(self, rows: NDArray[np.intp]) -> BlockTables:
         key, window = rows.tobytes(), self.draft_pass.window
@@ -130,17 +128,12 @@ class PagedDraftModel(Forward, DraftModel):
 
     def build(self, recipe: Recipe, outputs: PassOutputs, *, optimize: bool) -> DraftPass:
         number = self.ranks.tell("build", recipe, outputs, optimize)
-        layers = self._layers(recipe.bits, outputs, optimize)
-        return DraftPass(layers, recipe.window, outputs, number)
-
-    def _layers(self, skipped: tuple[bool, ...], outputs: PassOutputs, optimize: bool) -> KeptLayers:
-        if not optimize:
-            return KeptLayers(self.backbone, skipped, outputs).eval()
-        key = (*skipped, *outputs)  # compiled code does not depend on the window
-        if key not in self.compiled:
+        key = (*recipe.bits, *outputs)  # compiled code does not depend on the window
+        if optimize and key not in self.compiled:
             with self.ranks.together():  # they warm it up together
-                self.compiled[key] = compiled(self.vllm_config, self.backbone, skipped, outputs)
-        return self.compiled[key]
+                self.compiled[key] = compiled(self.vllm_config, self.backbone, recipe.bits, outputs)
+        layers = self.compiled[key] if optimize else KeptLayers(self.backbone, recipe.bits, outputs).eval()
+        return DraftPass(layers, recipe.window, outputs, number)
 
     def capture(self, table_width: int) -> None:
         """Capture CUDA graphs of the optimized passes, if vLLM captures graphs."""

@@ -128,13 +128,10 @@ class Forward:
         metadata = self.group.build_metadata_for_drafting(common_attn_metadata=common, draft_index=draft_index)
         self.context.attn_metadata = dict.fromkeys(self.group.layer_names, metadata)
         self.context.slot_mapping = dict.fromkeys(self.group.layer_names, slots)
-        return self._call(module, inputs, positions, graph_size)
+        return self.call(module, inputs, positions, graph_size)
 
-    def replay(self, graph: Any, inputs: torch.Tensor, positions: torch.Tensor) -> Any:
-        """Replay the CUDA graph captured for inputs of this size."""
-        return self._call(graph, inputs, positions, len(inputs))
-
-    def _call(self, module: Any, inputs: Any, positions: torch.Tensor, graph_size: int | None) -> Any:
+    def call(self, module: Any, inputs: Any, positions: torch.Tensor, graph_size: int | None) -> Any:
+        """`module(inputs, positions)` in the context of the last `run`; graph_size as there."""
         from vllm.config import CUDAGraphMode
         from vllm.forward_context import BatchDescriptor, override_forward_context
 
@@ -151,8 +148,7 @@ class Forward:
         return backbone.embedding, backbone.layers, backbone.norm, backbone.logits
 
     def prompt_lengths(self, step: Step) -> NDArray[Any]:
-        lengths: NDArray[Any] = step.engine.prompt_lengths()
-        return lengths
+        return step.engine.prompt_lengths()
 
     def locate(self, step: Step, row: int) -> tuple[Any, int]:
         pages = step.engine.pages()
@@ -163,7 +159,7 @@ class Forward:
         """In one prompt-like pass, of which each set is a request."""
         n = len(tokens)
         starts = torch.arange(0, sets * n + 1, n, dtype=torch.int32)
-        result: T = self.run(
+        return self.run(
             work,
             self.tensor(np.tile(tokens, sets)),
             positions=self.tensor(np.tile(np.arange(first, first + n), sets)),
@@ -172,4 +168,3 @@ class Forward:
             starts=(starts.to(self.device), starts),
             pages=place.expand(sets, -1).contiguous(),
         )
-        return result

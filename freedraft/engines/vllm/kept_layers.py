@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from freedraft.draft_model import PassOutputs
-from freedraft.engines.draft_round import most_likely, run_kept
+from freedraft.engines.draft_round import Sublayer, most_likely, run_kept, sublayers_of
 from freedraft.engines.vllm.hooks import AOT_SWITCH
 
 # Families with such blocks as decoder layers. Others may look the same and, for example, scale a residual.
@@ -97,19 +97,15 @@ class KeptLayers(nn.Module):
     forward context, with attention metadata of one query token per request."""
 
     backbone: Backbone
-    sublayers: list[tuple[Any, Any, bool]]
+    sublayers: list[Sublayer]  # kept
 
     def __init__(self, backbone: Backbone, skipped: tuple[bool, ...], outputs: PassOutputs) -> None:
         super().__init__()
-        sublayers = []
-        for index, layer in enumerate(backbone.layers):
-            if not skipped[2 * index]:
-                sublayers.append((layer.input_layernorm, layer.self_attn, True))
-            if not skipped[2 * index + 1]:
-                sublayers.append((layer.post_attention_layernorm, layer.mlp, False))
+        each = zip(sublayers_of(backbone.layers), skipped, strict=True)
+        kept = [sublayer for sublayer, skips in each if not skips]
         hide = object.__setattr__  # past nn.Module, which would register them as children
         hide(self, "backbone", backbone)
-        hide(self, "sublayers", sublayers)
+        hide(self, "sublayers", kept)
         self.outputs = outputs
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

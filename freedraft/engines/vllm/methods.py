@@ -9,7 +9,6 @@ the cache key of compiled graphs.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -44,6 +43,7 @@ from freedraft.engines.vllm.patching import (
     after,
     before,
     share_logging,
+    signature_of,
     start_with_numba_loaded,
     unless,
     wrap_once,
@@ -88,14 +88,17 @@ def register(spec: MethodSpec) -> bool:
     if spec.runs_model and not check(MODEL_HOOKS):
         _reserve_slots()
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
-    noted = before(lambda args, usage_context=None, *_, **__: setattr(args, guards.USAGE, usage_context))
-    wrap_once(EngineArgs, "create_engine_config", lambda original: after(_check_window)(noted(original)))
+    wrap_once(EngineArgs, "create_engine_config", _check_window)
     wrap_once(NewRequestData, "from_request", after(add_salt))
     # vLLM refuses `min_p` and `logit_bias` with drafts, which its rejection samplers ignore. Ours on V1 applies them.
-    wrap_once(SamplingParams, "_validate_spec_decode", unless(_is_v1))
+    wrap_once(
+        SamplingParams, "_validate_spec_decode", unless(lambda _, config: getattr(config, "model", None) == PROPOSER)
+    )
     if not check(SCHEDULER_HOOKS):
+        from vllm.v1.core.sched.scheduler import Scheduler
+
         wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", _keep_lengths_of_replicas)
-        receive_lengths()
+        wrap_once(Scheduler, "update_from_output", before(receive_lengths))
     if hasattr(VllmConfig, "_maybe_disable_dynamic_sd_for_v1"):
         # vLLM 0.33 removes draft lengths from unknown proposers on V1. Ours draft no more than is scheduled.
         wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_v1", unless(_is_ours))
@@ -118,14 +121,6 @@ def _is_ours(vllm_config: Any) -> bool:
     return configured(vllm_config).name in METHODS
 
 
-def _is_v1(_: Any, speculative_config: Any) -> bool:
-    return getattr(speculative_config, "model", None) == PROPOSER
-
-
-def _runs_model(vllm_config: Any) -> bool:
-    return _is_ours(vllm_config) and METHODS[configured(vllm_config).name].runs_model
-
-
 def _reserve_slots() -> None:
     """Make `VllmConfig.num_lookahead_tokens` include drafts of methods that run the model. vLLM reserves slots past the
     scheduled tokens for its own drafters that run a model, and none for custom ones. The scheduler and the worker's
@@ -138,7 +133,7 @@ def _reserve_slots() -> None:
 
     def num_lookahead_tokens(self: Any) -> int:
         config = self.speculative_config
-        if config is not None and config.method in ("custom_class", "ngram_gpu") and _runs_model(self):
+        if _is_ours(self) and METHODS[configured(self).name].runs_model:
             # A draft of k tokens writes the KV of the last sampled token and of its first k - 1 tokens: k slots past
             # the computed ones, which the scheduler's own count does not include.
             return config.num_speculative_tokens
@@ -156,79 +151,76 @@ def _warn(spec: MethodSpec, missing: list[str], consequence: str) -> None:
     )  # fmt: skip
 
 
-def _with_methods(original: Callable[..., Any]) -> Callable[..., Any]:
-    def create_speculative_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {str(key).replace("-", "_"): value for key, value in (self.speculative_config or {}).items()}
-        spec = METHODS.get(given.get("method") or getattr(self, "spec_method", None) or "")
-        if spec is None:
-            return original(self, *args, **kwargs)
-        try:
-            config, options = _split(self, spec, given)
-            v2 = runs_v2(self, spec, options)
-        except ConfigError as error:
-            stop_start(error)
-        config = ENGINE_METHOD[v2] | config
-        hooks: tuple[Hook, ...] = V2_HOOKS if v2 else RUNNER_HOOKS
-        hooks += MODEL_HOOKS if spec.runs_model else ()
-        if missing := check(hooks):
-            _warn(spec, missing, "serving without speculation")
-            with _rewritten(self, None):
-                return original(self, *args, **kwargs)
-        try:
-            model_config, parallel_config = inspect.signature(original).bind(self, *args, **kwargs).args[1:3]
-            chosen = K in given or getattr(self, "spec_tokens", None) is not None
-            context = _check(self, spec, options, model_config, parallel_config, config, v2=v2, given=chosen)
-            learnt = tuple[int, ...]()
-            if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
-                # vLLM decides draft lengths by batch size, before drafting.
-                schedule = spec.schedule(options, context)
-                if schedule is not None:
-                    config[SCHEDULE], learnt = schedule
-        except ConfigError as error:
-            stop_start(error)
-        if spec.runs_model and AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
-            os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
-        parse_by_token()
-        with _rewritten(self, config):
-            made = original(self, *args, **kwargs)
-        given = options.model_dump(mode="json", exclude_none=True)
-        graph_mode_given = self.compilation_config.cudagraph_mode is not None
-        shape = getattr(options, "shape_at_one_length", getattr(options, "shape", "chain"))
-        setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given, shape))
-        return made
-
-    return create_speculative_config
+def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwargs: Any) -> Any:
+    given = {str(key).replace("-", "_"): value for key, value in (args.speculative_config or {}).items()}
+    spec = METHODS.get(given.get("method") or getattr(args, "spec_method", None) or "")
+    if spec is None:
+        return original(args, *others, **kwargs)
+    try:
+        config, options = _split(args, spec, given)
+        v2 = runs_v2(args, spec, options)
+    except ConfigError as error:
+        stop_start(error)
+    config = ENGINE_METHOD[v2] | config
+    hooks: tuple[Hook, ...] = V2_HOOKS if v2 else RUNNER_HOOKS
+    hooks += MODEL_HOOKS if spec.runs_model else ()
+    if missing := check(hooks):
+        _warn(spec, missing, "serving without speculation")
+        with _rewritten(args, None):
+            return original(args, *others, **kwargs)
+    try:
+        model_config, parallel_config = signature_of(original).bind(args, *others, **kwargs).args[1:3]
+        chosen = K in given or getattr(args, "spec_tokens", None) is not None
+        context = _check(args, spec, options, model_config, parallel_config, config, v2=v2, given=chosen)
+        learnt = tuple[int, ...]()
+        if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
+            # vLLM decides draft lengths by batch size, before drafting.
+            schedule = spec.schedule(options, context)
+            if schedule is not None:
+                config[SCHEDULE], learnt = schedule
+    except ConfigError as error:
+        stop_start(error)
+    if spec.runs_model and AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
+        os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+    parse_by_token()
+    with _rewritten(args, config):
+        made = original(args, *others, **kwargs)
+    given = options.model_dump(mode="json", exclude_none=True)
+    graph_mode_given = args.compilation_config.cudagraph_mode is not None
+    shape = getattr(options, "shape_at_one_length", getattr(options, "shape", "chain"))
+    setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given, shape))
+    return made
 
 
-def _check_window(vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Check a window against the page size, which vLLM decides after `create_speculative_config`."""
-    if not _is_ours(vllm_config):
-        return
+def _check_window(
+    original: Callable[..., Any], engine_args: Any, usage_context: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Note how vLLM is used, and check a window against the page size, which vLLM decides after
+    `create_speculative_config`."""
+    setattr(engine_args, guards.USAGE, usage_context)
+    vllm_config = original(engine_args, usage_context, *args, **kwargs)
     ours = configured(vllm_config)
-    spec = METHODS[ours.name]
-    draft_window = getattr(spec.options.parse(ours.options), "draft_window", None)
-    if draft_window is not None:
+    if (spec := METHODS.get(ours.name)) is not None:
+        draft_window = getattr(spec.options.parse(ours.options), "draft_window", None)
         try:
-            draft_window(context_of_engine(vllm_config))
+            if draft_window is not None:
+                draft_window(context_of_engine(vllm_config))
         except ValueError as error:
             stop_start(_error(spec, str(error)))
+    return vllm_config
 
 
-def _keep_lengths_of_replicas(original: Callable[..., Any]) -> Callable[..., Any]:
+def _keep_lengths_of_replicas(original: Callable[..., Any], vllm_config: Any) -> None:
     """vLLM removes draft lengths by batch size under data parallelism, because ranks that share experts step together.
     Replicas of a dense model are independent, so they keep them."""
+    from vllm import envs
 
-    def disable(self: Any) -> None:
-        from vllm import envs
-
-        ours, experts = configured(self), getattr(self.model_config, "is_moe", False)
-        if _is_ours(self) and not experts and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
-            return
-        original(self)
-        if ours.lengths and getattr(self.speculative_config, SCHEDULE) is None:
-            setattr(self.speculative_config, ATTRIBUTE, dataclasses.replace(ours, lengths=()))
-
-    return disable
+    ours, experts = configured(vllm_config), getattr(vllm_config.model_config, "is_moe", False)
+    if _is_ours(vllm_config) and not experts and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
+        return
+    original(vllm_config)
+    if ours.lengths and getattr(vllm_config.speculative_config, SCHEDULE) is None:
+        setattr(vllm_config.speculative_config, ATTRIBUTE, dataclasses.replace(ours, lengths=()))
 
 
 @contextmanager
@@ -267,9 +259,8 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
         or getattr(engine_args, "distributed_executor_backend", None) == "external_launcher"
     )
     served = "'sssd' and 'layerskip' run on V2 with it"
-    needs_v1 = served if v1_only else ""
     # Options may name a reason against V2, and the remedy; if the user forces V2, the method's check raises it.
-    needs_v1 = needs_v1 or getattr(options, "needs_own_lengths", "")
+    needs_v1 = served if v1_only else getattr(options, "needs_own_lengths", "")
     if needs_v1 and stock and not missing and asked is None:
         line = "freedraft: async scheduling is off: method '%s' needs vLLM's model runner V1; %s"
         logger.warning(line, spec.name, needs_v1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -13,55 +14,50 @@ logger = logging.getLogger(__name__)
 MARK = "_freedraft_original"
 
 
-def wrap_once(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace `owner.name` by `make(original)`, unless that has been done already in this process."""
+def wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Have `wrapper` called in place of `owner.name`, with the original and its arguments, unless that has been done
+    already in this process."""
     original = getattr(owner, name)
     if hasattr(original, MARK):
         return
-    replacement = functools.wraps(original)(make(original))
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    functools.update_wrapper(replacement, original)
     setattr(replacement, MARK, original)
     setattr(owner, name, replacement)
 
 
-def before(action: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def before(action: Callable[..., Any]) -> Callable[..., Any]:
     """For `wrap_once`: call `action` with a function's arguments before the function."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            action(*args, **kwargs)
-            return original(*args, **kwargs)
+    def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        action(*args, **kwargs)
+        return original(*args, **kwargs)
 
-        return wrapper
-
-    return make
+    return wrapper
 
 
-def after(action: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def after(action: Callable[..., Any]) -> Callable[..., Any]:
     """For `wrap_once`: call `action` with a function's result and arguments after the function."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            action(result, *args, **kwargs)
-            return result
+    def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        action(result, *args, **kwargs)
+        return result
 
-        return wrapper
-
-    return make
+    return wrapper
 
 
-def around(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For `wrap_once`: call `function` with the original and its arguments instead."""
-    return lambda original: lambda *args, **kwargs: function(original, *args, **kwargs)
-
-
-def unless(condition: Callable[..., bool]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def unless(condition: Callable[..., bool]) -> Callable[..., Any]:
     """For `wrap_once`: call the function unless `condition` holds for its arguments."""
+    return lambda original, *args, **kwargs: None if condition(*args, **kwargs) else original(*args, **kwargs)
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, **kwargs: None if condition(*args, **kwargs) else original(*args, **kwargs)
 
-    return make
+@functools.cache
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
 
 
 def share_logging() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.hooks import STREAM_HOOKS
-from freedraft.engines.vllm.patching import after, around, wrap_once
+from freedraft.engines.vllm.patching import after, wrap_once
 
 _BEGINS = "_freedraft_begins"  # of a detokenizer: offsets of the texts of tokens that have not been sent
 
@@ -37,14 +37,14 @@ def parse_by_token() -> None:
     from vllm.parser.parser_manager import ParserManager
     from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
 
-    wrap_once(BaseIncrementalDetokenizer, "update", around(_update))
-    wrap_once(BaseIncrementalDetokenizer, "get_next_output_text", around(_next_text))
+    wrap_once(BaseIncrementalDetokenizer, "update", _update)
+    wrap_once(BaseIncrementalDetokenizer, "get_next_output_text", _next_text)
     wrap_once(ParserManager, "get_parser", after(_hook_parser))
 
 
 def _hook_parser(parser: Any, *args: Any, **kwargs: Any) -> None:
     if parser is not None:
-        wrap_once(parser, "parse_delta", around(_parse_delta))
+        wrap_once(parser, "parse_delta", _parse_delta)
 
 
 def _update(original: Callable[..., Any], self: Any, new_token_ids: Sequence[int], stop_terminated: bool) -> Any:

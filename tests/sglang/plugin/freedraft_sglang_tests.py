@@ -96,14 +96,14 @@ def count_work(path):
     from sglang.srt.layers.sampler import Sampler
     from sglang.srt.managers import scheduler
 
-    from freedraft.engines.sglang.drafting import Drafting
+    from freedraft.engines.sglang.drafting import BatchDrafting
     from freedraft.engines.sglang.verify import TreeVerifier
     from freedraft.files import write_json_atomically
     from tests.support.switched import kept_by
 
     totals = collections.Counter()
-    verify, step_of, draft, finish = TreeVerifier.verify, Drafting._step, Drafting.draft, Drafting.finish
-    sample, sweep = Sampler.forward, Drafting._sweep
+    verify, step_of, draft, finish = TreeVerifier.verify, BatchDrafting._step, BatchDrafting.draft, BatchDrafting.finish
+    sample, sweep = Sampler.forward, BatchDrafting._sweep
 
     def verifying(self, batch, host_tree, tree, output):
         verified = verify(self, batch, host_tree, tree, output)
@@ -130,7 +130,7 @@ def count_work(path):
 
     def drafting(self, batch):
         scheduler.TEST_RETRACT = any(request.rid.startswith("crowded") for request in batch.reqs)
-        totals["prepared"] += self._prepared is not None
+        totals["prepared"] += self._awaited is not None
         self.texts = {}
         tree = draft(self, batch)
         metrics, method = self.guarded.metrics, self.guarded.method
@@ -157,8 +157,8 @@ def count_work(path):
         totals["held"] = kept + kept_by(drafting.guarded.method)
         write_json_atomically(path, totals, durable=False)
 
-    TreeVerifier.verify, Drafting._step, Sampler.forward = verifying, stepping, sampling
-    Drafting.draft, Drafting.finish, Drafting._sweep = drafting, finishing, sweeping
+    TreeVerifier.verify, BatchDrafting._step, Sampler.forward = verifying, stepping, sampling
+    BatchDrafting.draft, BatchDrafting.finish, BatchDrafting._sweep = drafting, finishing, sweeping
 
 
 def record_ranks(folder):

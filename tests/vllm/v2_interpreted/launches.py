@@ -14,16 +14,16 @@ from vllm.inputs import TokensPrompt
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from freedraft.engines.vllm.v2.drafting import Drafting
+from freedraft.engines.vllm.v2.drafting import HostDrafting
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.engines.vllm.v2.trees import Trees
 
 PHASES = {
     (RejectionSampler, "_verify"): "match",
     (Sampler, "sample"): "sample",  # the engine's own
-    (MethodSpeculator, "take_logits"): "take logits",
-    (Drafting, "recycle"): "take logits",
-    (Drafting, "copy_gained"): "copy gained",
+    (MethodSpeculator, "keep_logits"): "take logits",
+    (HostDrafting, "recycle"): "take logits",
+    (HostDrafting, "copy_gained"): "copy gained",
     (MethodSpeculator, "propose"): "propose",
     (MethodSpeculator, "join"): "join",
     (Trees, "prepare_step"): "prepare trees",

@@ -331,9 +331,9 @@ def prepared_without(name, runner, trees):
     logging.getLogger("freedraft").addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(runner, name)
-        trees.enabled = False
+        trees.buffers.enabled = False
         trees.prepare(runner)
-    return [trees.enabled, *lines]
+    return [trees.buffers.enabled, *lines]
 
 
 def note_branches():
@@ -483,7 +483,7 @@ def asked(llm, cases, how, noting):
     engine["schedule"] = config.speculative_config.num_speculative_tokens_per_batch_size
     engine["lookup"] = core.scheduler.dynamic_sd_lookup
     engine |= {"drafts": drafts, "by case": by_case}
-    engine |= {"trees": trees is not None and trees.enabled, "learnt": learnt}
+    engine |= {"trees": trees is not None and trees.buffers.enabled, "learnt": learnt}
     engine["reasons for chains"] = reasons_for_chains(runner) if trees is not None else []
     engine["built otherwise"] = prepared_without("fast_prefill", runner, trees) if trees is not None else []
     engine |= {"tokens on the host": runner.req_states.all_token_ids.on_host, "kv": largest_difference(kv)}

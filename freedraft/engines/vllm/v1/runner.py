@@ -5,10 +5,10 @@ vLLM's custom proposers get neither request ids nor scheduled draft tokens nor t
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_gr
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.forward import Pages
 from freedraft.engines.vllm.outputs import SALT, drafted_up_to, trimmed_output
-from freedraft.engines.vllm.patching import after, before, share_logging, wrap_once
+from freedraft.engines.vllm.patching import after, before, share_logging, signature_of, wrap_once
 from freedraft.engines.vllm.v1.matching import Matching
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
@@ -45,8 +45,7 @@ class V1StepState(NamedTuple):
         return Pages(self.arguments["common_attn_metadata"].block_table_tensor, self.rows, blocks, table.block_size)
 
     def prompt_lengths(self) -> NDArray[Any]:
-        lengths: NDArray[Any] = self.runner.input_batch.num_prompt_tokens[self.rows]
-        return lengths
+        return self.runner.input_batch.num_prompt_tokens[self.rows]
 
 
 class MethodProposer:
@@ -183,14 +182,15 @@ def install(runs_model: bool) -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     wrap_once(GPUModelRunner, "propose_draft_token_ids", _propose)
-    wrap_once(GPUModelRunner, "_update_states", lambda original: after(_begin)(before(_finish)(original)))
+    wrap_once(GPUModelRunner, "_update_states", _update_states)
     if hasattr(GPUModelRunner, "shutdown"):
         wrap_once(GPUModelRunner, "shutdown", before(_close))
     wrap_once(GPUModelRunner, "initialize_kv_cache", after(_prepare))
     wrap_once(gpu_model_runner, "build_logitsprocs", _build_processors)
     if runs_model:
         wrap_once(GPUModelRunner, "capture_model", after(_capture))
-        wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(lambda r: passes_to_capture(_ours(r))))
+        passes_of = partial(with_draft_graphs, lambda runner: passes_to_capture(_ours(runner)))
+        wrap_once(GPUModelRunner, "profile_cudagraph_memory", passes_of)
 
 
 def _ours(runner: Any) -> MethodProposer | None:
@@ -203,45 +203,39 @@ def _close(runner: Any) -> None:
         ours.close()
 
 
-def _propose(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (ours := _ours(self)) is None:
-            return original(self, *args, **kwargs)
-        # As at the start of vLLM's own function.
-        self._draft_probs = None
-        self._draft_prob_req_ids = None
-        arguments = signature.bind(self, *args, **kwargs).arguments
-        drafts, model = None, ours.draft_model
-        if ours.guarded is not None:
-            with nullcontext() if model is None else model.ranks.leading():
-                drafts = ours.guarded.call(ours.draft, self, arguments)
-        elif model is not None:
-            model.serve(V1StepState(self, arguments, np.zeros(0, np.intp)).pages)
-        return drafts or [[] for _ in arguments["sampled_token_ids"]]
-
-    return propose_draft_token_ids
-
-
-def _finish(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:
-    """Before vLLM updates its requests, also in the step without tokens after the last request has ended."""
+def _propose(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     if (ours := _ours(runner)) is None:
-        return
+        return original(runner, *args, **kwargs)
+    # As at the start of vLLM's own function.
+    runner._draft_probs = None
+    runner._draft_prob_req_ids = None
+    arguments = signature_of(original).bind(runner, *args, **kwargs).arguments
+    drafts, model = None, ours.draft_model
+    if ours.guarded is not None:
+        with nullcontext() if model is None else model.ranks.leading():
+            drafts = ours.guarded.call(ours.draft, runner, arguments)
+    elif model is not None:
+        model.serve(V1StepState(runner, arguments, np.zeros(0, np.intp)).pages)
+    return drafts or [[] for _ in arguments["sampled_token_ids"]]
+
+
+def _update_states(original: Callable[..., Any], runner: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+    """Called also in the step without tokens after the last request has ended."""
+    if (ours := _ours(runner)) is None:
+        return original(runner, scheduled, *args, **kwargs)
     # In vLLM one request near max_model_len turns drafting off for the whole batch. Ours are checked one by one.
     length: int = runner.speculative_config.num_speculative_tokens
     runner.effective_drafter_max_model_len = runner.max_model_len + length + 1
-    if ours.guarded is not None:
-        # An id that starts again (resubmitted after an abort, streamed input) loses its state.
-        new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
-        if ended := scheduler_output.finished_req_ids | (new & ours.guarded.running):
-            ours.guarded.call(ours.finish, ended, runner.requests)
-
-
-def _begin(_: Any, runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> None:
-    new = scheduler_output.scheduled_new_reqs
-    if new and (ours := _ours(runner)) is not None and ours.guarded is not None:
+    if ours.guarded is None:
+        return original(runner, scheduled, *args, **kwargs)
+    new = scheduled.scheduled_new_reqs
+    # An id that starts again (resubmitted after an abort, streamed input) loses its state.
+    if ended := scheduled.finished_req_ids | ({request.req_id for request in new} & ours.guarded.running):
+        ours.guarded.call(ours.finish, ended, runner.requests)
+    result = original(runner, scheduled, *args, **kwargs)
+    if new:
         ours.guarded.call(ours.begin, runner.input_batch, new)
+    return result
 
 
 def _capture(_: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -265,20 +259,17 @@ def _prefer(config: Any, min_cg_support: Any, *args: Any, **kwargs: Any) -> None
         config.cudagraph_mode = CUDAGraphMode.FULL
 
 
-def _build_processors(original: Callable[..., Any]) -> Callable[..., Any]:
+def _build_processors(
+    original: Callable[..., Any], vllm_config: Any, device: Any, is_pin_memory: bool, is_pooling_model: bool,
+    custom_logitsprocs: Any = (),
+) -> Any:  # fmt: skip
     """Build all of vLLM's own logits processors; with drafts vLLM itself builds `min_tokens` only."""
+    from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
 
-    def build_logitsprocs(
-        vllm_config: Any, device: Any, is_pin_memory: bool, is_pooling_model: bool, custom_logitsprocs: Any = ()
-    ) -> Any:
-        from vllm.v1.sample.logits_processor import BUILTIN_LOGITS_PROCESSORS, LogitsProcessors
-
-        # Custom ones may read the output, which lacks the drafts: vLLM refuses them.
-        if custom_logitsprocs or configured(vllm_config).name not in METHODS:
-            return original(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
-        return LogitsProcessors(made(vllm_config, device, is_pin_memory) for made in BUILTIN_LOGITS_PROCESSORS)
-
-    return build_logitsprocs
+    # Custom ones may read the output, which lacks the drafts: vLLM refuses them.
+    if custom_logitsprocs or configured(vllm_config).name not in METHODS:
+        return original(vllm_config, device, is_pin_memory, is_pooling_model, custom_logitsprocs)
+    return LogitsProcessors(made(vllm_config, device, is_pin_memory) for made in BUILTIN_LOGITS_PROCESSORS)
 
 
 def _prepare(_: None, runner: Any, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:

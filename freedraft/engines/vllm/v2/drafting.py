@@ -1,10 +1,8 @@
-"""`Drafting`: requests and steps on the host, in the drafting rank."""
+"""`HostDrafting`: requests and steps on the host, in the drafting rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +23,6 @@ from freedraft.step import Step
 
 if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
-    from freedraft.engines.vllm.v2.trees import Trees
 
 
 class V2StepState(NamedTuple):
@@ -42,33 +39,23 @@ class V2StepState(NamedTuple):
         return Pages(tables.block_tables[0].gpu, self.slots, blocks, tables.block_sizes[0])
 
     def prompt_lengths(self) -> NDArray[Any]:
-        lengths: NDArray[Any] = self.states.prompt_len.np[self.slots]
-        return lengths
+        return self.states.prompt_len.np[self.slots]
 
 
-def trees_of(vllm_config: Any, device: torch.device, req_states: Any) -> Trees | None:
-    """The trees of a runner; None if its method drafts chains."""
-    if configured(vllm_config).shape == "chain":
-        return None
-    from freedraft.engines.vllm.v2.trees import Trees
-
-    return Trees(vllm_config, device, req_states)
-
-
-class Drafting:
+class HostDrafting:
     """The host's part of drafting, in the drafting rank. B requests, K = most draft tokens of a request.
 
     Args:
-        device: of the model; states: the runner's RequestState.
+        device: of the model; states: the runner's RequestState; trees: see `Requests`.
 
     Attributes:
         proposed: int64 [slots, 1 or 2, K], the newest drafts: tokens, and ancestor masks if there may be trees.
-        steps: number of the newest step.
+        steps: number of the newest step; gained, before: its tokens, and those of the step before it.
     """
 
     proposed: NDArray[np.int64]
 
-    def __init__(self, vllm_config: Any, device: torch.device, states: Any) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, states: Any, trees: NDArray[np.bool_] | None) -> None:
         self._states, ours = states, configured(vllm_config)
         length: int = vllm_config.speculative_config.num_speculative_tokens
         spec, context = METHODS[ours.name], context_of_engine(vllm_config, v2_lengths=ours.lengths or (length,))
@@ -77,23 +64,18 @@ class Drafting:
         self.lengths = method.controller if isinstance(method.controller, BatchLengths) else None
         self.rows: Rows = []  # draft lengths by batch size, to send to the scheduler
         tokenizer = tokenizer_of(vllm_config.model_config) if method.learns else None
-        self.requests = Requests(states.max_num_reqs, vllm_config.model_config.max_model_len, length, tokenizer)
-        self.runner: Any = None  # once it has its KV cache, as the next two
+        longest = vllm_config.model_config.max_model_len
+        self.requests = Requests(states.max_num_reqs, longest, length, tokenizer, trees)
+        self.runner: Any = None  # once it has its KV cache, as the next one
         self.by_score: RowsByScore | None = None  # with adaptive verification
-        self.trees: Trees | None = None
         self.logits = LogitsCopy()
-        self.gained, self._before = (GainedTokens(states.max_num_reqs, length, device) for _ in range(2))
+        self.gained, self.before = (GainedTokens(states.max_num_reqs, length, device) for _ in range(2))
         self.steps, self._drafted_at = 0, -1
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def add(self, requests: Iterable[Any]) -> None:
-        """Add requests (vLLM's NewRequestData) that got slots: new or resumed ones. A failure affects its request
-        only."""
-        for request in requests:
-            self.guarded.call(partial(self._add, request))
-
-    def _add(self, request: Any) -> None:
+    def add(self, request: Any) -> None:
+        """Add a request (vLLM's NewRequestData) that got a slot: a new or resumed one."""
         request_id, parameters = request.req_id, request.sampling_params
         if request_id in self.requests.slots:  # an id that starts again: streamed input
             self.requests.finish(request_id)
@@ -107,22 +89,11 @@ class Drafting:
             extra = getattr(parameters, "extra_args", None)
             self.guarded.begin(request_id, known, getattr(request, SALT, None) or None, extra)
 
-    def end(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
-        """Remove finished requests, and release the slots of preempted ones."""
-        for request_id in preempted:
-            self.requests.preempt(request_id)
-        for request_id in finished:
-            self.requests.finish(request_id)
-
     def _tell_end(self, request_id: str) -> None:
-        output = self.guarded.call(partial(self.requests.take_ended, request_id))
+        output = self.guarded.call(self.requests.take_ended, request_id)
         self.guarded.finish(request_id, output)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
-
-    def approach(self) -> None:
-        """The model of the present step has run; its tokens are drawn next."""
-        self._before.approach()  # which takes the place of the newest
 
     def launched(
         self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor, hidden_states: torch.Tensor,
@@ -131,7 +102,7 @@ class Drafting:
         """Queue the copy of a step's accepted tokens after its work, and fill `drafts`, int64 [B, K], with each
         request's newest token. over: bool [B], requests that finished prefill."""
         self.catch_up()
-        self.gained, self._before = self._before, self.gained
+        self.gained, self.before = self.before, self.gained
         self.copy_gained(input_batch, num_sampled, drafts)
         self.gained.taken = False
         self._set_prompt_states(input_batch, hidden_states, over)
@@ -144,7 +115,7 @@ class Drafting:
         """Draft after the newest step, at most `most` tokens per request, and if there is an InputBatch no more than it
         verifies. Returns whether `proposed` was filled, in time for the gate if there is one."""
         gained, requests = self.gained, self.requests
-        if gained.taken or not requests.prepare(gained, most, batch):  # no wait is needed
+        if gained.taken or not requests.set_verified(gained, most, batch):  # no wait is needed
             return False
         taken = self._take(most)
         if gate is not None:
@@ -159,7 +130,7 @@ class Drafting:
             self.guarded.take(step)
         with nullcontext(True) if gate is None else gate.writing() as in_time:
             if in_time:
-                counts = write_drafts(draft, taken, gained, requests, self.proposed, self._branching, self.steps)
+                counts = write_drafts(draft, taken, gained, requests, self.proposed, self.steps)
                 if self.by_score is not None:
                     self.by_score.choose(draft, gained.slots[taken.rows], counts, batch)
         return in_time
@@ -167,15 +138,7 @@ class Drafting:
     def _take(self, most: int) -> Taken:
         """Take the newest step's tokens. most: draft tokens that each request may verify next."""
         self.gained.taken = True
-        return self.requests.append(self.gained, most, self._branching)
-
-    def _record(self, lengths: BatchLengths) -> None:
-        """Record the time of the last taken step, once."""
-        gained, before = self.gained, self._before
-        if gained.query_tokens and before.number == gained.number - 1:
-            seconds, context = gained.seconds_since(before), float(gained.wait()[:, 1].mean())
-            lengths.record_step(len(gained.slots), gained.query_tokens, context, seconds)
-        gained.query_tokens = 0
+        return self.requests.append(self.gained, most)
 
     def recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
         """Copy the target's logits after each root and each of our draft tokens that the newest step verified, for
@@ -203,7 +166,11 @@ class Drafting:
         for request_id in [*self.requests.ended]:
             self._tell_end(request_id)
         if self.lengths is not None:
-            self._record(self.lengths)
+            gained, before = self.gained, self.before
+            if gained.query_tokens and before.number == gained.number - 1:
+                seconds, context = gained.seconds_since(before), float(gained.wait()[:, 1].mean())
+                self.lengths.record_step(len(gained.slots), gained.query_tokens, context, seconds)
+            gained.query_tokens = 0  # its time is recorded once
 
     def _learn(self, taken: Taken) -> None:
         """Learn from a step that nobody drafted after, at once or, in a pause, later."""
@@ -237,10 +204,6 @@ class Drafting:
         context = float(self.requests.lengths[slots].sum()) / max(len(slots), 1)
         return self.lengths.decide(batch, max(context, 1.0))
 
-    @property
-    def _branching(self) -> NDArray[np.bool_] | None:
-        return None if self.trees is None else self.trees.allowed
-
     def _ids(self, taken: Taken) -> list[str]:
         ids = self.gained.request_ids
         return ids if len(taken.rows) == len(ids) else [ids[row] for row in taken.rows.tolist()]
@@ -266,6 +229,6 @@ class Drafting:
             drafted=taken.drafted,
             previous=(len(ids), gained.query_tokens) if timed else None,
             history=lambda b: tokens[slots[b], : contexts[b]],
-            trees=(self.requests.no_trees if self._branching is None else self._branching)[slots],
+            trees=self.requests.trees[slots],
             engine=state,
         )

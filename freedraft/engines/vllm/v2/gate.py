@@ -119,7 +119,7 @@ class Gate:
         with self._lock:
             self._flag[0] = self._number
 
-    def end(self) -> None:
+    def give_up(self) -> None:
         self._late = _PATIENCE
 
     def _open_late(self) -> None:

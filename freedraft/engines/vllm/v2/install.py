@@ -5,7 +5,6 @@ V2 takes its speculator for method "ngram_gpu" from a module attribute, which is
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,9 +13,9 @@ import torch
 
 from freedraft.engines.vllm.context import configured
 from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
-from freedraft.engines.vllm.patching import after, before, wrap_once
-from freedraft.engines.vllm.v2.drafting import Drafting
-from freedraft.engines.vllm.v2.lengths import find_nearest, send_lengths, whole_table
+from freedraft.engines.vllm.patching import after, before, signature_of, wrap_once
+from freedraft.engines.vllm.v2.drafting import HostDrafting
+from freedraft.engines.vllm.v2.lengths import LENGTHS, find_nearest, whole_table
 from freedraft.engines.vllm.v2.matching import match
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator, When
 from freedraft.method import METHODS
@@ -41,10 +40,11 @@ def install() -> None:
     wrap_once(GPUModelRunner, "add_requests", after(_add))
     wrap_once(GPUModelRunner, "sample_tokens", after(_send_lengths))
     wrap_once(GPUModelRunner, "initialize_kv_cache", after(_prepare))
-    wrap_once(GPUModelRunner, "profile_cudagraph_memory", with_draft_graphs(lambda r: passes_to_capture(_ours(r))))
-    wrap_once(RejectionSampler, "__call__", before(_take_logits))
+    passes_of = partial(with_draft_graphs, lambda runner: passes_to_capture(_ours(runner)))
+    wrap_once(GPUModelRunner, "profile_cudagraph_memory", passes_of)
+    wrap_once(RejectionSampler, "__call__", before(_keep_logits))
     wrap_once(RejectionSampler, "_verify", _verify)
-    wrap_once(cudagraph_utils.CudaGraphManager, "_init_candidates", find_nearest)
+    wrap_once(cudagraph_utils.CudaGraphManager, "_init_candidates", after(find_nearest))
     wrap_once(GPUModelRunner, "prepare_attn", _prepare_step)
     wrap_once(GPUModelRunner, "prepare_inputs", before(_note_graph))
     wrap_once(cudagraph_utils.ModelCudaGraphManager, "run_fullgraph", _launch)
@@ -52,12 +52,9 @@ def install() -> None:
     wrap_once(DefaultModelState, "prepare_inputs", before(_join))
 
 
-def _or_ours(original: Callable[..., Any]) -> Callable[..., Any]:
-    def make(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
-        ours = configured(vllm_config).name in METHODS
-        return (MethodSpeculator if ours else original)(vllm_config, device, req_states)
-
-    return make
+def _or_ours(original: Callable[..., Any], vllm_config: Any, device: torch.device, req_states: Any) -> Any:
+    ours = configured(vllm_config).name in METHODS
+    return (MethodSpeculator if ours else original)(vllm_config, device, req_states)
 
 
 def _ours(runner: Any) -> MethodSpeculator | None:
@@ -65,25 +62,21 @@ def _ours(runner: Any) -> MethodSpeculator | None:
     return speculator if isinstance(speculator, MethodSpeculator) else None
 
 
-def _drafting(runner: Any) -> Drafting | None:
+def _drafting(runner: Any) -> HostDrafting | None:
     """In the drafting rank, except during warm-up."""
     ours = _ours(runner)
     return None if ours is None or ours.warming_up else ours.host
 
 
-def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
+def _warm_up(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
     """vLLM compiles kernels with dummy requests: they are not drafted for, or learnt from."""
-
-    def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (ours := _ours(self.model_runner)) is None:
-            return original(self, *args, **kwargs)
-        ours.warm_up(True)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            ours.warm_up(False)
-
-    return compile_or_warm_up_model
+    if (ours := _ours(worker.model_runner)) is None:
+        return original(worker, *args, **kwargs)
+    ours.warm_up(True)
+    try:
+        return original(worker, *args, **kwargs)
+    finally:
+        ours.warm_up(False)
 
 
 def _close(runner: Any) -> None:
@@ -96,7 +89,10 @@ def _close(runner: Any) -> None:
 
 def _end(runner: Any, scheduler_output: Any) -> None:
     if (host := _drafting(runner)) is not None:
-        host.end(scheduler_output.finished_req_ids, scheduler_output.preempted_req_ids or ())
+        for request_id in scheduler_output.preempted_req_ids or ():
+            host.requests.preempt(request_id)
+        for request_id in scheduler_output.finished_req_ids:
+            host.requests.finish(request_id)
         if scheduler_output.finished_req_ids and not scheduler_output.total_num_scheduled_tokens:
             host.guarded.call(host.catch_up)  # no step follows the newest one
 
@@ -106,7 +102,8 @@ def _add(_: Any, runner: Any, scheduler_output: Any) -> None:
     if (ours := _ours(runner)) is not None and ours.trees is not None:
         ours.trees.add(new)
     if (host := _drafting(runner)) is not None:
-        host.add(new)
+        for request in new:  # a failure affects its request only
+            host.guarded.call(host.add, request)
 
 
 def _prepare(_: None, runner: Any, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:
@@ -120,27 +117,24 @@ def _prepare(_: None, runner: Any, kv_cache_config: Any, is_profiling: bool = Fa
             setattr(runner.cudagraph_manager, SPECULATOR, ours)
 
 
-def _take_logits(sampler: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
+def _keep_logits(sampler: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
     if (ours := getattr(sampler, SPECULATOR, None)) is not None:
-        ours.take_logits(logits, input_batch)
+        ours.keep_logits(logits, input_batch)
 
 
-def _prepare_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    def prepare_attn(self: Any, input_batch: Any) -> Any:
-        if (ours := _ours(self)) is None:
-            return original(self, input_batch)
-        ours.begin(input_batch)
-        early = ours.when is When.BEFORE_ATTENTION
+def _prepare_step(original: Callable[..., Any], runner: Any, input_batch: Any) -> Any:
+    if (ours := _ours(runner)) is None:
+        return original(runner, input_batch)
+    ours.begin_step(input_batch)
+    early = ours.when is When.BEFORE_ATTENTION
+    if early:
+        ours.join(input_batch)
+    block_tables, slot_mappings = original(runner, input_batch)
+    if ours.trees is not None:
+        ours.trees.prepare_step(input_batch, slot_mappings)
         if early:
-            ours.join(input_batch)
-        block_tables, slot_mappings = original(self, input_batch)
-        if ours.trees is not None:
-            ours.trees.prepare_step(input_batch, slot_mappings)
-            if early:
-                ours.trees.write_queries(input_batch)
-        return block_tables, slot_mappings
-
-    return prepare_attn
+            ours.trees.write_queries(input_batch)
+    return block_tables, slot_mappings
 
 
 def _note_attention(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -154,13 +148,10 @@ def _note_graph(runner: Any, scheduler_output: Any, state: Any, batch_desc: Any,
         ours.full_graph = batch_desc.cg_mode.name == "FULL"
 
 
-def _launch(original: Callable[..., Any]) -> Callable[..., Any]:
-    def run_fullgraph(self: Any, *args: Any, **kwargs: Any) -> Any:
-        replay = partial(original, self, *args, **kwargs)
-        ours: MethodSpeculator | None = getattr(self, SPECULATOR, None)
-        return replay() if ours is None else ours.launch(replay)
-
-    return run_fullgraph
+def _launch(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
+    replay = partial(original, manager, *args, **kwargs)
+    ours: MethodSpeculator | None = getattr(manager, SPECULATOR, None)
+    return replay() if ours is None else ours.launch(replay)
 
 
 def _join(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -172,20 +163,17 @@ def _join(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None
             ours.trees.write_queries(input_batch)
 
 
-def _verify(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
-    def verify(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours: MethodSpeculator | None = getattr(self, SPECULATOR, None)
-        if ours is None or not ours.matches:
-            return original(self, *args, **kwargs)
-        given = signature.bind(self, *args, **kwargs).arguments
-        return match(self, given) if ours.trees is None else ours.trees.verify(self, given)
-
-    return verify
+def _verify(original: Callable[..., Any], sampler: Any, *args: Any, **kwargs: Any) -> Any:
+    ours: MethodSpeculator | None = getattr(sampler, SPECULATOR, None)
+    if ours is None or not ours.matches:
+        return original(sampler, *args, **kwargs)
+    given = signature_of(original).bind(sampler, *args, **kwargs).arguments
+    return match(sampler, given) if ours.trees is None else ours.trees.verify(sampler, given)
 
 
 def _send_lengths(output: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+    """With vLLM's AsyncOutput of a step."""
     if (host := _drafting(runner)) is not None and host.rows:
-        send_lengths(output, host.rows)
+        if (sent := getattr(output, "model_runner_output", None)) is not None:
+            setattr(sent, LENGTHS, host.rows)
         host.rows = []

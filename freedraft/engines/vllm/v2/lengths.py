@@ -6,28 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from freedraft.cost.auto_by_batch import Rows
 from freedraft.engines.vllm.context import configured
-from freedraft.engines.vllm.patching import before, wrap_once
 from freedraft.method import METHODS
 
-LENGTHS = "_freedraft_lengths"  # Attribute of vLLM's ModelRunnerOutput
+LENGTHS = "_freedraft_lengths"  # Attribute of vLLM's ModelRunnerOutput: draft lengths by batch size, `Rows`
 
 
-def send_lengths(output: Any, rows: Rows) -> None:
-    """Attach draft lengths by batch size to vLLM's AsyncOutput."""
-    if (model_runner_output := getattr(output, "model_runner_output", None)) is not None:
-        setattr(model_runner_output, LENGTHS, rows)
-
-
-def receive_lengths() -> None:
-    """Make the scheduler update its table of draft lengths by batch size from received rows."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    wrap_once(Scheduler, "update_from_output", before(_update_table))
-
-
-def _update_table(scheduler: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> None:
+def receive_lengths(scheduler: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> None:
+    """Update the scheduler's table of draft lengths by batch size from received rows."""
     table = scheduler.dynamic_sd_lookup
     for first, last, length in getattr(model_runner_output, LENGTHS, ()) if table else ():
         last = min(last, len(table) - 1)
@@ -42,26 +28,18 @@ class GraphLengths(list[tuple[int, int, int]]):
         super().__init__((i, i, length) for i, length in enumerate(reversed(lengths), 1))
 
 
-def whole_table(original: Callable[..., Any]) -> Callable[..., Any]:
+def whole_table(original: Callable[..., Any], table: Any, vllm_max_batch_size: int, *args: Any, **kwargs: Any) -> Any:
     """Keep the rows of a `GraphLengths` beyond vLLM's largest batch size."""
-
-    def build_dynamic_sd_schedule_lookup(table: Any, vllm_max_batch_size: int, *args: Any, **kwargs: Any) -> Any:
-        largest = max(vllm_max_batch_size, len(table)) if isinstance(table, GraphLengths) else vllm_max_batch_size
-        return original(table, largest, *args, **kwargs)
-
-    return build_dynamic_sd_schedule_lookup
+    largest = max(vllm_max_batch_size, len(table)) if isinstance(table, GraphLengths) else vllm_max_batch_size
+    return original(table, largest, *args, **kwargs)
 
 
-def find_nearest(original: Callable[..., Any]) -> Callable[..., Any]:
+def find_nearest(_: None, manager: Any) -> None:
     """Make vLLM look for a step's graph among graphs of all sizes. Its own search (as of 0.33) ends at the nearest
-    size, of which all graphs may be of other lengths."""
-
-    def _init_candidates(self: Any) -> None:
-        original(self)
-        if configured(self.vllm_config).name in METHODS:
-            put_nearest_first(self._candidates, [graph for graphs in self._capture_descs.values() for graph in graphs])
-
-    return _init_candidates
+    size, of which all graphs may be of other lengths. manager: vLLM's CudaGraphManager, after `_init_candidates`."""
+    if configured(manager.vllm_config).name in METHODS:
+        graphs = [graph for graphs in manager._capture_descs.values() for graph in graphs]
+        put_nearest_first(manager._candidates, graphs)
 
 
 def put_nearest_first(candidates: dict[tuple[int, int], list[Any]], graphs: list[Any]) -> None:

@@ -41,7 +41,7 @@ _SLOT = np.dtype([(name, "i8") for name in _FIELDS])
 
 
 @compiled
-def _prepare(step, following, state, most, all_verify):
+def _set_verified(step, following, state, most, all_verify):
     slots, generations = step
     state["verified"][:] = most if all_verify else 0
     for i in range(len(following[0])):
@@ -54,7 +54,7 @@ def _prepare(step, following, state, most, all_verify):
 
 
 @compiled
-def _append(step, tokens, state, branching, most, out):
+def _append(step, tokens, state, trees, most, out):
     slots, generations, gained, scheduled = step
     (starts, ends), (rows, contexts, capacities, before) = out
     n, width = 0, gained.shape[1]
@@ -68,7 +68,7 @@ def _append(step, tokens, state, branching, most, out):
             rows[n], starts[n], contexts[n] = b, ends[n] - count, length
             verified = min(one.verified, most)
             room = min(verified, one.limit - 1 - length)  # as `freedraft.step.room`
-            if room > 0 and branching[slot]:
+            if room > 0 and trees[slot]:
                 room = min(verified, tokens.shape[1] - 1 - length)
             capacities[n], before[n] = max(room, 0), min(one.drafted, scheduled[b])
             one.drafted = 0
@@ -81,11 +81,12 @@ class Requests:
     has been reassigned since, they are dropped.
 
     Args:
-        slots: number of slots; max_model_len: most tokens of a request; length: K, most draft tokens of one.
+        slots: number of slots; max_model_len: most tokens of a request; length: K, most draft tokens of one; trees:
+            bool [slots], `Step.trees` by slot; None: nowhere.
 
     Attributes:
         tokens: int32 [slots, max_model_len]. state: records [slots] of the following, and of the draft tokens that each
-            request verifies next. no_trees: bool [slots], False.
+            request verifies next.
         lengths: int64 [slots], tokens held of each request; -1 for a free slot.
         generations: int64 [slots], number of requests that have left each slot.
         limits: int64 [slots], maximum total tokens of each request.
@@ -96,7 +97,9 @@ class Requests:
         ended: finished requests, by id, for which a step may still return tokens.
     """
 
-    def __init__(self, slots: int, max_model_len: int, length: int, tokenizer: Any = None) -> None:
+    def __init__(
+        self, slots: int, max_model_len: int, length: int, tokenizer: Any = None, trees: NDArray[np.bool_] | None = None
+    ) -> None:
         self.tokens: NDArray[np.int32] = np.empty((slots, max_model_len), np.int32)  # memory is used as it fills
         self.state: NDArray[Any] = np.zeros(slots, _SLOT)
         state, self._prompts = self.state, np.zeros(slots, np.int64)
@@ -104,7 +107,8 @@ class Requests:
         self.drafted, self.drafted_behind, self.roots = state["drafted"], state["drafted_behind"], state["root"]
         self.lengths[:] = self.drafted_behind[:] = -1
         self.parents = np.zeros((slots, length + 1), np.int32)
-        self.no_trees, self._none = np.zeros(slots, np.bool_), (np.zeros(0, np.int32),) * 2
+        self.trees = np.zeros(slots, np.bool_) if trees is None else trees
+        self._none = (np.zeros(0, np.int32),) * 2
         self.slots: dict[str, int] = {}
         self._tokenizer = tokenizer  # see `trimmed_output`
         self._parameters: list[Any] = [None] * slots
@@ -122,24 +126,21 @@ class Requests:
         self.limits[slot] = min(self.tokens.shape[1], drafted_up_to(parameters, prompt))
         return self.tokens[slot, : len(tokens)]
 
-    def prepare(self, gained: GainedTokens, most: int, batch: Any) -> bool:
+    def set_verified(self, gained: GainedTokens, most: int, batch: Any) -> bool:
         """Set how many draft tokens each request may verify next, at most `most`: all of them without an InputBatch
         `batch`, otherwise what it verifies. Whether any request of the newest step may have drafts."""
         following, counts = self._none, None if batch is None else batch.num_draft_tokens_per_req
         if counts is not None:
             following = batch.idx_mapping_np[: batch.num_reqs], counts[: batch.num_reqs]
-        return bool(_prepare((gained.slots, gained.generations), following, self.state, most, batch is None))
+        return bool(_set_verified((gained.slots, gained.generations), following, self.state, most, batch is None))
 
-    def append(self, gained: GainedTokens, most: int, branching: NDArray[np.bool_] | None = None) -> Taken:
+    def append(self, gained: GainedTokens, most: int) -> Taken:
         """Append a step's new tokens, for requests that are still in their slot and miss no earlier ones. most: draft
-        tokens that each may verify next, of those that `prepare` has set; branching: bool [slots], which may have
-        trees; None: none."""
+        tokens that each may verify next, of those that `set_verified` has set."""
         slots, generations, known = gained.slots, gained.generations, gained.wait()
         places, found = np.empty((2, len(slots)), np.int64), np.empty((4, len(slots)), np.int32)
-        n = _append(
-            (slots, generations, known, gained.scheduled), self.tokens, self.state,
-            self.no_trees if branching is None else branching, most, (places, found),
-        )  # fmt: skip
+        step = slots, generations, known, gained.scheduled
+        n = _append(step, self.tokens, self.state, self.trees, most, (places, found))
         for left in self.ended.values():
             for row in np.flatnonzero((slots == left.slot) & (generations == left.generation)).tolist():
                 count, length = known[row, :2]
@@ -174,7 +175,7 @@ class Requests:
 
 def write_drafts(
     draft: DraftBatch | None, taken: Taken, gained: GainedTokens, requests: Requests, proposed: NDArray[np.int64],
-    branching: NDArray[np.bool_] | None, number: int,
+    number: int,
 ) -> NDArray[np.int32]:  # fmt: skip
     """Write drafts after a step into `proposed`, and what was drafted into `requests`; return int32 [R], draft tokens
     of each of the R requests of `taken`.
@@ -183,14 +184,13 @@ def write_drafts(
         draft: of R requests, or None.
         proposed: int64 [slots, 1 or 2, K], out: tokens, and masks (`NodeMasks`) if there may be trees; without a draft
             token, a request's newest one and 0.
-        branching: bool [slots], which requests may have trees. None: none.
         number: of the step, for `Requests.drafted_behind`.
     """
     counts, draft = np.zeros(len(taken.rows), np.int32), draft or DraftBatch.empty(0, 1)
     _write(
         (draft.tokens, draft.parents, draft.counts),
         (taken.rows, gained.wait(), gained.slots),
-        (requests.state, requests.no_trees if branching is None else branching, requests.parents),
+        (requests.state, requests.trees, requests.parents),
         (proposed, counts),
         number,
     )
@@ -201,7 +201,7 @@ def write_drafts(
 def _write(draft, taken, of_slots, out, number):
     tokens, parents, nodes = draft
     rows, gained, slots = taken
-    state, branching, all_parents = of_slots
+    state, trees, all_parents = of_slots
     (all_tokens, all_masks), counts = (out[0][:, 0], out[0][:, -1]), out[1]
     for row, slot in enumerate(slots):
         all_masks[slot] = 0  # without trees, these are the tokens
@@ -214,7 +214,7 @@ def _write(draft, taken, of_slots, out, number):
         for kept in range(counts[b]):
             parent = parents[b, kept + 1]
             proposed[kept], all_parents[slot, kept + 1] = tokens[b, kept + 1], parent
-            if branching[slot]:
+            if trees[slot]:
                 above = masks[parent - 1] if parent > 0 else np.int64(0)
                 masks[kept] = above | (np.int64(1) << np.int64(kept))
         state[slot].drafted_behind, state[slot].root, all_parents[slot, 0] = number, gained[row, -1], -1

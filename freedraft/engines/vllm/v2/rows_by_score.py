@@ -111,7 +111,7 @@ class RowsByScore:
         at, known = ((np.arange(n) + 0.5) / n for n in (max(count, 1), len(self._forecast)))
         return np.interp(at, known, self._forecast)[:count]
 
-    def begin(self, batch: Any) -> bool:
+    def begin_step(self, batch: Any) -> bool:
         """Called with vLLM's InputBatch of each step. Returns whether drafts are needed."""
         adaptive = batch.max_query_len is not None  # drafts were scheduled, and vLLM does not warm up
         fewer = adaptive and self._budget < int(batch.num_draft_tokens_per_req.sum())
@@ -165,7 +165,7 @@ class RowsByScore:
                 batch.idx_mapping, batch.query_start_loc, batch.positions, batch.num_tokens_after_padding
             )
 
-    def end(self, batch: Any) -> None:
+    def end_step(self, batch: Any) -> None:
         """vLLM has drawn the step's tokens: set how many draft tokens of each request it has verified."""
         if batch.max_query_len is not None:
             batch.num_draft_tokens_per_req = self._counts

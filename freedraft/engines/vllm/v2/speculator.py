@@ -1,4 +1,4 @@
-"""`MethodSpeculator`: passes steps of vLLM's model runner V2 to `Drafting`, and drafts to the device.
+"""`MethodSpeculator`: passes steps of vLLM's model runner V2 to `HostDrafting`, and drafts to the device.
 
 Model runner V2 prepares the next step on the device while the host lags behind. So a kernel writes accepted tokens to
 pinned memory (`propose`); they are awaited when the next step lacks only its drafts, which go back by one copy
@@ -29,7 +29,7 @@ from freedraft.engines.draft_round import DraftRanks
 from freedraft.engines.vllm.context import ADAPTIVE, SCHEDULE, configured, start_line
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.patching import share_logging
-from freedraft.engines.vllm.v2.drafting import Drafting, V2StepState, trees_of
+from freedraft.engines.vllm.v2.drafting import HostDrafting, V2StepState
 from freedraft.engines.vllm.v2.gate import Gate, stream_wait, why_no_gate
 from freedraft.engines.vllm.v2.lengths import GraphLengths
 from freedraft.method import METHODS
@@ -37,6 +37,7 @@ from freedraft.step import TOP_TOKENS
 
 if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
+    from freedraft.engines.vllm.v2.trees import Trees
     from freedraft.guarded_method import GuardedMethod
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class MethodSpeculator(BaseSpeculator):
 
     Attributes:
         host: in the drafting rank.
+        matches: whether `match` verifies drafts, and not another method of vLLM chosen by the user.
         when: drafts of the step that is being prepared are made.
     """
 
@@ -78,6 +80,7 @@ class MethodSpeculator(BaseSpeculator):
         share_logging()
         self._vllm_config, self._ranks = vllm_config, get_tp_group()
         config, ours = vllm_config.speculative_config, configured(vllm_config)
+        self.matches: bool = config.rejection_sample_method == "standard"
         self._schedule = getattr(config, SCHEDULE)
         if ours.lengths:  # until `prepare`, so that vLLM lists CUDA graphs for each length, also when profiling
             setattr(config, SCHEDULE, GraphLengths(ours.lengths))
@@ -87,8 +90,15 @@ class MethodSpeculator(BaseSpeculator):
         req_states.all_token_ids = StagedWriteTensor(shape, tokens.dtype, device, uva_instead_of_gpu=True)
         self._states, self._device = req_states, device
         self.length: int = config.num_speculative_tokens
-        self.trees = trees_of(vllm_config, device, req_states)
-        self.host = Drafting(vllm_config, device, req_states) if self._ranks.rank_in_group == 0 else None
+        self.trees: Trees | None = None
+        if ours.shape != "chain":
+            from freedraft.engines.vllm.v2.trees import Trees
+
+            self.trees = Trees(vllm_config, device, req_states)
+        self.host: HostDrafting | None = None
+        if self._ranks.rank_in_group == 0:
+            trees = None if self.trees is None else self.trees.trees
+            self.host = HostDrafting(vllm_config, device, req_states, trees)
         self._newest = torch.zeros(req_states.max_num_reqs, self.length, dtype=torch.int64, device=device)
         self._make_buffers()
         self.runner: Any = None  # once it has its KV cache, as the next two
@@ -114,31 +124,26 @@ class MethodSpeculator(BaseSpeculator):
         if self.trees is not None:
             self.trees.masks = self._drafts[:, 1]
         if self.host is not None:
-            self.host.trees, self.host.proposed = self.trees, self._proposed.numpy()
+            self.host.proposed = self._proposed.numpy()
 
     @property
     def guarded(self) -> GuardedMethod | None:
         """The method, on the drafting rank."""
         return None if self.host is None else self.host.guarded
 
-    @property
-    def matches(self) -> bool:
-        """Whether `match` verifies drafts, and not another method of vLLM chosen by the user."""
-        return bool(self._vllm_config.speculative_config.rejection_sample_method == "standard")
-
     def close(self) -> None:
         """Release all memory: the process may outlive the engine."""
         if self.guarded is not None:
             self.guarded.close()
         if self.gate is not None:
-            self.gate.end()
+            self.gate.give_up()
         self.gate = self.host = self.runner = self.draft_model = self.trees = None
 
     def warm_up(self, now: bool) -> None:
         """Set whether vLLM runs dummy requests now, to compile kernels; their outcomes are ignored."""
         self.warming_up = now
         if self.trees is not None:
-            self.trees.warm_up(now)
+            self.trees.buffers.warming_up = now
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Required by vLLM; we capture no graphs here."""
@@ -157,7 +162,7 @@ class MethodSpeculator(BaseSpeculator):
             logger.info(start_line(self._vllm_config, name, v2=True))
             host.runner = runner
         if self.trees is not None and not DraftRanks(self._ranks).agree(self.trees.prepare(runner)):
-            self.trees.disable()
+            self.trees.buffers.enabled = False  # another rank cannot prepare trees
             self.trees = None
             self._make_buffers()
         self.runner = runner
@@ -214,7 +219,7 @@ class MethodSpeculator(BaseSpeculator):
                 host.copy_gained(input_batch, num_sampled, drafts)
             return drafts.zero_()
         if self.by_score is not None:
-            self.by_score.end(input_batch)
+            self.by_score.end_step(input_batch)
         slots, on_device = input_batch.idx_mapping_np[:batch], input_batch.idx_mapping[:batch]
         # The bound is exact in prefill.
         over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= self._states.prefill_len.np[slots]
@@ -250,10 +255,10 @@ class MethodSpeculator(BaseSpeculator):
                 drafted = self.host.guarded.call(self.host.draft, pending.most, batch)
         self._send(pending, batch, drafted)
 
-    def begin(self, batch: Any) -> None:
+    def begin_step(self, batch: Any) -> None:
         """The inputs of a step are prepared; batch: vLLM's InputBatch."""
         self.verifying = batch
-        if self.by_score is not None and not self.by_score.begin(batch):
+        if self.by_score is not None and not self.by_score.begin_step(batch):
             self._pending = None  # nothing is verified: its tokens are taken later
         gated = self.gate is not None and self.gate.usable and self.full_graph and self._pending is not None
         self.when = When.AFTER_LAUNCH if gated else self._usually
@@ -311,11 +316,11 @@ class MethodSpeculator(BaseSpeculator):
         if drafted and self._sent is not None:
             self._sent.record()
 
-    def take_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
+    def keep_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
         """Keep a step's logits until `propose` recycles them; sampling does not modify them. logits: float [R, V], rows
         of a request consecutive."""
         if self.host is not None:
-            self.host.approach()
+            self.host.before.approach()  # the present step takes its place
         if self.host is not None and self.host.guarded.needs_logits:
             if self.warming_up:
                 top_tokens(logits[:1], TOP_TOKENS)

@@ -38,9 +38,9 @@ class Trees:
         device: of the model; states: the runner's RequestState.
 
     Attributes:
-        enabled: whether drafts may be trees; False before the KV cache exists.
-        allowed: bool [slots], whether the slot's request may have trees.
+        trees: bool [slots], `Step.trees` by slot.
         masks: int64 [slots, K], as in `NodeMasks`, the trees that requests verify next.
+        buffers: of attention, which tell whether drafts may be trees; not before the KV cache exists.
     """
 
     masks: torch.Tensor
@@ -49,17 +49,16 @@ class Trees:
         self._vllm_config, self._states = vllm_config, states
         self._asked = configured(vllm_config).shape == "tree"
         slots, width = states.max_num_reqs, vllm_config.speculative_config.num_speculative_tokens
-        self.enabled = False
-        self.allowed: NDArray[np.bool_] = np.zeros(slots, np.bool_)
+        self.trees: NDArray[np.bool_] = np.zeros(slots, np.bool_)
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
-        self._buffers = TreeBuffers(slots, tokens, 1 + width, device)
+        self.buffers = TreeBuffers(slots, tokens, 1 + width, device)
         self._parents = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._counts = torch.zeros(slots, dtype=torch.int32, device=device)
         self._pool: KVPool | None = None
         self._batch: Any = None  # vLLM's InputBatch while it verifies trees
         self._positions: torch.Tensor | None = None  # int64 [T], while it runs a chain's, then by depth
         self._slots: torch.Tensor | None = None  # int64 [T], its KV slots
-        setattr(vllm_config, ATTRIBUTE, self._buffers)
+        setattr(vllm_config, ATTRIBUTE, self.buffers)
         register(flash=self._asked)  # its own kernel is faster without trees, and perhaps with them
 
     def prepare(self, runner: Any) -> bool:
@@ -76,22 +75,15 @@ class Trees:
             logger.log(level, "freedraft: method '%s': drafts are chains, not trees: %s", name, reason)
             return False
         logger.info("freedraft: method '%s': drafts are trees, in attention %s", name, attention)
-        self.enabled = self._buffers.enabled = True
+        self.buffers.enabled = True
         return True
 
     def add(self, requests: Iterable[Any]) -> None:
         """Add requests (vLLM's NewRequestData) that got slots."""
         for request in requests:
             slot = self._states.req_id_to_index[request.req_id]
-            self.allowed[slot] = self.enabled and (self._buffers.warming_up or not needs_chain(request))
-
-    def warm_up(self, now: bool) -> None:
-        """Set whether vLLM runs dummy requests now, which always have trees."""
-        self._buffers.warming_up = now
-
-    def disable(self) -> None:
-        """Another rank cannot prepare trees."""
-        self.enabled = self._buffers.enabled = False
+            # Dummy requests always have trees.
+            self.trees[slot] = self.buffers.enabled and (self.buffers.warming_up or not needs_chain(request))
 
     def warm_up_verification(self) -> None:
         """Compile the kernels that verify trees, and chains among them."""
@@ -106,12 +98,12 @@ class Trees:
     def prepare_step(self, batch: Any, slot_mappings: torch.Tensor) -> None:
         """Called between the choice of KV slots and attention metadata, before the drafts are there. batch: vLLM's
         InputBatch; slot_mappings: int64 [1, T]."""
-        self._batch, self._positions, buffers = None, None, self._buffers
+        self._batch, self._positions, buffers = None, None, self.buffers
         buffers.verifying = False
-        if not self.enabled or batch.num_draft_tokens == 0:
+        if not buffers.enabled or batch.num_draft_tokens == 0:
             return
         self._positions, self._slots = batch.positions.clone(), slot_mappings[0]
-        if (self.allowed[batch.idx_mapping_np] & (batch.num_draft_tokens_per_req > 0)).any():
+        if (self.trees[batch.idx_mapping_np] & (batch.num_draft_tokens_per_req > 0)).any():
             self._batch, buffers.verifying, buffers.mixed = batch, True, bool(batch.has_prefill)
 
     def write_queries(self, batch: Any) -> None:
@@ -123,7 +115,7 @@ class Trees:
             NodeMasks(self.masks, self._states.prefill_len.gpu),
             batch.idx_mapping[:requests],
             batch.cu_num_logits,
-            self._buffers.queries(batch.query_start_loc[: requests + 1], batch.seq_lens[:requests]),
+            self.buffers.queries(batch.query_start_loc[: requests + 1], batch.seq_lens[:requests]),
             batch.positions,
             self._parents,
             self._counts,
@@ -132,7 +124,7 @@ class Trees:
     def restore_positions(self, batch: Any) -> None:
         """Restore a chain's positions in InputBatch after the model has run: vLLM distinguishes drafts from prompts by
         them."""
-        self._buffers.verifying = False
+        self.buffers.verifying = False
         if self._positions is not None:
             batch.positions, self._positions = self._positions, batch.positions
 
