@@ -62,6 +62,7 @@ class GuardedMethod:
 
     def __init__(self, spec: MethodSpec, options: Any, context: EngineContext) -> None:
         self.method: Method = spec.make(options, context)
+        self.method.controller.warm_up()
         self.metrics, self._report = self.method.metrics, Report(spec.name)
         self.running, self.in_prompt, self._opted_out = set[str](), set[str](), set[str]()
         self._paused = 0

@@ -104,8 +104,8 @@ class Method:
         """Append newly accepted tokens. Called at every step, with or without drafts."""
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
-        """Drafts of at most `max_draft_len` tokens per request; called after `update`. The batch stays valid until the
-        next call; callers change only its `counts`."""
+        """Drafts of at most `max_draft_len` tokens per request; called after `update`. Callers may cut the
+        batch, whose arrays are writable; it stays valid until the next call."""
         raise NotImplementedError
 
     def proposals(self, step: Step, max_draft_len: int) -> Sequence[DraftBatch]:

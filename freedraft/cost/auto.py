@@ -155,6 +155,4 @@ def make_controller(
                 controller = (Costs if drafter_decides else Auto)(roofline, most, widths, path=step_times)
         except ConfigError as error:
             logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
-    controller = controller or Knee(profile, most, widths, knee or knee_of(context, profile))
-    controller.warm_up()
-    return controller
+    return controller or Knee(profile, most, widths, knee or knee_of(context, profile))

@@ -91,9 +91,7 @@ def register(spec: MethodSpec) -> bool:
     wrap_once(EngineArgs, "create_engine_config", _check_window)
     wrap_once(NewRequestData, "from_request", after(add_salt))
     # vLLM refuses `min_p` and `logit_bias` with drafts, which its rejection samplers ignore. Ours on V1 applies them.
-    wrap_once(
-        SamplingParams, "_validate_spec_decode", unless(lambda _, config: getattr(config, "model", None) == PROPOSER)
-    )
+    wrap_once(SamplingParams, "_validate_spec_decode", unless(_is_v1))
     if not check(SCHEDULER_HOOKS):
         from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -190,6 +188,10 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
     shape = getattr(options, "shape_at_one_length", getattr(options, "shape", "chain"))
     setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given, shape))
     return made
+
+
+def _is_v1(_: Any, speculative_config: Any) -> bool:
+    return getattr(speculative_config, "model", None) == PROPOSER
 
 
 def _check_window(

@@ -202,7 +202,7 @@ def record_ranks(folder):
     TreeVerifier.verify, SssdMethod.__init__, PagedRound._ready = verifying, making, failing
 
 
-def make_cycle(options, context, controller=None):
+def make_cycle(options, context):
     from freedraft.draft import DraftBatch
     from sssd_plugin.method import SssdMethod
 
@@ -225,10 +225,10 @@ def make_cycle(options, context, controller=None):
         out.check()
         return out
 
-    return Cycle(options.model_copy(update={"shape": "chain"}), context, controller)
+    return Cycle(options.model_copy(update={"shape": "chain"}), context)
 
 
-def make_wild(options, context, controller=None):
+def make_wild(options, context):
     from freedraft.method import Method
     from tests.support.conformance import FEW
     from tests.support.random_trees import random_batch
