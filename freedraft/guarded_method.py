@@ -155,13 +155,13 @@ class GuardedMethod:
             self.call(self._count_reasons, step, draft)
 
     def observe(self, step: Step) -> None:
-        """Learn from a step without drafting for the next one."""
+        """Learn from a step after which nothing is verified; what the method drafts is dropped."""
         self._catch_up()
         self._take(step, self.method.draft, "cost")
         self.metrics.budget.set(0)
 
     def take(self, step: Step) -> None:
-        """Append accepted tokens of requests that are not drafted for in a step in which others are."""
+        """Append accepted tokens of a step in which no request has room for drafts."""
         self._catch_up()
         self._take(step, self.method.update, "no room")
 

@@ -101,7 +101,7 @@ class Method:
         return draft
 
     def update(self, step: Step) -> None:
-        """Append newly accepted tokens. Called at every step, with or without drafts."""
+        """Append newly accepted tokens. Called at every step but in a pause, with or without drafts."""
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         """Drafts of at most `max_draft_len` tokens per request; called after `update`. Callers may cut the

@@ -21,7 +21,7 @@ Samples = Mapping[tuple[str, str], float]
 
 PREFIX, START = "freedraft_", "process_start_time_seconds"
 SOURCES = {
-    "input": "prompt and answer",
+    "request": "prompt and answer",
     "store": "datastore and earlier answers",
     "other": "recycled logits and other",
 }

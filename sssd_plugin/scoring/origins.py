@@ -6,15 +6,15 @@ from freedraft.compiled import compiled
 from freedraft.cost.acceptance import PASS_KINDS
 from sssd_plugin.scoring.inputs import NODE_KINDS, REQUEST_ORDERS
 
-SOURCES = ("input", "store", "other")
-INPUT, STORE, OTHER = range(len(SOURCES))
+SOURCES = ("request", "store", "other")
+REQUEST, STORE, OTHER = range(len(SOURCES))
 
 
 def sources_of_kinds(scoring):
     """Return the index in SOURCES of every kind: the source with the longest context of a node, up to four tokens."""
     kinds = np.arange(PASS_KINDS)
     store, request = (kinds == 0, kinds) if scoring == "paper" else np.divmod(kinds % NODE_KINDS, REQUEST_ORDERS + 1)
-    return np.select([store > request, request > 0], [STORE, INPUT], OTHER)
+    return np.select([store > request, request > 0], [STORE, REQUEST], OTHER)
 
 
 @compiled(nogil=True)

@@ -245,7 +245,7 @@ def counted(name: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("scoring", ["learned", "paper"])
-@pytest.mark.parametrize(("source", "prompt"), [("input", PROMPT), ("store", [150, *range(80, 84)])])
+@pytest.mark.parametrize(("source", "prompt"), [("request", PROMPT), ("store", [150, *range(80, 84)])])
 def test_tokens_are_counted_by_where_they_come_from(scoring: Any, source: str, prompt: list[int]) -> None:
     """Those that were verified, of which the engine may leave out the last, and those that were accepted."""
     sssd, text = method(None, scoring=scoring, live="off"), [*prompt]

@@ -54,9 +54,9 @@ def test_trees_are_cut_to_chains_and_verified_at_widths_that_could_be_prepared(n
     branched.parents[:] = [[-1, 0, 1, 0, 3][:nodes], [-1, 0, 0, 1, 3][:nodes]]
     branched.counts[:] = nodes
     branched.limit(np.full(2, NODES, np.int32), np.full(2, trees))
-    tree = drafting._cut(branched, roots)
+    tree = drafting._padded(branched, roots)
     assert tree.counts.tolist() == counts and tree.tokens.shape == (2, width) and tree.tokens[:, 0].tolist() == [7, 8]
-    none = drafting._cut(DraftBatch.roots(roots), roots)
+    none = drafting._padded(DraftBatch.roots(roots), roots)
     assert none.tokens.shape == (2, 4) and none.counts.tolist() == [1, 1]
     guarded.close()
 

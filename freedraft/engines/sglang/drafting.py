@@ -189,7 +189,7 @@ class BatchDrafting:
             roots = gained.tokens[gained.ends - 1]
             draft = DraftBatch.roots(roots)
             if self._widths[0] > 1:
-                draft = self._cut(draft, roots)
+                draft = self._padded(draft, roots)
         return draft
 
     def _propose(
@@ -204,7 +204,7 @@ class BatchDrafting:
         if states := {i: self._states.pop(i) for i in step.request_ids if i in self._states}:
             self.guarded.set_prompt_states(states, torch.stack(list(states.values())))
         proposed = self.guarded.draft(step, count=False)
-        return None if proposed is None else self._cut(proposed, step.roots)
+        return None if proposed is None else self._padded(proposed, step.roots)
 
     def note(self, batch: Any, draft: DraftBatch) -> None:
         """Record a step after its verification was launched, so that the device does not wait for this work."""
@@ -236,7 +236,7 @@ class BatchDrafting:
             trees=np.full(len(requests), self._trees), engine=batch,
         )  # fmt: skip
 
-    def _cut(self, draft: DraftBatch, roots: NDArray[np.int32]) -> DraftBatch:
+    def _padded(self, draft: DraftBatch, roots: NDArray[np.int32]) -> DraftBatch:
         """Pad drafts to the smallest prepared width. roots: int32 [B], the engine's, which replace those of the
         method."""
         if draft.counts.max() <= 1 == self._widths[0]:

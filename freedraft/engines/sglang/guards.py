@@ -1,4 +1,4 @@
-"""Checks at start: setups that cannot verify trees are rejected with the reason and what works instead."""
+"""Checks at start: setups that cannot verify drafts are rejected with the reason and what works instead."""
 
 from __future__ import annotations
 
