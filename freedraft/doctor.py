@@ -47,7 +47,7 @@ def examine(engine: str) -> EngineReport:
     except Exception as error:  # an incomplete installation may raise anything
         return EngineReport(engine, "?", problems=(f"{error!r}: reinstall {engine}",))
     problems, of_model, notes = check(table.HOOKS), check(table.MODEL_HOOKS), []
-    if not any(point.value.startswith("sssd_plugin.") for point in entry_points(group=table.ENTRY_POINT_GROUP)):
+    if not entry_points(group=table.ENTRY_POINT_GROUP, name="freedraft"):
         problems.append(f"no entry point of freedraft in group '{table.ENTRY_POINT_GROUP}': reinstall freedraft")
     if of_model:
         notes.append(f"'sssd' can draft, 'layerskip' and 'hybrid' cannot: {'; '.join(of_model)}")

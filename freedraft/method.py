@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -84,7 +86,7 @@ class Method:
     @final
     def draft(self, step: Step) -> DraftBatch:
         """The drafts to verify, rows in the order of the step: at most `capacities[b]` draft tokens each, and with
-        widths at most the widest; chains where no request may have a tree. Where none has capacity, they are only
+        widths at most the widest; chains for requests that may have no tree. Where none has capacity, they are only
         learnt from. Valid until the next call."""
         controller = self.controller
         controller.learn(step)
@@ -166,6 +168,15 @@ class MethodSpec:
         """Build the `Method`. Raises ValueError: it cannot work."""
         module, _, name = self.factory.partition(":")
         return getattr(importlib.import_module(module), name)(options, context)
+
+
+def installed() -> Iterator[MethodSpec]:
+    """All methods in the entry point group `freedraft.methods`; one that cannot be imported is logged and left out."""
+    for point in entry_points(group="freedraft.methods"):
+        try:
+            yield point.load()
+        except Exception:
+            logging.getLogger(__name__).exception("freedraft: no method '%s': %s failed", point.name, point.value)
 
 
 # Registered methods by name; each engine's adapter adds the ones that it serves.

@@ -5,7 +5,6 @@ import json
 import subprocess
 import sys
 import types
-from importlib.metadata import EntryPoint
 from io import StringIO
 
 import pytest
@@ -49,8 +48,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, tmp_path) -> types.ModuleType:
     )
     monkeypatch.setitem(sys.modules, table.__name__, table)
     monkeypatch.setattr(doctor, "ENGINES", ("toy_engine",))
-    point = EntryPoint("sssd", "sssd_plugin.toy:register", "toy.plugins")
-    monkeypatch.setattr(doctor, "entry_points", lambda group: [point] if group == "toy.plugins" else [])
+    monkeypatch.setattr(doctor, "entry_points", lambda group, name: group == "toy.plugins" and name == "freedraft")
     yield table
     for name in [n for n in sys.modules if n.startswith("toy_engine")]:
         del sys.modules[name]
@@ -96,7 +94,7 @@ def test_each_kind_of_difference_is_told(engine: types.ModuleType, hook: Hook, p
 
 
 def test_no_engine_at_all_or_one_that_does_not_see_our_entry_point(engine: types.ModuleType, monkeypatch) -> None:
-    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+    monkeypatch.setattr(doctor, "entry_points", lambda group, name: False)
     code, text = diagnose()
     assert code == 1 and "toy.plugins" in text and "reinstall" in text
     monkeypatch.setattr(doctor, "ENGINES", ("no_such_engine",))

@@ -18,9 +18,15 @@ from freedraft.engines.sglang.hooks import (
     LORA_HOOKS,
     MODEL_HOOKS,
 )
-from freedraft.method import METHODS, MethodSpec
+from freedraft.method import METHODS, MethodSpec, installed
 
 logger = logging.getLogger(__name__)
+
+
+def register_all() -> None:
+    """Entry point of `sglang.srt.plugins`: runs in every process of SGLang."""
+    for spec in installed():
+        register(spec)
 
 
 def register(spec: MethodSpec) -> bool:
