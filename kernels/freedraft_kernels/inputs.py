@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from freedraft_kernels.dispatch import Backend, use_triton
@@ -50,7 +51,7 @@ def tree_inputs(tree: TreeBatch, seq_lens: Tensor, seq_lens_sum: int, *, backend
     positions = seq_lens[:, None].to(torch.int64) + torch.where(valid, tree.depths, 0)
     mask = torch.ones(size, dtype=torch.bool, device=tree.device)
     if nodes > 1:
-        mask = _with_cache(ancestors(tree), seq_lens.to(torch.int64), size)
+        mask = _with_cache(ancestors(tree), seq_lens, size)
     return TreeInputs(input_ids.view(-1), positions.view(-1), mask)
 
 
@@ -68,13 +69,7 @@ def ancestors(tree: TreeBatch) -> Tensor:
 
 def _with_cache(ancestors: Tensor, seq_lens: Tensor, size: int) -> Tensor:
     """bool [size]: the mask, from its part over the nodes (bool [B, N, N])."""
-    batch, nodes, _ = ancestors.shape
-    if batch == 0:
-        return ancestors.new_empty(size)
-    ends = torch.cumsum((seq_lens + nodes).repeat_interleave(nodes, output_size=batch * nodes), 0)
-    cell = torch.arange(size, device=ancestors.device)
-    row = torch.searchsorted(ends, cell, right=True).clamp_(max=batch * nodes - 1)
-    length = seq_lens[row // nodes]
-    column = cell - (ends[row] - length - nodes)  # within the row: the cache first, then the nodes
-    node = (column - length).clamp_(0, nodes - 1)
-    return (column < length) | ancestors.view(batch * nodes, nodes)[row, node]
+    pairs = zip(ancestors, seq_lens.tolist(), strict=True)
+    rows = [F.pad(own, (length, 0), value=True).flatten() for own, length in pairs]
+    mask = torch.cat(rows) if rows else ancestors.new_empty(0)
+    return F.pad(mask, (0, size - len(mask)), value=True)  # or cut
