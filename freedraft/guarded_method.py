@@ -154,21 +154,18 @@ class GuardedMethod:
             self.call(self._count, step)
             self.call(self._count_reasons, step, draft)
 
-    def observe(self, step: Step) -> None:
-        """Learn from a step after which nothing is verified; what the method drafts is dropped."""
+    def observe(self, step: Step, reason: str = "cost") -> None:
+        """Learn from a step after which, for a reason of the metrics, nothing is verified. What the method drafts is
+        dropped."""
         self._catch_up()
-        self._take(step, self.method.draft, "cost")
+        self._take(step, self.method.draft, reason)
         self.metrics.budget.set(0)
 
-    def take(self, step: Step) -> None:
-        """Append accepted tokens of a step in which no request has room for drafts."""
-        self._catch_up()
-        self._take(step, self.method.update, "no room")
-
     def _take(self, step: Step, action: Callable[[Step], Any], reason: str) -> None:
-        if self._paused == 0:
+        if not (paused := self._paused > 0):
             self.call(action, step)
         if self._paused > 0:  # a failure begins a pause
+            self._paused -= paused
             self._count_failed(step)
         else:
             self.call(self._count, step)

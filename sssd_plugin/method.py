@@ -159,22 +159,27 @@ class SssdMethod(Method):
         """Return the number of a tenant, or for a request that shares nothing a negative one of its own."""
         secret = self._secret if self.live is None else self.live.key
         if secret is None or (self.options.isolation == "strict" and not names_client(tenant)):
-            self._alone += 1
-            return -self._alone
+            return self._nobody()
         return tenant_number(secret, tenant)
 
+    def _nobody(self) -> int:
+        self._alone += 1
+        return -self._alone
+
     def finish(self, request_id: str, output: NDArray[np.int32] | None) -> None:
-        begun = self._begun.pop(request_id, None)
+        begun, tokens = self._begun.pop(request_id, None), self.drafter.tokens(request_id)
+        self.drafter.finish([request_id])
         if self.live is not None and begun is not None:
-            tokens, (prompt_length, tenant) = self.drafter.tokens(request_id), begun
+            prompt_length, tenant = begun
             prompt, answer = tokens[:prompt_length], tokens[prompt_length:] if output is None else output
             self.live.insert(to_learn(prompt, answer, LEADING), tenant)
             self.live_metrics.show(self.live)
-        self.drafter.finish([request_id])
 
     def update(self, step: Step) -> None:
         request_ids, new = step.request_ids, (step.tokens, step.starts, step.ends)
         for row in self.drafter.update(request_ids, *new, step.contexts, step.drafted):
+            if request_ids[row] not in self._begun:  # it could not begin: nobody knows whose it is
+                self.drafter.set_tenant(request_ids[row], self._nobody())
             self.drafter.replace(request_ids[row], step.history(row))
 
     def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from freedraft.cost.hardware import HardwareProfile
 from freedraft.draft import DraftBatch
 from freedraft.engines.draft_round import DraftRanks
 from freedraft.guarded_method import FIRST_PAUSE, FORGIVEN, LONGEST_PAUSE, EngineMustEnd, GuardedMethod
-from freedraft.method import Method, MethodSpec
+from freedraft.method import Method, MethodSpec, installed
 from freedraft.step import EngineContext, Step
 from tests.support.steps import make_step
 
@@ -88,6 +89,21 @@ def test_a_failure_is_counted_and_followed_by_pauses_that_double(
     assert len(caplog.records) == len(tried) and all(record.exc_info for record in caplog.records)
 
 
+def test_steps_that_verify_nothing_belong_to_a_pause(guarded: GuardedMethod) -> None:
+    guarded.method.fails = {"propose"}
+    guarded.draft(STEP)
+    guarded.method.fails = set()
+    for _ in range(FIRST_PAUSE):
+        guarded.observe(STEP)
+    assert guarded.method.calls.count("propose") == 1 and guarded.draft(STEP) is not None
+
+
+def test_a_method_that_cannot_be_imported_is_left_out(monkeypatch, caplog) -> None:
+    points = [EntryPoint("gone", "no_such_package:SPEC", "g"), EntryPoint("there", f"{__name__}:STEP", "g")]
+    monkeypatch.setattr("freedraft.method.entry_points", lambda group: points)
+    assert list(installed()) == [STEP] and "no method 'gone'" in caplog.text
+
+
 def test_it_drafts_again_and_is_forgiven(guarded: GuardedMethod) -> None:
     method = guarded.method
     method.fails = {"propose"}
@@ -138,7 +154,7 @@ def test_the_counts_add_up_also_through_failures(guarded: GuardedMethod) -> None
     guarded.method.controller.max_draft_tokens = 0
     guarded.draft(step)
     guarded.observe(step)
-    guarded.take(step)
+    guarded.observe(step, "no room")
     guarded.method.controller.max_draft_tokens = 4
     guarded.method.propose = None
     guarded.draft(step)  # fails
@@ -151,7 +167,7 @@ def test_the_counts_add_up_also_through_failures(guarded: GuardedMethod) -> None
     assert more[0] - sum(reasons.values()) == 2, "the drafts of a and c"
     assert more[9:] == [8, 0, 8, 0, 0]
     guarded.finish("d")
-    guarded.take(step)
+    guarded.observe(step, "no room")
     assert value("undrafted_requests_total", reason="off") - before[8] == 8, "an id may come again"
 
 

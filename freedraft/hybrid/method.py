@@ -131,8 +131,10 @@ class HybridMethod(Method):
     def finish(self, request_id: str, output: NDArray[np.int32] | None) -> None:
         self._by_model.discard(request_id)
         self._speeds.pop(request_id, None)
-        self.ngrams.finish(request_id, output)
-        self.passes.finish(request_id, output)
+        try:
+            self.ngrams.finish(request_id, output)
+        finally:
+            self.passes.finish(request_id, output)
 
     def close(self) -> None:
         self.ngrams.close()

@@ -85,6 +85,28 @@ def test_it_keeps_tenants_apart(isolation: str) -> None:
     one.close()
 
 
+def test_a_request_that_could_not_begin_shares_nothing() -> None:
+    sssd = method()
+    serve(sssd, "a", [1, 2], [3, 4, 5, 6])
+    assert draft(sssd, "unknown", [1, 2, 3], [3]) == [] and serve(sssd, "b", [1, 2], [3])[:3] == [4, 5, 6]
+    sssd.finish("unknown", np.array([3], np.int32))
+    assert len(sssd.drafter) == 0
+    sssd.close()
+
+
+def test_a_request_that_cannot_be_learnt_from_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    sssd = method()
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(sssd.live, "insert", fail)
+    with pytest.raises(OSError, match="no space"):
+        serve(sssd, "a", [1, 2], [3, 4])
+    assert len(sssd.drafter) == 0
+    sssd.close()
+
+
 def test_a_retracted_request_is_learnt_from_once(tmp_path: Path) -> None:
     one = method(datastore=tmp_path, isolation="shared")
     one.begin("a", np.array([1, 2], np.int32), None, {})

@@ -25,6 +25,7 @@ def request_of(request_id, prompt, output, **parameters):
         ([1, 2, 3, 4, 5, 6], {}, [1, 2, 3, 4, 5]),
         ([1, 2, 3, 4, 5, 6], {"stop_token_ids": [4]}, [1, 2, 3, 4]),
         ([1, 2, 9, 4, 5, 6], {"ignore_eos": True}, [1, 2, 9, 4, 5]),
+        ([1, 2, 9, 4, 5, 6], {"ignore_eos": True, "stop_token_ids": [4]}, [1, 2, 9, 4]),
         ([1, 2], {}, [1, 2]),
     ],
 )

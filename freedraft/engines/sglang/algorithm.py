@@ -9,6 +9,7 @@ from typing import Any
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from freedraft.config import ConfigError
+from freedraft.cost.hardware import CPU
 from freedraft.engines import hooks
 from freedraft.engines.hooks import stop_start
 from freedraft.engines.sglang.cpu import selected
@@ -38,6 +39,7 @@ def context_at_start(args: Any) -> EngineContext:
         kv_dtype=str(args.kv_cache_dtype),
         page_size=args.page_size,
         tensor_parallel=args.tp_size,
+        device=CPU if selected() else None,
     )
 
 
@@ -52,7 +54,7 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...]) -> EngineCont
         max_draft_tokens=widths[-1] - 1, widths=widths,
         dtype=str(runner.model_config.dtype).removeprefix("torch."), kv_dtype=str(runner.kv_cache_dtype),
         page_size=runner.page_size, tensor_parallel=runner.server_args.tp_size, rank=replica, gives_logits=True,
-        hardware=hardware_name(str(runner.device)),
+        device=CPU if selected() else None, hardware=hardware_name(str(runner.device)),
         tokenizer_fingerprint=partial(tokenizer_fingerprint, tokenizer) if tokenizer else lambda: None,
     )  # fmt: skip
 

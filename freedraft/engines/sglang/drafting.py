@@ -187,9 +187,7 @@ class BatchDrafting:
         draft = None if known is None else self.guarded.call(self._propose, batch, gained, *known)
         if draft is None:
             roots = gained.tokens[gained.ends - 1]
-            draft = DraftBatch.roots(roots)
-            if self._widths[0] > 1:
-                draft = self._padded(draft, roots)
+            draft = self._padded(DraftBatch.roots(roots), roots)
         return draft
 
     def _propose(

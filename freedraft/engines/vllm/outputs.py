@@ -38,8 +38,9 @@ def trimmed_output(parameters: Any, tokens: Sequence[int], tokenizer: Any = None
     parameters: its SamplingParams, or None; tokenizer: the target's; None: do not look for stop strings, after which a
     request runs on until the front end, which alone decodes, ends it."""
     tokens = tokens[: getattr(parameters, "max_tokens", None)]
-    stops: frozenset[int] = getattr(parameters, "all_stop_token_ids", None) or frozenset()
-    if not getattr(parameters, "ignore_eos", False) and not stops.isdisjoint(tokens):
+    kind = "stop_token_ids" if getattr(parameters, "ignore_eos", False) else "all_stop_token_ids"
+    stops = set[int](getattr(parameters, kind, None) or ())
+    if not stops.isdisjoint(tokens):
         tokens = tokens[: next(i for i, token in enumerate(tokens) if token in stops) + 1]
     if tokenizer is not None and getattr(parameters, "stop", None):
         tokens = tokens[: _through_stop_string(parameters, tokens, tokenizer)]

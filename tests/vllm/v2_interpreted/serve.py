@@ -169,7 +169,7 @@ def note_gone(runner):
     guarded, states, counts, left = runner.speculator.host.guarded, runner.req_states, [0, 0], [0]
     requests = runner.speculator.host.requests
 
-    def passed(result, step):
+    def passed(result, step, *_):
         slots = (step.starts // runner.max_model_len).tolist()
         pairs = zip(step.request_ids, slots, strict=True)
         counts[0] += sum(states.req_id_to_index.get(name) != slot for name, slot in pairs)
@@ -179,7 +179,7 @@ def note_gone(runner):
         left[0] += int((requests.generations[gained.slots] != gained.generations).sum())
 
     after(requests, "append", appended)
-    for name in ("draft", "observe", "take"):
+    for name in ("draft", "observe"):
         after(guarded, name, passed)
     return counts, left
 

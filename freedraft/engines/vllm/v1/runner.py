@@ -6,7 +6,7 @@ vLLM's custom proposers get neither request ids nor scheduled draft tokens nor t
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,16 +88,15 @@ class MethodProposer:
         if self.spec.runs_model:
             self.draft_model = prepare_passes(runner, self.vllm_config, self.guarded)
 
-    def begin(self, batch: Any, requests: Sequence[Any]) -> None:
-        """Add requests (vLLM's NewRequestData) at their first step in its InputBatch."""
-        for request in requests:
-            if getattr(request, "prompt_embeds", None) is not None:
-                continue
-            row, parameters = batch.req_id_to_index[request.req_id], request.sampling_params
-            tokens = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
-            self.limits[request.req_id] = drafted_up_to(parameters, int(batch.num_prompt_tokens[row]))
-            extra = getattr(parameters, "extra_args", None)
-            self.guarded.begin(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
+    def begin(self, batch: Any, request: Any) -> None:
+        """Add a request (vLLM's NewRequestData) at its first step in vLLM's InputBatch."""
+        if getattr(request, "prompt_embeds", None) is not None:
+            return
+        row, parameters = batch.req_id_to_index[request.req_id], request.sampling_params
+        tokens = batch.token_ids_cpu[row, : batch.num_tokens_no_spec[row]]
+        self.limits[request.req_id] = drafted_up_to(parameters, int(batch.num_prompt_tokens[row]))
+        extra = getattr(parameters, "extra_args", None)
+        self.guarded.begin(request.req_id, tokens, getattr(request, SALT, None) or None, extra)
 
     def draft(self, runner: Any, arguments: dict[str, Any]) -> list[list[int]]:
         """Draft tokens by row of the batch; none for requests in prefill."""
@@ -117,8 +116,8 @@ class MethodProposer:
         for request_id in request_ids & self.limits.keys():
             del self.limits[request_id]
             state = states.get(request_id)
-            output = trimmed_output(state.sampling_params, state.output_token_ids, self.tokenizer) if state else None
-            self.guarded.finish(request_id, output)
+            made = () if state is None else (state.sampling_params, state.output_token_ids, self.tokenizer)
+            self.guarded.finish(request_id, self.guarded.call(trimmed_output, *made) if made else None)
 
     def _step(self, state: V1StepState) -> Step:
         runner, rows, output = state.runner, state.rows, state.arguments["scheduler_output"]
@@ -233,8 +232,8 @@ def _update_states(original: Callable[..., Any], runner: Any, scheduled: Any, *a
     if ended := scheduled.finished_req_ids | ({request.req_id for request in new} & ours.guarded.running):
         ours.guarded.call(ours.finish, ended, runner.requests)
     result = original(runner, scheduled, *args, **kwargs)
-    if new:
-        ours.guarded.call(ours.begin, runner.input_batch, new)
+    for request in new:  # a failure affects its request only
+        ours.guarded.call(ours.begin, runner.input_batch, request)
     return result
 
 

@@ -127,7 +127,7 @@ class HostDrafting:
             self._drafted_at = self.steps
             draft = self.guarded.draft(step, count=False)
         elif step.request_ids:
-            self.guarded.take(step)
+            self.guarded.observe(step, "no room")
         with nullcontext(True) if gate is None else gate.writing() as in_time:
             if in_time:
                 counts = write_drafts(draft, taken, gained, requests, self.proposed, self.steps)
