@@ -176,7 +176,7 @@ test: $(VLLM)/project.done $(MODEL)/config.json
 
 test-extended: SELECT := extended
 test-extended: $(VLLM)/project.done $(MODEL)/config.json
-	@$(call lanes,test-extended,test-vllm,test-vllm-v2 test-sglang test-engineless)
+	@$(call lanes,test-extended,test-vllm test-engineless,test-vllm-v2 test-sglang)
 
 test-all:
 	@failed=0; for part in test test-extended; do $(MAKE) --no-print-directory $$part || failed=1; done; exit $$failed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from dataclasses import asdict, dataclass
 from importlib.metadata import entry_points
 from importlib.util import find_spec
@@ -49,6 +50,8 @@ def examine(engine: str) -> EngineReport:
     problems, of_model, notes = check(table.HOOKS), check(table.MODEL_HOOKS), []
     if not entry_points(group=table.ENTRY_POINT_GROUP, name="freedraft"):
         problems.append(f"no entry point of freedraft in group '{table.ENTRY_POINT_GROUP}': reinstall freedraft")
+    if "freedraft" not in os.environ.get(plugins := f"{engine.upper()}_PLUGINS", "freedraft").split(","):
+        problems.append(f"{plugins} is set and omits freedraft: add it")
     if of_model:
         notes.append(f"'sssd' can draft, 'layerskip' and 'hybrid' cannot: {'; '.join(of_model)}")
     notes += [f"{problem}: no {hook.purpose}" for hook in table.OPTIONAL_HOOKS if (problem := hook.problem())]

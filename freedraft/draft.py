@@ -24,7 +24,7 @@ class DraftBatch:
     # above the parent's
     scores: NDArray[np.float32]
     counts: NDArray[np.int32]  # [B], number of nodes, root included; 0 where the request has no token to extend
-    # [B, N], by which acceptance is learnt: below 112 the drafter's own (source, match length), above of draft passes
+    # [B, N], by which acceptance is learnt: a drafter's own (source, match length) below 112; draft passes from it on
     kinds: NDArray[np.uint8]
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, final
@@ -170,11 +170,11 @@ class MethodSpec:
         return getattr(importlib.import_module(module), name)(options, context)
 
 
-def installed() -> Iterator[MethodSpec]:
-    """All methods in the entry point group `freedraft.methods`; one that cannot be imported is logged and left out."""
+def register_installed(register: Callable[[MethodSpec], object]) -> None:
+    """Register the methods in the entry point group `freedraft.methods`. One that fails is logged, and left out."""
     for point in entry_points(group="freedraft.methods"):
         try:
-            yield point.load()
+            register(point.load())
         except Exception:
             logging.getLogger(__name__).exception("freedraft: no method '%s': %s failed", point.name, point.value)
 

@@ -18,7 +18,7 @@ from freedraft.cost.hardware import HardwareProfile
 from freedraft.draft import DraftBatch
 from freedraft.engines.draft_round import DraftRanks
 from freedraft.guarded_method import FIRST_PAUSE, FORGIVEN, LONGEST_PAUSE, EngineMustEnd, GuardedMethod
-from freedraft.method import Method, MethodSpec, installed
+from freedraft.method import Method, MethodSpec, register_installed
 from freedraft.step import EngineContext, Step
 from tests.support.steps import make_step
 
@@ -98,10 +98,13 @@ def test_steps_that_verify_nothing_belong_to_a_pause(guarded: GuardedMethod) -> 
     assert guarded.method.calls.count("propose") == 1 and guarded.draft(STEP) is not None
 
 
-def test_a_method_that_cannot_be_imported_is_left_out(monkeypatch, caplog) -> None:
-    points = [EntryPoint("gone", "no_such_package:SPEC", "g"), EntryPoint("there", f"{__name__}:STEP", "g")]
+def test_a_method_that_cannot_be_imported_or_registered_is_left_out(monkeypatch, caplog) -> None:
+    targets = {"gone": "no_such_package:SPEC", "bad": f"{__name__}:REASONS", "there": f"{__name__}:STEP"}
+    points = [EntryPoint(name, target, "g") for name, target in targets.items()]
     monkeypatch.setattr("freedraft.method.entry_points", lambda group: points)
-    assert list(installed()) == [STEP] and "no method 'gone'" in caplog.text
+    found: list[Any] = []
+    register_installed(lambda spec: found.append(spec.request_ids))
+    assert found == [["a"]] and all(f"no method '{name}'" in caplog.text for name in ("gone", "bad"))
 
 
 def test_it_drafts_again_and_is_forgiven(guarded: GuardedMethod) -> None:
@@ -129,6 +132,10 @@ def test_requests_begin_and_finish_during_a_pause(guarded: GuardedMethod) -> Non
         guarded.finish(request_id)
     assert not guarded.running
     assert [guarded.method.calls.count(name) for name in ("begin", "finish")] == [2, 2]
+
+
+def test_nothing_is_learnt_of_an_output_whose_end_is_not_found(guarded: GuardedMethod) -> None:
+    assert guarded.output_of(int, "no number").tolist() == [] and guarded.output_of(np.array, [7]).tolist() == [7]
 
 
 def test_the_counts_add_up_also_through_failures(guarded: GuardedMethod) -> None:

@@ -49,9 +49,7 @@ def tree_inputs(tree: TreeBatch, seq_lens: Tensor, seq_lens_sum: int, *, backend
     valid = tree.valid()
     input_ids = torch.where(valid, tree.tokens, 0).to(torch.int64)
     positions = seq_lens[:, None].to(torch.int64) + torch.where(valid, tree.depths, 0)
-    mask = torch.ones(size, dtype=torch.bool, device=tree.device)
-    if nodes > 1:
-        mask = _with_cache(ancestors(tree), seq_lens, size)
+    mask = _with_cache(ancestors(tree), seq_lens, size) if nodes > 1 else valid.new_ones(size)
     return TreeInputs(input_ids.view(-1), positions.view(-1), mask)
 
 

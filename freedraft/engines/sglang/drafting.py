@@ -126,7 +126,7 @@ class BatchDrafting:
     def finish(self, request_id: str) -> None:
         """Finish a request that SGLang has released."""
         request = self._requests.get(request_id, UNTRACKED).request
-        self._forget(request_id, None if request is None else self.guarded.call(output_of, request))
+        self._forget(request_id, None if request is None else self.guarded.output_of(output_of, request))
 
     def _forget(self, request_id: str, output: NDArray[np.int32] | None) -> None:
         for held in (self._requests, self._states, self._drafted):

@@ -18,15 +18,14 @@ from freedraft.engines.sglang.hooks import (
     LORA_HOOKS,
     MODEL_HOOKS,
 )
-from freedraft.method import METHODS, MethodSpec, installed
+from freedraft.method import METHODS, MethodSpec, register_installed
 
 logger = logging.getLogger(__name__)
 
 
 def register_all() -> None:
     """Entry point of `sglang.srt.plugins`: runs in every process of SGLang."""
-    for spec in installed():
-        register(spec)
+    register_installed(register)
 
 
 def register(spec: MethodSpec) -> bool:
@@ -42,7 +41,6 @@ def register(spec: MethodSpec) -> bool:
             "; ".join(missing),
         )
         return False
-    METHODS[spec.name] = spec
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
     from sglang.srt.speculative.spec_registry import get_spec
 
@@ -56,7 +54,7 @@ def register(spec: MethodSpec) -> bool:
     SpeculativeAlgorithm.register(spec.name.upper(), supports_overlap=True, spec_class=TreeAlgorithm)(worker)
     algorithm = get_spec(spec.name)
     assert isinstance(algorithm, TreeAlgorithm)
-    algorithm.spec = spec
+    algorithm.spec = METHODS[spec.name] = spec
     _patch_once()
     return True
 

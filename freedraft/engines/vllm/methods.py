@@ -50,7 +50,7 @@ from freedraft.engines.vllm.patching import (
 )
 from freedraft.engines.vllm.streams import parse_by_token
 from freedraft.engines.vllm.v2.lengths import receive_lengths
-from freedraft.method import METHODS, MethodSpec, installed
+from freedraft.method import METHODS, MethodSpec, register_installed
 from freedraft.step import EngineContext
 
 logger = logging.getLogger(__name__)
@@ -72,8 +72,7 @@ LOSSY = ("fly", "synthetic")  # verification methods of vLLM
 
 def register_all() -> None:
     """Entry point of `vllm.general_plugins`: runs in every process of vLLM."""
-    for spec in installed():
-        register(spec)
+    register_installed(register)
 
 
 def register(spec: MethodSpec) -> bool:

@@ -117,7 +117,7 @@ class MethodProposer:
             del self.limits[request_id]
             state = states.get(request_id)
             made = () if state is None else (state.sampling_params, state.output_token_ids, self.tokenizer)
-            self.guarded.finish(request_id, self.guarded.call(trimmed_output, *made) if made else None)
+            self.guarded.finish(request_id, self.guarded.output_of(trimmed_output, *made) if made else None)
 
     def _step(self, state: V1StepState) -> Step:
         runner, rows, output = state.runner, state.rows, state.arguments["scheduler_output"]

@@ -90,8 +90,7 @@ class HostDrafting:
             self.guarded.begin(request_id, known, getattr(request, SALT, None) or None, extra)
 
     def _tell_end(self, request_id: str) -> None:
-        output = self.guarded.call(self.requests.take_ended, request_id)
-        self.guarded.finish(request_id, output)
+        self.guarded.finish(request_id, self.guarded.output_of(self.requests.take_ended, request_id))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
