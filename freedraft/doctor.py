@@ -50,7 +50,8 @@ def examine(engine: str) -> EngineReport:
     problems, of_model, notes = check(table.HOOKS), check(table.MODEL_HOOKS), []
     if not entry_points(group=table.ENTRY_POINT_GROUP, name="freedraft"):
         problems.append(f"no entry point of freedraft in group '{table.ENTRY_POINT_GROUP}': reinstall freedraft")
-    if "freedraft" not in os.environ.get(plugins := f"{engine.upper()}_PLUGINS", "freedraft").split(","):
+    given = os.environ.get(plugins := f"{engine.upper()}_PLUGINS")
+    if given and "freedraft" not in map(str.strip, given.split(",")):
         problems.append(f"{plugins} is set and omits freedraft: add it")
     if of_model:
         notes.append(f"'sssd' can draft, 'layerskip' and 'hybrid' cannot: {'; '.join(of_model)}")

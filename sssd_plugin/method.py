@@ -7,6 +7,7 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -114,7 +115,7 @@ class SssdMethod(Method):
         self.needs_logits = can_recycle and options.recycle != "off"
         self._begun: dict[str, tuple[int, int]] = {}  # prompt length and tenant, by request
         self._secret = secrets.token_bytes(16)  # of tenants' numbers, without a store
-        self._alone = 0  # requests so far that share nothing
+        self._alone = count(-1, -1)  # numbers of requests that share nothing
         self.drafter = Drafter(
             vocab_size=context.vocab_size, max_nodes=context.max_draft_tokens + 1, scoring=options.scoring,
             weights=options.weights, snapshot=self._snapshot() if self.live is None else (), live=self.live,
@@ -159,27 +160,25 @@ class SssdMethod(Method):
         """Return the number of a tenant, or for a request that shares nothing a negative one of its own."""
         secret = self._secret if self.live is None else self.live.key
         if secret is None or (self.options.isolation == "strict" and not names_client(tenant)):
-            return self._nobody()
+            return next(self._alone)
         return tenant_number(secret, tenant)
 
-    def _nobody(self) -> int:
-        self._alone += 1
-        return -self._alone
-
     def finish(self, request_id: str, output: NDArray[np.int32] | None) -> None:
-        begun, tokens = self._begun.pop(request_id, None), self.drafter.tokens(request_id)
-        self.drafter.finish([request_id])
-        if self.live is not None and begun is not None:
-            prompt_length, tenant = begun
-            prompt, answer = tokens[:prompt_length], tokens[prompt_length:] if output is None else output
-            self.live.insert(to_learn(prompt, answer, LEADING), tenant)
-            self.live_metrics.show(self.live)
+        begun = self._begun.pop(request_id, None)
+        try:
+            if self.live is not None and begun is not None:
+                tokens, (prompt_length, tenant) = self.drafter.tokens(request_id), begun
+                prompt, answer = tokens[:prompt_length], tokens[prompt_length:] if output is None else output
+                self.live.insert(to_learn(prompt, answer, LEADING), tenant)
+                self.live_metrics.show(self.live)
+        finally:
+            self.drafter.finish([request_id])
 
     def update(self, step: Step) -> None:
         request_ids, new = step.request_ids, (step.tokens, step.starts, step.ends)
         for row in self.drafter.update(request_ids, *new, step.contexts, step.drafted):
             if request_ids[row] not in self._begun:  # it could not begin: nobody knows whose it is
-                self.drafter.set_tenant(request_ids[row], self._nobody())
+                self.drafter.set_tenant(request_ids[row], next(self._alone))
             self.drafter.replace(request_ids[row], step.history(row))
 
     def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:

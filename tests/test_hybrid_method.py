@@ -145,6 +145,15 @@ def test_both_hear_of_the_end_and_options_go_to_their_owners() -> None:
     assert passes == LayerSkipOptions(shape="chain", sinks=4), "metrics are served once for both"
 
 
+def test_one_that_fails_at_the_end_does_not_keep_it_from_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    hybrid, ended = method(), list[str]()
+    monkeypatch.setattr(hybrid.ngrams, "finish", None)
+    monkeypatch.setattr(hybrid.passes, "finish", lambda request_id, output: ended.append(request_id))
+    with pytest.raises(TypeError):
+        hybrid.finish("a", None)
+    assert ended == ["a"]
+
+
 def test_a_model_that_cannot_be_priced_is_refused() -> None:
     unreadable = SimpleNamespace(to_dict=dict)
     with pytest.raises(ConfigError, match="cannot price"):
