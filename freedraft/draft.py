@@ -63,6 +63,9 @@ class DraftBatch:
             raise ValueError(f"{self.batch_size} drafts for {len(capacities)} requests")
         limit((self.tokens, self.parents, self.depths, self.scores, self.kinds), self.counts, capacities, trees)
 
+    def copy(self) -> DraftBatch:
+        return DraftBatch(*(getattr(self, name).copy() for name in self.__slots__))
+
     def head(self, batch_size: int) -> DraftBatch:
         """The first `batch_size` requests, as views of the same memory."""
         b = batch_size

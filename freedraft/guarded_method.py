@@ -151,6 +151,7 @@ class GuardedMethod:
             (step, draft, seconds), self._uncounted = self._uncounted, None
             self.metrics.budget.set(self.method.controller.budget)
             self.metrics.seconds.observe(seconds)
+            self.call(self.method.controller.settle)
             self.call(self._count, step)
             self.call(self._count_reasons, step, draft)
 

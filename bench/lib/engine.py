@@ -60,6 +60,7 @@ class Switch:
             else:
                 if self._drafted == ids:  # report the result of its last drafts
                     self._method.controller.learn(step)
+                    self._method.controller.settle()
                     self._method.update(step)
                 self._method.controller.interrupt()
                 self._method.unmatched = np.zeros(step.batch_size, np.bool_)

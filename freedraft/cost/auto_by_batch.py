@@ -80,19 +80,20 @@ class BatchLengths(Controller):
         self._gain = expected_tokens(1 + self.lengths, CHAIN_TOKENS_PER_STEP) - 1.0
         self._newest: tuple[DraftBatch, int, NDArray[np.float64]] | None = None
         self._began, self._step_seconds, self._asked = 0.0, 1.0, 0
+        # For `settle`: the last step; its draft, draft tokens per request asked for, and seconds of drafting
+        self._step: Step | None = None
+        self._cut: tuple[DraftBatch, int, float] | None = None
         self._prices: dict[tuple[int, int], _Price] = {}  # by range of batch sizes
         self._probed: tuple[int, int] | None = None
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def learn(self, step: Step) -> None:
-        self.acceptance.update(step)
-        if self._newest is not None:  # earlier expectations are wrong by the same factor
-            draft, asked, expected = self._newest
-            self._gain *= self._expected(draft, asked) / np.maximum(expected, 1e-9)
-            self._newest = None
+        self.settle()
+        self._step = step
 
     def rests(self) -> bool:
+        self.settle()
         return not (self.acceptance.follows or self.acceptance.rises) and self.probes.take_rest()
 
     def plan(self, step: Step) -> int:
@@ -101,18 +102,33 @@ class BatchLengths(Controller):
             self._asked = min(self.max_draft_tokens, int(step.capacities.max()))
             self.budget = step.batch_size * self._asked
         else:
+            self.settle()
             waits = self.probes.take_rest() and not self.acceptance.rises
             self._asked = 0 if waits else self.max_draft_tokens
         return self._asked
 
     def cut(self, *drafts: DraftBatch) -> None:
-        """Cuts nothing: the engine has decided the length. Updates the expected acceptance."""
-        draft = drafts[0]
-        self.probes.rest(self._clock() - self._began, self._step_seconds)
-        self.acceptance.follow(draft)
-        self._newest = draft, self._asked, self._expected(draft, self._asked)
-        rate = min(1.0, draft.batch_size / _REQUESTS)
-        self._gain += rate * (self._newest[2] - self._gain)
+        """Cuts nothing: the engine has decided the length."""
+        self._cut = drafts[0], self._asked, self._clock() - self._began
+
+    def settle(self) -> None:
+        """Learn from the step that `learn` was given, then from the draft that `cut` was. Both must not have changed;
+        the draft is copied, since the next one takes its memory."""
+        step, cut, self._step, self._cut = self._step, self._cut, None, None
+        if step is not None:
+            self.acceptance.update(step)
+            if self._newest is not None:  # earlier expectations are wrong by the same factor
+                draft, asked, expected = self._newest
+                self._gain *= self._expected(draft, asked) / np.maximum(expected, 1e-9)
+                self._newest = None
+        if cut is not None:
+            draft, asked, seconds = cut
+            draft = draft.copy()
+            self.probes.rest(seconds, self._step_seconds)
+            self.acceptance.follow(draft)
+            self._newest = draft, asked, self._expected(draft, asked)
+            rate = min(1.0, draft.batch_size / _REQUESTS)
+            self._gain += rate * (self._newest[2] - self._gain)
 
     def _expected(self, draft: DraftBatch, asked: int) -> NDArray[np.float64]:
         """float64 [L]: mean accepted draft tokens per request for each of `lengths`. asked: draft tokens requested from
@@ -147,7 +163,7 @@ class BatchLengths(Controller):
 
     def interrupt(self) -> None:
         self.acceptance.follow()
-        self._newest = None
+        self._newest = self._step = self._cut = None
 
     def warm_up(self) -> None:
         self.acceptance.warm_up()
@@ -178,6 +194,7 @@ class BatchLengths(Controller):
 
     def decide(self, batch: int, context: float) -> Rows:
         """Changed lengths to schedule: of this batch size, and of a probed one. Call once per step."""
+        self.settle()
         at = batch_range(batch)
         rows: Rows = []
         if self._probed is not None and self._probed != at:

@@ -24,7 +24,7 @@ def holding(nodes: NDArray[Any], widths: NDArray[np.int32]) -> NDArray[np.int32]
 
 class Controller(ABC):
     """Decides how much is drafted, possibly nothing. Calls per step: `learn`, `plan`, then `cut` if something was
-    drafted, `done`.
+    drafted, `done`; `settle` once nothing waits for it, at the latest by the next `learn`.
 
     Args:
         max_draft_tokens: most draft tokens per request, roots not counted.
@@ -66,6 +66,9 @@ class Controller(ABC):
 
     def done(self, step: Step) -> None:
         """The drafts of this step are decided; its time starts."""
+
+    def settle(self) -> None:
+        """Do what may wait until the step that verifies these drafts is launched."""
 
     def warm_up(self) -> None:
         """Compile, or load from the cache, everything that a step calls."""

@@ -118,3 +118,23 @@ def test_drafts_that_are_accepted_again_are_soon_made(engine: type, batch: int, 
     for text in (ALL, none, ALL, none, ALL):
         rows = served.run(batch, text, 400 if text == none else 200)
         assert served.of_best(rows[50:], batch, text) >= 0.95, text
+
+
+class Overwriting(V2):
+    """A step is learnt from once the next one is launched; the drafter's next draft then takes this one's memory."""
+
+    def draft(self, ids: list[str], gained: list[list[int]]) -> np.ndarray:
+        lengths = super().draft(ids, gained)
+        newest = self.controller._cut
+        self.controller.settle()
+        for name in newest[0].__slots__ if newest else ():
+            getattr(newest[0], name)[:] = 0
+        return lengths
+
+
+@pytest.mark.parametrize("batch", [1, 7])
+def test_learning_after_the_launch_changes_no_decision(batch: int) -> None:
+    early, late = Overwriting(flat), V2(flat)
+    for accept in (0.8, 0.02, 0.6):
+        assert (early.run(batch, Text(accept), 300) == late.run(batch, Text(accept), 300)).all()
+    assert (early.controller.acceptance.bias == late.controller.acceptance.bias).all()

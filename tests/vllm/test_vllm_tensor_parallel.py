@@ -50,17 +50,18 @@ def plain(model):
 # Triton's interpreter stands in for a compiler; inductor, which vLLM compiles the embedding with, needs a real one.
 INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TORCH_COMPILE_DISABLE": "1"}
 TREES = INTERPRETED | {"INTERPRETED_ATTENTION": "triton"}
+BY_SCORE = INTERPRETED | {"INTERPRETED_ATTENTION": "flash", "ADAPTIVE": "1"}
 
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, *(pytest.param(changed, marks=pytest.mark.extended) for changed in (INTERPRETED, TREES))],
-    ids=["V1", "V2", "V2, trees"],
+    [{}, *(pytest.param(changed, marks=pytest.mark.extended) for changed in (INTERPRETED, TREES, BY_SCORE))],
+    ids=["V1", "V2", "V2, trees", "V2, by score"],
 )
 def test_two_ranks_answer_as_one_does_plainly(model, plain, changed):
     found = answers(model, 2, changed, speculative_config=SSSD)
     assert found["answers"] == [plain, plain]
-    assert found["accepted"] > 60, "the second time they are drafted from what was learnt"
+    assert found["accepted"] > (40 if "ADAPTIVE" in changed else 60), "the second time, from what was learnt"
 
 
 @pytest.mark.extended

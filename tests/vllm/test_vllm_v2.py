@@ -57,6 +57,12 @@ def test_runs_there_with_async_scheduling(served):
     assert engine["drafted"] > 200 and 0 < engine["accepted"] < engine["drafted"]
 
 
+def test_nothing_is_compiled_while_serving(on_cpu, on_flash):
+    """numba would stop all requests for seconds."""
+    for engines, names in ((on_cpu, ("chains", "by default", "structured")), (on_flash, ("trees", "skipping"))):
+        assert [engines[name]["engine"]["compiled while serving"] for name in names] == [[]] * len(names)
+
+
 def test_no_step_waits_for_its_own_tokens(served):
     """The one that verifies the drafts does, when it is ready but for them; what was said before has left by then."""
     early, waits = served["engine"]["waits"]
@@ -97,9 +103,8 @@ def test_a_seed_gives_the_tokens_of_an_engine_without_drafts(served, plain_seede
 def test_requests_end_and_are_learnt_whole(served, tiny_answers):
     engine = served["engine"]
     assert engine["held"] == [0, 0, 0]
-    # Behind the end of its prompt. Each answer twice: also behind the gate.
     whole = [document[8:] for document in engine["learnt"] if len(document) == 8 + TOKENS]
-    assert sorted(whole) == sorted(2 * tiny_answers)
+    assert sorted(whole) == sorted(tiny_answers)
 
 
 def test_logits_of_verified_drafts_are_recycled(served, tiny_answers, live_prompts):

@@ -74,9 +74,8 @@ def chains(given):
     cases["off"] = greedy_case(given.prompts[:2], 16, each=[OFF, {"extra_args": {"freedraft": ["off"]}}])
     cases["seeded"] = (seeded := seeded_case()) | {"abort": 6}
     cases["seeded, alone"] = seeded | {name: seeded[name][2:3] for name in ("prompts", "each")}
-    cases |= {"gated": cases["greedy"] | {"gated": True}, "gated, seeded": seeded}
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 0], [5, 64, 3]]}
-    noted = {"gate": {"kernel": True}, "drafts": True, "launches": True, "max_num_seqs": 32}
+    noted = {"drafts": True, "launches": True, "max_num_seqs": 32}
     return {"model": given.model, "cases": cases, "speculative_config": SSSD | schedule} | noted | SMALL | CRAMPED
 
 

@@ -124,6 +124,7 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.initialize_kv_cache(is_profiling)
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn(input_batch)
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.finish_requests(scheduler_output)
+    vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample(input_batch)
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.add_requests(scheduler_output)
     vllm.v1.worker.gpu.model_states.default.DefaultModelState.prepare_inputs(input_batch)
     vllm.v1.worker.gpu.spec_decode.ngram.speculator.NgramGPUSpeculator(vllm_config, device, req_states)
@@ -175,10 +176,6 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
     vllm.v1.attention.backends.triton_attn.TritonAttentionBackend
     vllm.v1.attention.backends.flash_attn.FlashAttentionBackend
     vllm.v1.kv_cache_interface.FullAttentionSpec
-    # launches before drafts in model runner V2
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_inputs(scheduler_output, batch_req_state, batch_desc)
-    vllm.v1.worker.gpu.cudagraph_utils.ModelCudaGraphManager.run_fullgraph(desc)
-    vllm.utils.torch_utils.get_accelerator_view_from_cpu_tensor(cpu_tensor)
     # draft tokens by score in model runner V2
     vllm.v1.worker.gpu.spec_decode.adaptive_verification.AdaptiveVerificationManager has add_request, get_num_tokens,
         compact_batch, reallocate_drafts, batches_to_profile, set_initial_cost_curves, record_confidences, cost_tables,

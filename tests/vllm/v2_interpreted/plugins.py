@@ -14,10 +14,10 @@ def install():
         serve.take_any_mask()
         serve.filter_as_on_cpus()
         serve.schedule_asynchronously()
-    if os.environ.get("GATED"):
-        import gated
+    if os.environ.get("ADAPTIVE"):
+        import by_score
 
-        gated.install()
+        by_score.install()
     if os.environ.get("FAILING"):
         fail_on_a_rank(*os.environ["FAILING"].split())
 

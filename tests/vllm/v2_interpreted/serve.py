@@ -5,13 +5,12 @@ last line.
 
 Cases come one after the other: all prompts of one at once. "parameters" are those of all requests, "each" has others of
 each; "abort" is a number of steps after which each request is given up, and asked anew under the same id; "chains" are
-the requests with parameters that allow no trees; "salt" stands in front of the prompts' own; from the first case that
-is "gated" on, steps are launched before their drafts are there. Of an engine, "gate" says how (`gated.begin`), "kv"
-notes the KV of all steps, "drafts" those of chains, "launches" what a step launches, "graphs" runs draft passes as CUDA
-graphs do, "graph_sizes" are those of vLLM's own, "warm_up" compiles kernels as vLLM does on devices, and notes which of
-ours are launched that were not then, "rows" is how many rows of logits are verified at once, "seconds" what a step is
-measured to take, and each of its query tokens. The rest are arguments of vLLM's `LLM`; without a "speculative_config"
-there are answers alone.
+the requests with parameters that allow no trees; "salt" stands in front of the prompts' own. Of an engine, "by_score"
+verifies by score, "kv" notes the KV of all steps, "drafts" those of chains, "launches" what a step launches, "graphs"
+runs draft passes as CUDA graphs do, "graph_sizes" are those of vLLM's own, "warm_up" compiles kernels as vLLM does on
+devices, and notes which of ours are launched that were not then, "rows" is how many rows of logits are verified at
+once, "seconds" what a step is measured to take, and each of its query tokens. The rest are arguments of vLLM's `LLM`;
+without a "speculative_config" there are answers alone.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import json
 import logging
 import sys
 
-import gated
+import by_score
 import launches
 import numpy as np
 import pytest
@@ -52,6 +51,7 @@ from freedraft.engines.vllm.draft_model import PagedDraftRound
 from freedraft.engines.vllm.v2.gained import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.engines.vllm.v2.trees import why_chains
+from tests.support.compiling import signatures
 from tests.support.random_trees import path_to
 from tests.support.stores import documents_of
 from tests.support.triton_launches import record_launches
@@ -416,7 +416,7 @@ def largest_difference(kv):
 def served(model, cases, speculative_config=None, *, seconds=(), rows=0, **given):
     """What one engine says."""
     noting = {name: given.pop(name, None) for name in ("kv", "drafts", "graphs", "graph_sizes", "warm_up", "launches")}
-    how = given.pop("gate", {})
+    noting["by_score"] = given.pop("by_score", False)
     if rows:
         PATCH.setattr(rejection_sampler, "get_max_chunk_logits", lambda vocab_size: rows)
     if seconds:
@@ -426,7 +426,7 @@ def served(model, cases, speculative_config=None, *, seconds=(), rows=0, **given
     try:
         if speculative_config is None:
             return {name: answers(llm, **case) for name, case in cases.items()}
-        return asked(llm, cases, how, noting)
+        return asked(llm, cases, noting)
     finally:
         PATCH.undo()
         llm.llm_engine.engine_core.shutdown()
@@ -434,7 +434,8 @@ def served(model, cases, speculative_config=None, *, seconds=(), rows=0, **given
         gc.collect()
 
 
-def asked(llm, cases, how, noting):
+def asked(llm, cases, noting):
+    at_start = signatures()
     worker = llm.llm_engine.model_executor.driver_worker.worker
     runner = worker.model_runner
     PATCH.setattr(model_runner, "_profile_cudagraph_memory", lambda runner: 2**20)
@@ -458,12 +459,10 @@ def asked(llm, cases, how, noting):
     waits, (gone, left) = note_waits(), note_gone(runner)
     said = {} if drafter == () else note_recycled(guarded)
     drafted, accepted = guarded.metrics.drafted._value, guarded.metrics.accepted._value
-    counts, by_case, gate = {}, {}, None
+    counts, by_case = {}, {}
+    scored = by_score.begin(runner) if noting["by_score"] else {}
     for name, case in cases.items():
         before, first, off = (drafted.get(), accepted.get()), len(drafts), branches[1]
-        if case.pop("gated", False) and gate is None:
-            gate = gated.begin(runner, PATCH, **how)
-            engine["waits"], waits = waits, [0, 0]
         result[name] = answers(llm, **case)
         counts[name] = drafted.get() - before[0], accepted.get() - before[1]
         by_case[name] = {"branches": branches[1] - off, "drafts": drafts[first:]}
@@ -475,7 +474,7 @@ def asked(llm, cases, how, noting):
     tenants = () if live is None else live.runs.tenants.values()
     learnt = [document for tenant in tenants for run in tenant.all_runs for document in documents_of(run.sub)]
     config = llm.llm_engine.vllm_config
-    engine = {"waits": waits} | engine
+    engine |= {"waits": waits, "by score": scored, "compiled while serving": sorted(signatures() - at_start)}
     engine |= {name: figures[f"vllm:{metric}"] for name, metric in METRICS.items()}
     engine |= {"v2": isinstance(runner, GPUModelRunner), "async": config.scheduler_config.async_scheduling}
     engine["failures"] = guarded.metrics.failures._value.get() - failed
@@ -497,8 +496,6 @@ def asked(llm, cases, how, noting):
     engine["said"] = [[*text, *likeliest] for text, likeliest in said.items() if len(likeliest) == 1]
     held = runner.speculator.host.requests
     engine["held"] = [len(drafter), len(guarded.running), len(held.slots) + len(held._preempted) + len(held.ended)]
-    if gate is not None:
-        engine["gate"] = gate | {"shut": runner.speculator.gate.shut}
     return result | {"engine": engine}
 
 

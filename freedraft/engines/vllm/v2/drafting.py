@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,6 @@ from freedraft.engines.vllm.context import configured, context_of_engine, tokeni
 from freedraft.engines.vllm.forward import Pages
 from freedraft.engines.vllm.outputs import SALT
 from freedraft.engines.vllm.v2.gained import GainedTokens
-from freedraft.engines.vllm.v2.gate import Gate
 from freedraft.engines.vllm.v2.requests import Requests, Taken, write_drafts
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
@@ -71,6 +69,10 @@ class HostDrafting:
         self.logits = LogitsCopy()
         self.gained, self.before = (GainedTokens(states.max_num_reqs, length, device) for _ in range(2))
         self.steps, self._drafted_at = 0, -1
+        # Compile, or load from the cache, what steps call.
+        self.requests.set_verified(self.gained, 0, None)
+        nothing, proposed = self.requests.append(self.gained, 0), np.zeros((1, 1, length), np.int64)
+        write_drafts(None, nothing, self.gained, self.requests, proposed, 0)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -110,15 +112,13 @@ class HostDrafting:
     def copy_gained(self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor) -> None:
         self.gained.copy(input_batch, num_sampled, self._states, self.requests.generations, self.steps, drafts)
 
-    def draft(self, most: int, batch: Any, gate: Gate | None = None) -> bool:
+    def draft(self, most: int, batch: Any) -> bool:
         """Draft after the newest step, at most `most` tokens per request, and if there is an InputBatch no more than it
-        verifies. Returns whether `proposed` was filled, in time for the gate if there is one."""
+        verifies. Returns whether `proposed` was filled."""
         gained, requests = self.gained, self.requests
         if gained.taken or not requests.set_verified(gained, most, batch):  # no wait is needed
             return False
         taken = self._take(most)
-        if gate is not None:
-            gate.watch()
         step, draft = self._step(taken), None
         if self.by_score is not None:  # before the drafts that it learns from are overwritten
             self.by_score.acceptance.update(step)
@@ -127,12 +127,12 @@ class HostDrafting:
             draft = self.guarded.draft(step, count=False)
         elif step.request_ids:
             self.guarded.observe(step, "no room")
-        with nullcontext(True) if gate is None else gate.writing() as in_time:
-            if in_time:
-                counts = write_drafts(draft, taken, gained, requests, self.proposed, self.steps)
-                if self.by_score is not None:
-                    self.by_score.choose(draft, gained.slots[taken.rows], counts, batch)
-        return in_time
+        counts = write_drafts(draft, taken, gained, requests, self.proposed, self.steps)
+        if self.by_score is not None:
+            self.by_score.choose(draft, gained.slots[taken.rows], counts, batch)
+        if batch is None:  # requests may come and go before the next step is launched
+            self.guarded.count()
+        return True
 
     def _take(self, most: int) -> Taken:
         """Take the newest step's tokens. most: draft tokens that each request may verify next."""

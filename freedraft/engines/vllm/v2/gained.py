@@ -42,7 +42,7 @@ class GainedTokens:
         self.taken, self._arrived = True, False
 
     def approach(self) -> None:
-        """The model has run; its tokens are drawn next."""
+        """The model has been launched; its tokens are drawn next."""
         if self._near is not None:
             self._near.record()
 

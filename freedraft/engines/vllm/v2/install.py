@@ -46,8 +46,7 @@ def install() -> None:
     wrap_once(RejectionSampler, "_verify", _verify)
     wrap_once(cudagraph_utils.CudaGraphManager, "_init_candidates", after(find_nearest))
     wrap_once(GPUModelRunner, "prepare_attn", _prepare_step)
-    wrap_once(GPUModelRunner, "prepare_inputs", before(_note_graph))
-    wrap_once(cudagraph_utils.ModelCudaGraphManager, "run_fullgraph", _launch)
+    wrap_once(GPUModelRunner, "sample", before(_approach))
     wrap_once(DefaultModelState, "prepare_attn", before(_note_attention))
     wrap_once(DefaultModelState, "prepare_inputs", before(_join))
 
@@ -82,7 +81,7 @@ def _warm_up(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: An
 def _close(runner: Any) -> None:
     if (ours := _ours(runner)) is not None:
         ours.close()
-        for holder in (runner.rejection_sampler, runner.model_state, runner.cudagraph_manager):
+        for holder in (runner.rejection_sampler, runner.model_state):
             if getattr(holder, SPECULATOR, None) is not None:
                 delattr(holder, SPECULATOR)
 
@@ -113,8 +112,6 @@ def _prepare(_: None, runner: Any, kv_cache_config: Any, is_profiling: bool = Fa
             setattr(runner.rejection_sampler, SPECULATOR, ours)
         if ours.when is When.BEFORE_MODEL:
             setattr(runner.model_state, SPECULATOR, ours)
-        if ours.gate is not None:
-            setattr(runner.cudagraph_manager, SPECULATOR, ours)
 
 
 def _keep_logits(sampler: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -143,15 +140,10 @@ def _note_attention(model_state: Any, input_batch: Any, *args: Any, **kwargs: An
         ours.by_score.attention = partial(model_state.prepare_attn, input_batch, *args, **kwargs)
 
 
-def _note_graph(runner: Any, scheduler_output: Any, state: Any, batch_desc: Any, *args: Any, **kwargs: Any) -> None:
-    if (ours := _ours(runner)) is not None:
-        ours.full_graph = batch_desc.cg_mode.name == "FULL"
-
-
-def _launch(original: Callable[..., Any], manager: Any, *args: Any, **kwargs: Any) -> Any:
-    replay = partial(original, manager, *args, **kwargs)
-    ours: MethodSpeculator | None = getattr(manager, SPECULATOR, None)
-    return replay() if ours is None else ours.launch(replay)
+def _approach(runner: Any, *args: Any, **kwargs: Any) -> None:
+    """The model has been launched; its tokens are drawn next."""
+    if (host := _drafting(runner)) is not None:
+        host.before.approach()  # the present step takes its place
 
 
 def _join(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:

@@ -136,15 +136,11 @@ class RowsByScore:
             keep_likeliest(scores, nodes, self._budget)
             self._counts = nodes - 1
             batch.cu_num_logits_np[1:] = np.cumsum(nodes)
-            self.set_rows()
-
-    def set_rows(self) -> None:
-        """Write the present choice to pinned memory, of which the device has read the last one."""
-        self._host_np[: len(self._counts)] = self._counts
+            self._host_np[: len(self._counts)] = self._counts  # the device has read the last ones
 
     def place(self, batch: Any, chosen: bool) -> None:
         """Queue what the choice of a late step changes on the device, except tokens and attention metadata. chosen:
-        whether it is, or will be, in pinned memory; otherwise it is that of `compact_batch`."""
+        whether it is in pinned memory; otherwise it is that of `compact_batch`."""
         requests, runner = batch.num_reqs, self._runner
         counts, buffers = self._device[:requests], runner.input_buffers
         if chosen:

@@ -2,7 +2,7 @@
 
 Model runner V2 prepares the next step on the device while the host lags behind. So a kernel writes accepted tokens to
 pinned memory (`propose`); they are awaited when the next step lacks only its drafts, which go back by one copy
-(`join`). With a gate the step is launched first, and its drafts follow (`launch`).
+(`join`).
 
 Every tensor-parallel rank verifies its own copy of the drafts, which rank 0 makes and broadcasts.
 """
@@ -10,7 +10,6 @@ Every tensor-parallel rank verifies its own copy of the drafts, which rank 0 mak
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import nullcontext
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 from freedraft_kernels import top_tokens
 from numpy.typing import NDArray
-from vllm.utils.torch_utils import get_accelerator_view_from_cpu_tensor
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -30,7 +28,6 @@ from freedraft.engines.vllm.context import ADAPTIVE, SCHEDULE, configured, start
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.v2.drafting import HostDrafting, V2StepState
-from freedraft.engines.vllm.v2.gate import Gate, stream_wait, why_no_gate
 from freedraft.engines.vllm.v2.lengths import GraphLengths
 from freedraft.method import METHODS
 from freedraft.step import TOP_TOKENS
@@ -49,7 +46,6 @@ class When(Enum):
     AT_ONCE = "behind the step before, with whose result vLLM forwards them"
     BEFORE_ATTENTION = "before attention metadata of the step that verifies them"
     BEFORE_MODEL = "before the model is launched, which alone reads them"
-    AFTER_LAUNCH = "when the step waits for them at the gate"
 
 
 class Pending(NamedTuple):
@@ -68,7 +64,7 @@ class MethodSpeculator(BaseSpeculator):
     Attributes:
         host: in the drafting rank.
         matches: whether `match` verifies drafts, and not another method of vLLM chosen by the user.
-        when: drafts of the step that is being prepared are made.
+        when: drafts are made.
     """
 
     supports_mm_inputs = False
@@ -106,11 +102,8 @@ class MethodSpeculator(BaseSpeculator):
         self.by_score: RowsByScore | None = None  # with adaptive verification
         self._pending: Pending | None = None
         self._verified: tuple[torch.Tensor, Any] | None = None  # until `propose`: logits, and their InputBatch
-        self.when = self._usually = When.AT_ONCE  # until there is a runner
+        self.when = When.AT_ONCE  # until there is a runner
         self.verifying: Any = None  # vLLM's InputBatch, once its inputs are prepared
-        self.full_graph = False  # whether the present step is the replay of a CUDA graph
-        self.gate: Gate | None = None
-        self._sent: Any = None  # event behind the last copies of drafts and rows, if there is a gate
         self.warming_up = False  # see `warm_up`
         self.enable_adaptive_verification = bool(getattr(config, ADAPTIVE, False))  # read by vLLM, as the next one
         self.draft_token_confidence_probs = None
@@ -135,9 +128,7 @@ class MethodSpeculator(BaseSpeculator):
         """Release all memory: the process may outlive the engine."""
         if self.guarded is not None:
             self.guarded.close()
-        if self.gate is not None:
-            self.gate.give_up()
-        self.gate = self.host = self.runner = self.draft_model = self.trees = None
+        self.host = self.runner = self.draft_model = self.trees = None
 
     def warm_up(self, now: bool) -> None:
         """Set whether vLLM runs dummy requests now, to compile kernels; their outcomes are ignored."""
@@ -172,9 +163,6 @@ class MethodSpeculator(BaseSpeculator):
             self.when = When.AT_ONCE
         else:
             self.when = When.BEFORE_MODEL if usual and not any(readers) else When.BEFORE_ATTENTION
-        self._usually = self.when
-        if self.when is When.BEFORE_MODEL and host is not None and self._proposed.is_pinned():
-            self._make_gate()
         if getattr(runner, "adaptive_verification", None) is not None:
             self.verify_by_score()
         if METHODS[name].runs_model:
@@ -188,14 +176,6 @@ class MethodSpeculator(BaseSpeculator):
         self.runner.adaptive_verification = self.by_score
         if self.host is not None:
             self.host.by_score = self.by_score
-
-    def _make_gate(self) -> None:
-        if (reason := why_no_gate(self._vllm_config)) is not None:
-            logger.info("freedraft: steps are launched once their drafts are there: %s", reason)
-            return
-        flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._sent = torch.cuda.Event()
-        self.gate = Gate(flag, stream_wait(get_accelerator_view_from_cpu_tensor(flag)))
 
     @torch.inference_mode()
     def propose(
@@ -236,7 +216,7 @@ class MethodSpeculator(BaseSpeculator):
         # New tokens, if any, are read later, without a wait.
         rows = slice(int(slots.min()), int(slots.max()) + 1)
         self._pending = Pending(slots.copy(), rows, most) if most > 0 and over.any() else None
-        if self._usually is When.AT_ONCE or input_batch.has_structured_output_reqs:
+        if self.when is When.AT_ONCE or input_batch.has_structured_output_reqs:
             self._states.draft_tokens[on_device] = drafts  # as vLLM does with the result
             self.join()
             drafts = self._states.draft_tokens[on_device]
@@ -260,32 +240,6 @@ class MethodSpeculator(BaseSpeculator):
         self.verifying = batch
         if self.by_score is not None and not self.by_score.begin_step(batch):
             self._pending = None  # nothing is verified: its tokens are taken later
-        gated = self.gate is not None and self.gate.usable and self.full_graph and self._pending is not None
-        self.when = When.AFTER_LAUNCH if gated else self._usually
-
-    def launch(self, replay: Callable[[], Any]) -> Any:
-        """The result of `replay`, which runs the CUDA graph of the present step. It is queued before the last step's
-        tokens are awaited and drafted for; the stream waits for drafts at the gate."""
-        when, self.when = self.when, self._usually  # a dummy step may follow, which has no requests
-        if when is not When.AFTER_LAUNCH:
-            return replay()
-        assert self.gate is not None and self.host is not None and self._pending is not None
-        pending, self._pending = self._pending, None
-        if self._sent is not None:  # the drafts of the step before may not have been read yet
-            self._sent.synchronize()
-        self.host.proposed[pending.slots] = 0  # chains of the token 0, if drafts come too late
-        if self.by_score is not None:
-            self.by_score.set_rows()
-        self.gate.close()
-        try:
-            self._send(pending, self.verifying, True)
-            if self.trees is not None:
-                self.trees.write_queries(self.verifying)
-            result = replay()
-            self.host.guarded.call(self.host.draft, pending.most, self.verifying, self.gate)
-        finally:
-            self.gate.open()
-        return result
 
     def _send(self, pending: Pending, batch: Any, drafted: bool) -> None:
         """Pass drafts to the step that verifies them; see `join`. Requests in between that did not take part get their
@@ -293,15 +247,17 @@ class MethodSpeculator(BaseSpeculator):
         rows = pending.rows
         drafts = self._drafts[rows]
         by_score = self.by_score if self.by_score is not None and self.by_score.late else None
-        if self.host is not None:
-            if drafted:
-                drafts.copy_(self._proposed[rows], non_blocking=True)
-            else:
-                drafts[:, 1:].zero_()
-        elif self.draft_model is not None:
+        if self.host is None and self.draft_model is not None:
             self.draft_model.serve(V2StepState(self.runner.block_tables, self._states, np.zeros(0, np.intp)).pages)
-        if self._ranks.world_size > 1:
-            self._ranks.broadcast(drafts, src=0)
+        if self._ranks.world_size > 1:  # by memory that they share: no kernel stands between tokens and launch
+            proposed = self._proposed.numpy()[rows]
+            sent = self._ranks.broadcast_object(proposed if drafted else None, src=0)
+            if self.host is None and (drafted := sent is not None):
+                proposed[:] = sent
+        if drafted:
+            drafts.copy_(self._proposed[rows], non_blocking=True)
+        else:  # chains of the token 0, on all ranks
+            drafts.zero_()
         if batch is not None:
             states = self._states
             if by_score is not None:
@@ -313,14 +269,10 @@ class MethodSpeculator(BaseSpeculator):
             )  # fmt: skip
             if by_score is not None:
                 by_score.attention()
-        if drafted and self._sent is not None:
-            self._sent.record()
 
     def keep_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
         """Keep a step's logits until `propose` recycles them; sampling does not modify them. logits: float [R, V], rows
         of a request consecutive."""
-        if self.host is not None:
-            self.host.before.approach()  # the present step takes its place
         if self.host is not None and self.host.guarded.needs_logits:
             if self.warming_up:
                 top_tokens(logits[:1], TOP_TOKENS)
