@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 class GainedTokens:
     """Accepted tokens of a step. B requests, K = most draft tokens of a request. request_ids: B ids; slots,
-    generations: int [B], see `Requests`; scheduled: int32 [B], scheduled draft tokens of each; query_tokens: of the
+    generations: int64 [B], see `Requests`; scheduled: int32 [B], scheduled draft tokens of each; query_tokens: of the
     step; 0 if it did more than decode; taken: whether `Requests` have its tokens."""
 
     def __init__(self, slots: int, length: int, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class GainedTokens:
             self._event = torch.Event(device, enable_timing=True)
         self._ended = 0.0
         self.request_ids: list[str] = []
-        self.slots = self.scheduled = np.zeros(0, np.int32)
+        self.slots, self.scheduled = np.zeros(0, np.intp), np.zeros(0, np.int32)
         self.generations = np.zeros(0, np.int64)
         self.query_tokens, self.number = 0, -1
         self.taken, self._arrived = True, False

@@ -108,7 +108,7 @@ class Requests:
         self.lengths[:] = self.drafted_behind[:] = -1
         self.parents = np.zeros((slots, length + 1), np.int32)
         self.trees = np.zeros(slots, np.bool_) if trees is None else trees
-        self._none = (np.zeros(0, np.int32),) * 2
+        self._none = np.zeros(0, np.intp), np.zeros(0, np.int32)
         self.slots: dict[str, int] = {}
         self._tokenizer = tokenizer  # see `trimmed_output`
         self._parameters: list[Any] = [None] * slots
