@@ -22,6 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from bench.lib.machine import versions
 from bench.lib.results import commit, write_json
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
@@ -159,7 +160,7 @@ def main() -> int:
         ran = forked(check_kernels, folder / "kernels.log", args.limit)["outcome"] == "started"
         for name, arm in wanted.items():
             ended = forked(partial(start, arm, folder), logs / f"{name}.log", args.limit)
-            rows[name] = arm | ended | {"kernels_run": ran, "commit": commit()}
+            rows[name] = arm | ended | {"kernels_run": ran, "commit": commit()} | versions(args.engine, "torch")
             print(f"{name}: {ended['outcome']}, {ended['s']} s, {ended['drafts']}, {ended.get('line', '')}", flush=True)
             write_json(args.json, {"starts": rows})
     return int(any(rows[name]["outcome"] == "failed" for name in wanted))
