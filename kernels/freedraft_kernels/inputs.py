@@ -30,13 +30,16 @@ class TreeInputs:
     mask: Tensor
 
 
-def tree_inputs(tree: TreeBatch, seq_lens: Tensor, seq_lens_sum: int, *, backend: Backend = "auto") -> TreeInputs:
+def tree_inputs(
+    tree: TreeBatch, seq_lens: Tensor, seq_lens_sum: int, *, cached: bool = True, backend: Backend = "auto"
+) -> TreeInputs:
     """Token ids, positions and tree mask of `tree`.
 
     Args:
         seq_lens: int32 or int64 [B], tokens of each request in the KV cache (without the root).
         seq_lens_sum: the sum of `seq_lens`, or an upper bound, on the host. The mask is undefined beyond the true sum,
             and truncated by a smaller one.
+        cached: whether the cells over the KV cache are read; otherwise all but the first one may be undefined.
     """
     batch, nodes = tree.batch_size, tree.max_nodes
     assert seq_lens.shape == (batch,) and seq_lens.device == tree.device and seq_lens_sum >= 0
@@ -45,7 +48,7 @@ def tree_inputs(tree: TreeBatch, seq_lens: Tensor, seq_lens_sum: int, *, backend
         from freedraft_kernels.device.inputs import launch_tree_inputs
 
         mask = torch.empty(size, dtype=torch.bool, device=tree.device)
-        return TreeInputs(*launch_tree_inputs(tree, seq_lens, mask), mask)
+        return TreeInputs(*launch_tree_inputs(tree, seq_lens, mask, cached=cached), mask)
     valid = tree.valid()
     input_ids = torch.where(valid, tree.tokens, 0).to(torch.int64)
     positions = seq_lens[:, None].to(torch.int64) + torch.where(valid, tree.depths, 0)

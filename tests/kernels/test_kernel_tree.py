@@ -46,6 +46,13 @@ def expected(drafts: DraftBatch, lengths: list[int]) -> tuple[list[int], list[in
     return ids, positions, cells
 
 
+def over_nodes(lengths: list[int], nodes: int) -> list[int]:
+    """The mask's cells of each node over the nodes of its request."""
+    rows = [length for length in lengths for _ in range(nodes)]
+    starts = np.cumsum([0, *(length + nodes for length in rows)])
+    return [int(start) + length + j for start, length in zip(starts, rows, strict=False) for j in range(nodes)]
+
+
 @by_each
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(batches())
@@ -63,6 +70,11 @@ def test_tree_inputs(backend: str, device: str, case: tuple[DraftBatch, int, int
         size = nodes * (bound + nodes * drafts.batch_size)
         assert inputs.mask.shape == (size,)
         assert inputs.mask[: len(cells)].tolist() == cells[:size]
+        own = tree_inputs(tree, seq_lens, bound, cached=False, backend=backend)
+        assert own.input_ids.tolist() == ids and own.positions.tolist() == positions
+        of_nodes = [j for j in over_nodes(lengths, nodes) if j < size]
+        assert own.mask.shape == (size,) and own.mask[of_nodes].tolist() == [cells[j] for j in of_nodes]
+        assert not cells or own.mask[0] == cells[0], "which FA3 reads for padding"
 
 
 def empty(rows: int, pages: int) -> PagedKeys:

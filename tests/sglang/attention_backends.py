@@ -89,6 +89,16 @@ def forward_of(
     )
 
 
+def over_nodes(forward: ForwardBatch) -> torch.Tensor:
+    """The mask of a step with nothing in it over cached tokens, but for the first cell."""
+    nodes, rows = forward.spec_info.draft_token_num, len(forward.positions)
+    lengths = forward.seq_lens.repeat_interleave(nodes)[:rows].tolist()
+    cells = forward.spec_info.custom_mask.split([size for length in lengths for size in (length, nodes)])
+    mask = torch.cat([part if i % 2 else torch.zeros_like(part) for i, part in enumerate(cells)])
+    mask[0] = True
+    return mask
+
+
 def verification(runner: ModelRunner, drafts: DraftBatch, slots: Any) -> tuple[ForwardBatch, list[torch.Tensor]]:
     """A step of requests that have these KV slots, and of them those of each request's nodes."""
     rows, table, nodes = torch.arange(1, 1 + BATCH), runner.req_to_token_pool.req_to_token, drafts.max_nodes
@@ -178,7 +188,7 @@ def prepared(backend: Any, forward: ForwardBatch) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("nodes", [2, 16])
 def test_one_kernel_writes_what_sglang_does(runner: ModelRunner, nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bit, for a replayed graph of trees on FA3."""
+    """To the bit, for a replayed graph of trees on FA3; neither reads the mask over cached tokens."""
     from freedraft.engines.sglang.graphs import write_metadata_at_once
 
     rng = np.random.default_rng(nodes)
@@ -191,7 +201,9 @@ def test_one_kernel_writes_what_sglang_does(runner: ModelRunner, nodes: int, mon
             rows, slots = torch.from_numpy(rng.permutation(11)[:batch] + 1), torch.zeros(batch * nodes)
             padding = next(size for size in SIZES if size >= batch) - batch
             forward = forward_of(drafts, rows, lengths, slots, padding)
-            assert all(map(torch.equal, prepared(own, forward), prepared(ours, forward))), (page, batch)
+            whole, forward.spec_info.custom_mask = prepared(own, forward), over_nodes(forward)
+            for backend in (own, ours):
+                assert all(map(torch.equal, whole, prepared(backend, forward))), (page, batch)
     launched = record_launches(monkeypatch, run=False)
     ours.init_forward_metadata_out_graph(forward)
     assert len(launched) == 1
@@ -236,8 +248,8 @@ def test_what_graphs_of_further_widths_share(runner: ModelRunner, hybrid: bool) 
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("topk", [1, 2])
 def test_what_fa3_takes_from_a_mask(runner: ModelRunner, page: int, topk: int) -> None:
-    """Pages of each request's tokens, and slots of each node's ancestors and of itself; chains are read without a
-    mask, with the tokens."""
+    """Pages of each request's tokens, and slots of each node's ancestors and of itself, without a look at the mask over
+    cached tokens; chains are read without a mask, with the tokens."""
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 
     rng, drafts = np.random.default_rng(page), random_trees(NODES, chain=topk == 1)
@@ -246,7 +258,7 @@ def test_what_fa3_takes_from_a_mask(runner: ModelRunner, page: int, topk: int) -
     forward, windows = verification(runner, drafts, slots)
     get_context().override("test", speculative_eagle_topk=topk)
     runner.page_size, runner.sliding_window_size = page, None
-    backend = FlashAttentionBackend(runner)
+    backend, forward.spec_info.custom_mask = FlashAttentionBackend(runner), over_nodes(forward)
     backend.init_forward_metadata(forward)
     past, own = backend.forward_metadata, backend.forward_metadata_spec_decode_expand
     for b, window in enumerate(windows):

@@ -244,7 +244,8 @@ class TreeVerifyWorker(BaseSpecWorker):
         if width > 1:
             drafted = host_tree.tokens, host_tree.parents, host_tree.depths, host_tree.counts
             tree = TreeBatch.from_numpy(*drafted, self.device)
-            inputs = tree_inputs(tree, batch.seq_lens, seen)
+            # FA3 is given the cache's pages, and reads of the mask what nodes see of each other.
+            inputs = tree_inputs(tree, batch.seq_lens, seen, cached=self._backend != "fa3")
         else:
             roots = on_device(host_tree.tokens.ravel().astype(np.int64), batch.seq_lens.device)
             positions = batch.seq_lens.to(torch.int64, copy=True)
