@@ -111,7 +111,24 @@ def test_chains_do_without_the_second_call_of_fa3(resolved, monkeypatch, name):
         monkeypatch.setenv("FREEDRAFT_WINDOW", "512")
     assert resolved(**ON_GPU | {"attention_backend": "fa3"}, speculative_algorithm=name).speculative_eagle_topk > 1
     monkeypatch.setenv("FREEDRAFT_SHAPE", "chain")
-    assert resolved(**ON_GPU | {"attention_backend": "fa3"}, speculative_algorithm=name).speculative_eagle_topk == 1
+    args = resolved(**ON_GPU | {"attention_backend": "fa3"}, speculative_algorithm=name)
+    assert args.speculative_eagle_topk == 1 and args.speculative_num_draft_tokens == 16, "longer ones gain nothing"
+
+
+@pytest.mark.parametrize("fact", ["is_hip", "is_xpu"])
+def test_other_gpus_verify_chains(resolved, monkeypatch, fact):
+    """Until trees have been seen there; a CPU beside one verifies trees."""
+    from sglang.srt.runtime_context import override_platform
+
+    with override_platform(**{fact: True}):
+        assert resolved(**ON_CPU).speculative_eagle_topk == 2
+        args = resolved(**ON_GPU)
+        assert args.speculative_eagle_topk == 1 and args.speculative_num_draft_tokens == 16
+        assert resolved(**ON_GPU, speculative_num_draft_tokens=8).speculative_num_draft_tokens == 8
+        monkeypatch.setenv("FREEDRAFT_SHAPE", "tree")
+        with pytest.raises(ConfigError, match=r"^--speculative-algorithm sssd: no trees on ROCm.*: unset 'shape'$"):
+            resolved(**ON_GPU)
+    assert resolved(**ON_GPU).speculative_eagle_topk == 2
 
 
 def test_the_backend_that_does_not_verify_may_be_any(resolved):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from sglang.srt.runtime_context import get_platform
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from freedraft.config import ConfigError
@@ -116,18 +117,20 @@ class TreeAlgorithm(CustomSpecAlgo):
 
     def _complete(self, args: Any) -> None:
         refuse_unsupported(args, self.name, cpu_platform=selected(), runs_model=self.spec.runs_model)
+        options, platform = self.spec.options.read(), get_platform()
+        shape, unseen = getattr(options, "shape", None), not selected() and (platform.is_hip or platform.is_xpu)
+        if unseen and shape == "tree":
+            raise ConfigError(f"--speculative-algorithm {self.spec.name}: no trees on ROCm or XPU: unset 'shape'")
+        chains = unseen or shape == "chain"
         if args.speculative_num_draft_tokens is None:
             length = self.spec.default_length
-            args.speculative_num_draft_tokens = DEFAULT_NODES if length is None else length + 1
+            args.speculative_num_draft_tokens = DEFAULT_NODES if chains or length is None else length + 1
         # FA3 reads the tree mask only with topk > 1, in a second call per layer. topk * steps stays within the number
         # of nodes, so that SGLang reserves no more slots.
-        args.speculative_eagle_topk = 2
+        args.speculative_eagle_topk = 1 if chains else 2
         args.speculative_num_steps = max(1, args.speculative_num_draft_tokens // 2)
         args.enable_mixed_chunk = False
         if args.max_running_requests is None:
             args.max_running_requests = 48
-        options = self.spec.options.read()
-        if getattr(options, "shape", None) == "chain":
-            args.speculative_eagle_topk = 1
         if self.spec.check is not None:
             self.spec.check(options, context_at_start(args))

@@ -28,6 +28,7 @@ HOOKS = table("""
     sglang.srt.runtime_context.get_spec
     sglang.srt.runtime_context.get_device
     sglang.srt.runtime_context.get_parallel
+    sglang.srt.runtime_context.get_platform
     sglang.srt.distributed.parallel_state.GroupCoordinator has rank_in_group, world_size, cpu_group, broadcast
     sglang.srt.distributed.parallel_state.GroupCoordinator.broadcast_object(obj, src)
     sglang.srt.plugins.hook_registry.HookRegistry.register(target, hook)
