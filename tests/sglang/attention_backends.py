@@ -328,6 +328,68 @@ def test_flashinfer_of_several_widths(runner: ModelRunner) -> None:
             assert backend.cuda_graph_kv_indices[0].data_ptr() == own.data_ptr()
 
 
+def bytes_held(*backends: Any) -> int:
+    """Of all tensors that these hold, each once."""
+    found = {}
+    for held in [each for backend in backends for each in vars(backend).values()]:
+        several = held.values() if isinstance(held, dict) else held if isinstance(held, list) else [held]
+        for one in [getattr(each, "buffer", each) for each in several]:  # of a `VerifyMask`
+            if isinstance(one, torch.Tensor):
+                found[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize("name", ["triton", "fa3", "flashinfer"])
+def test_all_widths_have_one_mask(runner: ModelRunner, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a byte for each node and token of the context: gigabytes at long contexts, which the memory fraction does
+    not count."""
+    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    from freedraft.engines.sglang import graphs
+
+    classes = {"triton": TritonAttnBackend, "fa3": FlashAttentionBackend}
+    make = flashinfer_backend(runner).FlashInferAttnBackend if name == "flashinfer" else classes[name]
+    get_context().override("test", speculative_num_draft_tokens=NODES, speculative_eagle_topk=2)
+    runner.page_size, runner.sliding_window_size, widths = 1, None, (2, 4)
+    runner.attn_backend, runner._get_attention_backend = make(runner), lambda init_new_workspace: make(runner)
+
+    def held() -> int:
+        runner.attn_backend.init_cuda_graph_state(BATCH, BATCH * NODES)
+        backends = [graphs.capture(runner, width).backend for width in widths]
+        for backend, width in zip(backends, widths, strict=True):
+            backend.init_cuda_graph_state(BATCH, BATCH * width)
+        return bytes_held(runner.attn_backend, *backends)
+
+    with OnThisMachine():
+        shared = held()
+        monkeypatch.setattr(graphs, "start_graphs", lambda stock, made, start, *sizes: start(*sizes))
+        context = runner.attn_backend.max_context_len
+        saved = sum(BATCH * width * (context + (0 if name == "flashinfer" else width)) for width in widths)
+        assert held() - shared == saved
+
+
+class Cramped(TorchFunctionMode):
+    """A device without room for what is allocated here."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.zeros:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.\nand more")
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_start_without_memory_for_the_widest_mask(runner: ModelRunner) -> None:
+    """It ends with what to lower, in one line: of that allocation SGLang says nothing."""
+    from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
+
+    from freedraft.config import ConfigError
+    from freedraft.engines.sglang.graphs import start_graphs
+
+    backend = TritonAttnBackend(runner)
+    with Cramped(), pytest.raises(ConfigError, match=r"1\.00 GiB\.\): lower --mem-fraction-static.*tokens$"):
+        start_graphs(backend, backend, backend.init_cuda_graph_state, BATCH, BATCH * NODES)
+
+
 @pytest.mark.extended
 def test_widths_that_cannot_be_captured(runner: ModelRunner, caplog: pytest.LogCaptureFixture) -> None:
     """They cost themselves, one line each; where other ranks capture them, too, the start."""

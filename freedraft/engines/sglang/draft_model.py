@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from freedraft.draft_model import DraftModel, PassOutputs
 from freedraft.engines.draft_round import DraftPass, DraftRanks, RankedRound, most_likely, on_device, run_kept
 from freedraft.engines.matchness import SetScores
-from freedraft.engines.sglang.graphs import Captured, capture, free_bytes
+from freedraft.engines.sglang.graphs import Captured, capture, free_bytes, log_taken
 from freedraft.engines.sglang.passes import Forward, Kept, Passes, Tokens, WindowedRead, kept_of
 from freedraft.guarded_method import is_device_fault
 from freedraft.recipe import Recipe, Window
@@ -72,15 +72,8 @@ class PagedDraftModel(Passes, DraftModel):
                 raise
             logger.warning("freedraft: draft passes run without CUDA graphs, which could not be captured (%s)", error)
             self._graphs.clear()
-        if free is not None and self._graphs:
-            left = free_bytes() or 0
-            logger.info(
-                "freedraft: %.0f MiB more GPU memory, for CUDA graphs of %d draft passes, which --mem-fraction-static "
-                "does not count; %.2f GiB are free: if that is tight, lower --mem-fraction-static",
-                (free - left) / 2**20,
-                len(self._graphs),
-                left / 2**30,
-            )
+        if self._graphs:
+            log_taken(free, f"{len(self._graphs)} draft passes")
 
     def capacities(self, step: Step) -> NDArray[np.int32]:
         """Return `step.capacities`: SGLang has reserved slots for the widest tree."""

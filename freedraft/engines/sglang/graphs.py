@@ -11,12 +11,13 @@ import functools
 import gc
 import inspect
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
+from freedraft.config import ConfigError
 from freedraft.engines.hooks import check
 from freedraft.engines.sglang.hooks import FA3_HOOKS
 from freedraft.guarded_method import is_device_fault
@@ -71,16 +72,7 @@ class WidthGraphs:
         for backend in (self._runner.attn_backend, *(captured.backend for captured in self._of_width.values())):
             for part in _parts(backend):
                 write_metadata_at_once(part)
-        if free is not None:
-            left = free_bytes() or 0
-            logger.info(
-                "freedraft: %.2f GiB more GPU memory, for CUDA graphs of %d sizes of drafts, which "
-                "--mem-fraction-static does not count; %.2f GiB are free: if that is tight, lower "
-                "--mem-fraction-static, or set SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1",
-                (free - left) / 2**30,
-                len(kept) - 1,
-                left / 2**30,
-            )
+        log_taken(free, f"{len(kept) - 1} sizes of drafts")
         return tuple(kept)
 
     def use(self, width: int) -> AbstractContextManager[None]:
@@ -128,8 +120,8 @@ def swapped_in(runner: Any, captured: Captured) -> Iterator[None]:
 
 
 def _new_backend(runner: Any) -> Any:
-    """Build a backend that shares the workspace (384 MiB and more) and page indices of SGLang's own: passes of two
-    widths never overlap, and each writes the indices that it reads."""
+    """Build a backend that shares the workspace (384 MiB and more), page indices and mask of SGLang's own: passes of
+    two widths never overlap, and each writes what it reads."""
     own = runner.init_new_workspace
     try:
         backend = runner._get_attention_backend(init_new_workspace=False)
@@ -140,18 +132,30 @@ def _new_backend(runner: Any) -> Any:
             # Triton's scratch for split-KV decoding, gigabytes with MLA; verification does not use it.
             made.max_kv_splits = 1
         # Sized for the largest width, which is enough.
-        indices = getattr(stock, "cuda_graph_kv_indices", None) if type(stock) is type(made) else None
-        if isinstance(indices, list):  # FlashInfer: a list, of one entry unless there are windows
-            indices = indices[0] if len(indices) == 1 else None
-        start = made.init_cuda_graph_state
+        start, indices = made.init_cuda_graph_state, getattr(stock, "cuda_graph_kv_indices", None)
         # With windows, Triton's backend would allocate as much again for the windows' indices.
         if (
             indices is not None
             and not runner.sliding_window_size
             and "kv_indices_buf" in inspect.signature(start).parameters
         ):
-            made.init_cuda_graph_state = functools.partial(start, kv_indices_buf=indices)
+            of_pages = indices[0] if isinstance(indices, list) else indices  # FlashInfer has a list, for windows
+            start = functools.partial(start, kv_indices_buf=of_pages)
+        made.init_cuda_graph_state = functools.partial(start_graphs, stock, made, start)
     return backend
+
+
+def start_graphs(stock: Any, made: Any, start: Callable[..., None], *sizes: int) -> None:
+    """Allocate what the graphs of `made` read. A verify mask of its own, a byte for each node and token of the context,
+    is freed at once: SGLang's backends take no other's. Raises ConfigError: memory is short."""
+    try:
+        start(*sizes)
+    except torch.OutOfMemoryError as error:
+        shorter = "--mem-fraction-static, --context-length, --max-running-requests or --speculative-num-draft-tokens"
+        raise ConfigError(f"no memory for verify masks ({str(error).splitlines()[0]}): lower {shorter}") from None
+    for name in ("_verify_mask", "cuda_graph_custom_mask"):
+        if hasattr(made, name):
+            setattr(made, name, getattr(stock, name))
 
 
 def _parts(backend: Any) -> tuple[Any, ...]:
@@ -163,9 +167,20 @@ def _parts(backend: Any) -> tuple[Any, ...]:
     return (backend.decode_backend, backend.prefill_backend) if hybrid else (backend,)
 
 
-def free_bytes() -> int | None:
-    """Return the free memory of the CUDA device in bytes; None without one."""
-    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None
+def free_bytes() -> int:
+    """Return the free memory of the CUDA device in bytes; 0 without one."""
+    return int(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else 0
+
+
+def log_taken(before: int, graphs: str) -> None:
+    """Log the GPU memory that these graphs have taken since `before` bytes of it were free."""
+    if before:
+        left = free_bytes()
+        logger.info(
+            "freedraft: %.2f GiB more GPU memory, for CUDA graphs of %s, which --mem-fraction-static does not count; "
+            "%.2f GiB are free: if that is tight, lower --mem-fraction-static, or set "
+            "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING=1", (before - left) / 2**30, graphs, left / 2**30,
+        )  # fmt: skip
 
 
 def write_metadata_at_once(backend: Any) -> None:
