@@ -49,7 +49,7 @@ def test_a_warm_up_compiles_what_steps_launch(monkeypatch: pytest.MonkeyPatch) -
             counts = rng.integers(1, nodes + 1, batch).astype(np.int32)
             tree = TreeBatch.from_numpy(parents + 2, parents, depths, counts)
             lengths = torch.from_numpy(rng.integers(1, 30, batch))
-            tree_inputs(tree, lengths, int(lengths.sum()))
+            tree_inputs(tree, lengths, int(lengths.sum()), cached=batch % 2 == 0)
             logits = torch.randn(batch, nodes, vocab)
             top_tokens(logits.view(-1, vocab), 4)
             verified = verify(tree, logits.argmax(-1))
