@@ -183,5 +183,5 @@ class Acceptance:
         """float64 [R]: probability that nodes at a depth of at least 1 are accepted if their parents are. confidences:
         float32 [R], the drafter's own probability of that; kinds: uint8 [R], see `DraftBatch`."""
         out = np.empty(len(confidences))
-        _estimate(self.odds, confidences, kinds, depth, out)
+        _estimate(self.odds, np.ascontiguousarray(confidences), kinds, depth, out)  # one signature
         return out

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -48,7 +49,7 @@ def tiny(demo_model, tmp_path_factory) -> Path:
 
 
 @contextmanager
-def sglang_engine(model: Path, counts: Path | None = None, env: dict[str, str] | None = None, **options):
+def sglang_engine(model: Path, counts: Path | None = None, env: Mapping[str, str | None] | None = None, **options):
     """A `sglang.Engine` on the CPU platform; `counts` gets what the verify worker has done."""
     changed = {
         **ENVIRONMENT,
@@ -64,7 +65,7 @@ def sglang_engine(model: Path, counts: Path | None = None, env: dict[str, str] |
     defaults |= {"skip_server_warmup": True, "log_level": "warning"}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in changed.items():
-            patch.setenv(name, value)
+            patch.setenv(name, value) if value is not None else patch.delenv(name, raising=False)
         import sglang
 
         engine = sglang.Engine(**{**defaults, **options})

@@ -42,6 +42,8 @@ def register():
     register(dataclasses.replace(switched.SPECS["any"], name="any"))
     if os.environ.get("TREE_TEST_COUNTS"):
         count_work(Path(os.environ["TREE_TEST_COUNTS"]))
+    if os.environ.get("TREE_TEST_COMPILED"):
+        record_compilation(Path(os.environ["TREE_TEST_COMPILED"]))
     if os.environ.get("TREE_TEST_RANKS"):
         record_ranks(Path(os.environ["TREE_TEST_RANKS"]))
 
@@ -159,6 +161,38 @@ def count_work(path):
 
     TreeVerifier.verify, BatchDrafting._step, Sampler.forward = verifying, stepping, sampling
     BatchDrafting.draft, BatchDrafting.finish, BatchDrafting._sweep = drafting, finishing, sweeping
+
+
+def record_compilation(path):
+    """Write, after every step and request, which functions got a signature compiled, or loaded from the disk, before
+    the first request and since."""
+    from numba.core.dispatcher import Dispatcher
+
+    from freedraft.engines.sglang.drafting import BatchDrafting
+    from freedraft.files import write_json_atomically
+
+    found = {"at start": [], "serving": []}
+    phase = "at start"
+    compile_one, begin = Dispatcher.compile, BatchDrafting.begin
+
+    def compiling(self, signature):
+        found[phase].append(f"{self.py_func.__module__}.{self.py_func.__qualname__}")
+        return compile_one(self, signature)
+
+    def beginning(self, requests):
+        nonlocal phase
+        phase = "serving"
+        begin(self, requests)
+
+    def recording(original):
+        def recorded(self, *given):
+            original(self, *given)
+            write_json_atomically(path, found, durable=False)
+
+        return recorded
+
+    Dispatcher.compile, BatchDrafting.begin = compiling, beginning
+    BatchDrafting.note, BatchDrafting.finish = map(recording, (BatchDrafting.note, BatchDrafting.finish))
 
 
 def record_ranks(folder):
