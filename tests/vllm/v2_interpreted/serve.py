@@ -24,7 +24,6 @@ import logging
 import sys
 
 import by_score
-import launches
 import numpy as np
 import pytest
 import torch
@@ -45,6 +44,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
+from bench.lib import launches
 from freedraft.cost.auto_by_batch import BatchLengths
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_model import PagedDraftRound
