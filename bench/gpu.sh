@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The measured page of a machine with one NVIDIA GPU: stock vLLM and SGLang, an 8B model, and all rivals.
 #
-#   bench/gpu.sh minutes   about ten: kernels; tokens and logits against plain vLLM; speed with recorded answers (TRACE)
+#   bench/gpu.sh minutes   about 15: where a step's time goes; kernels; tokens and logits against plain vLLM; speed with
+#                          recorded answers (TRACE). Each part has a limit, and costs no other one if it hangs
 #   bench/gpu.sh hour      the same with all drafters and SGLang; plain and sssd, served, at 1, 16 and 64 requests
 #   bench/gpu.sh           everything, a night: about 18 hours on an H100 by our estimate
 #   REPEATS=1 LIMIT=16 CONCURRENCY='1 16 64' bench/gpu.sh      three hours; MODEL=meta-llama/Llama-3.1-8B-Instruct for one
@@ -106,18 +107,24 @@ failed=0
 mkdir -p "$OUT"
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv > "$OUT/gpu.csv"
 "$VLLM/bin/freedraft" doctor || true
-"$VLLM/bin/python" bench/kernels.py --json "$OUT/kernels.json" || failed=1
-"$VLLM/bin/python" -m pytest -q tests/kernels || failed=1
+timeout -k 30 480 "$VLLM/bin/python" bench/step_times.py --shape "$folder/config.json" --json "$OUT/step-times.json" || failed=1
+limited() { # seconds, of the first 15 minutes only, and a part of them
+    [ "$WHAT" != minutes ] || { timeout -k 30 "$@"; return; }
+    shift
+    "$@"
+}
+limited 120 "$VLLM/bin/python" bench/kernels.py --json "$OUT/kernels.json" || failed=1
+limited 240 "$VLLM/bin/python" -m pytest -q tests/kernels || failed=1
 "$VLLM/bin/freedraft" profile --out "$OUT/profile.yaml" --force || true
 arms='chain-bf16 tree-bf16'
 [ "$WHAT" = minutes ] || arms="$arms auto-bf16 chain auto auto-v1"
 # shellcheck disable=SC2086
-"$VLLM/bin/python" bench/identity.py --model "$folder" --json "$OUT/identity.json" --arms $arms || failed=1
+limited 480 "$VLLM/bin/python" bench/identity.py --model "$folder" --json "$OUT/identity.json" --arms $arms || failed=1
 forced() { # engine, python, further options: random weights of the model's shape, answers of any model
     [ -n "$TRACE" ] || { echo "TRACE is not set: nothing is measured with recorded answers on $1" >&2; return; }
     local name=$1 python=$2
     shift 2
-    "$python" bench/forced.py --engine "$name" --trace "$TRACE" --tokenizer "$folder" --shape "$folder/config.json" \
+    limited 300 "$python" bench/forced.py --engine "$name" --trace "$TRACE" --tokenizer "$folder" --shape "$folder/config.json" \
         --json "$OUT/forced-$name.json" "$@" || failed=1
 }
 [ "$WHAT" = minutes ] && { forced vllm "$VLLM/bin/python" --arms plain chain tree; exit "$failed"; }

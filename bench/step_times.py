@@ -1,7 +1,7 @@
 """Where the time of a decoding step goes: stock vLLM on model runner V2, random weights, one engine for each arm.
 
     python bench/step_times.py --json build/step-times.json                                 # an 8B model's shape
-    python bench/step_times.py --arms plain fixed --shape tree --lengths 7 15 --batches 1 --temperatures 0 1
+    python bench/step_times.py --arms plain fixed --trees --lengths 7 15 --batches 1 --temperatures 0 1
 
 Microseconds of a step: median, mean, and of the fastest twentieth. Of the host, from the moment when the last step's
 tokens are there and it waits for them: wake-up, until it sees them; append, to what it knows of the requests; draft;
@@ -227,7 +227,7 @@ def measure(llm: Any, meter: Meter, batch: int, temperature: float, steps: int, 
         tokens = [(7 * i + j * (j % 13)) % 200 + 5 for j in range(prompt)]
         engine.add_request(name, TokensPrompt(prompt_token_ids=tokens), parameters)
     decoding = 0
-    while decoding < WARM + steps + 3:
+    while decoding < WARM + steps + 3 and engine.has_unfinished_requests():
         engine.step()
         last = meter.steps[-1] if meter.steps else {"requests": 0, "most": 0}
         decoding += last["requests"] == batch and last["most"] <= MOST
@@ -285,7 +285,7 @@ def of_arms(given: dict[str, Any], folder: Path, cuda: bool) -> list[dict[str, A
     env |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if not cuda:
         env["PYTHONPATH"] = os.pathsep.join([str(INTERPRETED), env["PYTHONPATH"]])
-        env["OMP_NUM_THREADS"], env["INTERPRETED_ATTENTION"] = "1", "flash" if given["shape"] == "tree" else ""
+        env["OMP_NUM_THREADS"], env["INTERPRETED_ATTENTION"] = "1", "flash" if given["trees"] else ""
     found: list[dict[str, Any]] = in_process(__file__, "--one", json.dumps(given, default=str), folder, env=env)
     return found
 
@@ -307,26 +307,26 @@ def main() -> int:
         os._exit(0)  # engines' threads may not end
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--shape", choices=("chain", "tree"), default="chain", help="of drafts")
+    parser.add_argument("--trees", action="store_true", help="drafts are trees, not chains")
     parser.add_argument("--lengths", type=int, nargs="+", help="most draft tokens; default: auto's own, 7 for fixed")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="requests at a time")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--steps", type=int, default=100, help="of each cell")
-    parser.add_argument("--config", type=Path, help="a model's config.json; default: an 8B Llama's, tiny without a GPU")
+    parser.add_argument("--shape", type=Path, help="a model's config.json; default: an 8B Llama's, tiny without a GPU")
     parser.add_argument("--prompt", type=int, help="tokens of a prompt; default: 512, 24 without a GPU")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = gpu().get("gpu", "")
-    shape = json.loads(args.config.read_text()) if args.config else LLAMA if device else TINY | {"vocab_size": 512}
+    shape = json.loads(args.shape.read_text()) if args.shape else LLAMA if device else TINY | {"vocab_size": 512}
     args.prompt = args.prompt or (512 if device else 24)
     figures: dict[str, Any] = {"device": device or machine()["cpu"], "versions": versions(*PACKAGES), "shape": shape}
     figures |= {"arms": {}, "errors": {}}
-    arms: dict[str, Any] = {}
+    drafts, arms = "tree" if args.trees else "chain", dict[str, Any]()
     for name in args.arms:
         own = ARMS[name]
         for length in args.lengths if own and args.lengths else [None]:
             more = {} if length is None else {"num_speculative_tokens": length}
-            arms[name if length is None else f"{name} {length}"] = own and own | {"shape": args.shape} | more
+            arms[name if length is None else f"{name} {length}"] = own and own | {"shape": drafts} | more
     with tempfile.TemporaryDirectory() as temporary:
         (Path(temporary) / "config.json").write_text(json.dumps(shape))
         for names in [[name] for name in arms] if device else [[*arms]]:  # an engine takes all of a device's memory

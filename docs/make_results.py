@@ -312,9 +312,10 @@ def gpu(hour: Any) -> Screen:
             rows, names=["plain", "8 draft tokens", "auto, up to 32"], scale="milliseconds per step", bars=True,
             log=False, reference=None,
         ),
-        f"{hour['device']}, vLLM 0.32, CUDA graphs. In bf16 `auto` gave plain's tokens in {auto} answers, trees in "
-        f"{tree}. No control ran there, plain against plain at another batch size. The weights are random and the end "
-        "of a sequence is ignored, so these steps say what drafts cost and not what they gain. [More](gpu.md).",
+        f"An earlier version, {hour['device']}, vLLM 0.32, CUDA graphs. In bf16 `auto` gave plain's tokens in {auto} "
+        f"answers, trees in {tree}. No control ran there, plain against plain at another batch size. The weights are "
+        "random and the end of a sequence is ignored, so these steps say what drafts cost and not what they gain. "
+        "[More](gpu.md).",
     )  # fmt: skip
 
 
