@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
 import logging
+import textwrap
 
 import numpy as np
 import pytest
@@ -280,6 +283,34 @@ def test_steps_of_every_length_find_a_full_graph(tiny_model):
     assert missed() > 200, "vLLM finds them itself: the wrapper can go"
     put_nearest_first(manager._candidates, graphs)
     assert missed() == 0
+
+
+def test_reallocated_drafts_are_what_the_runner_unpacks():
+    """Three values in vLLM 0.32, four in 0.33: by the source of its runner."""
+    pytest.importorskip("triton")
+    from vllm.distributed.parallel_state import GroupCoordinator
+    from vllm.v1.worker.gpu.input_batch import InputBuffers
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu.spec_decode.adaptive_verification import AdaptiveVerificationManager
+
+    from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
+
+    runner, ranks = GPUModelRunner.__new__(GPUModelRunner), GroupCoordinator.__new__(GroupCoordinator)
+    runner.adaptive_verification = AdaptiveVerificationManager.__new__(AdaptiveVerificationManager)
+    runner.adaptive_verification.batches_to_profile = []
+    runner.attn_groups, runner.dcp_size, runner.fast_prefill = [], 1, None
+    runner.max_num_reqs, runner.num_speculative_steps, runner.device = 4, 3, torch.device("cpu")
+    runner.input_buffers = InputBuffers(4, 16, runner.device)
+    ours = RowsByScore(runner, ranks, last=True)
+    ours.compact_batch(np.array([3, 1], np.int32), np.array([4, 2], np.int32), np.zeros(3, np.int32))
+    (unpacked,) = (
+        node.targets[0].elts
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(GPUModelRunner.prepare_inputs))))
+        if isinstance(node, ast.Assign) and "reallocate_drafts" in ast.unparse(node.value)
+    )
+    first_rows, starts, count, *others = ours.reallocate_drafts(["a", "b"], torch.zeros(2, dtype=torch.int32))
+    assert 3 + len(others) == len(unpacked) and not any(others)
+    assert first_rows.tolist() == [0, 1, 2] and starts is runner.input_buffers.query_start_loc and count == 0
 
 
 def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch):

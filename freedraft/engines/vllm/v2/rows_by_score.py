@@ -6,7 +6,7 @@ promised. Which draft tokens these are is decided with the drafts: the likeliest
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -43,6 +43,9 @@ class RowsByScore:
         self._runner, self._ranks, self._costs = runner, ranks, runner.adaptive_verification
         self.batches_to_profile = self._costs.batches_to_profile
         self.set_initial_cost_curves = self._costs.set_initial_cost_curves
+        # vLLM 0.33 also unpacks host copies of drafts' counts, for sampling by shards of the batch; None without.
+        results = get_args(get_type_hints(type(self._costs).reallocate_drafts)["return"])
+        self._unused = (None,) * (len(results) - 3)
         backends = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
         rebuilt = runner.dcp_size == 1 and backends <= _ATTENTION
         self._by_score = runner.fast_prefill is None and (rebuilt or not last)
@@ -85,10 +88,10 @@ class RowsByScore:
         cu_num_logits[1:] = np.cumsum(counts)
         return scheduled - drafts + self._counts, cu_num_logits
 
-    def reallocate_drafts(self, _: Any, idx_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def reallocate_drafts(self, _: Any, idx_mapping: torch.Tensor) -> tuple[Any, ...]:
         """The result of `compact_batch` on the device, and the number of draft tokens."""
         first_rows = async_tensor_h2d(self._first_rows.copy(), device=idx_mapping.device)
-        return first_rows, self._runner.input_buffers.query_start_loc, self._budget
+        return first_rows, self._runner.input_buffers.query_start_loc, self._budget, *self._unused
 
     # -- before drafts are there ---------------------------------------------------------------------------------------
 
