@@ -162,7 +162,7 @@ class MethodSpec:
     takes_corpora: bool = False  # whether it takes corpora over HTTP
     # Draft lengths by batch size, for engines that decide them beforehand.
     schedule: Callable[[Any, EngineContext], Schedule | None] | None = None
-    default_length: int | None = None  # default maximum of draft tokens per request; None if the user must set one
+    default_length: int | None = None  # default maximum of draft tokens of a tree; None if the user must set one
 
     def make(self, options: PluginOptions, context: EngineContext) -> Any:
         """Build the `Method`. Raises ValueError: it cannot work."""

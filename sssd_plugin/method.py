@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import await_compilation, compile_ahead
 from freedraft.cost.acceptance import Acceptance
+from freedraft.cost.default_length import TREE
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
@@ -79,8 +80,9 @@ def schedule(options: SssdOptions, context: EngineContext) -> Schedule | None:
 
 
 SPEC = MethodSpec(
-    NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, schedule=schedule, default_length=31
-)
+    NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, schedule=schedule,
+    default_length=TREE,
+)  # fmt: skip
 
 
 def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -> Datastore:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,8 @@ from freedraft.cost.roofline import Roofline
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Tokens per step by nodes, of SSSD's drafts
 CURVES = {"chain": CHAIN_TOKENS_PER_STEP, "tree": {1: 1.0, 4: 1.546, 8: 1.708, 16: 1.823, 32: 1.926}}
+
+_LARGEST = 512  # tokens of vLLM's largest CUDA graph, on GPUs before Blackwell
 
 
 class Row(NamedTuple):
@@ -41,3 +44,15 @@ def explain(roofline: Roofline, context: int, curve: dict[int, float], max_nodes
         times = [float(seconds[nodes]) for nodes in (0, chosen, best)]
         rows.append(Row(batch, times[0], chosen + 1, times[1], best + 1, times[2], speedup))
     return rows
+
+
+def full_graphs(requests: int, lengths: Sequence[int]) -> int:
+    """How many full CUDA graphs vLLM's model runner V2 captures for these draft lengths, ascending, if up to `requests`
+    take each of them."""
+    widest = 1 + lengths[-1]
+    grid = [1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST + 1, 16)]
+    counts = {requests, *(n for n in grid if n <= requests)}
+    most = min(_LARGEST, 2 * requests * widest)
+    sizes = {n for n in (*grid, *(n * (1 + k) for n in counts for k in lengths)) if n <= most}
+    graphs = {(1 + k, -(-n // (1 + k))) for k in lengths for n in sizes}  # tokens and number of requests
+    return sum(n <= requests and tokens * n <= most for tokens, n in graphs)

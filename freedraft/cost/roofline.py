@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,14 @@ def _mlp(name: str, shape: ModelShape, n: Number, width: float, count: Number) -
     inputs = 2 if shape.gated else 1
     up = Operation(f"{name}H", 2 * inputs * n * h * width, a * n * h + inputs * w * h * width, a * n * width, count)
     return [up, product(f"{name}Z", shape, n, width, h, count)]
+
+
+def weight_bytes(shape: ModelShape, tensor_parallel: int = 1) -> float:
+    """Bytes of the weights of a rank: what a step of many tokens reads besides activations, and the embedding."""
+    bare = replace(shape, activation_bytes=0.0, kv_bytes=0.0)
+    rows = operations(bare, 1e6, 1, 0.0, tensor_parallel=tensor_parallel, mask=False)
+    embedding = shape.vocab * shape.hidden * shape.activation_bytes / tensor_parallel
+    return embedding + float(sum(row.count * row.read for row in rows))
 
 
 @dataclass(frozen=True, slots=True)

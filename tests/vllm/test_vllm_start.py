@@ -229,12 +229,26 @@ def test_engines_that_are_refused(tiny_model, method, arguments, words):
     assert words in message and f"'{method}'" in message
 
 
-def test_recurrent_layers_are_served_by_the_second_runner_only(tiny_model, tmp_path, as_with_triton, monkeypatch):
+def save_falcon(folder):
+    """The configuration of a model with recurrent layers."""
     from transformers import FalconH1Config
 
     shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 24, "head_dim": 32}
     mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
-    FalconH1Config(**shape, **mamba, architectures=["FalconH1ForCausalLM"]).save_pretrained(tmp_path)
+    FalconH1Config(**shape, **mamba, architectures=["FalconH1ForCausalLM"]).save_pretrained(folder)
+
+
+def save_mixtral(folder):
+    """The configuration of a model with experts."""
+    from transformers import MixtralConfig
+
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 96}  # fmt: skip
+    MixtralConfig(**shape, num_local_experts=2, architectures=["MixtralForCausalLM"]).save_pretrained(folder)
+
+
+def test_recurrent_layers_are_served_by_the_second_runner_only(tiny_model, tmp_path, as_with_triton, monkeypatch):
+    save_falcon(tmp_path)
     config = config_of(tmp_path, GOOD)
     assert config.use_v2_model_runner and config.speculative_config.method == methods.V2_METHOD
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -244,15 +258,11 @@ def test_recurrent_layers_are_served_by_the_second_runner_only(tiny_model, tmp_p
 
 
 def test_replicas_that_share_experts_draft_one_length(tiny_model, tmp_path):
-    from transformers import MixtralConfig
-
     from freedraft.cost.auto import make_controller
     from freedraft.cost.controller import FullLength
     from freedraft.engines.vllm.context import context_of_engine
 
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 96}  # fmt: skip
-    MixtralConfig(**shape, num_local_experts=2, architectures=["MixtralForCausalLM"]).save_pretrained(tmp_path)
+    save_mixtral(tmp_path)
     for model, replicas, lengths in ((tmp_path, 2, (8,)), (tmp_path, 1, None), (tiny_model, 2, None)):
         context = context_of_engine(config_of(model, GOOD, data_parallel_size=replicas))
         assert context.lengths == lengths
@@ -287,6 +297,22 @@ def test_replicas_of_a_dense_model_draft_by_batch_size(tiny_model, as_with_trito
     two = config_of(tiny_model, given, data_parallel_size=2)
     assert getattr(two.speculative_config, table) is None and methods.configured(two).lengths == ()
     assert context_of_engine(two, v2_lengths=(8,)).lengths == (8,)
+
+
+@pytest.mark.parametrize("name", ["ROCM", "XPU"])
+def test_what_was_never_tried_on_a_platform(tiny_model, as_with_triton, monkeypatch, name):
+    """Trees and adaptive verification; by default drafts are chains there."""
+    from vllm.platforms import current_platform
+
+    adaptive = {"enable_adaptive_verification": True}
+    sharded = refusal(tiny_model, GOOD | adaptive, enable_batch_sharded_sampling=True, tensor_parallel_size=2)
+    assert "'enable_adaptive_verification' does not go with --enable-batch-sharded-sampling" in sharded
+    assert methods.configured(config_of(tiny_model, dict(GOOD))).shape == "auto"
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: name == "ROCM")
+    monkeypatch.setattr(type(current_platform), "is_xpu", lambda self: name == "XPU")
+    for options, said in ((adaptive, "'enable_adaptive_verification'"), ({"shape": "tree"}, "'shape' 'tree'")):
+        assert f"{said} has not been tried on {name.replace('ROCM', 'ROCm')}" in refusal(tiny_model, GOOD | options)
+    assert methods.configured(config_of(tiny_model, dict(GOOD))).shape == "chain"
 
 
 def test_other_methods_are_left_alone(tiny_model):

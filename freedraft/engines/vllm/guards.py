@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from typing import Any
+
+from freedraft.engines.vllm.context import ADAPTIVE
+from freedraft.engines.vllm.room import USAGE, room_of
 
 logger = logging.getLogger(__name__)
 
-USAGE = "_freedraft_usage"  # attribute of EngineArgs: vLLM's UsageContext, which its defaults depend on
 
-
-def fitting_length(engine_args: Any, model_config: Any, parallel_config: Any, length: int, *, given: bool) -> int:
-    """The largest number of draft tokens per request, up to `length`, that the engine's batches hold; logged if it is
-    less. given: whether the user has asked for `length`. Raises ValueError of one line: that, or any, does not fit."""
+def fitting_length(
+    engine_args: Any, model_config: Any, parallel_config: Any, length: int, *, given: bool, trees: bool
+) -> int:
+    """The number of draft tokens per request: `length` if it is given, else the default, at most `length`, that fits.
+    Logs it and the reason. trees: whether drafts are trees. Raises ValueError of one line: that, or any, does not fit
+    the engine's batches."""
     args = copy.copy(engine_args)
     args._set_default_max_num_seqs_and_batched_tokens_args(getattr(args, USAGE, None), model_config, parallel_config)
+    space = room_of(args, model_config)
+    if not given:
+        length, why = space.default(length, trees=trees)
     # vLLM sizes adapters' buffers for drafts of all requests. Without adapters a batch must hold those of one: a prompt
     # with one token left, as cached ones have, gets room for all its drafts, or waits.
     requests, tokens = args.max_num_seqs if args.enable_lora else 1, args.max_num_batched_tokens
@@ -24,9 +32,14 @@ def fitting_length(engine_args: Any, model_config: Any, parallel_config: Any, le
     if length > most and (given or most < 1):
         remedy = f"'num_speculative_tokens' to {most} or less" if most > 0 else f"{requests * (1 + length)} or more"
         raise ValueError(f"{batch} does not hold {length} draft tokens: set {remedy}")
+    if given:
+        if excess := space.excess(length):
+            logger.warning("freedraft: %d draft tokens per request, as set: they take %s", length, excess)
+        return length
     if length > most:
-        logger.warning("freedraft: up to %d draft tokens per request: %s does not hold %d", most, batch, length)
-    return min(length, most)
+        length, why = most, f"{batch} does not hold {length}"
+    logger.info("freedraft: up to %d draft tokens per request by default: %s", length, why)
+    return length
 
 
 def check_ranks(engine_args: Any) -> None:
@@ -43,6 +56,24 @@ def check_ranks(engine_args: Any) -> None:
             f"cannot draft for {ranks} ranks with a scheduler each: use another --distributed-executor-backend than "
             "external_launcher, or one rank"
         )
+
+
+def check_verification(engine_args: Any, config: Mapping[str, Any], shape: str) -> None:
+    """Refuse what has never run on this platform, and adaptive verification whose choice vLLM must know on the host.
+    config: for vLLM's SpeculativeConfig; shape: of drafts. Raises ValueError of one line."""
+    adaptive, platform = config.get(ADAPTIVE), unseen_platform()
+    if adaptive and getattr(engine_args, "enable_batch_sharded_sampling", False):
+        raise ValueError(f"'{ADAPTIVE}' does not go with --enable-batch-sharded-sampling: leave one of them out")
+    if platform and (adaptive or shape == "tree"):
+        said = f"'{ADAPTIVE}'" if adaptive else "'shape' 'tree'"
+        raise ValueError(f"{said} has not been tried on {platform}: leave it out")
+
+
+def unseen_platform() -> str:
+    """Name of this platform, if trees and adaptive verification have never run on it; else ""."""
+    from vllm.platforms import current_platform
+
+    return "ROCm" if current_platform.is_rocm() else "XPU" if current_platform.is_xpu() else ""
 
 
 def check_states(model_config: Any, *, v2: bool) -> None:

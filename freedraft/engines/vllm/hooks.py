@@ -13,7 +13,8 @@ CONFIG_HOOKS = table("""
     # method names
     vllm.engine.arg_utils.EngineArgs.create_speculative_config
     vllm.engine.arg_utils.EngineArgs has speculative_config, enable_lora, max_num_seqs, max_num_batched_tokens,
-        max_num_scheduled_tokens
+        max_num_scheduled_tokens, data_parallel_size, tensor_parallel_size, gpu_memory_utilization, attention_backend,
+        attention_config, kv_cache_memory_bytes
     # what vLLM decides last
     vllm.engine.arg_utils.EngineArgs.create_engine_config(usage_context)
     vllm.engine.arg_utils.EngineArgs._set_default_max_num_seqs_and_batched_tokens_args(usage_context, model_config,
@@ -148,6 +149,9 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
         num_draft_tokens_per_req, num_tokens, has_prefill, seq_lens_cpu_upper_bound, query_start_loc_np,
         query_start_loc, seq_lens, cu_num_logits, cu_num_logits_np, logits_indices, has_structured_output_reqs,
         positions, max_query_len, expanded_idx_mapping, expanded_local_pos, num_tokens_after_padding
+    # states of recurrent layers in model runner V2
+    vllm.v1.kv_cache_interface.MambaSpec.max_memory_usage_bytes(vllm_config)
+    vllm.config.ModelConfig.get_num_layers_by_block_type(parallel_config, block_type)
     # CUDA graphs of all draft lengths and of draft passes in model runner V2
     vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager has vllm_config, _candidates, _capture_descs
     vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._init_candidates

@@ -48,6 +48,7 @@ from freedraft.engines.vllm.patching import (
     unless,
     wrap_once,
 )
+from freedraft.engines.vllm.room import USAGE
 from freedraft.engines.vllm.streams import parse_by_token
 from freedraft.engines.vllm.v2.lengths import receive_lengths
 from freedraft.method import METHODS, MethodSpec, register_installed
@@ -174,7 +175,10 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
     try:
         model_config, parallel_config = signature_of(original).bind(args, *others, **kwargs).args[1:3]
         chosen = K in given or getattr(args, "spec_tokens", None) is not None
-        context = _check(args, spec, options, model_config, parallel_config, config, v2=v2, given=chosen)
+        shape = getattr(options, "shape_at_one_length", getattr(options, "shape", "chain"))
+        if shape == "auto" and guards.unseen_platform():
+            shape = "chain"
+        context = _check(args, spec, options, model_config, parallel_config, config, shape, v2=v2, given=chosen)
         learnt = tuple[int, ...]()
         if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
             # vLLM decides draft lengths by batch size, before drafting.
@@ -190,7 +194,6 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
         made = original(args, *others, **kwargs)
     given = options.model_dump(mode="json", exclude_none=True)
     graph_mode_given = args.compilation_config.cudagraph_mode is not None
-    shape = getattr(options, "shape_at_one_length", getattr(options, "shape", "chain"))
     setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given, shape))
     return made
 
@@ -204,7 +207,7 @@ def _check_window(
 ) -> Any:
     """Note how vLLM is used, and check a window against the page size, which vLLM decides after
     `create_speculative_config`."""
-    setattr(engine_args, guards.USAGE, usage_context)
+    setattr(engine_args, USAGE, usage_context)
     vllm_config = original(engine_args, usage_context, *args, **kwargs)
     ours = configured(vllm_config)
     if (spec := METHODS.get(ours.name)) is not None:
@@ -312,16 +315,20 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[d
 
 def _check(
     engine_args: Any, spec: MethodSpec, options: PluginOptions, model_config: Any, parallel_config: Any,
-    config: dict[str, Any], *, v2: bool, given: bool,
+    config: dict[str, Any], shape: str, *, v2: bool, given: bool,
 ) -> EngineContext:  # fmt: skip
     """The engine's context; `config` gets a length that fits. Raises ConfigError for settings that would fail later."""
     try:
         guards.check_ranks(engine_args)
         guards.check_states(model_config, v2=v2)
+        guards.check_verification(engine_args, config, shape)
         if spec.runs_model:
             guards.check_engine(engine_args)
             guards.check_model(model_config)
-        most = guards.fitting_length(engine_args, model_config, parallel_config, config[K], given=given)
+        attention = str(engine_args.attention_backend or engine_args.attention_config.backend)
+        trees = v2 and (shape == "tree" or (shape == "auto" and "TRITON_ATTN" in attention))
+        sizes = engine_args, model_config, parallel_config, config[K]
+        most = guards.fitting_length(*sizes, given=given, trees=trees)
         config[K], lengths = most, candidate_lengths(most) if v2 else None
         context = context_of_arguments(engine_args, model_config, most, lengths)
         if spec.check is not None:

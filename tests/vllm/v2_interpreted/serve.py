@@ -120,6 +120,18 @@ def note_reads():
     return reads
 
 
+def note_skipped():
+    """In how many steps vLLM 0.33 has no drafts made, since no request of the step could verify them."""
+    counts = [0, 0]
+
+    def scheduled(output, *args):
+        counts[0] += bool(getattr(output, "skip_drafts", False))
+        counts[1] += 1
+
+    after(Scheduler, "schedule", scheduled)
+    return counts
+
+
 def note_waits():
     """How often the host waits for a step's tokens while requests end and begin, before the next step's attention is
     prepared, or before the outputs of the step before it have left, and how often at all."""
@@ -454,7 +466,7 @@ def asked(llm, cases, noting):
     branches = note_branches()
     kv = note_kv(runner) if noting["kv"] else {}
     graphs = record_graphs(runner, noting["graph_sizes"]) if noting["graphs"] else []
-    reads = note_reads()
+    reads, skipped = note_reads(), note_skipped()
     drafts = note_drafts(guarded) if noting["drafts"] else []
     waits, (gone, left) = note_waits(), note_gone(runner)
     said = {} if drafter == () else note_recycled(guarded)
@@ -479,6 +491,7 @@ def asked(llm, cases, noting):
     engine |= {"v2": isinstance(runner, GPUModelRunner), "async": config.scheduler_config.async_scheduling}
     engine["failures"] = guarded.metrics.failures._value.get() - failed
     engine |= {"counts": counts, "branches": branches, "reads": reads, "gone": gone, "left": left[0]}
+    engine["skipped"] = skipped
     engine["schedule"] = config.speculative_config.num_speculative_tokens_per_batch_size
     engine["lookup"] = core.scheduler.dynamic_sd_lookup
     engine |= {"drafts": drafts, "by case": by_case}

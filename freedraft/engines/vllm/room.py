@@ -1,0 +1,105 @@
+"""`Room` of a vLLM engine, before it starts.
+
+Sizes of recurrent states are known to the model's class, whose import may initialise the GPU, which vLLM's front end
+must not. So this module is run as a process of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from freedraft.cost.default_length import Room
+from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.roofline import weight_bytes
+
+USAGE = "_freedraft_usage"  # attribute of EngineArgs: vLLM's UsageContext, which its defaults depend on
+_SECONDS = 300.0
+
+
+def room_of(args: Any, model_config: Any, memory: float | None = None) -> Room:
+    """Room of an engine with these EngineArgs, whose `max_num_seqs` is set. memory: bytes of a device; None: of one of
+    this machine."""
+    known: dict[str, Any] = {"requests": args.max_num_seqs, "vocab": model_config.get_vocab_size()}
+    if args.data_parallel_size > 1 and model_config.is_moe:
+        known["why_few"] = "ranks that share experts verify as many for each request at every batch size"
+    if not (model_config.is_hybrid or model_config.is_attention_free):
+        return Room(**known)
+    try:
+        state, more = _states_in_a_process(args)
+        cache = args.kv_cache_memory_bytes or _cache_bytes(args, model_config, memory)
+        return Room(**known, state=state, more=more, cache=cache)
+    except Exception as error:
+        reason = (str(error).strip() or repr(error)).splitlines()[-1]
+        return Room(**known | {"why_few": f"the size of its recurrent states is not known ({reason})"})
+
+
+def room_at(
+    model: Path, dtype: str | None, requests: int, tensor_parallel: int, data_parallel: int, memory: float | None
+) -> Room:
+    """Room of an engine that is not started, with vLLM's defaults otherwise. model: its folder, or its config.json;
+    memory: see `room_of`."""
+    from vllm import EngineArgs
+
+    args = EngineArgs(
+        str(model if model.is_dir() else model.parent), dtype=dtype or "auto", max_num_seqs=requests,
+        tensor_parallel_size=tensor_parallel, data_parallel_size=data_parallel, skip_tokenizer_init=True,
+    )  # fmt: skip
+    return room_of(args, args.create_model_config(), memory)
+
+
+def _cache_bytes(args: Any, model_config: Any, memory: float | None) -> float:
+    from vllm.platforms import current_platform
+
+    memory = memory or current_platform.get_device_total_memory()
+    shape = ModelShape.from_config(model_config.hf_config.to_dict(), dtype=str(model_config.dtype))
+    left = memory * args.gpu_memory_utilization - weight_bytes(shape, args.tensor_parallel_size)
+    if left <= 0:
+        raise ValueError("its weights seem to fill the memory")
+    return left
+
+
+def _states_in_a_process(args: Any) -> tuple[float, float]:
+    import cloudpickle
+
+    args = copy.copy(args)
+    args.speculative_config = args.spec_method = args.spec_model = args.spec_tokens = None
+    given, command = cloudpickle.dumps(args), [sys.executable, "-m", __name__]
+    done = subprocess.run(command, input=given, capture_output=True, timeout=_SECONDS, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.decode(errors="replace"))
+    state, more = json.loads(done.stdout.splitlines()[-1])
+    return state, more
+
+
+def states_of(args: Any) -> tuple[int, int]:
+    """`Room.state` and `Room.more` of an engine with these EngineArgs, by vLLM's own functions."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    config = args.create_engine_config(getattr(args, USAGE, None))
+    model, cache = config.model_config, config.cache_config
+    model_class, _ = model.registry.resolve_model_cls(model.architecture, model_config=model)
+    shapes = model_class.get_mamba_state_shape_from_config(config)
+    dtypes = model_class.get_mamba_state_dtype_from_config(config)
+
+    def size(drafts: int) -> int:
+        drafts = 0 if cache.use_replayssm else drafts
+        spec = MambaSpec(
+            shapes=shapes, dtypes=dtypes, block_size=-1, mamba_cache_mode=cache.mamba_cache_mode,
+            num_speculative_blocks=drafts,
+        )  # fmt: skip
+        return int(spec.max_memory_usage_bytes(config))
+
+    parallel, kinds = config.parallel_config, ("linear_attention", "mamba")
+    layers = sum(model.get_num_layers_by_block_type(parallel, kind) for kind in kinds) or model.get_num_layers(parallel)
+    return layers * size(0), layers * (size(1) - size(0))
+
+
+if __name__ == "__main__":
+    import pickle
+
+    print("\n" + json.dumps(states_of(pickle.loads(sys.stdin.buffer.read()))))
