@@ -170,13 +170,12 @@ def explain(
     dtype: Annotated[str | None, typer.Option(help="The engine's dtype (default: the model's).")] = None,
     shape: Annotated[str, typer.Option(
         metavar="chain|tree", help="Shape of drafts: vLLM's FlashAttention verifies chains, SGLang trees.")] = "chain",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Most requests at once, on vLLM.")] = 256,
-    data_parallel: Annotated[int, typer.Option(min=1, help="Number of data-parallel ranks, on vLLM.")] = 1,
+    max_num_seqs: Annotated[int | None, typer.Option(
+        min=1, help="Most requests at once: also print vLLM's default number of draft tokens.")] = None,
+    data_parallel: Annotated[int, typer.Option(min=1, help="Number of vLLM's data-parallel ranks.")] = 1,
     memory: Annotated[float | None, typer.Option(min=1, help="GB of a device (default: this one's).")] = None,
 ) -> None:  # fmt: skip
-    """Estimate how many draft tokens pay at each batch size, and what vLLM's default takes, without running a model."""
-    from importlib.util import find_spec
-
+    """Estimate how many draft tokens pay at each batch size, without running a model."""
     from rich.console import Console
     from rich.table import Table
 
@@ -204,24 +203,18 @@ def explain(
         + ", ".join(f"{t:g} for {n} nodes" for n, t in CURVES[shape].items() if n > 1)
         + " (--shape). While serving, policy 'auto' measures both."
     )
-    if find_spec("vllm") is None:
-        return
-    from freedraft.cost.auto_by_batch import candidate_lengths
-    from freedraft.cost.default_length import CHAIN, TREE
-    from freedraft.cost.explain import full_graphs
-    from freedraft.engines.vllm.room import room_at
+    if max_num_seqs is not None:
+        from freedraft.cost.explain import draft_tokens
+        from freedraft.engines.vllm.room import room_at
 
-    bytes_of_device = None if memory is None else memory * 1e9
-    room = room_at(model, dtype, max_num_seqs, tensor_parallel, data_parallel, bytes_of_device)
-    most, why = room.default(TREE, trees=shape == "tree")
-    table = Table("draft tokens", "states, GB a request", "grammar masks, MiB", "full CUDA graphs", "up to requests")
-    for length in sorted({most, 1, 3, 7, CHAIN, TREE}):
-        lengths = (length,) if data_parallel > 1 and room.why_few else candidate_lengths(length)
-        graphs, largest = full_graphs(max_num_seqs, lengths), min(max_num_seqs, 512 // (1 + length))
-        states, masks = f"{room.states(length) / 1e9:.2f}", f"{room.masks(length) / 2**20:,.0f}"
-        table.add_row(f"{length}{' (default)' * (length == most)}", states, masks, str(graphs), str(largest))
-    Console().print(table)
-    typer.echo(f"vLLM, {max_num_seqs:,} requests: {most} draft tokens per request by default: {why}.")
+        given = model, dtype, max_num_seqs, tensor_parallel, data_parallel
+        room = room_at(*given, None if memory is None else memory * 1e9)
+        length, why, rows = draft_tokens(room, trees=shape == "tree")
+        table = Table("draft tokens", "states, GB per request", "masks, MiB", "full CUDA graphs", "up to requests")
+        for most, states, masks, graphs, requests in rows:
+            table.add_row(str(most), f"{states / 1e9:.2f}", f"{masks / 2**20:,.0f}", str(graphs), str(requests))
+        Console().print(table)
+        typer.echo(f"vLLM, up to {max_num_seqs:,} requests: {length} draft tokens by default: {why}.")
 
 
 @app.command()

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from freedraft.cost.auto_by_batch import CHAIN_TOKENS_PER_STEP, expected_tokens
+from freedraft.cost.auto_by_batch import CHAIN_TOKENS_PER_STEP, candidate_lengths, expected_tokens
 from freedraft.cost.controller import Knee
+from freedraft.cost.default_length import CHAIN, TREE, Room
 from freedraft.cost.roofline import Roofline
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -44,6 +45,27 @@ def explain(roofline: Roofline, context: int, curve: dict[int, float], max_nodes
         times = [float(seconds[nodes]) for nodes in (0, chosen, best)]
         rows.append(Row(batch, times[0], chosen + 1, times[1], best + 1, times[2], speedup))
     return rows
+
+
+class Taken(NamedTuple):
+    """What a number of draft tokens per request takes. Bytes are of one rank."""
+
+    length: int
+    states: float  # bytes, of one request
+    masks: int  # bytes
+    graphs: int  # full CUDA graphs
+    requests: int  # most in a step that is a full CUDA graph of all these draft tokens
+
+
+def draft_tokens(room: Room, *, trees: bool) -> tuple[int, str, list[Taken]]:
+    """vLLM's default number of draft tokens, the reason, and what it takes, as others do. trees: of drafts."""
+    default, why = room.default(TREE, trees=trees)
+    rows = []
+    for length in sorted({default, 1, 3, 7, CHAIN, TREE}):
+        lengths = (length,) if room.one_length else candidate_lengths(length)
+        graphs, requests = full_graphs(room.requests, lengths), min(room.requests, _LARGEST // (1 + length))
+        rows.append(Taken(length, room.states(length), room.masks(length), graphs, requests))
+    return default, why, rows
 
 
 def full_graphs(requests: int, lengths: Sequence[int]) -> int:

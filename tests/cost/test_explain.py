@@ -78,6 +78,19 @@ def test_the_command_prints(model: Path) -> None:
     assert trees.exit_code == 0 and "1.926 for 32 nodes" in " ".join(trees.output.split())
 
 
+def test_the_command_prints_the_default_of_vllm(model: Path) -> None:
+    pytest.importorskip("vllm")
+    given = ["explain", "--model", str(model), "--hardware", "h100", "--max-num-seqs", "1024"]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    printed = " ".join(result.output.split())
+    assert "up to 1,024 requests: 15 draft tokens by default: longer chains gain nothing." in printed
+    for figures in ("│ 15 │ 0.00 │ 250 │", "│ 31 │ 0.00 │ 501 │"):
+        assert figures in printed
+    printed = " ".join(CliRunner().invoke(app, [*given, "--shape", "tree"]).output.split())
+    assert "15 draft tokens by default: 31 would take grammar masks of 501 MiB" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

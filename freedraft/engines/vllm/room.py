@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from freedraft.config import ConfigError
 from freedraft.cost.default_length import Room
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import weight_bytes
@@ -25,8 +26,7 @@ def room_of(args: Any, model_config: Any, memory: float | None = None) -> Room:
     """Room of an engine with these EngineArgs, whose `max_num_seqs` is set. memory: bytes of a device; None: of one of
     this machine."""
     known: dict[str, Any] = {"requests": args.max_num_seqs, "vocab": model_config.get_vocab_size()}
-    if args.data_parallel_size > 1 and model_config.is_moe:
-        known["why_few"] = "ranks that share experts verify as many for each request at every batch size"
+    known["one_length"] = args.data_parallel_size > 1 and model_config.is_moe
     if not (model_config.is_hybrid or model_config.is_attention_free):
         return Room(**known)
     try:
@@ -34,8 +34,7 @@ def room_of(args: Any, model_config: Any, memory: float | None = None) -> Room:
         cache = args.kv_cache_memory_bytes or _cache_bytes(args, model_config, memory)
         return Room(**known, state=state, more=more, cache=cache)
     except Exception as error:
-        reason = (str(error).strip() or repr(error)).splitlines()[-1]
-        return Room(**known | {"why_few": f"the size of its recurrent states is not known ({reason})"})
+        return Room(**known, unknown=(str(error).strip() or repr(error)).splitlines()[-1])
 
 
 def room_at(
@@ -43,12 +42,13 @@ def room_at(
 ) -> Room:
     """Room of an engine that is not started, with vLLM's defaults otherwise. model: its folder, or its config.json;
     memory: see `room_of`."""
-    from vllm import EngineArgs
-
-    args = EngineArgs(
-        str(model if model.is_dir() else model.parent), dtype=dtype or "auto", max_num_seqs=requests,
-        tensor_parallel_size=tensor_parallel, data_parallel_size=data_parallel, skip_tokenizer_init=True,
-    )  # fmt: skip
+    try:
+        from vllm import EngineArgs
+    except ImportError as error:
+        raise ConfigError(f"--max-num-seqs asks vLLM, which cannot be imported here: {error}") from None
+    given: dict[str, Any] = {"model": str(model if model.is_dir() else model.parent), "dtype": dtype or "auto"}
+    given |= {"tensor_parallel_size": tensor_parallel, "data_parallel_size": data_parallel}
+    args = EngineArgs(**given, max_num_seqs=requests, skip_tokenizer_init=True)
     return room_of(args, args.create_model_config(), memory)
 
 

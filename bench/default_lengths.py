@@ -1,0 +1,66 @@
+"""vLLM's default number of draft tokens for models of today, and what it and others take. Nothing is run.
+
+python bench/default_lengths.py --json bench/results/default-lengths.json
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vllm import EngineArgs
+
+from bench.forced import LLAMA
+from bench.lib.results import write_json
+from freedraft.cost.explain import draft_tokens
+from freedraft.engines.vllm.room import room_of
+
+MEMORY = 80e9  # bytes of a device
+HEADS = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256}
+QWEN3_NEXT = HEADS | {
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "dtype": "bfloat16", "hidden_size": 2048,
+    "intermediate_size": 5120, "vocab_size": 151936, "num_hidden_layers": 48, "num_attention_heads": 16,
+    "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts": 512,
+    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 262144, "layer_types": 12 * [*3 * ["linear_attention"], "full_attention"],
+}  # fmt: skip
+# Dense, as Qwen3.6-27B; vLLM's class of Qwen3-Next has the same states, which are float32 there.
+QWEN_27B = QWEN3_NEXT | {
+    "hidden_size": 5120, "intermediate_size": 17408, "vocab_size": 248320, "num_hidden_layers": 64,
+    "num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 48, "num_experts": 0,
+    "layer_types": 16 * [*3 * ["linear_attention"], "full_attention"],
+}  # fmt: skip
+QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "hidden_size": 2048,
+    "intermediate_size": 6144, "vocab_size": 151936, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "max_position_embeddings": 40960,
+}  # fmt: skip
+FLOAT32 = {"mamba_ssm_cache_dtype": "float32"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Llama-3.1-8B, 256 requests": (LLAMA, {"max_num_seqs": 256}),
+    "Llama-3.1-8B, 1,024 requests": (LLAMA, {"max_num_seqs": 1024}),
+    "Qwen3-30B-A3B, 2 data-parallel ranks": (QWEN3_30B, {"max_num_seqs": 1024, "data_parallel_size": 2}),
+    "Qwen3-Next-80B, 4 tensor-parallel ranks": (QWEN3_NEXT, {"max_num_seqs": 1024, "tensor_parallel_size": 4}),
+    "a 27B of Qwen3.6's kind": (QWEN_27B, {"max_num_seqs": 256} | FLOAT32),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path)
+    path, rows = parser.parse_args().json, []
+    for name, (config, given) in CASES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            args = EngineArgs(folder, skip_tokenizer_init=True, **given)
+            room = room_of(args, args.create_model_config(), MEMORY)
+        default, why, taken = draft_tokens(room, trees=False)
+        rows += [{"engine": name, "default": default, "reason": why} | each._asdict() for each in taken]
+        print(f"{name}: {default} draft tokens: {why}", *taken, sep="\n  ", flush=True)
+    write_json(path, {"memory": MEMORY, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
