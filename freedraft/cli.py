@@ -170,6 +170,7 @@ def explain(
     dtype: Annotated[str | None, typer.Option(help="The engine's dtype (default: the model's).")] = None,
     shape: Annotated[str, typer.Option(
         metavar="chain|tree", help="Shape of drafts: vLLM's FlashAttention verifies chains, SGLang trees.")] = "chain",
+    *,
     max_num_seqs: Annotated[int | None, typer.Option(
         min=1, help="Most requests at once: also print vLLM's default number of draft tokens.")] = None,
     data_parallel: Annotated[int, typer.Option(min=1, help="Number of vLLM's data-parallel ranks.")] = 1,
@@ -207,8 +208,8 @@ def explain(
         from freedraft.cost.explain import draft_tokens
         from freedraft.engines.vllm.room import room_at
 
-        given = model, dtype, max_num_seqs, tensor_parallel, data_parallel
-        room = room_at(*given, None if memory is None else memory * 1e9)
+        ranks = {"tensor_parallel_size": tensor_parallel, "data_parallel_size": data_parallel}
+        room = room_at(model, memory and memory * 1e9, dtype=dtype or "auto", max_num_seqs=max_num_seqs, **ranks)
         length, why, rows = draft_tokens(room, trees=shape == "tree")
         table = Table("draft tokens", "states, GB per request", "masks, MiB", "full CUDA graphs", "up to requests")
         for most, states, masks, graphs, requests in rows:

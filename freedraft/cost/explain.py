@@ -47,24 +47,14 @@ def explain(roofline: Roofline, context: int, curve: dict[int, float], max_nodes
     return rows
 
 
-class Taken(NamedTuple):
-    """What a number of draft tokens per request takes. Bytes are of one rank."""
-
-    length: int
-    states: float  # bytes, of one request
-    masks: int  # bytes
-    graphs: int  # full CUDA graphs
-    requests: int  # most in a step that is a full CUDA graph of all these draft tokens
-
-
-def draft_tokens(room: Room, *, trees: bool) -> tuple[int, str, list[Taken]]:
-    """vLLM's default number of draft tokens, the reason, and what it takes, as others do. trees: of drafts."""
+def draft_tokens(room: Room, *, trees: bool) -> tuple[int, str, list[tuple[int, float, int, int, int]]]:
+    """vLLM's default number of draft tokens, the reason, and what it and others take: the number, bytes of states of a
+    request, bytes of masks, full CUDA graphs, and most requests in one. trees: whether drafts are trees."""
     default, why = room.default(TREE, trees=trees)
     rows = []
-    for length in sorted({default, 1, 3, 7, CHAIN, TREE}):
-        lengths = (length,) if room.one_length else candidate_lengths(length)
-        graphs, requests = full_graphs(room.requests, lengths), min(room.requests, _LARGEST // (1 + length))
-        rows.append(Taken(length, room.states(length), room.masks(length), graphs, requests))
+    for n in sorted({default, 1, 3, 7, CHAIN, TREE}):
+        graphs = full_graphs(room.requests, (n,) if room.one_length else candidate_lengths(n))
+        rows.append((n, room.states(n), room.masks(n), graphs, min(room.requests, _LARGEST // (1 + n))))
     return default, why, rows
 
 

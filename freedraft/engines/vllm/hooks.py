@@ -11,6 +11,7 @@ TESTED_VERSIONS = ("0.32",)
 # Needed to register methods, and to take one out of an engine's speculative config again.
 CONFIG_HOOKS = table("""
     # method names
+    vllm.EngineArgs
     vllm.engine.arg_utils.EngineArgs.create_speculative_config
     vllm.engine.arg_utils.EngineArgs has speculative_config, enable_lora, max_num_seqs, max_num_batched_tokens,
         max_num_scheduled_tokens, data_parallel_size, tensor_parallel_size, gpu_memory_utilization, attention_backend,

@@ -37,18 +37,13 @@ def room_of(args: Any, model_config: Any, memory: float | None = None) -> Room:
         return Room(**known, unknown=(str(error).strip() or repr(error)).splitlines()[-1])
 
 
-def room_at(
-    model: Path, dtype: str | None, requests: int, tensor_parallel: int, data_parallel: int, memory: float | None
-) -> Room:
-    """Room of an engine that is not started, with vLLM's defaults otherwise. model: its folder, or its config.json;
-    memory: see `room_of`."""
+def room_at(model: Path, memory: float | None, **given: Any) -> Room:
+    """`room_of` an engine that is not started. model: its folder, or its config.json; given: vLLM's EngineArgs."""
     try:
         from vllm import EngineArgs
     except ImportError as error:
         raise ConfigError(f"--max-num-seqs asks vLLM, which cannot be imported here: {error}") from None
-    given: dict[str, Any] = {"model": str(model if model.is_dir() else model.parent), "dtype": dtype or "auto"}
-    given |= {"tensor_parallel_size": tensor_parallel, "data_parallel_size": data_parallel}
-    args = EngineArgs(**given, max_num_seqs=requests, skip_tokenizer_init=True)
+    args = EngineArgs(str(model if model.is_dir() else model.parent), skip_tokenizer_init=True, **given)
     return room_of(args, args.create_model_config(), memory)
 
 
@@ -87,16 +82,12 @@ def states_of(args: Any) -> tuple[int, int]:
     dtypes = model_class.get_mamba_state_dtype_from_config(config)
 
     def size(drafts: int) -> int:
-        drafts = 0 if cache.use_replayssm else drafts
-        spec = MambaSpec(
-            shapes=shapes, dtypes=dtypes, block_size=-1, mamba_cache_mode=cache.mamba_cache_mode,
-            num_speculative_blocks=drafts,
-        )  # fmt: skip
+        spec = MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1, num_speculative_blocks=drafts)
         return int(spec.max_memory_usage_bytes(config))
 
     parallel, kinds = config.parallel_config, ("linear_attention", "mamba")
     layers = sum(model.get_num_layers_by_block_type(parallel, kind) for kind in kinds) or model.get_num_layers(parallel)
-    return layers * size(0), layers * (size(1) - size(0))
+    return layers * size(0), 0 if cache.use_replayssm else layers * (size(1) - size(0))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """vLLM's default number of draft tokens for models of today, and what it and others take. Nothing is run.
 
-python bench/default_lengths.py --json bench/results/default-lengths.json
+python -m tests.support.default_lengths --json bench/results/default-lengths.json
 """
 
 import argparse
@@ -37,6 +37,7 @@ QWEN3_30B = {
     "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
     "moe_intermediate_size": 768, "max_position_embeddings": 40960,
 }  # fmt: skip
+NAMES = "draft_tokens", "state_bytes_per_request", "mask_bytes", "full_graphs", "requests_in_a_graph"
 FLOAT32 = {"mamba_ssm_cache_dtype": "float32"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llama-3.1-8B, 256 requests": (LLAMA, {"max_num_seqs": 256}),
@@ -57,7 +58,8 @@ def main() -> None:
             args = EngineArgs(folder, skip_tokenizer_init=True, **given)
             room = room_of(args, args.create_model_config(), MEMORY)
         default, why, taken = draft_tokens(room, trees=False)
-        rows += [{"engine": name, "default": default, "reason": why} | each._asdict() for each in taken]
+        known = {"engine": name, "default": default, "reason": why}
+        rows += [known | dict(zip(NAMES, each, strict=True)) for each in taken]
         print(f"{name}: {default} draft tokens: {why}", *taken, sep="\n  ", flush=True)
     write_json(path, {"memory": MEMORY, "rows": rows})
 
