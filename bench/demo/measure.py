@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import count, zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -33,23 +33,21 @@ Messages = list[dict[str, str]]  # each of "role" and "content"
 
 @dataclass
 class Prompt:
-    """One request, or those of a session, each with all messages before it; and all answers, by server. The answers of
-    a session count as one."""
+    """One request, and its answers by server, one of each round."""
 
     kind: str
-    requests: list[Messages]
+    messages: Messages
     answers: dict[str, list[Answer]] = field(default_factory=lambda: {BASELINE: [], SSSD: []})
 
 
 def prompts() -> list[Prompt]:
-    """Return the prompts of `bench/lib/prompts.json`, their kinds in turns, and after the first of each kind a coding
-    agent's session. The model answers each of its user's messages; the answers to those before are written down."""
-    of_kind = {kind: [[as_chat(text)] for text in texts] for kind, texts in PROMPTS.items()}
+    """Return the prompts of `bench/lib/prompts.json` and the turns of a coding agent's session, their kinds in turns.
+    The model answers each of the session's user messages; the answers to those before are written down."""
+    of_kind = {kind: [as_chat(text) for text in texts] for kind, texts in PROMPTS.items()}
     session: Messages = json.loads(SESSION.read_text(encoding="utf-8"))
-    ends = [i for i, message in enumerate(session, 1) if message["role"] == "user"]
-    of_kind["agent session"] = [[session[:end] for end in ends]]
-    rounds = max(map(len, of_kind.values()))
-    return [Prompt(kind, each) for i in range(rounds) for kind, all_of in of_kind.items() for each in all_of[i : i + 1]]
+    of_kind["agent session"] = [session[:i] for i, said in enumerate(session, 1) if said["role"] == "user"]
+    rounds = zip_longest(*of_kind.values())
+    return [Prompt(kind, asked) for each in rounds for kind, asked in zip(of_kind, each, strict=True) if asked]
 
 
 def as_chat(text: str) -> Messages:
@@ -63,11 +61,6 @@ class Client:
         self.engine, self.server, self.max_tokens = engine, server, max_tokens
         self.openai = OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=600, max_retries=0)
         self.extra = {"return_token_ids": True} | ({"return_meta_info": True} if engine == "sglang" else {})
-
-    def converse(self, requests: Sequence[Messages], tenant: str) -> Answer:
-        answers = [self.ask(messages, tenant) for messages in requests]
-        tokens = tuple(chain.from_iterable(answer.tokens for answer in answers))
-        return Answer(tokens, sum(answer.seconds for answer in answers), sum(answer.steps for answer in answers))
 
     def ask(self, messages: Messages, tenant: str | None = None, max_tokens: int | None = None) -> Answer:
         """Send a request as `tenant`, which shares no drafts and no cached prefixes with others; None sends no salt."""
@@ -96,33 +89,46 @@ class Client:
         return round(sum(sample.value for sample in samples if sample.name.endswith("_total")))
 
 
-def measure(clients: dict[str, Client], prompts: Sequence[Prompt], repeats: int) -> Iterator[Prompt]:
-    """Send every prompt to both servers `repeats` times, in turns; yield the prompt after each. Each repeat is a tenant
-    of its own, so that it costs as much as the first: nothing is cached or drafted from earlier repeats."""
+def measure(clients: dict[str, Client], prompts: Sequence[Prompt], ends: float) -> Iterator[Prompt]:
+    """Send the prompts to both servers, round after round, until `time.monotonic` has reached `ends` and every kind is
+    measured; yield the prompt after each. Each round is a tenant of its own, so that it costs as much as the first:
+    nothing is cached or drafted from earlier rounds."""
     for client in clients.values():  # warms up numba, thread pools, caches
-        for messages in (as_chat(WARM_UP), prompts[0].requests[0], as_chat(WARM_UP)):
-            client.ask(messages, "warm-up", 32)
-    for repeat in range(repeats):
+        for messages in (as_chat(WARM_UP), prompts[0].messages, as_chat(WARM_UP)):
+            client.ask(messages, "warm-up", 16)
+    kinds = {prompt.kind for prompt in prompts}
+    for number in count():
         for i, prompt in enumerate(prompts):
-            for name in (BASELINE, SSSD) if (repeat + i) % 2 == 0 else (SSSD, BASELINE):
-                prompt.answers[name].append(clients[name].converse(prompt.requests, f"repeat {repeat}"))
+            if time.monotonic() >= ends and not kinds:
+                return
+            for name in (BASELINE, SSSD) if (number + i) % 2 == 0 else (SSSD, BASELINE):
+                prompt.answers[name].append(clients[name].ask(prompt.messages, f"round {number}"))
+            kinds.discard(prompt.kind)
             yield prompt
 
 
 def row(kind: str, prompts: Sequence[Prompt]) -> dict[str, Any]:
-    """Return one line of the table: medians over repeats of the throughput over all prompts, and of the ratio of both
-    servers within a repeat."""
+    """Return one line of the table: medians over whole rounds of the throughput over the prompts asked so far, and of
+    the ratio of both servers within a round; the range of the ratio if there are several rounds."""
+    prompts = [p for p in prompts if p.answers[BASELINE] and p.answers[SSSD]]
+    whole = min(len(answers) for p in prompts for answers in p.answers.values())
     rates = {
         server: [
-            sum(len(answer.tokens) for answer in answers) / sum(answer.seconds for answer in answers)
-            for answers in zip(*(p.answers[server] for p in prompts), strict=True)
+            sum(len(p.answers[server][i].tokens) for p in prompts) / sum(p.answers[server][i].seconds for p in prompts)
+            for i in range(whole)
         ]
         for server in (BASELINE, SSSD)
     }
     ratios = [b / a for a, b in zip(rates[BASELINE], rates[SSSD], strict=True)]
-    last = [p.answers[SSSD][-1] for p in prompts]
-    found = {"plain_tps": median(rates[BASELINE]), "sssd_tps": median(rates[SSSD]), "ratio": median(ratios)}
-    found |= {"ratio_min": min(ratios), "ratio_max": max(ratios)}
-    found["tokens_per_step"] = sum(len(a.tokens) for a in last) / sum(a.steps for a in last)
+    last = [p.answers[SSSD][whole - 1] for p in prompts]
+    found = {"tokens_per_step": sum(len(a.tokens) for a in last) / sum(a.steps for a in last)}
+    found |= {"plain_tps": median(rates[BASELINE]), "sssd_tps": median(rates[SSSD]), "ratio": median(ratios)}
+    found |= {"ratio_min": min(ratios), "ratio_max": max(ratios)} if whole > 1 else {}
     same = all(len({a.tokens for answers in p.answers.values() for a in answers}) == 1 for p in prompts)
     return {"kind": kind} | {name: round(value, 3) for name, value in found.items()} | {"identical": same}
+
+
+def rows(prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+    """Return the line of every kind that was measured."""
+    kinds = dict.fromkeys(p.kind for p in prompts if p.answers[BASELINE] and p.answers[SSSD])
+    return [row(kind, [p for p in prompts if p.kind == kind]) for kind in kinds]

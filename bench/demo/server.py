@@ -47,7 +47,7 @@ def start(engine: str, model: Path, store: Path, port: int) -> dict[str, Any]:
     stop()
     if servers.is_healthy(f"http://{servers.HOST}:{port}"):
         raise servers.ServerError(f"port {port} is taken: make serve PORT=...")
-    servers.keep_telling(["starting the server"])
+    servers.keep_telling(lambda: "starting the server")
     ensure_store(store, model)
     metrics = metrics_port()
     settings = {"method": "sssd", "num_speculative_tokens": 8, "datastore": str(store.resolve())}

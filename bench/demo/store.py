@@ -37,5 +37,6 @@ def ensure_store(store: Path, model: Path) -> None:
     text.parent.mkdir(parents=True, exist_ok=True)
     with text.open("w", encoding="utf-8") as file:
         file.writelines(json.dumps({"text": document}) + "\n" for document in documents())
-    quiet = [] if sys.stdout.isatty() else ["--quiet"]
-    subprocess.run([*command, "build", str(store), str(text), "--tokenizer", str(model), "--force", *quiet], check=True)
+    build = [*command, "build", str(store), str(text), "--tokenizer", str(model), "--force", "--quiet"]
+    built = subprocess.run(build, check=True, stdout=subprocess.PIPE, text=True)
+    print(built.stdout.strip())

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,10 +137,10 @@ def running(*servers: Server) -> Iterator[None]:
             server.stop()
 
 
-def keep_telling(now: Sequence[str]) -> None:
-    """Print what is being done, `now[0]`, at once and every 15 s until this process ends."""
-    print(f"{now[0]} ...", flush=True)
-    timer = Timer(15, keep_telling, [now])
+def keep_telling(line: Callable[[], str]) -> None:
+    """Print what is being done, `line()`, at once and every 15 s until this process ends."""
+    print(f"{line()} ...", flush=True)
+    timer = Timer(15, keep_telling, [line])
     timer.daemon = True
     timer.start()
 
