@@ -54,13 +54,13 @@ pip_torch = { $(1)/bin/pip install -q --retries 1 --timeout 15 --index-url $(TOR
 	distclean
 
 help:
-	@echo 'make demo         measure plain and SSSD on vLLM (CPU, embedded model), side by side'
-	@echo 'make demo-sglang  the same on SGLang'
+	@echo 'make demo         measure plain and SSSD on vLLM (CPU, embedded model), side by side (9 minutes)'
+	@echo 'make demo-sglang  the same on SGLang; longer: make demo DEMO_FLAGS="--minutes 30"'
 	@echo 'make check        lint, types, tests without an engine (3 minutes on two cores)'
 	@echo 'make test         lint, types, the tests of what must not break, on both engines (9 minutes on two cores)'
 	@echo 'make test-all     all tests: also several ranks, model families, fuzzing, a fresh install (35 minutes)'
 	@echo 'make serve        start an OpenAI-compatible server with SSSD on 127.0.0.1:$(PORT), ENGINE=vllm or sglang; make stop ends it'
-	@echo 'make report       the page, pictures and tables of the measured results, docs/results.md'
+	@echo 'make report       the page, pictures and tables of the measured results: docs/results.md, README.md'
 	@echo 'make compare      all kinds of request to plain and drafting servers of both engines: docs/compare.md (an hour)'
 	@echo 'make wheel        dist/freedraft-*.whl, which the images in docker/ install'
 	@echo 'make versions     which versions of the engines have what is hooked; make versions-run: tests on older vLLMs'
@@ -134,6 +134,7 @@ stop:
 
 report: $(VLLM)/project.done
 	@$(VLLM)/bin/python docs/make_results.py
+	@$(VLLM)/bin/python docs/make_readme.py
 
 COMPARE := docs/make_compare.py
 compare: $(VLLM)/project.done $(SGLANG)/project.done $(MODEL)/config.json

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any
 
-from make_results import cells
+from make_results import DEMOS, ENGINES, cells, over_machines
 from pages import FOLDER, ROOT, between, result
 
 PAGE = ROOT / "README.md"
@@ -37,11 +37,15 @@ def bullet(text: str) -> str:
 
 
 def demo() -> str:
-    rows_of = {engine: result(f"demo-{engine}-cpu.json")["rows"] for engine in ("vllm", "sglang")}
-    kinds = [row["kind"] for row in rows_of["vllm"]]
-    commands = {"vllm": "vLLM, `make demo`", "sglang": "SGLang, `make demo-sglang`"}
-    rows = [[commands[engine], *(f"{row['ratio']:.1f}" for row in mine)] for engine, mine in rows_of.items()]
-    return table(["speed-up, one request at a time, with a datastore", *kinds], rows)
+    """Return the figures of the demo, each the range of all machines if they differ."""
+    results = [*map(result, DEMOS)]
+    rows = []
+    for title, figure in (("tokens per step, {}", "tokens_per_step"), ("speed-up, {}", "ratio")):
+        by_kind = over_machines(results, figure)
+        for engine in ENGINES.values():
+            spans = [dict.fromkeys(f"{end:.1f}" for end in found[engine].span()) for found in by_kind.values()]
+            rows.append([title.format(engine), *("-".join(span) for span in spans)])
+    return table(["one request at a time, with a datastore", *by_kind], rows)
 
 
 def rivals() -> str:
@@ -59,19 +63,9 @@ def rivals() -> str:
 def against_suffix() -> str:
     (whole,) = (row for row in served() if (row["group"], row["concurrency"], row["arm"]) == ("all", 1, "sssd"))
     level, low, high = whole["over"]["suffix"]
-    by_drafter = {
-        row["drafter"] if row["store_tokens"] else "without": row["tokens_per_step"]
-        for row in result("replay.json")
-        if row["trace"] == "replay_llama31_8b.jsonl"
-        and (row["shape"], row["budget"]) == ("tree", 16)
-        and row["scoring"] in ("learned", None)
-        and (row["store_tokens"] or row["drafter"] == "sssd")
-    }
     return bullet(
         f"**Against `suffix`** (ArcticInference): level. Per token it is {level:.2f} times as fast (95 %: {low:.2f} to "
-        f"{high:.2f}) with one request. On recorded Llama-3.1-8B answers, trees of 16 tokens and a datastore give "
-        f"{by_drafter['sssd']:.2f} tokens per step. Suffix decoding of the same text gives {by_drafter['suffix']:.2f}. "
-        f"Without that text `sssd` gives {by_drafter['without']:.2f}."
+        f"{high:.2f}) with one request."
     )
 
 
