@@ -81,7 +81,7 @@ def of(row: dict[str, Any], bounds: str) -> Value:
     return Value(row["ratio"], *row[bounds])
 
 
-# Of every kind of machine that the demo was recorded on: make demo DEMO_FLAGS='--json bench/results/demo-vllm-NAME.json'
+# The demo on each kind of machine; one more: make demo DEMO_FLAGS='--json bench/results/demo-vllm-NAME.json'
 DEMOS = sorted(path.name for path in FOLDER.glob("demo-*.json"))
 
 

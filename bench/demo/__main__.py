@@ -15,15 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from openai import OpenAIError
-from rich.console import Group
 from rich.live import Live
-from rich.text import Text
 
-from bench.demo.measure import BASELINE, SSSD, Client, Prompt, measure, prompts, rows
+from bench.demo.measure import BASELINE, SSSD, Client, measure, prompts, rows
 from bench.demo.store import ensure_store
 from bench.lib import servers
 from bench.lib.machine import cores, cpu, versions
@@ -56,18 +53,18 @@ def parse() -> argparse.Namespace:
 class Progress:
     """What is being done, the time that is left, and the table so far."""
 
-    def __init__(self, asked: Sequence[Prompt], minutes: float) -> None:
-        self.doing, self.asked, self.ends = "preparing the datastore", asked, time.monotonic() + 60 * minutes
+    def __init__(self, minutes: float) -> None:
+        self.doing, self.asked, self.ends = "preparing the datastore", prompts(), time.monotonic() + 60 * minutes
 
     def line(self) -> str:
         left = max(0, round(self.ends - time.monotonic()))
         return f"{self.doing}; {left // 60}:{left % 60:02} left"
 
     def table(self) -> str:
-        return f"\n{table(rows(self.asked), COLUMNS)}\n"
+        return f"\n{table(rows(self.asked), COLUMNS)}\n" if rows(self.asked) else ""
 
-    def __rich__(self) -> Group:
-        return Group(*map(Text, [self.table(), self.line()] if rows(self.asked) else [self.line()]))
+    def drawing(self) -> str:
+        return f"{self.table()}\n{self.line()}"
 
 
 def answer_all(clients: dict[str, Client], progress: Progress, shown: bool) -> None:
@@ -94,7 +91,7 @@ def main() -> int:
     args = parse()
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, stop)
-    progress = Progress(prompts(), args.minutes)
+    progress = Progress(args.minutes)
     speculative = {"method": "sssd", "num_speculative_tokens": DRAFT_TOKENS, "datastore": str(args.store.resolve())}
     speculative |= {"isolation": "strict"}  # prompts are repeated, and learnt answers would be copied
     pair = {}
@@ -103,7 +100,7 @@ def main() -> int:
         pair[name] = servers.build(name, args.engine, args.model, log, speculative=settings, prefixes=True)
     engine = ", ".join(f"{name} {version}" for name, version in versions(args.engine, f"{args.engine}-cpu").items())
     where = f"{engine}, {MODEL}, float32 eager, {cores()} cores of {cpu()}, batch 1"
-    with Live(progress, transient=True, refresh_per_second=1) as live:
+    with Live(get_renderable=progress.drawing, transient=True, refresh_per_second=1) as live:
         if not live.console.is_terminal:
             servers.keep_telling(progress.line)
         ensure_store(args.store, args.model)
@@ -114,7 +111,7 @@ def main() -> int:
                 answer_all(clients, progress, live.console.is_terminal)
             finally:
                 live.stop()
-                print(f"\n{where}\n{progress.table()}" if rows(progress.asked) else "nothing was measured", flush=True)
+                print(f"\n{where}\n{progress.table() or 'nothing was measured'}", flush=True)
 
     found, rounds = rows(progress.asked), min(len(prompt.answers[SSSD]) for prompt in progress.asked)
     about = {"engine": args.engine, "model": MODEL, "max_tokens": args.max_tokens, "rounds": rounds}
