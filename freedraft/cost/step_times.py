@@ -77,6 +77,8 @@ class _Corrections:
     def learn(self, row: int, bucket: int, error: float) -> None:
         """error: ln(measured / predicted) of a time, without the common level."""
         seen, known = self.count[row, bucket], self.delta[row, bucket]
+        if seen < _SEEN_OFTEN and error < known - 2 * _CLIP:  # the few before were slow, as the first of a kind is
+            seen = self.count[row, bucket] = 0.0
         clip = _CLIP if seen >= 3 else math.inf if seen == 0 else 3 * _CLIP
         self.delta[row, bucket] += max(_RATE, 1.0 / (seen + 1.0)) * min(max(error - known, -clip), clip)
         self.count[row, bucket] += 1.0

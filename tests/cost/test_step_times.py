@@ -34,6 +34,16 @@ def test_outliers_are_clipped_and_impossible_times_dropped() -> None:
     assert learnt.seconds(1, 4, 300.0) == before
 
 
+def test_slow_first_times_of_a_size_are_soon_forgotten() -> None:
+    """What is verified rarely, as a step without drafts where they pay, would else look slow for hundreds of times."""
+    learnt = StepTimes(ROOFLINE)
+    for q, slower, times in ((1, 3.0, 3), (8, 3.0, 3), (8, 1.0, 60), (1, 1.0, 2)):
+        for _ in range(times):
+            learnt.update(1, q, 300.0, slower * machine(1, q))
+    short, long = learnt.seconds(1, [1, 8], 300.0)
+    assert long / short == pytest.approx(machine(1, 8) / machine(1, 1), rel=0.05)
+
+
 @pytest.mark.parametrize("damage", ["none", "other model", "", "{", "[]", "half", "nan", "cell"])
 def test_saved_and_reloaded(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
     """A damaged file, or another model's, is left with a warning."""
