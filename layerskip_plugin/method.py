@@ -133,7 +133,6 @@ class LayerSkipMethod(Method):
     def finish(self, request_id: str, output: NDArray[np.int32] | None) -> None:
         self._running.discard(request_id)
         self.selection.finish(request_id)
-        self.lookahead.finish(request_id)
         if self.recorder is not None:
             self.recorder.finish(request_id, idle=not self._running)
 
@@ -259,8 +258,7 @@ class LayerSkipMethod(Method):
         result = Round(step.request_ids, recipe, depth, self.outputs.top)
         allowed, place, latest = np.zeros(batch, np.int32), np.zeros(batch, np.int32), step.roots.copy()
         allowed[rows], place[rows] = limits, np.arange(len(rows))
-        request_ids = [step.request_ids[i] for i in rows.tolist()]
-        lookahead.begin(request_ids, recipe, depth, rest)
+        lookahead.begin(len(rows), recipe, depth, rest)
         if recipe not in self.draft_passes:  # found by a search, but not built
             self.build(recipe, optimize=False)
         draft_round = model.start(step, self.draft_passes[recipe], rows, depth)

@@ -14,7 +14,7 @@ from freedraft.extras import require
 from freedraft.metrics import check_address
 from freedraft.recipe import Window
 from freedraft.step import EngineContext
-from layerskip_plugin.lookahead.base import Confidence, DraftVerify, FixedLength, Lookahead
+from layerskip_plugin.lookahead.base import Confidence, FixedLength, Lookahead
 from layerskip_plugin.lookahead.cost import Cost
 from layerskip_plugin.lookahead.disco import Classifier, Disco
 from layerskip_plugin.selection.base import Selection, Static
@@ -23,7 +23,7 @@ from layerskip_plugin.selection.knn import Domains, Knn
 from layerskip_plugin.selection.online_search import KnapSpec, OnlineSearch, Swift
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint, text_config
 
-LookaheadName = Literal["cost", "confidence", "adaptive", "disco", "fixed"]
+LookaheadName = Literal["cost", "confidence", "disco", "fixed"]
 SelectionName = Literal["static", "swift", "knn", "knapsack"]
 MAX_SKIP_SETS = 4
 # Commands that write the files of options.
@@ -62,8 +62,7 @@ class LayerSkipOptions(PluginOptions):
         sinks: tokens of `window` from the start of the request (attention sinks).
         lookahead: policy of draft lengths. "cost" goes on while one more token pays, and does not draft where none
             does.
-        threshold: top-1 probability below which policy "confidence" stops drafting; initial value for "adaptive". None:
-            .7.
+        threshold: top-1 probability below which policy "confidence" stops drafting. None: .7.
         disco: file of the classifier of policy "disco", written by `freedraft calibrate disco`.
         record: file for recorded verifications of the first skip set's drafts, the input of `freedraft calibrate
             disco`.
@@ -218,8 +217,7 @@ class LayerSkipOptions(PluginOptions):
             if self.disco is None:
                 raise ValueError("lookahead disco needs a classifier: train one with freedraft calibrate disco")
             return Disco(Classifier.load(self.disco, model_fingerprint(context.hf_config)))
-        policy = Confidence if self.lookahead == "confidence" else DraftVerify
-        return policy() if self.threshold is None else policy(self.threshold)
+        return Confidence() if self.threshold is None else Confidence(self.threshold)
 
 
 def check(options: LayerSkipOptions, context: EngineContext) -> None:

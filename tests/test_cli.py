@@ -103,10 +103,7 @@ def test_the_installed_commands_all_load() -> None:
         assert point.load() is not None, name
 
 
-@pytest.mark.parametrize(
-    ("command", "module"),
-    [("bayesian", "bayes_opt.acquisition"), ("knn", "sklearn.cluster"), ("disco", "sklearn.neural_network")],
-)
+@pytest.mark.parametrize(("command", "module"), [("knn", "sklearn.cluster"), ("disco", "sklearn.neural_network")])
 def test_calibrations_say_what_they_need_before_they_load_a_model(
     command: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from layerskip_plugin import knapsack_search, pass_times
 from layerskip_plugin.calibrate import commands, common, disco, knapsack, knn
-from layerskip_plugin.lookahead.base import Confidence, DraftVerify
+from layerskip_plugin.lookahead.base import Confidence
 from layerskip_plugin.lookahead.records import TOP
 from layerskip_plugin.options import SWIFT_KEEPS, LayerSkipOptions
 from layerskip_plugin.selection import bit_search, online_search
@@ -30,8 +30,7 @@ def default(function: object, name: str) -> float:
 
 
 SEARCH_SHARE = 100 * LayerSkipOptions.model_fields["search_share"].default
-TOKENS, PROMPTS = common.Common.tokens, common.Common.prompts
-ADAPTIVE = [DraftVerify.target, DraftVerify.memory, DraftVerify.step, DraftVerify.inertia]
+TOKENS = common.Common.tokens
 
 # By paper and row: the numbers before the reason. Rows without numbers are not here.
 HERE: dict[str, dict[str, list[float]]] = {
@@ -44,13 +43,7 @@ HERE: dict[str, dict[str, list[float]]] = {
         "continuations of a prefix": [paper.SAMPLES, paper.MIN_SAMPLES],
         "longest continuation from the datastore": [paper.BRANCH],
     },
-    "Draft & Verify": {
-        "target acceptance, memory of the rate, step, inertia of the threshold": ADAPTIVE,
-        "first threshold": [default(DraftVerify, "threshold")],
-        "evaluations of the search": [default(commands.bayesian, "iterations")],
-        "evaluated on": [TOKENS, PROMPTS],
-        "proposals": [bit_search.SAMPLES, bit_search.SAMPLES, bit_search.PARENTS],
-    },
+    "Draft & Verify": {},
     "SWIFT": {
         "share of skipped sublayers, r": [default(Swift, "ratio")],
         "S, beta, gamma, patience, stop score": [
@@ -60,6 +53,7 @@ HERE: dict[str, dict[str, list[float]]] = {
         "searched": [SEARCH_SHARE, online_search.SCORED_TOGETHER],
         "a better set is used": [100 * Swift.min_lead, Swift.confirm],
         "stop score compared with": [online_search.MATCHNESS_RATE],
+        "proposals": [bit_search.SAMPLES, bit_search.SAMPLES, bit_search.PARENTS],
         "Gaussian process": [bit_search.MAX_OBSERVATIONS],
         "threshold of the early stop": [default(Confidence, "threshold")],
     },

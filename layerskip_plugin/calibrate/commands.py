@@ -77,18 +77,6 @@ def skip_set(run: Run, share: Share = None, survivors: Survivors = 4) -> None:
     )
 
 
-@command("bayes_opt.acquisition", "sklearn.gaussian_process")
-def bayesian(
-    run: Run, share: Share = None, iterations: Annotated[int, typer.Option(help="How many sets to try.")] = 200
-) -> None:
-    """Find the layers to skip by Bayesian optimisation, slower than skip-set (Draft & Verify)."""
-    best, agreement = run.bayesian(run.sample(), run.size(share), iterations)
-    best.save(run.common.out, run.about(iterations=iterations, agreement=round(agreement, 3)))
-    typer.echo(
-        f"wrote {run.common.out}: {len(best)} of {run.model.sublayers} sublayers skipped, {agreement:.2f} agreement"
-    )
-
-
 @command()
 def knapsack(
     run: Run,
@@ -125,7 +113,7 @@ def knapsack(
     typer.echo(f"wrote {run.common.out}")
 
 
-@command("sklearn.cluster", "bayes_opt.acquisition", tokens=48, prompts=24)
+@command("sklearn.cluster", tokens=48, prompts=24)
 def knn(
     run: Run,
     share: Share = None,
@@ -135,16 +123,13 @@ def knn(
         Literal["kmeans", "nearest"],
         typer.Option(help="What prompts are compared with: centroids, or the states nearest to the domain's (paper)."),
     ] = "kmeans",
-    iterations: Annotated[
-        int, typer.Option(min=0, help="Sets to try by Bayesian optimisation (paper: 1000); 0: a knapsack search.")
-    ] = 0,
     survivors: Survivors = 2,
 ) -> None:
     """Find a skip set per domain, from one file of prompts per domain, or from one log with --clusters (KNN-SSD)."""
     from layerskip_plugin.calibrate.knn import calibrate
 
-    domains, found = calibrate(run, run.size(share), clusters, answered, anchors, iterations, survivors)
-    domains.save(run.common.out, run.about(anchors=anchors, iterations=iterations))
+    domains, found = calibrate(run, run.size(share), clusters, answered, anchors, survivors)
+    domains.save(run.common.out, run.about(anchors=anchors))
     typer.echo(
         f"wrote {run.common.out}: {len(domains.names)} domains, {len(domains.anchors)} anchors; "
         f"{found:.0%} of these prompts find their domain"

@@ -18,7 +18,7 @@ MARGIN = 0.05  # margin of the similarity floor below that of 99 % of held-out p
 
 
 def calibrate(
-    run: Run, size: int | None, count: int | None, answered: int, anchors: str, iterations: int, survivors: int
+    run: Run, size: int | None, count: int | None, answered: int, anchors: str, survivors: int
 ) -> tuple[Domains, float]:
     """Anchors and skip sets of the domains, and the share of the prompts routed to their own domain.
 
@@ -26,14 +26,11 @@ def calibrate(
         size: of the sets; None: the one of most tokens per time.
         count: clusters to find in a log without labels; None: each file is a domain.
         answered: prompts of each domain that the model answers for its set.
-        iterations: of Bayesian optimisation for each set; 0: the knapsack search.
     """
     parts, hidden = _files(run) if count is None else _clusters(run, count)
 
     def best_set(name: str, answers: Sequence[Answered]) -> SkipSet:
         sample = run.sample(answers)
-        if iterations:
-            return run.bayesian(sample, size, iterations)[0]
         protected = protected_sublayers(run.model, sample)
         found = run.search(f"set of {name}", sample, max_weight=size, protected=protected, survivors=survivors)
         return found[-1].skip if size is not None else run.fastest(found, len(sample))[0].skip

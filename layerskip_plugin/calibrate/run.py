@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoTokenizer
 
@@ -18,8 +16,6 @@ from layerskip_plugin.calibrate.host_model import HostModel, Sample, pass_times
 from layerskip_plugin.calibrate.knapsack import MIN_TOKENS, ScoredSet, best_drafting, search
 from layerskip_plugin.calibrate.prompts import Answered, Prompts, encode
 from layerskip_plugin.pass_times import PassTimes
-from layerskip_plugin.selection.bit_search import BitSearch
-from layerskip_plugin.skip_set import SkipSet
 
 ANSWER_TOKENS, ANSWERED_TOGETHER = 96, 8
 TIMED_CONTEXT = 512
@@ -70,18 +66,6 @@ class Run:
         """`knapsack.search` under a progress bar."""
         with bar(label, self.model.sublayers) as advance:
             return search(self.model, sample, progress=advance, **options)
-
-    def bayesian(self, sample: Sample, size: int | None, iterations: int) -> tuple[SkipSet, float]:
-        """The best set by Bayesian optimisation, and its agreement. size: of the set; None: any, by time per token."""
-        space = BitSearch(self.model.n_layers, self.model.fingerprint, size=size, seed=self.common.seed)
-        with bar("evaluating", iterations) as advance:
-
-            def evaluate(sets: Sequence[SkipSet]) -> NDArray[np.float64]:
-                advance(len(sets))
-                return self.model.scores(sets, sample)[0]
-
-            best = space.search(evaluate, iterations, self.times if size is None else None)
-        return best, float(self.model.scores([best], sample)[0][0])
 
     @cached_property
     def times(self) -> PassTimes:

@@ -20,9 +20,9 @@ LEN_RATE = 0.1  # weight of the newest round in the mean length of rounds
 class Lookahead(ABC):
     """Decides draft lengths for a whole batch, after every position of a round of draft passes.
 
-    A round: `choose` picks the recipe of its passes; `begin` gets the requests that draft; then draft passes, one
-    position at a time, each followed by `should_continue` for the requests in it (also after the last one allowed);
-    after verification `record_acceptance`. `finish` when a request ends.
+    A round: `choose` picks the recipe of its passes; `begin` gets the number of requests that draft; then draft passes,
+    one position at a time, each followed by `should_continue` for the requests in it (also after the last one allowed);
+    after verification `record_acceptance`.
 
     The token just drafted is always kept and verified, even if it looks unlikely: dropping it after sampling would
     change the distribution of accepted tokens.
@@ -42,9 +42,9 @@ class Lookahead(ABC):
         per step, with its batch size and mean context."""
         return max(candidates, key=lambda candidate: candidate.votes).recipe if candidates else None
 
-    def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        """Start a round, of at most `max_draft_len` tokens for each of these requests; `rows` in `should_continue` are
-        their indices. rest: the other requests of the step."""
+    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        """Start a round, of at most `max_draft_len` tokens for each of so many requests; `rows` in `should_continue`
+        are their indices. rest: the other requests of the step."""
         self.max_draft_len, self.read = max_draft_len, 0
 
     def expected_len(self) -> int:
@@ -72,9 +72,6 @@ class Lookahead(ABC):
     def record_acceptance(self, outcome: Outcome) -> None:
         """Learn from the verification of the round."""
 
-    def finish(self, request_id: str) -> None:
-        """A request has ended."""
-
 
 class FixedLength(Lookahead):
     def __init__(self, length: int) -> None:
@@ -88,44 +85,11 @@ class FixedLength(Lookahead):
 
 
 class Confidence(Lookahead):
-    """Go on while the draft token's top-1 probability is at least `threshold`; the token below it is kept. Draft &
-    Verify and SWIFT use .8, KnapSpec .7."""
+    """Go on while the draft token's top-1 probability is at least `threshold`; the token below it is kept. SWIFT
+    uses .8, KnapSpec .7."""
 
     def __init__(self, threshold: float = 0.7) -> None:
         self.threshold = threshold
 
     def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats) -> Flags:
         return (top[:, 0] >= self.threshold) & (position + 1 < self.max_draft_len)
-
-
-class DraftVerify(Confidence):
-    """Draft & Verify's threshold (Zhang et al. 2024, section 3.3), one per request: after each round it rises by `step`
-    if the smoothed rate of acceptance is below `target`, else falls, unless the length limit cut a round that was
-    accepted whole. A new request starts from the running mean of those that ended."""
-
-    target, memory, step, inertia = 0.9, 0.5, 0.01, 0.9
-
-    def __init__(self, threshold: float = 0.7) -> None:
-        super().__init__(threshold)
-        self.requests: dict[str, tuple[float, float]] = {}  # threshold and acceptance rate
-
-    def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        super().begin(request_ids, recipe, max_draft_len, rest)
-        start = self.threshold, self.target
-        self.thresholds = np.array([self.requests.setdefault(request, start)[0] for request in request_ids])
-
-    def should_continue(self, position: int, rows: Ints, top: Floats, entropy: Floats) -> Flags:
-        return (top[:, 0] >= self.thresholds[rows]) & (position + 1 < self.max_draft_len)
-
-    def record_acceptance(self, outcome: Outcome) -> None:
-        for request, drafted, accepted in zip(outcome.request_ids, outcome.verified, outcome.accepted, strict=True):
-            if drafted and request in self.requests:
-                threshold, rate = self.requests[request]
-                rate = self.memory * rate + (1 - self.memory) * accepted / drafted
-                cut = accepted == drafted >= self.max_draft_len
-                change = self.step if rate < self.target else 0.0 if cut else -self.step
-                self.requests[request] = min(max(threshold + (1 - self.inertia) * change, 0.0), 1.0), rate
-
-    def finish(self, request_id: str) -> None:
-        if request_id in self.requests:
-            self.threshold += 0.1 * (self.requests.pop(request_id)[0] - self.threshold)

@@ -142,10 +142,9 @@ class Cost(Lookahead):
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
-    def begin(self, request_ids: Sequence[str], recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
-        super().begin(request_ids, recipe, min(max_draft_len, self.longest), rest)
-        requests, record = len(request_ids), self.records[recipe]
-        batch = requests + rest.requests
+    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+        super().begin(requests, recipe, min(max_draft_len, self.longest), rest)
+        record, batch = self.records[recipe], requests + rest.requests
         rates = self.rates(recipe, requests, batch)
         self._mean_len = max(int(rates.argmax()), 1)
         self.rate = float(rates.max()) if rest.rate is None else rest.rate

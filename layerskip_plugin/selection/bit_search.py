@@ -1,22 +1,18 @@
-"""Random and Bayesian search over skip sets."""
+"""`BitSearch`: random and Bayesian proposals of skip sets."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.skip_set import SkipSet
 
 MAX_OBSERVATIONS = 256  # of the fit of the Gaussian process, which has cubic cost
 SAMPLES, PARENTS = 200, 8
-RANDOM = 10  # sets before the Gaussian process, offline
-
-Evaluate = Callable[[Sequence[SkipSet]], NDArray[np.float64]]  # acceptance of each set
 
 
 def evenly_spread(sublayers: NDArray[np.intp], count: int) -> NDArray[np.intp]:
@@ -24,26 +20,23 @@ def evenly_spread(sublayers: NDArray[np.intp], count: int) -> NDArray[np.intp]:
 
 
 class BitSearch:
-    """Proposes sets that skip `size` sublayers, or any number of them, and learns from their values.
-    Protected sublayers are never skipped. Raises ValueError if `size` exceeds the number of all others."""
+    """Proposes sets that skip `size` sublayers, never protected ones, and learns from their values. Raises ValueError
+    if `size` exceeds the number of all others."""
 
-    def __init__(
-        self, n_layers: int, model: str = "", protected: Iterable[int] = (), size: int | None = None, seed: int = 0
-    ) -> None:
+    def __init__(self, n_layers: int, size: int, model: str = "", protected: Iterable[int] = ()) -> None:
         self.n_layers, self.model, self.size = n_layers, model, size
         self.skippable = np.array(sorted(set(range(2 * n_layers)) - set(protected)), np.intp)
-        if size is not None and not 0 <= size <= len(self.skippable):
+        if not 0 <= size <= len(self.skippable):
             raise ValueError(f"{size} sublayers cannot be skipped: {len(self.skippable)} of {2 * n_layers} may be")
-        self.rng = np.random.default_rng(seed)
+        self.rng = np.random.default_rng(0)
         self.values: dict[SkipSet, float] = {}
         self.kernel: Any = None
         self.fitted = 0
 
     def uniform(self) -> SkipSet:
-        return self._skip(evenly_spread(self.skippable, len(self.skippable) // 2 if self.size is None else self.size))
+        return self._skip(evenly_spread(self.skippable, self.size))
 
     def random(self) -> SkipSet:
-        """A random set of `size`, or of up to half of the skippable sublayers."""
         return self._skip(self.skippable[self._draw(1)[0]])
 
     def bayesian(self) -> SkipSet:
@@ -69,44 +62,15 @@ class BitSearch:
             old = self.values.pop(skip, None)
             self.values[skip] = float(value) if old is None else (old + float(value)) / 2
 
-    def search(self, evaluate: Evaluate, iterations: int, times: PassTimes | None = None) -> SkipSet:
-        """The best set after `iterations` evaluations (Zhang et al. 2024): of most acceptance, or with `times` of least
-        time per token (equation 1 of KNN-SSD)."""
-        proposals, done = [self.uniform(), *(self.random() for _ in range(min(RANDOM, iterations) - 1))], 0
-        while done < iterations:
-            sets = list(dict.fromkeys(proposals))  # an exhausted space repeats some
-            values = evaluate(sets)
-            if times is not None:
-                rates = np.array([times.best(s, float(a))[0] for s, a in zip(sets, values, strict=True)])
-                # Relative to a step without drafts, in the range of a Gaussian process.
-                values = -1 / (rates * times.verify(1))
-            self.register(sets, values)
-            done += len(sets)
-            proposals = [self.bayesian()]
-        return self.best[0]
-
-    @property
-    def best(self) -> tuple[SkipSet, float]:
-        return max(self.values.items(), key=lambda item: item[1])
-
     def _draw(self, count: int) -> NDArray[np.bool_]:
-        width = len(self.skippable)
-        rank = self.rng.random((count, width)).argsort(1).argsort(1)
-        if self.size is not None:
-            return rank < self.size
-        return rank < self.rng.integers(1, width // 2 + 2, (count, 1))
+        return self.rng.random((count, len(self.skippable))).argsort(1).argsort(1) < self.size
 
     def _neighbours(self, sets: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """bool[N, skippable]: each set with one change."""
-        rows, out = np.arange(len(sets)), sets.copy()
-        draws = self.rng.random(sets.shape)
-        removed, added = np.where(sets, draws, -1.0).argmax(1), np.where(sets, -1.0, draws).argmax(1)
-        swap = sets.any(1) & ~sets.all(1)
-        if self.size is None:
-            swap &= self.rng.random(len(sets)) < 0.3
-            flip = rows[~swap]
-            out[flip, draws[flip].argmax(1)] ^= True
-        out[rows[swap], removed[swap]], out[rows[swap], added[swap]] = False, True
+        """bool[N, skippable]: each set with one sublayer in place of another."""
+        out, rows, draws = sets.copy(), np.arange(len(sets)), self.rng.random(sets.shape)
+        if 0 < self.size < sets.shape[1]:
+            out[rows, np.where(sets, draws, -1.0).argmax(1)] = False
+            out[rows, np.where(sets, -1.0, draws).argmax(1)] = True
         return out
 
     def _process(self) -> Any:

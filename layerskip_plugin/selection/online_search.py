@@ -170,7 +170,7 @@ class Swift(OnlineSearch):
         protected: Iterable[int] = (),
         clock: Clock = time.perf_counter,
     ) -> None:
-        self.space = BitSearch(n_layers, model, protected, round(ratio * 2 * n_layers))
+        self.space = BitSearch(n_layers, round(ratio * 2 * n_layers), model, protected)
         super().__init__(self.space.uniform(), clock)
 
     @property

@@ -36,10 +36,8 @@ def cost(draft: float, step: Mapping[int, float], recipes: Sequence[SkipSet] = (
 
 
 def outcome(
-    ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32], top: NDArray[np.float32] | None = None,
-    entropy: NDArray[np.float32] | None = None,
+    ids: Sequence[str], drafted: NDArray[np.int32], accepted: NDArray[np.int32], top: NDArray[np.float32],
+    entropy: NDArray[np.float32],
 ) -> Outcome:  # fmt: skip
     """What verification said of chains that were verified whole; top: [R, D, K]; entropy: [R, D]."""
-    top = np.zeros((len(ids), int(drafted.max(initial=0)), 1), np.float32) if top is None else top
-    entropy = np.zeros(top.shape[:2], np.float32) if entropy is None else entropy
     return Outcome(RECIPE, ids, drafted, drafted, accepted, accepted, top, entropy)

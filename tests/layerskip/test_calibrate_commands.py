@@ -94,14 +94,12 @@ def test_the_share_of_most_tokens_per_time(
     assert {skip.sublayers for skip in Domains.load(tmp_path / "k.json", 3).sets} == {(2, 3)}
 
 
-def test_bayesian_and_knapsack(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
-    found, planned = tmp_path / "b.json", tmp_path / "p.json"
-    run("bayesian", data("one"), "--out", found, "--share", 0.34, "--tokens", 24, "--iterations", 12, "--prompts", 4)
-    assert SkipSet.load(found, 3, fingerprint(model)).sublayers == (2, 3)
+def test_knapsack(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
+    planned = tmp_path / "p.json"
     run("knapsack", data("one"), "--out", planned, "--contexts", "64,16", "--tokens", 24)
     plan = Plan.load(planned, 3, fingerprint(model))
     assert plan.contexts == (16, 64) and plan.hardware
-    assert sorted(p.name for p in tmp_path.glob("*.json*")) == ["b.json", "one.jsonl", "p.json"]
+    assert sorted(p.name for p in tmp_path.glob("*.json*")) == ["one.jsonl", "p.json"]
 
 
 def test_knn(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None:
@@ -115,9 +113,9 @@ def test_knn(run: Callable, data: Callable, model: Path, tmp_path: Path) -> None
     run("knn", log, "--out", tmp_path / "c.json", "--clusters", 3, *few)
     found = Domains.load(tmp_path / "c.json", 3, fingerprint(model))
     assert found.names[0] == "cluster 1" and 2 <= len(found.names) <= 3
-    run("knn", *files, "--out", out, "--anchors", "nearest", "--iterations", 12, *few)
+    run("knn", *files, "--out", out, "--anchors", "nearest", *few)
     domains, about = Domains.load(out, 3, fingerprint(model)), json.loads(out.read_text())["about"]
-    assert len(domains.anchors) == 10 and (about["anchors"], about["iterations"]) == ("nearest", 12)
+    assert len(domains.anchors) == 10 and about["anchors"] == "nearest"
     assert {len(skip) for skip in domains.sets} == {1}
     said = run("inspect", out)
     assert said.count("sublayers skipped") == 3 and "all domains" in said

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config
 from freedraft.config import ConfigError
 from freedraft.recipe import Window
 from freedraft.step import EngineContext
-from layerskip_plugin.lookahead.base import Confidence, DraftVerify, FixedLength, Lookahead
+from layerskip_plugin.lookahead.base import Confidence, FixedLength, Lookahead
 from layerskip_plugin.lookahead.cost import Cost
 from layerskip_plugin.options import LayerSkipOptions, SelectionName
 from layerskip_plugin.selection.base import Selection
@@ -62,7 +62,7 @@ def selection(hardware: str = "here", sizes: Any = (), **options: Any) -> Select
     [
         ({"lookahead": "confidence"}, "auto"),
         ({"lookahead": "fixed", "length": 3, "shape": "tree"}, "tree"),
-        ({"lookahead": "adaptive", "shape": "chain"}, "chain"),
+        ({"lookahead": "confidence", "shape": "chain"}, "chain"),
         ({"lookahead": "fixed", "shape": "tree"}, "chain"),
         ({"shape": "tree"}, "chain"),
     ],
@@ -136,7 +136,7 @@ def lookahead(context: EngineContext = CHAINS, **options: Any) -> Lookahead:
 
 
 def test_policies() -> None:
-    for name, kind in (("cost", Cost), ("fixed", FixedLength), ("confidence", Confidence), ("adaptive", DraftVerify)):
+    for name, kind in (("cost", Cost), ("fixed", FixedLength), ("confidence", Confidence)):
         assert type(lookahead(lookahead=name)) is kind
     lengths = [lookahead(context, lookahead="fixed").length for context in (CHAINS, TREES)]
     assert [*lengths, lookahead(lookahead="fixed", length=3).length] == [7, 5, 3]

@@ -62,7 +62,7 @@ def test_the_policy_stops_below_the_threshold() -> None:
     classifier, _ = train(records("entropy", 4000), Prices(0.1, 0.0))
     assert 0.1 < classifier.threshold < 0.8 and classifier.max_length > 2
     policy = Disco(classifier)
-    policy.begin(["a", "b", "c"], RECIPE, 40)
+    policy.begin(3, RECIPE, 40)
     assert policy.expected_len() == classifier.max_length, "no passes are run ahead that nobody reads"
     top = np.full((3, 10), 0.1, np.float32)
     more = policy.should_continue(0, np.arange(3, dtype=np.int32), top, np.array([0.1, 2.9, 0.2], np.float32))
