@@ -68,9 +68,10 @@ class DraftModel(ABC):
         """A draft pass through the sublayers that `recipe` keeps, over its window. optimize: whether to compile it, or
         capture CUDA graphs, where the engine does so."""
 
-    @abstractmethod
     def capacities(self, step: Step) -> NDArray[np.int32]:
-        """int32 [B]: draft tokens allowed per request by its reserved KV slots; at most `step.capacities`."""
+        """int32 [B]: draft tokens allowed per request by its reserved KV slots; at most `step.capacities`, the default
+        (SGLang reserves slots for the widest tree)."""
+        return step.capacities
 
     @abstractmethod
     def start(self, step: Step, draft_pass: Any, rows: NDArray[np.intp], max_draft_len: int) -> DraftRound:

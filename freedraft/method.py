@@ -133,20 +133,14 @@ class Method:
         """Release threads and files, and save learnt state. May be called more than once."""
         self.controller.save()
 
-    # Corpora, where `MethodSpec.takes_corpora`: called from the thread of the engine's HTTP calls.
-
-    def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
-        """Draft from tokenised documents, too. Returns their number of tokens. Raises ValueError: this corpus is not
-        accepted; the message goes to the HTTP client."""
-        raise NotImplementedError
-
-    def remove_corpus(self, corpus_id: str) -> None:
-        """Stop drafting from a corpus. Raises ValueError if there is none of that id."""
-        raise NotImplementedError
-
-    def corpora(self) -> dict[str, int]:
-        """Number of tokens of each corpus in use, by id."""
-        raise NotImplementedError
+    # Where `MethodSpec.takes_corpora`, called from the thread of the engine's HTTP calls.
+    add_corpus: Callable[[str, Sequence[NDArray[np.int32]]], int]
+    """Draft from the tokenised documents of the corpus of this id, too. Returns their number of tokens. Raises
+    ValueError: this corpus is not accepted; the message goes to the HTTP client."""
+    remove_corpus: Callable[[str], None]
+    """Stop drafting from a corpus. Raises ValueError if there is none of that id."""
+    corpora: Callable[[], dict[str, int]]
+    """Number of tokens of each corpus in use, by id."""
 
 
 @dataclass(frozen=True, slots=True)

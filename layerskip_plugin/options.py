@@ -23,8 +23,6 @@ from layerskip_plugin.selection.knn import Domains, Knn
 from layerskip_plugin.selection.online_search import KnapSpec, OnlineSearch, Swift
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint, text_config
 
-LookaheadName = Literal["cost", "confidence", "disco", "fixed"]
-SelectionName = Literal["static", "swift", "knn", "knapsack"]
 MAX_SKIP_SETS = 4
 # Commands that write the files of options.
 MADE_BY = {
@@ -76,14 +74,14 @@ class LayerSkipOptions(PluginOptions):
 
     source_name: ClassVar[str] = "layerskip"
 
-    selection: SelectionName = "static"
+    selection: Literal["static", "swift", "knn", "knapsack"] = "static"
     selection_file: UserPath = None
     search_share: float = Field(default=0.01, gt=0.0, le=0.5)
     skip_ratio: float = Field(default=Swift.ratio, gt=0.0, lt=1.0)
     skip_set: Annotated[tuple[Path, ...], BeforeValidator(_paths)] = ()
     window: int | None = Field(default=None, ge=1)
     sinks: int = Field(default=16, ge=0)
-    lookahead: LookaheadName = "cost"
+    lookahead: Literal["cost", "confidence", "disco", "fixed"] = "cost"
     threshold: float | None = Field(default=None, ge=0.0, le=1.0)
     disco: UserPath = None
     record: UserPath = None
@@ -188,7 +186,7 @@ class LayerSkipOptions(PluginOptions):
             return Knn(Domains.load(file, layers, model))
         if file is not None:
             return Knapsack(Plan.load(file, layers, model, hardware), measured=self.lookahead == "cost")
-        search: OnlineSearch
+        search: OnlineSearch = KnapSpec(layers, model)
         if name == "swift":
             # They take seconds to import: at start, not while serving.
             require("selection swift", "calibrate", "bayes_opt.acquisition", "sklearn.gaussian_process")
@@ -199,8 +197,6 @@ class LayerSkipOptions(PluginOptions):
                     f"last layer are kept: set {most / (2 * layers):.2g} or less"
                 )
             search = Swift(layers, model, self.skip_ratio, ends)
-        else:
-            search = KnapSpec(layers, model)
         search.share = self.search_share
         return search
 

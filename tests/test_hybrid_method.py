@@ -38,6 +38,8 @@ def drafted(step: Step, rows: np.ndarray, lengths: Any, first: int, score: float
 class Host(Method):
     """Has three sure tokens for requests whose name begins with "copy", nothing for others."""
 
+    add_corpus = remove_corpus = corpora = None
+
     def __init__(self, options: Any, context: EngineContext) -> None:
         super().__init__(options, context, make_controller(context), "host")
         self.ended: list[str] = []

@@ -17,7 +17,7 @@ from layerskip_plugin.calibrate import commands, common, disco, knapsack, knn
 from layerskip_plugin.lookahead.base import Confidence
 from layerskip_plugin.lookahead.records import TOP
 from layerskip_plugin.options import SWIFT_KEEPS, LayerSkipOptions
-from layerskip_plugin.selection import bit_search, online_search
+from layerskip_plugin.selection import online_search
 from layerskip_plugin.selection.online_search import KnapSpec, Swift
 from sssd_plugin.scoring import paper
 
@@ -53,8 +53,8 @@ HERE: dict[str, dict[str, list[float]]] = {
         "searched": [SEARCH_SHARE, online_search.SCORED_TOGETHER],
         "a better set is used": [100 * Swift.min_lead, Swift.confirm],
         "stop score compared with": [online_search.MATCHNESS_RATE],
-        "proposals": [bit_search.SAMPLES, bit_search.SAMPLES, bit_search.PARENTS],
-        "Gaussian process": [bit_search.MAX_OBSERVATIONS],
+        "proposals": [online_search.SAMPLES, online_search.SAMPLES, online_search.PARENTS],
+        "Gaussian process": [online_search.MAX_OBSERVATIONS],
         "threshold of the early stop": [default(Confidence, "threshold")],
     },
     "KNN-SSD": {

@@ -53,6 +53,8 @@ class HybridMethod(Method):
         self.passes = LayerSkipMethod(of_passes, context, auto)
         self.learns, self.needs_logits = self.ngrams.learns, self.ngrams.needs_logits
         self.needs_prompt_states = self.passes.needs_prompt_states
+        self.add_corpus, self.remove_corpus = self.ngrams.add_corpus, self.ngrams.remove_corpus
+        self.corpora = self.ngrams.corpora
         self._speeds: dict[str, tuple[float, float]] = {}  # fading sums of tokens and seconds
         self._by_model = self._verified_by_model = set[str]()
         self._previous: tuple[frozenset[str], float] = frozenset(), 0.0
@@ -152,15 +154,6 @@ class HybridMethod(Method):
 
     def recycle(self, logits: NodeLogits) -> None:
         self.ngrams.recycle(logits)
-
-    def add_corpus(self, corpus_id: str, documents: Sequence[NDArray[np.int32]]) -> int:
-        return self.ngrams.add_corpus(corpus_id, documents)
-
-    def remove_corpus(self, corpus_id: str) -> None:
-        self.ngrams.remove_corpus(corpus_id)
-
-    def corpora(self) -> dict[str, int]:
-        return self.ngrams.corpora()
 
 
 def replaced(draft: DraftBatch, other: DraftBatch, rows: NDArray[np.intp]) -> DraftBatch:

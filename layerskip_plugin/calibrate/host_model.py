@@ -21,7 +21,6 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from freedraft.cost.profiling import median_seconds
-from layerskip_plugin.knapsack_search import cosine
 from layerskip_plugin.pass_times import PassTimes
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
@@ -167,16 +166,11 @@ class HostModel:
         return Sample([self.read(texts[i], torch.tensor(positions)) for i, positions in by_text.items()])
 
     @torch.inference_mode()
-    def scores(self, sets: Sequence[SkipSet], sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Per set: the share of tokens with the whole model's top-1 choice, and the mean cosine to its last state."""
-        best, final = sample.gather(lambda t: t.best), sample.gather(lambda t: t.final)
-        agreement, similarity = [], []
-        size = max(1, ROWS // len(sample))
-        for i in range(0, len(sets), size):
-            drafted = self.final_states(sets[i : i + size], sample)
-            agreement.append((self.best(drafted) == best).double().mean(1).numpy(force=True))
-            similarity.append(cosine(drafted, final))
-        return np.concatenate(agreement), np.concatenate(similarity)
+    def agreement(self, sets: Sequence[SkipSet], sample: Sample) -> NDArray[np.float64]:
+        """float64[J]: the share of tokens on which each set makes the whole model's top-1 choice."""
+        best, size = sample.gather(lambda t: t.best), max(1, ROWS // len(sample))
+        parts = (self.final_states(sets[i : i + size], sample) for i in range(0, len(sets), size))
+        return np.concatenate([(self.best(h) == best).double().mean(1).numpy(force=True) for h in parts])
 
     @torch.inference_mode()
     def final_states(self, sets: Sequence[SkipSet], sample: Sample) -> Tensor:

@@ -33,7 +33,7 @@ class ScoredSet:
 
 def protected_sublayers(model: HostModel, sample: Sample, min_agreement: float = PROTECT) -> frozenset[int]:
     """Sublayers that no set may skip: skipping that one alone leaves less than `min_agreement`."""
-    agreement, _ = model.scores([model.skip([i]) for i in range(model.sublayers)], sample)
+    agreement = model.agreement([model.skip([i]) for i in range(model.sublayers)], sample)
     return frozenset(np.flatnonzero(agreement < min_agreement).tolist())
 
 

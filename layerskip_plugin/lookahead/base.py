@@ -13,7 +13,6 @@ from freedraft.draft_model import PassOutputs
 from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome, RestOfBatch
 from layerskip_plugin.skip_set import SkipSet
 
-ALONE = RestOfBatch(0, 0, None)
 LEN_RATE = 0.1  # weight of the newest round in the mean length of rounds
 
 
@@ -42,7 +41,7 @@ class Lookahead(ABC):
         per step, with its batch size and mean context."""
         return max(candidates, key=lambda candidate: candidate.votes).recipe if candidates else None
 
-    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, rest: RestOfBatch) -> None:
         """Start a round, of at most `max_draft_len` tokens for each of so many requests; `rows` in `should_continue`
         are their indices. rest: the other requests of the step."""
         self.max_draft_len, self.read = max_draft_len, 0
@@ -85,8 +84,7 @@ class FixedLength(Lookahead):
 
 
 class Confidence(Lookahead):
-    """Go on while the draft token's top-1 probability is at least `threshold`; the token below it is kept. SWIFT
-    uses .8, KnapSpec .7."""
+    """Go on while the draft token's top-1 probability is at least `threshold` (SWIFT: .8, KnapSpec: .7)."""
 
     def __init__(self, threshold: float = 0.7) -> None:
         self.threshold = threshold

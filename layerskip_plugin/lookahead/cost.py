@@ -14,7 +14,7 @@ from freedraft.cost.controller import holding
 from freedraft.cost.costs import Costs
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.step_times import row_of
-from layerskip_plugin.lookahead.base import ALONE, Lookahead
+from layerskip_plugin.lookahead.base import Lookahead
 from layerskip_plugin.rounds import (
     MAX_DRAFT_LEN,
     Candidate,
@@ -142,7 +142,7 @@ class Cost(Lookahead):
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
-    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, rest: RestOfBatch = ALONE) -> None:
+    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, rest: RestOfBatch) -> None:
         super().begin(requests, recipe, min(max_draft_len, self.longest), rest)
         record, batch = self.records[recipe], requests + rest.requests
         rates = self.rates(recipe, requests, batch)

@@ -37,7 +37,8 @@ def weight_of(skip: SkipSet, weights: tuple[int, int]) -> int:
 def test_with_all_survivors_it_is_exhaustive_search(host: HostModel, sample: Sample, weights: tuple[int, int]) -> None:
     found = knapsack.search(host, sample, weights=weights, max_weight=99, prune=-2, survivors=1000)
     sets = [host.skip(np.flatnonzero(bits)) for bits in itertools.product([False, True], repeat=6)]
-    agreement, cosine = host.scores(sets, sample)
+    agreement, final = host.agreement(sets, sample), sample.gather(lambda t: t.final)
+    cosine = torch.cosine_similarity(host.final_states(sets, sample), final, dim=-1).mean(1)
     best: dict[int, tuple[float, float]] = {}
     for skip, *scores in zip(sets, agreement.tolist(), cosine.tolist(), strict=True):
         weight = weight_of(skip, weights)
@@ -70,7 +71,7 @@ def test_one_survivor_is_the_recursion_of_the_paper(host: HostModel, sample: Sam
 
 
 def test_protected_sublayers_are_those_that_ruin_the_draft(host: HostModel, sample: Sample) -> None:
-    agreement, _ = host.scores([host.skip([i]) for i in range(6)], sample)
+    agreement = host.agreement([host.skip([i]) for i in range(6)], sample)
     minimum = float(np.median(agreement)) + 1e-9
     assert knapsack.protected_sublayers(host, sample, minimum) == {i for i in range(6) if agreement[i] < minimum}
     assert 0 < len(knapsack.protected_sublayers(host, sample, minimum)) < 6

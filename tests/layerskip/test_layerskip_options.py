@@ -16,7 +16,7 @@ from freedraft.recipe import Window
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead.base import Confidence, FixedLength, Lookahead
 from layerskip_plugin.lookahead.cost import Cost
-from layerskip_plugin.options import LayerSkipOptions, SelectionName
+from layerskip_plugin.options import LayerSkipOptions
 from layerskip_plugin.selection.base import Selection
 from layerskip_plugin.selection.knapsack import Choice, Plan
 from layerskip_plugin.selection.knn import Domains
@@ -82,7 +82,7 @@ def test_several_files_one_and_none(files: list[Path]) -> None:
     assert LayerSkipOptions.read({}, {"FREEDRAFT_SKIP_SET": str(files[0])}).skip_set == (files[0],)
 
 
-@pytest.mark.parametrize("name", get_args(SelectionName))
+@pytest.mark.parametrize("name", get_args(LayerSkipOptions.model_fields["selection"].annotation))
 def test_every_selection_by_name(selections: dict[str, Path], name: str) -> None:
     made = selection(selection=name, selection_file=selections.get(name), search_share=0.05)
     assert type(made).__name__.lower() == name and getattr(made, "share", 0.05) == 0.05

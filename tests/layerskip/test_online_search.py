@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from layerskip_plugin.pass_times import PassTimes
-from layerskip_plugin.selection.bit_search import BitSearch
-from layerskip_plugin.selection.online_search import KnapSpec, OnlineSearch, Swift
+from layerskip_plugin.selection.online_search import BitSearch, KnapSpec, OnlineSearch, Swift
 from layerskip_plugin.skip_set import SkipSet
 from tests.support.steps import make_step
 

@@ -202,9 +202,6 @@ class MadeUpModel(DraftModel, DraftRound):
     def build(self, recipe: Any, outputs: PassOutputs, *, optimize: bool) -> Any:
         return recipe, outputs
 
-    def capacities(self, step: Step) -> np.ndarray:
-        return step.capacities
-
     def start(self, step: Step, draft_pass: Any, rows: np.ndarray, max_draft_len: int) -> DraftRound:
         self.recipe, self.outputs = draft_pass
         return self

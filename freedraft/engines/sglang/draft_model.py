@@ -75,10 +75,6 @@ class PagedDraftModel(Passes, DraftModel):
         if self._graphs:
             log_taken(free, f"{len(self._graphs)} draft passes")
 
-    def capacities(self, step: Step) -> NDArray[np.int32]:
-        """Return `step.capacities`: SGLang has reserved slots for the widest tree."""
-        return step.capacities
-
     def start(self, step: Step, draft_pass: DraftPass, rows: NDArray[np.intp], max_draft_len: int) -> PagedRound:
         self.ranks.tell("start", draft_pass.number, max_draft_len)
         return PagedRound(self, step.engine, draft_pass, max_draft_len)
