@@ -189,7 +189,7 @@ class LayerSkipOptions(PluginOptions):
         search: OnlineSearch = KnapSpec(layers, model)
         if name == "swift":
             # They take seconds to import: at start, not while serving.
-            require("selection swift", "calibrate", "bayes_opt.acquisition", "sklearn.gaussian_process")
+            require("selection swift", "calibrate", "sklearn.gaussian_process")
             ends = (*range(SWIFT_KEEPS), *range(2 * layers - SWIFT_KEEPS, 2 * layers))
             if round(self.skip_ratio * 2 * layers) > (most := 2 * layers - len(ends)):
                 raise ValueError(

@@ -179,17 +179,14 @@ class BitSearch:
         return self._skip(self.skippable[self._draw(1)[0]])
 
     def bayesian(self) -> SkipSet:
-        """The new set of largest upper confidence bound, among random ones and neighbours of the best observed; the
-        library itself would maximise over the unit cube."""
+        """The new set of largest upper confidence bound, among random ones and neighbours of the best observed."""
         if len(self.values) < 2:
             return self.random()
-        from bayes_opt.acquisition import UpperConfidenceBound
-
         best = self._points(sorted(self.values, key=self.values.__getitem__)[-PARENTS:]) > 0
         near = self._neighbours(best[np.arange(SAMPLES) % len(best)])
         proposals = np.unique(np.concatenate([self._draw(SAMPLES), near, self._neighbours(near)]), axis=0)
         mean, deviation = self._process().predict(proposals.astype(np.float64), return_std=True)
-        for i in np.argsort(-UpperConfidenceBound(kappa=1.0).base_acq(mean, deviation), kind="stable"):
+        for i in np.argsort(-(mean + deviation), kind="stable"):
             skip = self._skip(self.skippable[proposals[i]])
             if skip not in self.values:
                 return skip
