@@ -153,6 +153,7 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
     # states of recurrent layers in model runner V2
     vllm.v1.kv_cache_interface.MambaSpec.max_memory_usage_bytes(vllm_config)
     vllm.config.ModelConfig.get_num_layers_by_block_type(parallel_config, block_type)
+    vllm.model_executor.models.registry._run_in_subprocess(fn)
     # CUDA graphs of all draft lengths and of draft passes in model runner V2
     vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager has vllm_config, _candidates, _capture_descs
     vllm.v1.worker.gpu.cudagraph_utils.CudaGraphManager._init_candidates

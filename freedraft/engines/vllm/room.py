@@ -1,15 +1,9 @@
-"""`Room` of a vLLM engine, before it starts.
-
-Sizes of recurrent states are known to the model's class, whose import may initialise the GPU, which vLLM's front end
-must not. So this module is run as a process of its own.
-"""
+"""`Room` of a vLLM engine, before it starts."""
 
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +13,6 @@ from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import weight_bytes
 
 USAGE = "_freedraft_usage"  # attribute of EngineArgs: vLLM's UsageContext, which its defaults depend on
-_SECONDS = 300.0
 
 
 def room_of(args: Any, model_config: Any, memory: float | None = None) -> Room:
@@ -30,7 +23,12 @@ def room_of(args: Any, model_config: Any, memory: float | None = None) -> Room:
     if not (model_config.is_hybrid or model_config.is_attention_free):
         return Room(**known)
     try:
-        state, more = _states_in_a_process(args)
+        from vllm.model_executor.models.registry import _run_in_subprocess
+
+        # The model's class knows. Its import may initialise the GPU, which vLLM's front end must not.
+        plain = copy.copy(args)
+        plain.speculative_config = plain.spec_method = plain.spec_model = plain.spec_tokens = None
+        state, more = _run_in_subprocess(partial(states_of, plain))
         cache = args.kv_cache_memory_bytes or _cache_bytes(args, model_config, memory)
         return Room(**known, state=state, more=more, cache=cache)
     except Exception as error:
@@ -58,19 +56,6 @@ def _cache_bytes(args: Any, model_config: Any, memory: float | None) -> float:
     return left
 
 
-def _states_in_a_process(args: Any) -> tuple[float, float]:
-    import cloudpickle
-
-    args = copy.copy(args)
-    args.speculative_config = args.spec_method = args.spec_model = args.spec_tokens = None
-    given, command = cloudpickle.dumps(args), [sys.executable, "-m", __name__]
-    done = subprocess.run(command, input=given, capture_output=True, timeout=_SECONDS, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr.decode(errors="replace"))
-    state, more = json.loads(done.stdout.splitlines()[-1])
-    return state, more
-
-
 def states_of(args: Any) -> tuple[int, int]:
     """`Room.state` and `Room.more` of an engine with these EngineArgs, by vLLM's own functions."""
     from vllm.v1.kv_cache_interface import MambaSpec
@@ -88,9 +73,3 @@ def states_of(args: Any) -> tuple[int, int]:
     parallel, kinds = config.parallel_config, ("linear_attention", "mamba")
     layers = sum(model.get_num_layers_by_block_type(parallel, kind) for kind in kinds) or model.get_num_layers(parallel)
     return layers * size(0), 0 if cache.use_replayssm else layers * (size(1) - size(0))
-
-
-if __name__ == "__main__":
-    import pickle
-
-    print("\n" + json.dumps(states_of(pickle.loads(sys.stdin.buffer.read()))))
