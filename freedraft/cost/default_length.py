@@ -20,7 +20,7 @@ class Room:
     Attributes:
         requests: most at once; vocab: size of the vocabulary.
         one_length: whether all requests verify as many draft tokens at every batch size.
-        unknown: why the size of the states is not known; "" if it is.
+        few: why few draft tokens are the default; "" if they are not.
         state, more: bytes of a request's recurrent states without draft tokens, and of those for each draft token.
         cache: bytes for keys, values and states.
     """
@@ -28,7 +28,7 @@ class Room:
     requests: int
     vocab: int
     one_length: bool = False
-    unknown: str = ""
+    few: str = ""
     state: float = 0.0
     more: float = 0.0
     cache: float = math.inf
@@ -53,10 +53,8 @@ class Room:
     def default(self, most: int, *, trees: bool) -> tuple[int, str]:
         """The default, at most `most`, and the reason. trees: whether drafts are trees."""
         length, why = most, "larger trees gain little"
-        if self.one_length:
-            length, why = min(most, _FEW), "ranks that share experts verify as many at every batch size"
-        elif self.unknown:
-            length, why = min(most, _FEW), f"the size of its recurrent states is not known ({self.unknown})"
+        if self.few:
+            length, why = min(most, _FEW), self.few
         elif not trees:
             length, why = min(most, CHAIN), "longer chains gain nothing"
         for shorter in (each for each in _SHORTER if each < length):

@@ -253,9 +253,12 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
     options support it. Raises ConfigError: the method does not support an option."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
+    from vllm.utils import platform_utils
 
     asked = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False)
     missing = check(V2_HOOKS) if HAS_TRITON or asked else ["Triton"]
+    if not missing and not platform_utils.is_uva_available():
+        missing = ["pinned memory, through which tokens and drafts go"]
     v1_only = spec.runs_model and spec.schedule is None
     if asked and v1_only:
         remedy = "unset VLLM_USE_V2_MODEL_RUNNER, or use method 'sssd' or 'layerskip'"

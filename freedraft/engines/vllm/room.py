@@ -19,7 +19,8 @@ def room_of(args: Any, model_config: Any, memory: float | None = None) -> Room:
     """Room of an engine with these EngineArgs, whose `max_num_seqs` is set. memory: bytes of a device; None: of one of
     this machine."""
     known: dict[str, Any] = {"requests": args.max_num_seqs, "vocab": model_config.get_vocab_size()}
-    known["one_length"] = args.data_parallel_size > 1 and model_config.is_moe
+    if args.data_parallel_size > 1 and model_config.is_moe:
+        known |= {"one_length": True, "few": "ranks that share experts verify as many at every batch size"}
     if not (model_config.is_hybrid or model_config.is_attention_free):
         return Room(**known)
     try:
@@ -32,7 +33,8 @@ def room_of(args: Any, model_config: Any, memory: float | None = None) -> Room:
         cache = args.kv_cache_memory_bytes or _cache_bytes(args, model_config, memory)
         return Room(**known, state=state, more=more, cache=cache)
     except Exception as error:
-        return Room(**known, unknown=(str(error).strip() or repr(error)).splitlines()[-1])
+        reason = (str(error).strip() or repr(error)).splitlines()[-1]
+        return Room(**known | {"few": f"the size of its recurrent states is not known ({reason})"})
 
 
 def room_at(model: Path, memory: float | None, **given: Any) -> Room:

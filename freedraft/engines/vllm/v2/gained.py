@@ -17,17 +17,13 @@ class GainedTokens:
     step; 0 if it did more than decode; taken: whether `Requests` have its tokens."""
 
     def __init__(self, slots: int, length: int, device: torch.device) -> None:
-        from vllm.utils.platform_utils import is_uva_available
         from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
 
-        self._device = self._host = torch.zeros(slots, length + 3, dtype=torch.int32, device=device)
-        self._copies = device.type != "cpu" and not is_uva_available()
-        if self._copies:
-            self._host = torch.zeros_like(self._device, device="cpu", pin_memory=True)
-        elif device.type != "cpu":  # the device writes the host's memory
-            buffer = UvaBuffer(self._device.shape, torch.int32)
-            self._device, self._host = buffer.uva(), buffer.cpu
-        self._array = self._host.numpy()
+        self._device = host = torch.zeros(slots, length + 3, dtype=torch.int32, device="cpu")
+        if device.type != "cpu":  # which writes the host's memory
+            buffer = UvaBuffer(host.shape, torch.int32)
+            self._device, host = buffer.uva(), buffer.cpu
+        self._array = host.numpy()
         self._event: Any = None
         self._near: Any = None  # shortly before the tokens: a thread that waits sleeps until it, and not from there on
         if device.type == "cuda":
@@ -62,8 +58,6 @@ class GainedTokens:
         self.query_tokens = 0 if input_batch.has_prefill else int(input_batch.num_tokens)
         packed, slots = self._device[:batch], input_batch.idx_mapping[:batch]
         newest_tokens(states.all_token_ids.gpu, states.total_len.gpu, slots, num_sampled[:batch], packed, drafts)
-        if self._copies:
-            self._host[:batch].copy_(packed, non_blocking=True)
         if self._event is not None:
             self._event.record()
         else:

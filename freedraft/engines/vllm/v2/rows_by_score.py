@@ -57,7 +57,6 @@ class RowsByScore:
         self._budget, self._counts, self._first_rows = 0, np.zeros(0, np.int32), np.zeros(1, np.int32)
         self._device = torch.zeros(slots, dtype=torch.int64, device=device)
         self._host = torch.zeros(slots, dtype=torch.int64, pin_memory=device.type != "cpu")
-        self._host_np = self._host.numpy()
         Acceptance.warm_up()
         keep_likeliest(np.ones((1, 2)), np.full(1, 2, np.int32), 1)
 
@@ -139,17 +138,13 @@ class RowsByScore:
             keep_likeliest(scores, nodes, self._budget)
             self._counts = nodes - 1
             batch.cu_num_logits_np[1:] = np.cumsum(nodes)
-            self._host_np[: len(self._counts)] = self._counts  # the device has read the last ones
 
-    def place(self, batch: Any, chosen: bool) -> None:
-        """Queue what the choice of a late step changes on the device, except tokens and attention metadata. chosen:
-        whether it is in pinned memory; otherwise it is that of `compact_batch`."""
+    def place(self, batch: Any) -> None:
+        """Queue what the choice of a late step changes on the device, except tokens and attention metadata."""
         requests, runner = batch.num_reqs, self._runner
         counts, buffers = self._device[:requests], runner.input_buffers
-        if chosen:
-            counts.copy_(self._host[:requests], non_blocking=True)
-        else:
-            async_tensor_h2d(self._counts.astype(np.int64), out=counts)
+        self._host.numpy()[:requests] = self._counts  # the device has read the last ones
+        counts.copy_(self._host[:requests], non_blocking=True)
         if self._ranks.world_size > 1:
             self._ranks.broadcast(counts, src=0)
         batch.cu_num_logits[1:] = torch.cumsum(counts + 1, 0)
