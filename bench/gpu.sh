@@ -106,7 +106,7 @@ folder=$MODEL
 failed=0
 mkdir -p "$OUT"
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv > "$OUT/gpu.csv"
-"$VLLM/bin/freedraft" doctor || true
+timeout 60 "$VLLM/bin/freedraft" doctor || true
 timeout -k 30 480 "$VLLM/bin/python" bench/step_times.py --shape "$folder/config.json" --json "$OUT/step-times.json" || failed=1
 limited() { # seconds, of the first 15 minutes only, and a part of them
     [ "$WHAT" != minutes ] || { timeout -k 30 "$@"; return; }
@@ -115,7 +115,7 @@ limited() { # seconds, of the first 15 minutes only, and a part of them
 }
 limited 120 "$VLLM/bin/python" bench/kernels.py --json "$OUT/kernels.json" || failed=1
 limited 240 "$VLLM/bin/python" -m pytest -q tests/kernels || failed=1
-"$VLLM/bin/freedraft" profile --out "$OUT/profile.yaml" --force || true
+timeout 120 "$VLLM/bin/freedraft" profile --out "$OUT/profile.yaml" --force || true
 arms='chain-bf16 tree-bf16'
 [ "$WHAT" = minutes ] || arms="$arms auto-bf16 chain auto auto-v1"
 # shellcheck disable=SC2086

@@ -169,6 +169,7 @@ class GuardedMethod:
             self._paused -= paused
             self._count_failed(step)
         else:
+            self.call(self.method.controller.settle)
             self.call(self._count, step)
             self._count_undrafted(step, reason)
 

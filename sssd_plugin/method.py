@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import await_compilation, compile_ahead
 from freedraft.cost.acceptance import Acceptance
-from freedraft.cost.default_length import TREE
 from freedraft.cost.hardware import choose_profile
 from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
@@ -80,9 +79,8 @@ def schedule(options: SssdOptions, context: EngineContext) -> Schedule | None:
 
 
 SPEC = MethodSpec(
-    NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, schedule=schedule,
-    default_length=TREE,
-)  # fmt: skip
+    NAME, "sssd_plugin.method:SssdMethod", SssdOptions, check, takes_corpora=True, schedule=schedule, default_length=31
+)
 
 
 def _open_store(options: SssdOptions, context: EngineContext, *, verify: bool) -> Datastore:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from freedraft.config import ConfigError
 from freedraft.engines.hooks import check
 from freedraft.engines.sglang.hooks import FA3_HOOKS
 from freedraft.guarded_method import is_device_fault
@@ -141,18 +140,14 @@ def _new_backend(runner: Any) -> Any:
         ):
             of_pages = indices[0] if isinstance(indices, list) else indices  # FlashInfer has a list, for windows
             start = functools.partial(start, kv_indices_buf=of_pages)
-        made.init_cuda_graph_state = functools.partial(start_graphs, stock, made, start)
+        made.init_cuda_graph_state = functools.partial(_start_graphs, stock, made, start)
     return backend
 
 
-def start_graphs(stock: Any, made: Any, start: Callable[..., None], *sizes: int) -> None:
+def _start_graphs(stock: Any, made: Any, start: Callable[..., None], *sizes: int) -> None:
     """Allocate what the graphs of `made` read. A verify mask of its own, a byte for each node and token of the context,
-    is freed at once: SGLang's backends take no other's. Raises ConfigError: memory is short."""
-    try:
-        start(*sizes)
-    except torch.OutOfMemoryError as error:
-        shorter = "--mem-fraction-static, --context-length, --max-running-requests or --speculative-num-draft-tokens"
-        raise ConfigError(f"no memory for verify masks ({str(error).splitlines()[0]}): lower {shorter}") from None
+    is freed at once: SGLang's backends take no other's."""
+    start(*sizes)
     for name in ("_verify_mask", "cuda_graph_custom_mask"):
         if hasattr(made, name):
             setattr(made, name, getattr(stock, name))

@@ -27,7 +27,7 @@ from freedraft.draft import DraftBatch
 from freedraft.engines.draft_round import on_device
 from freedraft.engines.sglang.algorithm import TreeAlgorithm, context_of_worker, start_line
 from freedraft.engines.sglang.drafting import AcceptedTokens, BatchDrafting
-from freedraft.engines.sglang.graphs import WidthGraphs, start_graphs
+from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
 from freedraft.engines.sglang.verify import BYTES_OF_EACH, Ranks, TreeVerifier, alters_logits, rows_at_once
 from freedraft.guarded_method import GuardedMethod
@@ -99,8 +99,6 @@ class TreeVerifyWorker(BaseSpecWorker):
     def init_attention_backends(self) -> None:
         self._backend = verify_backend_of(self.model_runner)
         runner = self.model_runner
-        stock = runner.attn_backend
-        stock.init_cuda_graph_state = partial(start_graphs, stock, stock, stock.init_cuda_graph_state)
         self.widths = widths_for(self._backend, self.max_nodes, adapters=runner.lora_manager is not None)
         page, window = runner.page_size or 1, runner.sliding_window_size
         shape = shape_for(self._spec.name, self._backend, runner.model_config, window, page)

@@ -54,7 +54,7 @@ def _cache_bytes(args: Any, model_config: Any, memory: float | None) -> float:
     shape = ModelShape.from_config(model_config.hf_config.to_dict(), dtype=str(model_config.dtype))
     left = memory * args.gpu_memory_utilization - weight_bytes(shape, args.tensor_parallel_size)
     if left <= 0:
-        raise ValueError("its weights seem to fill the memory")
+        raise ValueError("by an estimate its weights fill the memory")
     return left
 
 

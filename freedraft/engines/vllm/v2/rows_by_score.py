@@ -139,12 +139,16 @@ class RowsByScore:
             self._counts = nodes - 1
             batch.cu_num_logits_np[1:] = np.cumsum(nodes)
 
-    def place(self, batch: Any) -> None:
-        """Queue what the choice of a late step changes on the device, except tokens and attention metadata."""
+    def place(self, batch: Any, drafted: bool) -> None:
+        """Queue what the choice of a late step changes on the device, except tokens and attention metadata. drafted:
+        whether its tokens were waited for, so that the device has read the last choice."""
         requests, runner = batch.num_reqs, self._runner
         counts, buffers = self._device[:requests], runner.input_buffers
-        self._host.numpy()[:requests] = self._counts  # the device has read the last ones
-        counts.copy_(self._host[:requests], non_blocking=True)
+        if drafted:
+            self._host.numpy()[:requests] = self._counts
+            counts.copy_(self._host[:requests], non_blocking=True)
+        else:
+            async_tensor_h2d(self._counts.astype(np.int64), out=counts)
         if self._ranks.world_size > 1:
             self._ranks.broadcast(counts, src=0)
         batch.cu_num_logits[1:] = torch.cumsum(counts + 1, 0)

@@ -261,7 +261,7 @@ class MethodSpeculator(BaseSpeculator):
         if batch is not None:
             states = self._states
             if by_score is not None:
-                by_score.place(batch)
+                by_score.place(batch, drafted)
             batch.logits_indices = combine_sampled_and_draft_tokens(
                 self.runner.input_buffers.input_ids, batch.idx_mapping, states.last_sampled_tokens,
                 batch.query_start_loc, batch.seq_lens, states.prefill_len.gpu, states.draft_tokens,
