@@ -329,7 +329,8 @@ def _check(
             guards.check_engine(engine_args)
             guards.check_model(model_config)
         attention = str(engine_args.attention_backend or engine_args.attention_config.backend)
-        trees = v2 and not config.get(ADAPTIVE) and (shape == "tree" or (shape == "auto" and "TRITON_ATTN" in attention))
+        trees = shape == "tree" or (shape == "auto" and "TRITON_ATTN" in attention)
+        trees = trees and v2 and not config.get(ADAPTIVE)
         sizes = engine_args, model_config, parallel_config, config[K]
         most = guards.fitting_length(*sizes, given=given, trees=trees)
         config[K], lengths = most, candidate_lengths(most) if v2 else None
