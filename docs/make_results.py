@@ -303,7 +303,7 @@ def cost(measured: Any) -> Screen:
 
 @question(
     "What is known on a GPU?", "gpu", "first-hour.json",
-    "kernels.json starts-vllm.json starts-sglang.json step-launches-cpu.json",
+    "kernels.json starts-vllm.json starts-vllm-0.33.json starts-sglang.json step-launches-cpu.json",
 )  # fmt: skip
 def gpu(hour: Any) -> Screen:
     rows: list[tuple[str, dict[str, Value]]] = []
