@@ -142,7 +142,7 @@ class Meter:
         InterpretedFunction.run = timed
 
     def figures(self, batch: int, anchors: list[tuple[float, Any]]) -> dict[str, Any]:
-        """Of steps that decode for so many requests; those that are drafted for if there are any."""
+        """Times of the steps that decode for `batch` requests. Where some have drafts, the others are left out."""
         on_host = host_clock(*anchors) if self.cuda else lambda stamp: stamp[0]
         pairs = [(one, two) for one, two in pairwise(self.steps) if "tokens" in one and "launched" in two]
         pairs = [(one, two) for one, two in pairs if one["requests"] == two["requests"] == batch]

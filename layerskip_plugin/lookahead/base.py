@@ -42,8 +42,8 @@ class Lookahead(ABC):
         return max(candidates, key=lambda candidate: candidate.votes).recipe if candidates else None
 
     def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, rest: RestOfBatch) -> None:
-        """Start a round, of at most `max_draft_len` tokens for each of so many requests; `rows` in `should_continue`
-        are their indices. rest: the other requests of the step."""
+        """Start a round. Each request drafts at most `max_draft_len` tokens. `rows` in `should_continue` index the
+        round's requests. rest: the other requests of the step."""
         self.max_draft_len, self.read = max_draft_len, 0
 
     def expected_len(self) -> int:

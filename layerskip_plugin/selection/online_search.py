@@ -28,11 +28,9 @@ MATCHNESS_RATE = 0.2  # weight of the newest window in the incumbent's matchness
 MAX_SAVED = 1.0  # maximum of saved seconds of searching: no long search after a pause
 # Seconds of a search or a scoring, and the largest weight or number of sets before their times are known.
 BATCH_SECONDS, FIRST = 0.8, 8
-# Of SWIFT: candidates scored together; proposals of the Gaussian process are among so many random sets and neighbours
-# of the best ones; the newest observations of its fit, which has cubic cost.
-SCORED_TOGETHER = 16
-SAMPLES, PARENTS = 200, 8
-MAX_OBSERVATIONS = 256
+SCORED_TOGETHER = 16  # candidates of SWIFT
+SAMPLES, PARENTS = 200, 8  # random sets, and best sets whose neighbours are tried, of one Bayesian proposal
+MAX_OBSERVATIONS = 256  # of the fit of the Gaussian process, which has cubic cost
 
 
 class OnlineSearch(Selection):

@@ -131,7 +131,8 @@ def _new_backend(runner: Any) -> Any:
             # Triton's scratch for split-KV decoding, gigabytes with MLA; verification does not use it.
             made.max_kv_splits = 1
         # Sized for the largest width, which is enough.
-        start, indices = made.init_cuda_graph_state, getattr(stock, "cuda_graph_kv_indices", None)
+        indices = getattr(stock, "cuda_graph_kv_indices", None) if type(stock) is type(made) else None
+        start = made.init_cuda_graph_state
         # With windows, Triton's backend would allocate as much again for the windows' indices.
         if (
             indices is not None
@@ -149,7 +150,7 @@ def _start_graphs(stock: Any, made: Any, start: Callable[..., None], *sizes: int
     is freed at once: SGLang's backends take no other's."""
     start(*sizes)
     for name in ("_verify_mask", "cuda_graph_custom_mask"):
-        if hasattr(made, name):
+        if hasattr(made, name) and type(made) is type(stock):
             setattr(made, name, getattr(stock, name))
 
 
