@@ -26,4 +26,4 @@ def test_nothing_is_compiled_while_serving(demo_model, tmp_path, method):
     done = read_counts(counts)
     assert done["steps"] - done.get("width 1", 0) > 10, "nothing was drafted"
     found = json.loads(compiled.read_text())
-    assert len(found["at start"]) > 10 and not found["serving"]
+    assert found["at start"] and not found["serving"]
