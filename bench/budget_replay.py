@@ -25,6 +25,7 @@ from bench.lib.trace import Row, Trace
 from freedraft.cost.auto import Auto
 from freedraft.cost.controller import Controller, FullLength, Knee
 from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.measured import Measured
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import Roofline
 from freedraft.step import Step
@@ -66,7 +67,7 @@ def fixed(length: int) -> MakePolicy:
 
 ARMS: dict[str, MakePolicy] = {"plain": fixed(0)} | {f"fixed {n}": fixed(n) for n in (2, 4, 8)}
 ARMS["knee"] = lambda roofline, clock: Knee(roofline.profile, 8)
-ARMS["auto"] = lambda roofline, clock: Auto(roofline, 8, clock=clock)
+ARMS["auto"] = lambda roofline, clock: Auto(roofline.profile, 8, None, Measured(roofline, clock=clock))
 ROWS = (64, 96, 128, 160, 288)  # query tokens of a step of 32 requests: as many for each, or the best over the batch
 
 

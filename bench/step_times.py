@@ -120,7 +120,7 @@ class Meter:
         self.around(GainedTokens, "copy", after="tokens")
         self.around(GainedTokens, "wait", "asked", "arrived")
         self.around(Requests, "append", after="append")
-        self.around(GuardedMethod, "draft", after="draft")
+        self.around(GuardedMethod, "step", after="draft")
         self.around(drafting, "write_drafts", after="write")
         self.around(MethodSpeculator, "propose", "proposing", "proposed")
         if not self.cuda:  # as on a device, where drafts pay

@@ -68,16 +68,15 @@ BASIC = {
 
 
 def descriptions(model: type[PluginOptions]) -> dict[str, str]:
-    """Return the description of each option, from the "Attributes" section of the docstring.
+    """Return the description of each option, from the "Attributes" sections of the docstrings.
 
     Raises:
         ValueError: an option is not described there.
     """
-    section = inspect.getdoc(model) or ""
-    section = section.partition("Attributes:\n")[2]
+    sections = (inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2] for kind in model.__mro__)
     meanings: dict[str, str] = {}
     name = ""
-    for line in section.splitlines():
+    for line in "\n".join(sections).splitlines():
         if begin := re.match(r"    (\w+): (.*)", line):
             name = begin[1]
             meanings[name] = begin[2]

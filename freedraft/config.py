@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 CONFIG_VARIABLE = "FREEDRAFT_CONFIG"
 PREFIX = "FREEDRAFT_"
@@ -88,11 +88,19 @@ UserPath = Annotated[Path | None, BeforeValidator(expand_path)]
 
 
 class PluginOptions(BaseModel):
-    """Base of a plugin's options: a frozen pydantic model that rejects unknown options."""
+    """Base of a plugin's options: a frozen pydantic model that rejects unknown options.
+
+    Attributes:
+        metrics_port: serve Prometheus metrics of the engine process at this port (0 picks a free one).
+        metrics_host: address to serve them on; anyone who reaches it can read the amount of traffic.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, str_strip_whitespace=True)
 
     source_name: ClassVar[str] = "freedraft options"
+
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    metrics_host: str = Field(default=LOCAL, min_length=1)
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], source: str | None = None) -> Self:

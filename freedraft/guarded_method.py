@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,13 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 from freedraft.method import Method, MethodSpec
+from freedraft.metrics import serve
 from freedraft.report import Report
-from freedraft.step import EngineContext, NodeLogits, Step
+from freedraft.step import EngineContext, Step
 from freedraft.tenants import opted_out
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from freedraft.draft_model import DraftModel
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class EngineMustEnd(BaseException):
 
 
 class GuardedMethod:
-    """Wraps a method: counts and times its calls, and turns exceptions (all but `EngineMustEnd` and device faults) into
-    a pause.
+    """Wraps a method: counts and times its steps, and turns exceptions (all but `EngineMustEnd` and device faults) into
+    a pause. As a context manager it does the latter for an adapter's own code.
 
     Requests are added and finished during a pause, too, so that no state is lost or leaked.
 
@@ -61,6 +61,7 @@ class GuardedMethod:
     """
 
     def __init__(self, spec: MethodSpec, options: Any, context: EngineContext) -> None:
+        serve(options.metrics_port, context.rank, options.metrics_host)
         self.method: Method = spec.make(options, context)
         self.method.controller.warm_up()
         self.metrics, self._report = self.method.metrics, Report(spec.name)
@@ -68,20 +69,41 @@ class GuardedMethod:
         self._paused = 0
         self._next_pause = FIRST_PAUSE
         self._good_steps = 0
-        self._uncounted: tuple[Step, DraftBatch, float] | None = None
-        self._rested: list[tuple[Sequence[str], NDArray[np.int32], NDArray[Any]]] = []  # see `rest`
+        self._unsettled: tuple[Step, DraftBatch | None, float, str] | None = None  # the newest step, until `settle`
+        self._kept: list[tuple[Sequence[str], NDArray[np.int32], NDArray[Any]]] = []  # see `keep`
         atexit.register(self.close)  # engines do not notify drafters of their shutdown
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, Exception) or is_device_fault(error):
+            return False
+        self.metrics.failures.inc()
+        if self._paused == 0:
+            self._paused = self._next_pause
+            self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
+            self._good_steps = 0
+            self.method.controller.interrupt()
+            logger.error(
+                "freedraft: drafting failed. Answers are not affected; %d steps have no drafts. Please report this",
+                self._paused, exc_info=error,
+            )  # fmt: skip
+        return True
+
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def begin(
         self, request_id: str, tokens: NDArray[np.int32], tenant: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """Add a request at its first step, or again after a preemption; see `Method.begin`."""
-        self._catch_up()
+        self._take_kept()
         self.running.add(request_id)
         self.metrics.requests.set(len(self.running))
         (self._opted_out.add if opted_out(extra) else self._opted_out.discard)(request_id)
-        self.call(self.method.begin, request_id, tokens, tenant, extra or {})
+        with self:
+            self.method.begin(request_id, tokens, tenant, extra or {})
         if self.method.needs_prompt_states:
             self.in_prompt.add(request_id)
 
@@ -89,32 +111,65 @@ class GuardedMethod:
         """float [n, H], the last hidden states of the prompts of n requests that have just finished prefill."""
         for request_id, state in zip(request_ids, states.float().cpu().numpy(), strict=True):
             self.in_prompt.discard(request_id)
-            self.call(self.method.set_prompt_state, request_id, state)
+            with self:
+                self.method.set_prompt_state(request_id, state)
 
-    @property
-    def needs_logits(self) -> bool:
-        """See `Method.needs_logits`; not during a pause, nor in steps without the method."""
-        return self._paused == 0 and not self._rested and self.method.needs_logits
+    def finish(self, request_id: str, output: Callable[[], NDArray[np.int32]] | None = None) -> None:
+        """Remove a request; see `Method.finish`. output: makes its output; if that fails, nothing is learnt."""
+        self._take_kept()
+        self.running.discard(request_id)
+        self.in_prompt.discard(request_id)
+        self._opted_out.discard(request_id)
+        self.metrics.requests.set(len(self.running))
+        tokens = None if output is None else np.zeros(0, np.int32)
+        with self:
+            tokens = tokens if output is None else output()
+        with self:
+            self.method.finish(request_id, tokens)
 
-    def recycle(self, logits: NodeLogits) -> None:
-        self.call(self.method.recycle, logits)
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def prepare(self, model: DraftModel) -> None:
-        self.call(self.method.prepare, model)
+    def step(self, step: Step, undrafted: str = "") -> DraftBatch | None:
+        """Tell the method of a step, and return its drafts; None after a failure and during a pause. The caller calls
+        `settle` when nothing waits for it.
+
+        Args:
+            undrafted: why nothing is verified after this step, a reason of the metrics; what is drafted is dropped.
+        """
+        self._take_kept()
+        draft = self._do(self.method.draft, step, undrafted)
+        return None if undrafted else draft
+
+    def _do(self, action: Callable[[Step], DraftBatch], step: Step, undrafted: str) -> DraftBatch | None:
+        self.settle()
+        started, draft = time.perf_counter(), None
+        if self._paused > 0:
+            self._paused -= 1
+        else:
+            with self:
+                draft = action(step)
+                self._good_steps += 1
+                if self._good_steps == FORGIVEN:
+                    self._next_pause = FIRST_PAUSE
+        self._unsettled = step, draft, time.perf_counter() - started, undrafted
+        return draft
 
     def rests(self) -> bool:
-        """See `Method.rests`; the adapter then calls `rest` in place of `draft`."""
-        return self._paused == 0 and bool(self.call(self.method.rests))
+        """See `Method.rests`; the adapter then calls `keep` in place of `step`."""
+        if self._paused == 0:
+            with self:
+                return self.method.rests()
+        return False
 
-    def rest(self, request_ids: Sequence[str], tokens: NDArray[np.int32], contexts: NDArray[Any]) -> None:
-        """Take a step later, together with others: each request gained one token. tokens, contexts: int [B], see
-        `Step`."""
-        self._rested.append((request_ids, tokens, contexts))
+    def keep(self, request_ids: Sequence[str], tokens: NDArray[np.int32], contexts: NDArray[Any]) -> None:
+        """Keep a step in which each request gained one token; the method gets it with its next call. tokens, contexts:
+        int [B], see `Step`."""
+        self._kept.append((request_ids, tokens, contexts))
 
-    def _catch_up(self) -> None:
-        """Take the steps that `rest` kept, all as one step. A request occurs in it once for each of them."""
-        if self._rested:
-            (ids, tokens, contexts), self._rested = zip(*self._rested, strict=True), []
+    def _take_kept(self) -> None:
+        """Give the method the steps that were kept, as one step. A request occurs in it once for each of them."""
+        if self._kept:
+            (ids, tokens, contexts), self._kept = zip(*self._kept, strict=True), []
             request_ids = [request_id for of_step in ids for request_id in of_step]
             at, none = np.arange(len(request_ids)), np.zeros(len(request_ids), np.int32)
             step = Step(
@@ -122,60 +177,42 @@ class GuardedMethod:
                 previous=None, history=lambda _: none[:0],  # a later step has it
                 trees=none.astype(np.bool_),
             )  # fmt: skip
-            self._take(step, self.method.update, "cost")
+            self._do(self._update, step, "cost")
+            self.settle()
 
-    def draft(self, step: Step, *, count: bool = True) -> DraftBatch | None:
-        """See `Method.draft`; None after a failure and during a pause. count: whether to count the step now; otherwise
-        the caller calls `count` when nothing waits for it."""
-        self._catch_up()
-        if self._paused > 0:
-            self._paused -= 1
-            self._count_failed(step)
-            return None
-        started = time.perf_counter()
-        draft: DraftBatch | None = self.call(self.method.draft, step)
+    def _update(self, step: Step) -> DraftBatch:
+        self.method.update(step)
+        return DraftBatch.roots(step.roots)
+
+    @property
+    def needs_logits(self) -> bool:
+        """See `Method.needs_logits`; not during a pause, nor in steps without the method."""
+        return self._paused == 0 and not self._kept and self.method.needs_logits
+
+    def settle(self) -> None:
+        """Count the newest step, and let the controller learn."""
+        if self._unsettled is None:
+            return
+        (step, draft, seconds, undrafted), self._unsettled = self._unsettled, None
+        controller = self.method.controller
         if draft is None:
-            self._count_failed(step)
-            return None
-        self._good_steps += 1
-        if self._good_steps == FORGIVEN:
-            self._next_pause = FIRST_PAUSE
-        self._uncounted = step, draft, time.perf_counter() - started
-        if count:
-            self.count()
-        return draft
-
-    def count(self) -> None:
-        """Count the step that was drafted for."""
-        if self._uncounted is not None:
-            (step, draft, seconds), self._uncounted = self._uncounted, None
-            self.metrics.budget.set(self.method.controller.budget)
-            self.metrics.seconds.observe(seconds)
-            self.call(self.method.controller.settle)
-            self.call(self._count, step)
-            self.call(self._count_reasons, step, draft)
-
-    def observe(self, step: Step, reason: str = "cost") -> None:
-        """Learn from a step after which, for a reason of the metrics, nothing is verified. What the method drafts is
-        dropped."""
-        self._catch_up()
-        self._take(step, self.method.draft, reason)
-        self.metrics.budget.set(0)
-
-    def _take(self, step: Step, action: Callable[[Step], Any], reason: str) -> None:
-        if not (paused := self._paused > 0):
-            self.call(action, step)
-        if self._paused > 0:  # a failure begins a pause
-            self._paused -= paused
-            self._count_failed(step)
+            self.metrics.add(step)
+            self._report.add(step, math.nan)
+            self._count_undrafted(step, "failure")
+            return
+        self.metrics.budget.set(0 if undrafted else controller.budget)
+        with self:
+            controller.settle()
+        with self:
+            self.method.record_acceptance(step)
+            self.metrics.speedup.set(controller.speedup)
+            self._report.add(step, controller.speedup)
+        if undrafted:
+            self._count_undrafted(step, undrafted)
         else:
-            self.call(self.method.controller.settle)
-            self.call(self._count, step)
-            self._count_undrafted(step, reason)
-
-    def _count_failed(self, step: Step) -> None:
-        self.metrics.add(step)
-        self._count_undrafted(step, "failure")
+            self.metrics.seconds.observe(seconds)
+            with self:
+                self._count_reasons(step, draft)
 
     def _count_reasons(self, step: Step, draft: DraftBatch) -> None:
         undrafted = draft.counts <= 1
@@ -193,44 +230,7 @@ class GuardedMethod:
             rows = ~out & rows
         self.metrics.undrafted(reason).inc(step.batch_size if rows is True else np.count_nonzero(rows))
 
-    def _count(self, step: Step) -> None:
-        self.method.record_acceptance(step)
-        self.metrics.speedup.set(self.method.controller.speedup)
-        self._report.add(step, self.method.controller.speedup)
-
-    def finish(self, request_id: str, output: NDArray[np.int32] | None = None) -> None:
-        self._catch_up()
-        self.running.discard(request_id)
-        self.in_prompt.discard(request_id)
-        self._opted_out.discard(request_id)
-        self.metrics.requests.set(len(self.running))
-        self.call(self.method.finish, request_id, output)
-
-    def output_of(self, work: Callable[..., NDArray[np.int32]], *arguments: Any) -> NDArray[np.int32]:
-        """An output for `finish`; empty, so that nothing is learnt, if `work` fails."""
-        output: NDArray[np.int32] | None = self.call(work, *arguments)
-        return np.zeros(0, np.int32) if output is None else output
-
     def close(self) -> None:
         atexit.unregister(self.close)
-        self.call(self.method.close)
-
-    def call(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """The result of `work`, None if it raises anything but a device fault; adapters also guard their own drafting
-        code with it."""
-        try:
-            return work(*arguments)
-        except Exception as error:
-            if is_device_fault(error):
-                raise
-            self.metrics.failures.inc()
-            if self._paused == 0:
-                self._paused = self._next_pause
-                self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
-                self._good_steps = 0
-                self.method.controller.interrupt()
-                logger.exception(
-                    "freedraft: drafting failed. Answers are not affected; %d steps have no drafts. Please report this",
-                    self._paused,
-                )
-            return None
+        with self:
+            self.method.close()

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from freedraft.config import PluginOptions
 from freedraft.draft import DraftBatch
-from freedraft.metrics import Metrics
+from freedraft.metrics import Metrics, check_address
 from freedraft.step import EngineContext, NodeLogits, Step
 
 if TYPE_CHECKING:
     from freedraft.cost.controller import Controller
-    from freedraft.cost.schedule import Schedule
+    from freedraft.cost.policies import Schedule
     from freedraft.draft_model import DraftModel
 
 
@@ -150,13 +150,18 @@ class MethodSpec:
     name: str  # method or algorithm name in the user's configuration
     factory: str  # "module:class" of its `Method`
     options: type[PluginOptions]  # type of its options
-    # Called before the engine starts; raises ValueError, one clear line, for errors that would come later.
-    check: Callable[[Any, EngineContext], None] | None = None
+    checks: Callable[[Any, EngineContext], None] | None = None  # see `check`
     runs_model: bool = False  # whether it drafts by a `DraftModel`: KV slots are then reserved for its drafts
     takes_corpora: bool = False  # whether it takes corpora over HTTP
     # Draft lengths by batch size, for engines that decide them beforehand.
     schedule: Callable[[Any, EngineContext], Schedule | None] | None = None
     default_length: int | None = None  # default maximum of draft tokens of a tree; None if the user must set one
+
+    def check(self, options: PluginOptions, context: EngineContext) -> None:
+        """Called before the engine starts. Raises ValueError, one clear line, for errors that would come later."""
+        check_address(options.metrics_port, options.metrics_host)
+        if self.checks is not None:
+            self.checks(options, context)
 
     def make(self, options: PluginOptions, context: EngineContext) -> Any:
         """Build the `Method`. Raises ValueError: it cannot work."""

@@ -85,11 +85,6 @@ def check_address(port: int | None, host: str) -> None:
         raise _refused(host, port, error) from None
 
 
-def where_to_look(port: int | None) -> str:
-    """Text for the log: how to watch drafting."""
-    return f"watch it with 'freedraft top {port}'" if port else "set metrics_port to watch it"
-
-
 def serve(port: int | None, rank: int = 0, host: str = LOCAL) -> int | None:
     """Serve this process's metrics at http://host:port/metrics, once per address and process; return the port. The API
     server's own page does not show them. Raises ConfigError: the port is taken, or the host is no address of this
@@ -100,6 +95,7 @@ def serve(port: int | None, rank: int = 0, host: str = LOCAL) -> int | None:
         rank: of this process among those of the engine, each of which serves at port + rank.
     """
     if port is None:
+        logger.info("freedraft: set metrics_port to watch drafting with 'freedraft top'")
         return None
     from prometheus_client import start_http_server
 
@@ -111,7 +107,8 @@ def serve(port: int | None, rank: int = 0, host: str = LOCAL) -> int | None:
             except OSError as error:
                 raise _refused(host, port, error) from None
             _servers[host, port] = server.server_port
-            logger.info("freedraft: metrics at http://%s:%d/metrics", host, server.server_port)
+            watch = "freedraft: metrics at http://%s:%d/metrics; watch them with 'freedraft top %d'"
+            logger.info(watch, host, server.server_port, server.server_port)
         return _servers[host, port]
 
 

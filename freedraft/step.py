@@ -94,7 +94,7 @@ class EngineContext:
     max_draft_tokens: int = 1  # maximum per request, roots not counted
     # Where all drafts of a step must be of one size, the sizes to choose from, ascending; None where every request may
     # have its own. widths: nodes, roots included, decided once there are drafts. lengths: draft tokens, decided before
-    # drafting (`freedraft.cost.schedule`), so that shorter drafts save nothing.
+    # drafting (`freedraft.cost.policies`), so that shorter drafts save nothing.
     widths: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
     dtype: str = "bfloat16"  # the engine's

@@ -12,15 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.config import ConfigError
-from freedraft.cost.auto import make_controller
 from freedraft.cost.controller import Controller
-from freedraft.cost.costs import Costs
+from freedraft.cost.policies import Schedule, draft_lengths, make_controller
 from freedraft.cost.probes import ProbeSchedule
-from freedraft.cost.schedule import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel, PassOutputs
 from freedraft.method import Method, MethodSpec
-from freedraft.metrics import serve, where_to_look
 from freedraft.step import EngineContext, Step
 from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_to_width
 from layerskip_plugin.lookahead.cost import Cost
@@ -64,19 +61,17 @@ class LayerSkipMethod(Method):
     on_host = False
 
     def __init__(self, options: LayerSkipOptions, context: EngineContext, controller: Controller | None = None) -> None:
-        alone = controller is None
         controller = controller or make_controller(context, drafter_decides=True)
         super().__init__(options, context, controller, NAME)
-        # Times of steps and passes; None if the engine decides draft lengths.
-        self.costs = controller if isinstance(controller, Costs) else None
-        if self.costs is None and context.lengths is None:
+        self.measured = controller.measured if context.lengths is None else None  # the engine decides draft lengths
+        if self.measured is None and context.lengths is None:
             raise ConfigError(f"'{NAME}' cannot price this model's steps (see the warning above): use method 'sssd'")
         self.selection = options.make_selection(context.hf_config, context.hardware)
         self.needs_prompt_states = self.selection.needs_prompt_states
         self.window = options.draft_window(context)
         self.use(self.selection.sets.values())
         self.recipe: SkipSet | None = None  # of the present step; None: nothing is drafted
-        self.lookahead = options.make_lookahead(context, list(self.recipes.values()), self.costs)
+        self.lookahead = options.make_lookahead(context, list(self.recipes.values()), self.measured)
         self.recorder: Recorder | None = None
         if options.record is not None:
             self.recorder = Recorder(options.record, model_fingerprint(context.hf_config), self._prices)
@@ -86,10 +81,8 @@ class LayerSkipMethod(Method):
         self._last: Round | None = None
         self._batch = 1
         self._baseline = ProbeSchedule(FIRST_BASELINE, RAREST_BASELINE)
-        port = serve(options.metrics_port, context.rank, options.metrics_host)
-        if alone:
-            pays = "when that is faster" if options.lookahead == "cost" else "always, even when that is slower"
-            logger.info("freedraft: layerskip drafts %s; %s", pays, where_to_look(port))
+        pays = "when that is faster" if options.lookahead == "cost" else "always, even when that is slower"
+        logger.info("freedraft: layerskip drafts %s", pays)
 
     def prepare(self, model: DraftModel) -> None:
         """Build the draft passes of every skip set, before the first request."""
@@ -110,7 +103,7 @@ class LayerSkipMethod(Method):
                 self.options.lookahead, shape, read,
             )  # fmt: skip
         if isinstance(self.selection, OnlineSearch):
-            self.selection.prepare(model.scorer(self.selection.window), self.costs)
+            self.selection.prepare(model.scorer(self.selection.window), self.measured)
 
     @property
     def optimized_passes(self) -> int:
@@ -144,10 +137,10 @@ class LayerSkipMethod(Method):
     def _prices(self) -> tuple[float, float] | None:
         """`Verifications.prices` at the newest step's batch size; None before steps and passes were timed."""
         batch = self._batch
-        if self.costs is None or not self.costs.baseline_known(batch):
+        if self.measured is None or not self.measured.baseline_known(batch, self.context.widths):
             return None
-        one, two = self.costs.step_seconds(batch, np.array([batch, 2 * batch]))
-        return float(self.costs.pass_seconds(self._first, batch)) / one, max(float(two / one) - 1.0, 0.0)
+        one, two = self.measured.step_seconds(batch, np.array([batch, 2 * batch]))
+        return float(self.measured.pass_seconds(self._first, batch)) / one, max(float(two / one) - 1.0, 0.0)
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         if self.capacities(step).any():
@@ -227,9 +220,8 @@ class LayerSkipMethod(Method):
         drafts, too."""
         if (cost := self._cost) is not None:
             longest = np.clip(cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
-            plain = pays is None and (
-                not cost.costs.baseline_known(self._batch) or self._baseline.due(self._batch, longest=float(longest))
-            )
+            known = cost.measured.baseline_known(self._batch, self.context.widths)
+            plain = pays is None and (not known or self._baseline.due(self._batch, longest=float(longest)))
             self.recipe = None if plain else cost.recipe_of_round(pays=pays)
         return self.recipe is not None
 
@@ -243,8 +235,8 @@ class LayerSkipMethod(Method):
         tree = candidate_tree(round_, step.roots, max_nodes, siblings=self.trees)
         if self.trees and (cost := self._cost) is not None:
             # All requests are verified at the width of the largest.
-            widths = np.asarray(cost.costs.widths)
-            seconds = cost.costs.step_seconds(tree.batch_size, tree.batch_size * widths)
+            widths = np.asarray(cost.widths)
+            seconds = cost.measured.step_seconds(tree.batch_size, tree.batch_size * widths)
             cut_to_width(tree, round_.drafted, rest.most_nodes, widths, cost.rate * seconds)
         tree.kinds[:, 1:] = self.lookahead.kind
         return tree
@@ -252,7 +244,7 @@ class LayerSkipMethod(Method):
     def _run(self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch) -> Round:
         model, lookahead, recipe = self._model, self.lookahead, self.recipe
         assert model is not None and recipe is not None
-        clock = time.perf_counter if self.costs is None else self.costs.clock
+        clock = time.perf_counter if self.measured is None else self.measured.clock
         since = clock()
         batch, depth = step.batch_size, int(limits.max(initial=0))
         result = Round(step.request_ids, recipe, depth, self.outputs.top)
@@ -273,8 +265,8 @@ class LayerSkipMethod(Method):
                 drafted = draft_round.read(draft_round.launch(active, latest[active], position, count))
                 result.take(drafted, active, position)
                 now, lookahead.read = clock(), position + count
-                if self.costs is not None:  # including set-up and decisions of the round
-                    self.costs.record_pass(recipe, len(active), (now - since) / count)
+                if self.measured is not None:  # including set-up and decisions of the round
+                    self.measured.record_pass(recipe, len(active), (now - since) / count)
                 since = now
             result.drafted[active] += 1
             latest[active] = result.tokens[active, position, 0]

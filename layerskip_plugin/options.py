@@ -8,10 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from freedraft.config import LOCAL, PluginOptions, UserPath
-from freedraft.cost.costs import Costs
+from freedraft.config import PluginOptions, UserPath
+from freedraft.cost.measured import Measured
 from freedraft.extras import require
-from freedraft.metrics import check_address
 from freedraft.recipe import Window
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead.base import Confidence, FixedLength, Lookahead
@@ -68,8 +67,6 @@ class LayerSkipOptions(PluginOptions):
             "auto" is "tree" if the engine's attention verifies trees in all its steps (vLLM: in model runner V2, where
             drafts end early; with FlashAttention, freedraft's kernel verifies trees, on "tree" only).
         length: draft length of lookahead "fixed". None: num_speculative_tokens on vLLM, 5 on SGLang.
-        metrics_port: serve Prometheus metrics of the engine process at this port (0 picks a free one).
-        metrics_host: address to serve them on; anyone who reaches it can read the amount of traffic.
     """
 
     source_name: ClassVar[str] = "layerskip"
@@ -87,8 +84,6 @@ class LayerSkipOptions(PluginOptions):
     record: UserPath = None
     shape: Literal["auto", "tree", "chain"] = "auto"
     length: int | None = Field(default=None, ge=1, le=255)
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    metrics_host: str = Field(default=LOCAL, min_length=1)
 
     @field_validator("skip_set", "selection_file", "disco")
     @classmethod
@@ -200,13 +195,15 @@ class LayerSkipOptions(PluginOptions):
         search.share = self.search_share
         return search
 
-    def make_lookahead(self, context: EngineContext, recipes: Sequence[SkipSet], costs: Costs | None) -> Lookahead:
-        """The lookahead policy of these options; costs: None if the engine decides draft lengths. Raises ValueError,
+    def make_lookahead(
+        self, context: EngineContext, recipes: Sequence[SkipSet], measured: Measured | None
+    ) -> Lookahead:
+        """The lookahead policy of these options; measured: None if the engine decides draft lengths. Raises ValueError,
         one line, if the classifier is missing, damaged or of another model."""
         if self.lookahead == "cost":
-            if costs is None:
+            if measured is None:
                 return FixedLength(context.max_draft_tokens)
-            return Cost(costs, recipes)
+            return Cost(measured, recipes, context.max_draft_tokens, context.widths)
         if self.lookahead == "fixed":
             return FixedLength(self.length or (context.max_draft_tokens if context.widths is None else 5))
         if self.lookahead == "disco":
@@ -230,4 +227,3 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
     options.make_selection(context.hf_config, context.hardware)
     options.make_lookahead(context, [], None)
     options.draft_window(context)
-    check_address(options.metrics_port, options.metrics_host)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from freedraft.cost.costs import Costs
+from freedraft.cost.measured import Measured
 from layerskip_plugin.skip_set import SkipSet
 
 MAX_LENGTH = 10  # tokens of a draft
@@ -35,16 +35,16 @@ class PassTimes:
         return max(rates), 1 + rates.index(max(rates))
 
 
-def serving_times(costs: Costs, present: SkipSet, batch: int) -> PassTimes | None:
+def serving_times(measured: Measured, present: SkipSet, batch: int) -> PassTimes | None:
     """Times at a batch size and the context of the newest step; None before steps without drafts are timed there.
     Sublayers: by the roofline, scaled like the passes of the `present` set."""
-    if not costs.baseline_known(batch):
+    if not measured.baseline_known(batch):
         return None
     layers = present.n_layers
     skipped = ((), range(0, 2 * layers, 2), range(1, 2 * layers, 2))  # nothing, all attention, all MLP
     sets = [present, *(replace(SkipSet.of_sublayers(each, layers), window=present.window) for each in skipped)]
-    predicted, whole, *without = (float(costs.times.roofline.pass_seconds(s, batch, costs.context)) for s in sets)
-    scale = float(costs.pass_seconds(present, batch)) / predicted
+    predicted, whole, *without = (float(measured.times.roofline.pass_seconds(s, batch, measured.context)) for s in sets)
+    scale = float(measured.pass_seconds(present, batch)) / predicted
     attention, mlp = (scale * (whole - each) / layers for each in without)
     head = scale * whole - layers * (attention + mlp)
-    return PassTimes(attention, mlp, head, lambda n: float(costs.step_seconds(batch, batch * n)))
+    return PassTimes(attention, mlp, head, lambda n: float(measured.step_seconds(batch, batch * n)))

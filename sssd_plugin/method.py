@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from freedraft.compiled import await_compilation, compile_ahead
 from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.hardware import choose_profile
-from freedraft.cost.schedule import Schedule, draft_lengths
+from freedraft.cost.policies import Schedule, draft_lengths
 from freedraft.draft import DraftBatch
 from freedraft.method import Method, MethodSpec
-from freedraft.metrics import check_address, serve, where_to_look
 from freedraft.step import EngineContext, NodeLogits, Step
 from freedraft.tenants import names_client, tenant_number
 from sssd_plugin.datastore.disk.store import Datastore
@@ -49,10 +48,9 @@ def to_learn(prompt: NDArray[np.int32], answer: NDArray[np.int32], leading: int)
 
 
 def check(options: SssdOptions, context: EngineContext) -> None:
-    """Check profile, port, weights and store before the engine starts. Raises ValueError: one clear line that names the
+    """Check profile, weights and store before the engine starts. Raises ValueError: one clear line that names the
     option or file and the remedy."""
     choose_profile(options.hardware, context.device)
-    check_address(options.metrics_port, options.metrics_host)
     if options.scoring == "learned" or options.weights is not None:
         Weights.load(options.weights)
     if options.scoring == "learned":
@@ -122,9 +120,7 @@ class SssdMethod(Method):
             recycle_megabytes=options.recycle_megabytes if self.needs_logits else 0,
         )  # fmt: skip
         self.source_metrics = SourceMetrics(self._snapshot())
-        port = serve(options.metrics_port, context.rank, options.metrics_host)
-        most = context.max_draft_tokens
-        logger.info("freedraft: sssd drafts up to %d tokens per request; %s", most, where_to_look(port))
+        logger.info("freedraft: sssd drafts up to %d tokens per request", context.max_draft_tokens)
 
     def _open_live(self) -> LiveStore:
         options, context = self.options, self.context

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from freedraft.config import LOCAL, PluginOptions, UserPath, expand_path
+from freedraft.config import PluginOptions, UserPath, expand_path
 from freedraft.cost.controller import Controller, Policy
 from freedraft.step import EngineContext
 from sssd_plugin.datastore.disk.format import Isolation
@@ -49,8 +49,6 @@ class SssdOptions(PluginOptions):
         recycle: draft from the logits of verified nodes, too: "auto" on SGLang and vLLM's model runner V2; "on" logs a
             warning where there are none; "off".
         recycle_megabytes: memory for recycled logits; the oldest are replaced first.
-        metrics_port: serve Prometheus metrics of the engine process at this port (0 picks a free one).
-        metrics_host: address to serve them on; anyone who reaches it can read the amount of traffic.
     """
 
     source_name: ClassVar[str] = "sssd"
@@ -70,8 +68,6 @@ class SssdOptions(PluginOptions):
     shape: Literal["auto", "tree", "chain"] = "auto"
     recycle: Literal["auto", "on", "off"] = "auto"
     recycle_megabytes: int = Field(default=64, ge=1, le=1 << 16)
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    metrics_host: str = Field(default=LOCAL, min_length=1)
 
     @field_validator("weights")
     @classmethod
@@ -98,7 +94,7 @@ class SssdOptions(PluginOptions):
 
     def make_controller(self, context: EngineContext) -> Controller:
         """Build the controller of these options. Raises ConfigError: `hardware` names no profile."""
-        from freedraft.cost.auto import make_controller
+        from freedraft.cost.policies import make_controller
 
         policy = self.effective_policy
         return make_controller(context, policy, hardware=self.hardware, knee=self.knee, step_times=self.step_times)

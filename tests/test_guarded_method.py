@@ -75,6 +75,12 @@ def value(name: str, **labels: str) -> float:
 STEP = make_step(["a"], [[7]], drafted=2)
 
 
+def taken(guarded: GuardedMethod, step: Step, undrafted: str = "") -> DraftBatch | None:
+    draft = guarded.step(step, undrafted)
+    guarded.settle()
+    return draft
+
+
 def test_a_failure_is_counted_and_followed_by_pauses_that_double(
     guarded: GuardedMethod, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,7 +88,7 @@ def test_a_failure_is_counted_and_followed_by_pauses_that_double(
     before, tried = value("failures_total"), []
     for number in range(40 * FIRST_PAUSE):
         guarded.method.calls.clear()
-        assert guarded.draft(STEP) is None
+        assert taken(guarded, STEP) is None
         tried += [number] * guarded.method.calls.count("propose")
     assert np.diff(tried).tolist() == [FIRST_PAUSE * 2**i + 1 for i in range(len(tried) - 1)]
     assert value("failures_total") - before == len(tried) > 3
@@ -91,11 +97,11 @@ def test_a_failure_is_counted_and_followed_by_pauses_that_double(
 
 def test_steps_that_verify_nothing_belong_to_a_pause(guarded: GuardedMethod) -> None:
     guarded.method.fails = {"propose"}
-    guarded.draft(STEP)
+    taken(guarded, STEP)
     guarded.method.fails = set()
     for _ in range(FIRST_PAUSE):
-        guarded.observe(STEP)
-    assert guarded.method.calls.count("propose") == 1 and guarded.draft(STEP) is not None
+        taken(guarded, STEP, "cost")
+    assert guarded.method.calls.count("propose") == 1 and taken(guarded, STEP) is not None
 
 
 def test_a_method_that_cannot_be_imported_or_registered_is_left_out(monkeypatch, caplog) -> None:
@@ -111,21 +117,21 @@ def test_it_drafts_again_and_is_forgiven(guarded: GuardedMethod) -> None:
     method = guarded.method
     method.fails = {"propose"}
     for _ in range(2 * FIRST_PAUSE + 3):
-        guarded.draft(STEP)
+        taken(guarded, STEP)
     method.fails = set()
-    assert any(guarded.draft(STEP) is not None for _ in range(LONGEST_PAUSE)), "it never drafted again"
-    assert all(guarded.draft(STEP) is not None for _ in range(FORGIVEN))
+    assert any(taken(guarded, STEP) is not None for _ in range(LONGEST_PAUSE)), "it never drafted again"
+    assert all(taken(guarded, STEP) is not None for _ in range(FORGIVEN))
     method.fails = {"propose"}
-    guarded.draft(STEP)
+    taken(guarded, STEP)
     method.fails = set()
-    drafted = [guarded.draft(STEP) is not None for _ in range(FIRST_PAUSE + 1)]
+    drafted = [taken(guarded, STEP) is not None for _ in range(FIRST_PAUSE + 1)]
     assert drafted == [False] * FIRST_PAUSE + [True], "the pause is a first one again"
 
 
 def test_requests_begin_and_finish_during_a_pause(guarded: GuardedMethod) -> None:
     guarded.method.fails = {"propose", "begin", "finish"}
     guarded.begin("a", np.zeros(3, np.int32))
-    guarded.draft(STEP)
+    taken(guarded, STEP)
     guarded.begin("b", np.zeros(3, np.int32))
     assert guarded.running == {"a", "b"}
     for request_id in "ab":
@@ -135,7 +141,11 @@ def test_requests_begin_and_finish_during_a_pause(guarded: GuardedMethod) -> Non
 
 
 def test_nothing_is_learnt_of_an_output_whose_end_is_not_found(guarded: GuardedMethod) -> None:
-    assert guarded.output_of(int, "no number").tolist() == [] and guarded.output_of(np.array, [7]).tolist() == [7]
+    outputs: list[Any] = []
+    guarded.method.finish = lambda request_id, output: outputs.append(output)
+    for output in (lambda: int("no number"), lambda: np.array([7]), None):
+        guarded.finish("a", output)
+    assert outputs[0].tolist() == [] and outputs[1].tolist() == [7] and outputs[2] is None
 
 
 def test_the_counts_add_up_also_through_failures(guarded: GuardedMethod) -> None:
@@ -154,19 +164,19 @@ def test_the_counts_add_up_also_through_failures(guarded: GuardedMethod) -> None
     step = make_step("abcd", [[1, 2, 3], [4], [5], [6]], drafted=[4, 2, 0, 0], capacities=[4, 0, 4, 0])
     drafted = DraftBatch.empty(4, 2)
     drafted.counts[:] = 2
-    guarded.draft(step)  # nothing matches
+    taken(guarded, step)  # nothing matches
     assert value("budget_tokens") == 16 and value("drafting_seconds_count") == timed + 1
     guarded.method.propose = lambda *_: drafted
-    guarded.draft(step)
+    taken(guarded, step)
     guarded.method.controller.max_draft_tokens = 0
-    guarded.draft(step)
-    guarded.observe(step)
-    guarded.observe(step, "no room")
+    taken(guarded, step)
+    taken(guarded, step, "cost")
+    taken(guarded, step, "no room")
     guarded.method.controller.max_draft_tokens = 4
     guarded.method.propose = None
-    guarded.draft(step)  # fails
-    guarded.draft(step)  # a pause
-    guarded.observe(step)
+    taken(guarded, step)  # fails
+    taken(guarded, step)  # a pause
+    taken(guarded, step, "cost")
     more = [now - was for now, was in zip(counts(), before, strict=True)]
     assert more[:4] == [8 * 4, 8 * 6, 8 * 6, 8 * 2] and more[1] == more[0] + more[3]
     reasons = dict(zip(REASONS, more[4:9], strict=True))
@@ -174,7 +184,7 @@ def test_the_counts_add_up_also_through_failures(guarded: GuardedMethod) -> None
     assert more[0] - sum(reasons.values()) == 2, "the drafts of a and c"
     assert more[9:] == [8, 0, 8, 0, 0]
     guarded.finish("d")
-    guarded.observe(step, "no room")
+    taken(guarded, step, "no room")
     assert value("undrafted_requests_total", reason="off") - before[8] == 8, "an id may come again"
 
 
@@ -185,12 +195,14 @@ NO_OFF = [{"freedraft": sent} for sent in ("of", 0, ["off"], {"off": 1}, None)]
 def test_what_a_client_sends_that_is_no_off_is_ignored(guarded: GuardedMethod, sent: dict[str, Any]) -> None:
     before = value("undrafted_requests_total", reason="off")
     guarded.begin("a", np.zeros(3, np.int32), None, sent)
-    guarded.draft(STEP)
+    taken(guarded, STEP)
     assert value("undrafted_requests_total", reason="off") - before == (sent == {"freedraft": "off"})
 
 
-def fail(error: Exception) -> None:
-    raise error
+def survived(guarded: GuardedMethod, error: Exception) -> bool:
+    with guarded:
+        raise error
+    return True
 
 
 # As torch, cudart, NCCL and Triton raise them.
@@ -217,10 +229,10 @@ def test_faults_of_a_device_are_the_engines(
     the device alone is survived."""
     before = value("failures_total")
     with pytest.raises(type(fault)) as raised, caplog.at_level(logging.DEBUG):
-        guarded.call(fail, fault)
+        survived(guarded, fault)
     assert raised.value is fault and value("failures_total") == before and not caplog.records
-    assert guarded.draft(STEP) is not None, "and no pause follows"
-    assert [guarded.call(fail, error) for error in PASSING] == [None] * len(PASSING)
+    assert taken(guarded, STEP) is not None, "and no pause follows"
+    assert all(survived(guarded, error) for error in PASSING)
 
 
 def test_a_rank_whose_device_fails_in_a_draft_pass_raises_that(caplog: pytest.LogCaptureFixture) -> None:
@@ -245,8 +257,8 @@ def test_steps_of_a_rest_are_taken_at_once_before_anything_else(guarded: Guarded
 
     before = counts()
     assert guarded.rests() and guarded.needs_logits
-    guarded.rest(["a", "b"], np.array([5, 6], np.int32), np.array([3, 9]))
-    guarded.rest(["a"], np.array([7], np.int32), np.array([4]))
+    guarded.keep(["a", "b"], np.array([5, 6], np.int32), np.array([3, 9]))
+    guarded.keep(["a"], np.array([7], np.int32), np.array([4]))
     assert not guarded.method.calls and not guarded.needs_logits
     guarded.finish("a")
     assert guarded.method.calls[0] == "update" and guarded.method.calls[-1] == "finish"

@@ -10,7 +10,7 @@ import pytest
 
 from freedraft.config import ConfigError
 from freedraft.cost.acceptance import PASS_KINDS
-from freedraft.cost.auto import make_controller
+from freedraft.cost.policies import make_controller
 from freedraft.draft import DraftBatch
 from freedraft.hybrid import method as hybrid_method
 from freedraft.hybrid.method import HybridMethod
@@ -70,7 +70,7 @@ class Model(Method):
 
     def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
         m = np.arange(1, max_draft_len + 1)
-        seconds = m * self.seconds * float(self.controller.step_seconds(1, 1))
+        seconds = m * self.seconds * float(self.controller.measured.step_seconds(1, 1))
         return DraftPassEstimate(requests * np.cumsum(0.9**m), requests * m, seconds)
 
     def begin_round(self, *, pays: bool) -> bool:
@@ -95,7 +95,7 @@ def method(**context: Any) -> HybridMethod:
 
 def drive(hybrid: HybridMethod, names: list[str], steps: int, accept: str = "host") -> None:
     """Steps in which what one of the two drafts is accepted; the controller is told times, not measured ones."""
-    times, batch = hybrid.controller.times, len(names)
+    times, batch = hybrid.controller.measured.times, len(names)
     gained, drafted = [[5]] * batch, [0] * batch
     for _ in range(steps):
         for _ in range(2):
@@ -144,7 +144,7 @@ def test_both_hear_of_the_end_and_options_go_to_their_owners() -> None:
     assert hybrid.ngrams.ended == ["a"]
     ngrams, passes = HybridOptions(live="memory", metrics_port=7, shape="chain", sinks=4).parts()
     assert ngrams == SssdOptions(live="memory", metrics_port=7, shape="chain")
-    assert passes == LayerSkipOptions(shape="chain", sinks=4), "metrics are served once for both"
+    assert passes == LayerSkipOptions(metrics_port=7, shape="chain", sinks=4)
 
 
 def test_one_that_fails_at_the_end_does_not_keep_it_from_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,33 +7,27 @@ verified; it may be 0 (the tokens per time of KnapSpec, over a batch).
 
 from __future__ import annotations
 
-import logging
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.config import ConfigError
 from freedraft.cost.allocation import FREE, allocate, allocate_width
-from freedraft.cost.auto_by_batch import BatchLengths
-from freedraft.cost.controller import Controller, FullLength, Knee, Policy
-from freedraft.cost.costs import Costs
-from freedraft.cost.hardware import choose_profile
+from freedraft.cost.controller import Controller
+from freedraft.cost.measured import Measured
 from freedraft.cost.probes import Probes
-from freedraft.cost.roofline import knee_of, roofline_of
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, row_of
 from freedraft.draft import DraftBatch
-from freedraft.step import EngineContext, Step
-
-logger = logging.getLogger(__name__)
+from freedraft.step import Step
 
 _GAIN_RATE = 0.1
 
 
-class Auto(Costs):
-    """Policy "auto". Arguments: see `Costs`."""
+class Auto(Controller):
+    """Policy "auto"."""
+
+    measured: Measured
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -44,9 +38,9 @@ class Auto(Costs):
         self._drafts_pay = False
 
     def rests(self) -> bool:
-        if self.acceptance.follows or not self.probes.take_rest():
+        if self.measured.acceptance.follows or not self.probes.take_rest():
             return False
-        self._ended = None  # of the steps of a pause, one is timed
+        self.measured.skip()  # of the steps of a pause, one is timed
         return True
 
     def plan(self, step: Step) -> int:
@@ -62,8 +56,8 @@ class Auto(Costs):
     def cut(self, *drafts: DraftBatch) -> None:
         draft = drafts[0]
         batch = draft.batch_size
-        p, seconds = self.acceptance.probabilities(draft), self._seconds(draft)
-        self.acceptance.follow(*drafts)
+        p, seconds = self.measured.acceptance.probabilities(draft), self._seconds(draft)
+        self.measured.acceptance.follow(*drafts)
         forced = self._probe(batch, seconds)
         chosen, gain, longest = self._allocate(p, draft.counts, seconds, forced)
         self.budget = chosen if self.widths is None else batch * (max(chosen, 1) - 1)
@@ -74,24 +68,24 @@ class Auto(Costs):
         self._longest = max(longest - 1.0, 0.97 * self._longest)
 
     def done(self, step: Step) -> None:
-        batch = step.batch_size
-        if self.acceptance.follows:
-            spent = self.clock() - self._began
+        batch, measured = step.batch_size, self.measured
+        if measured.acceptance.follows:
+            spent = measured.clock() - measured.began
             if 0.0 < spent < 1.0:
                 rate = 0.5 if self.drafting_seconds == 0.0 else 0.05
                 self.drafting_seconds += rate * (min(spent, 4 * self.drafting_seconds or spent) - self.drafting_seconds)
-            if self.gain < 0.0 and not self.acceptance.rises:
-                self.probes.rest(self.drafting_seconds, float(self.step_seconds(batch, batch)))
+            if self.gain < 0.0 and not measured.acceptance.rises:
+                self.probes.rest(self.drafting_seconds, float(measured.step_seconds(batch, batch)))
         super().done(step)
 
     def exclude(self, seconds: float) -> None:
         """Exclude seconds since `learn` from the drafting time: draft passes are priced separately."""
-        self._began += seconds
+        self.measured.began += seconds
 
     def estimate(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
         """Preview `cut` without changing the draft. Returns float64 [B, N], the estimated probability of each draft
         node, 0 elsewhere; int32 [B], nodes that would be kept, roots included."""
-        p, counts = self.acceptance.probabilities(draft), draft.counts.copy()
+        p, counts = self.measured.acceptance.probabilities(draft), draft.counts.copy()
         self._allocate(p, counts, self._seconds(draft))
         nodes = np.arange(draft.max_nodes)
         return np.where((nodes > 0) & (nodes < draft.counts[:, None]), p, 0.0), counts
@@ -100,8 +94,8 @@ class Auto(Costs):
         """Step time by number of verified draft nodes; with widths, of a step without drafts and of each width."""
         batch = draft.batch_size
         if self.widths is None:
-            return self.step_seconds(batch, batch + np.arange(draft.draft_tokens + 1))
-        return self.step_seconds(batch, batch * np.concatenate([[1], self.widths]))
+            return self.measured.step_seconds(batch, batch + np.arange(draft.draft_tokens + 1))
+        return self.measured.step_seconds(batch, batch * np.concatenate([[1], self.widths]))
 
     def _allocate(
         self, p: NDArray[np.float64], counts: NDArray[np.int32], seconds: NDArray[np.float64], forced: int = FREE
@@ -112,7 +106,7 @@ class Auto(Costs):
 
     def _probe(self, batch: int, seconds: NDArray[np.float64]) -> int:
         """Now and then, a random number of draft tokens (an index of widths) instead of the best."""
-        if len(seconds) < 2 or not self.probes.due(row_of(batch, self.context), eager=self._drafts_pay):
+        if len(seconds) < 2 or not self.probes.due(row_of(batch, self.measured.context), eager=self._drafts_pay):
             return FREE
         affordable = len(self.probes.affordable(seconds))
         if self.widths is not None:
@@ -124,35 +118,3 @@ class Auto(Costs):
         super().warm_up()
         seconds = np.ones(2 if self.widths is None else 1 + len(self.widths))
         self._allocate(np.ones((1, 2)), np.full(1, 2, np.int32), seconds)
-
-
-def make_controller(
-    context: EngineContext, policy: Policy = "auto", *, hardware: str = "auto", knee: int | None = None,
-    step_times: Path | None = None, drafter_decides: bool = False,
-) -> Controller:  # fmt: skip
-    """The controller of a policy, for an engine. Where the model's configuration cannot be read, "knee" decides instead
-    of "auto", with one warning.
-
-    Args:
-        hardware: name or file of a profile, or "auto".
-        knee: of policy "knee"; replaces the profile's ridge.
-        step_times: of policy "auto": file to keep the step times in.
-        drafter_decides: of policy "auto": the drafter decides how much it drafts, by these `Costs`.
-
-    Raises:
-        ConfigError: `hardware` names no usable profile.
-    """
-    profile, most, widths = choose_profile(hardware, context.device), context.max_draft_tokens, context.widths
-    controller: Controller | None = None
-    if policy == "fixed" or (context.lengths is not None and (policy != "auto" or len(context.lengths) == 1)):
-        controller = FullLength(profile, most, widths)  # the engine's table of lengths has the knee, if that decides
-    elif policy == "auto":
-        try:
-            roofline = roofline_of(context, profile)
-            if context.lengths is not None:
-                controller = BatchLengths(roofline, context.lengths, path=step_times)
-            else:
-                controller = (Costs if drafter_decides else Auto)(roofline, most, widths, path=step_times)
-        except ConfigError as error:
-            logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
-    return controller or Knee(profile, most, widths, knee or knee_of(context, profile))

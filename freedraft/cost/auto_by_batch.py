@@ -9,19 +9,16 @@ still runs occasionally, which costs little and shows what drafts would bring.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.controller import Controller
+from freedraft.cost.measured import Measured
 from freedraft.cost.probes import Probes
-from freedraft.cost.roofline import Roofline
-from freedraft.cost.step_times import MAX_QUERY_TOKENS, StepTimes, context_bucket, row_of
+from freedraft.cost.step_times import MAX_QUERY_TOKENS, context_bucket, row_of
 from freedraft.draft import DraftBatch
 from freedraft.step import Step
 
@@ -61,25 +58,21 @@ class _Price(NamedTuple):
 
 class BatchLengths(Controller):
     """Policy "auto" on model runner V2: drafts the number of tokens that the engine has scheduled, and recommends the
-    next one. lengths: draft tokens per request to choose from; path: file to keep the step times in; clock: seconds."""
+    next one. lengths: draft tokens per request to choose from."""
 
-    def __init__(
-        self, roofline: Roofline, lengths: Sequence[int], *, path: Path | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
-        super().__init__(roofline.profile, max(lengths))
+    measured: Measured
+
+    def __init__(self, measured: Measured, lengths: Sequence[int]) -> None:
+        super().__init__(measured.times.roofline.profile, max(lengths), measured=measured)
         self.lengths: NDArray[np.int64] = np.unique([0, *lengths])
-        self.times = StepTimes(roofline, path, clock)
-        self.acceptance = Acceptance()
         self.probes = Probes()
-        self._clock = clock
         # ln(measured / predicted) of steps, and their number, by range of batch sizes, length and bucket of contexts.
         # Step times by query tokens alone do not include waiting for drafts.
         self._errors: dict[tuple[int, int, int], tuple[float, int]] = {}
         # Accepted draft tokens per request, by length; the last draft, its length, and its expectation
         self._gain = expected_tokens(1 + self.lengths, CHAIN_TOKENS_PER_STEP) - 1.0
         self._newest: tuple[DraftBatch, int, NDArray[np.float64]] | None = None
-        self._began, self._step_seconds, self._asked = 0.0, 1.0, 0
+        self._step_seconds, self._asked = 1.0, 0
         # For `settle`: the last step; its draft, draft tokens per request asked for, and seconds of drafting
         self._step: Step | None = None
         self._cut: tuple[DraftBatch, int, float] | None = None
@@ -94,29 +87,30 @@ class BatchLengths(Controller):
 
     def rests(self) -> bool:
         self.settle()
-        return not (self.acceptance.follows or self.acceptance.rises) and self.probes.take_rest()
+        acceptance = self.measured.acceptance
+        return not (acceptance.follows or acceptance.rises) and self.probes.take_rest()
 
     def plan(self, step: Step) -> int:
-        self._began = self._clock()
+        self.measured.began = self.measured.clock()
         if step.capacities.any():
             self._asked = min(self.max_draft_tokens, int(step.capacities.max()))
             self.budget = step.batch_size * self._asked
         else:
             self.settle()
-            waits = self.probes.take_rest() and not self.acceptance.rises
+            waits = self.probes.take_rest() and not self.measured.acceptance.rises
             self._asked = 0 if waits else self.max_draft_tokens
         return self._asked
 
     def cut(self, *drafts: DraftBatch) -> None:
         """Cuts nothing: the engine has decided the length."""
-        self._cut = drafts[0], self._asked, self._clock() - self._began
+        self._cut = drafts[0], self._asked, self.measured.clock() - self.measured.began
 
     def settle(self) -> None:
         """Learn from the step that `learn` was given, then from the draft that `cut` was. Both must not have changed;
         the draft is copied, since the next one takes its memory."""
         step, cut, self._step, self._cut = self._step, self._cut, None, None
         if step is not None:
-            self.acceptance.update(step)
+            self.measured.acceptance.update(step)
             if self._newest is not None:  # earlier expectations are wrong by the same factor
                 draft, asked, expected = self._newest
                 self._gain *= self._expected(draft, asked) / np.maximum(expected, 1e-9)
@@ -125,7 +119,7 @@ class BatchLengths(Controller):
             draft, asked, seconds = cut
             draft = draft.copy()
             self.probes.rest(seconds, self._step_seconds)
-            self.acceptance.follow(draft)
+            self.measured.acceptance.follow(draft)
             self._newest = draft, asked, self._expected(draft, asked)
             rate = min(1.0, draft.batch_size / _REQUESTS)
             self._gain += rate * (self._newest[2] - self._gain)
@@ -134,7 +128,7 @@ class BatchLengths(Controller):
         """float64 [L]: mean accepted draft tokens per request for each of `lengths`. asked: draft tokens requested from
         the drafter."""
         p, nodes = np.zeros((draft.batch_size, asked + 1)), np.arange(asked + 1)
-        known = self.acceptance.probabilities(draft)[:, : asked + 1]
+        known = self.measured.acceptance.probabilities(draft)[:, : asked + 1]
         p[:, : known.shape[1]] = known
         p[(nodes == 0) | (nodes >= draft.counts[:, None])] = 0.0
         tokens = np.cumsum(p.mean(0))
@@ -149,24 +143,21 @@ class BatchLengths(Controller):
 
     def record_step(self, batch: int, query_tokens: int, context: float, seconds: float) -> None:
         """Record the seconds of a step that only decoded, drafting included. context: mean tokens per request."""
-        self._step_seconds = seconds
-        if self.times.update(batch, query_tokens, context, seconds) and query_tokens % batch == 0:
+        self._step_seconds, times = seconds, self.measured.times
+        if times.update(batch, query_tokens, context, seconds) and query_tokens % batch == 0:
             cell = self._cell(batch, query_tokens // batch - 1, context)
             error, count = self._errors.get(cell, (0.0, 0))
-            newest = math.log(seconds / float(self.times.uncorrected(batch, query_tokens, context)))
+            newest = math.log(seconds / float(times.uncorrected(batch, query_tokens, context)))
             self._errors[cell] = error + max(1.0 / (count + 1), _RATE) * (newest - error), count + 1
-        self.times.save_if_due()
+        times.save_if_due()
 
     @staticmethod
     def _cell(batch: int, length: int, context: float) -> tuple[int, int, int]:
         return batch_range(batch)[0], length, context_bucket(context)
 
     def interrupt(self) -> None:
-        self.acceptance.follow()
+        super().interrupt()
         self._newest = self._step = self._cut = None
-
-    def warm_up(self) -> None:
-        self.acceptance.warm_up()
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
@@ -177,8 +168,8 @@ class BatchLengths(Controller):
     def seconds(self, batch: int, context: float) -> NDArray[np.float64]:
         """float64: of a step of each of `lengths` that may be scheduled for a batch."""
         lengths = self.lengths[batch * (1 + self.lengths) <= max(MAX_QUERY_TOKENS, batch)]
-        seconds = self.times.seconds(batch, batch * (1 + lengths), context)
-        uncorrected = self.times.uncorrected(batch, batch * (1 + lengths), context)
+        seconds = self.measured.times.seconds(batch, batch * (1 + lengths), context)
+        uncorrected = self.measured.times.uncorrected(batch, batch * (1 + lengths), context)
         for i, length in enumerate(lengths.tolist()):
             error, count = self._errors.get(self._cell(batch, length, context), (0.0, 0))
             if count >= _ENOUGH:
@@ -217,6 +208,3 @@ class BatchLengths(Controller):
         if self.probes.random.random() < 0.5 and others.any():
             return int(lengths[others][(self.tokens()[: len(seconds)] / seconds)[others].argmax()])
         return int(self.probes.random.choice(lengths[self.probes.affordable(seconds)]))
-
-    def save(self) -> None:
-        self.times.save()

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.measured import Measured
 from freedraft.draft import DraftBatch
 from freedraft.step import Step
 
@@ -29,6 +30,7 @@ class Controller(ABC):
     Args:
         max_draft_tokens: most draft tokens per request, roots not counted.
         widths: see `EngineContext`.
+        measured: what is learnt for decisions; None if nothing is.
 
     Attributes:
         budget: draft tokens allowed in the last step, over the whole batch.
@@ -37,8 +39,11 @@ class Controller(ABC):
 
     speedup = math.nan
 
-    def __init__(self, profile: HardwareProfile, max_draft_tokens: int, widths: Sequence[int] | None = None) -> None:
-        self.profile, self.max_draft_tokens = profile, max_draft_tokens
+    def __init__(
+        self, profile: HardwareProfile, max_draft_tokens: int, widths: Sequence[int] | None = None,
+        measured: Measured | None = None,
+    ) -> None:  # fmt: skip
+        self.profile, self.max_draft_tokens, self.measured = profile, max_draft_tokens, measured
         self.widths = None if widths is None else np.array(widths, np.int32)
         self.budget = 0
 
@@ -49,6 +54,8 @@ class Controller(ABC):
 
     def learn(self, step: Step) -> None:
         """Learn the time and accepted tokens of the last step."""
+        if self.measured is not None:
+            self.measured.learn(step)
 
     def rests(self) -> bool:
         """Whether the next step needs no calls: nothing is drafted for it or learnt from it. Asked once per step."""
@@ -66,24 +73,45 @@ class Controller(ABC):
 
     def done(self, step: Step) -> None:
         """The drafts of this step are decided; its time starts."""
+        if self.measured is not None:
+            self.measured.launch()
 
     def settle(self) -> None:
         """Do what may wait until the step that verifies these drafts is launched."""
 
     def warm_up(self) -> None:
         """Compile, or load from the cache, everything that a step calls."""
+        if self.measured is not None:
+            self.measured.warm_up()
 
     def interrupt(self) -> None:
         """Steps follow that this controller does not see."""
+        if self.measured is not None:
+            self.measured.interrupt()
 
     def save(self) -> None:
         """Save learnt state to its file, if one is configured."""
+        if self.measured is not None:
+            self.measured.times.save()
 
     def _fitting(self, draft_len: int) -> int:
         if self.widths is None:
             return max(0, draft_len)
         fitting = int(np.searchsorted(self.widths, draft_len + 1, side="right"))
         return int(self.widths[fitting - 1]) - 1 if fitting else 0
+
+
+class DrafterDecides(Controller):
+    """Lets a drafter that has its own policy draft as much as fits."""
+
+    measured: Measured
+
+    def plan(self, step: Step) -> int:
+        return min(self.max_draft_tokens, int(step.capacities.max(initial=0)))
+
+    def cut(self, *drafts: DraftBatch) -> None:
+        self.measured.acceptance.follow(*drafts)
+        self.budget = drafts[0].draft_tokens
 
 
 class FullLength(Controller):

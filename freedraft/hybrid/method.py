@@ -79,7 +79,7 @@ class HybridMethod(Method):
         self._verified_by_model = self._by_model
         before, seconds = self._previous
         if before:
-            seconds += float(self.controller.step_seconds(len(before), len(before) + self.controller.budget))
+            seconds += float(self.controller.measured.step_seconds(len(before), len(before) + self.controller.budget))
         for request_id, gained in zip(step.request_ids, step.gained.tolist(), strict=True):
             if request_id in before:
                 tokens, passed = self._speeds.get(request_id, (0.0, 0.0))
@@ -111,8 +111,8 @@ class HybridMethod(Method):
                 fitting = batch * holding(nodes, auto.widths)
                 alone, together = fitting[0], fitting[1:]
             tokens, gain = batch + yields.sum(), passes.gain - yields[rows].sum()
-            seconds_alone = float(auto.step_seconds(batch, alone))
-            seconds = auto.step_seconds(batch, together) + passes.seconds
+            seconds_alone = float(auto.measured.step_seconds(batch, alone))
+            seconds = auto.measured.step_seconds(batch, together) + passes.seconds
             rate, more = max(rate, float(tokens / seconds_alone)), seconds - seconds_alone
             # Where passes shorten the step, saved time is discounted by the margin.
             pays = gain > rate * np.maximum(MARGIN * more, more / MARGIN)

@@ -22,12 +22,12 @@ class HybridOptions(SssdOptions, LayerSkipOptions):
     shape_at_one_length = property(lambda self: self.shape)  # of n-grams
 
     def parts(self) -> tuple[SssdOptions, LayerSkipOptions]:
-        """The options of each drafter that were set; n-grams serve the metrics of both."""
-        given = self.model_dump(exclude_unset=True)
-        of_ngrams = given.keys() & SssdOptions.model_fields.keys()
-        of_passes = given.keys() & LayerSkipOptions.model_fields.keys() - {"metrics_port", "metrics_host"}
-        ngrams, passes = ({name: given[name] for name in names} for names in (of_ngrams, of_passes))
-        return SssdOptions.parse(ngrams), LayerSkipOptions.parse(passes)
+        """The options of each drafter that were set."""
+        ngrams, passes = SssdOptions.model_fields, LayerSkipOptions.model_fields
+        return (
+            SssdOptions.parse(self.model_dump(exclude_unset=True, include=set(ngrams))),
+            LayerSkipOptions.parse(self.model_dump(exclude_unset=True, include=set(passes))),
+        )
 
 
 def check(options: HybridOptions, context: EngineContext) -> None:

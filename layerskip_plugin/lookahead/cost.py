@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.cost.controller import holding
-from freedraft.cost.costs import Costs
+from freedraft.cost.measured import Measured
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.step_times import row_of
 from layerskip_plugin.lookahead.base import Lookahead
@@ -63,14 +63,17 @@ class Cost(Lookahead):
     surplus over all (k, m) go on, if it is positive. Passes that have already run are free (`read`).
 
     Args:
-        costs: times of steps and draft passes of this model on this machine, and acceptance.
         recipes: skip sets with the window.
+        longest: most draft tokens per request.
+        widths: see `EngineContext`.
     """
 
-    def __init__(self, costs: Costs, recipes: Sequence[SkipSet]) -> None:
-        self.costs = costs
+    def __init__(
+        self, measured: Measured, recipes: Sequence[SkipSet], longest: int, widths: Sequence[int] | None = None
+    ) -> None:
+        self.measured, self.widths = measured, None if widths is None else np.array(widths, np.int32)
         self.use(recipes)
-        self.longest = min(costs.max_draft_tokens, MAX_DRAFT_LEN)
+        self.longest = min(longest, MAX_DRAFT_LEN)
         self.on = True
         self.rate = self.margin = 0.0  # the best tokens per second; expected gain of the last round over no drafting
         self._best: SkipSet | None = None  # recipe of the present candidates
@@ -83,7 +86,7 @@ class Cost(Lookahead):
         kinds = (PASS_KINDS + min(number, MAX_KINDS - 1) for number in range(len(recipes)))
         self.records = {recipe: RecipeRecord(PRIOR, kind) for recipe, kind in zip(recipes, kinds, strict=True)}
         for record in self.records.values():
-            self.costs.acceptance.forget(record.kind)
+            self.measured.acceptance.forget(record.kind)
         self.trials, self._steps_left = Trials(), 0
 
     # -- before a round ------------------------------------------------------------------------------------------------
@@ -91,29 +94,29 @@ class Cost(Lookahead):
     def estimate(self, recipe: SkipSet, requests: int, max_draft_len: int) -> DraftPassEstimate:
         record, most = self.records[recipe], min(max_draft_len, self.longest)
         if self.reads_ahead:
-            seconds = self.costs.pass_seconds(recipe, requests) * np.arange(1, most + 1)
+            seconds = self.measured.pass_seconds(recipe, requests) * np.arange(1, most + 1)
         else:
             reached = record.reached[:most]
             any_left = 1 - (1 - np.minimum(reached, 1)) ** requests
             rows = requests * reached / np.maximum(any_left, 1e-9)
-            seconds = np.cumsum(any_left * self.costs.pass_seconds(recipe, np.maximum(rows, 1)))
+            seconds = np.cumsum(any_left * self.measured.pass_seconds(recipe, np.maximum(rows, 1)))
         gain, tokens = (requests * np.cumsum(share[:most]) for share in (record.accepted, record.verified))
         return DraftPassEstimate(gain, tokens, seconds)
 
     def rates(self, recipe: SkipSet, requests: int, batch: int) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step in which `requests` draft, by maximum draft length from
         0."""
-        expected, widths = self.estimate(recipe, requests, self.longest), self.costs.widths
+        expected, widths = self.estimate(recipe, requests, self.longest), self.widths
         if widths is None:
-            width, verification = 1, self.costs.step_seconds(batch, batch + expected.tokens)
+            width, verification = 1, self.measured.step_seconds(batch, batch + expected.tokens)
         else:  # all requests have the longest draft's width: a position costs if any request drafts there
             width = int(widths[0])
-            by_place = self.costs.step_seconds(batch, batch * holding(np.arange(2, self.longest + 2), widths))
+            by_place = self.measured.step_seconds(batch, batch * holding(np.arange(2, self.longest + 2), widths))
             verified = self.records[recipe].verified[1 : self.longest]
             anyone = 1 - (1 - np.minimum(verified, 1)) ** requests
             verification = by_place[0] + np.concatenate([[0.0], np.cumsum(anyone * np.diff(by_place))])
         drafting = (batch + expected.gain) / (expected.seconds + verification)
-        return np.concatenate([[batch / float(self.costs.step_seconds(batch, batch * width))], drafting])
+        return np.concatenate([[batch / float(self.measured.step_seconds(batch, batch * width))], drafting])
 
     def choose(self, candidates: Sequence[Candidate], batch: int, context: float) -> SkipSet | None:
         """The recipe of most tokens per second, counting only requests that voted for it: votes weighted by expected
@@ -153,13 +156,13 @@ class Cost(Lookahead):
         self.survival = np.ones(requests)
         self.tokens = requests
         # Prices for the decisions of this round, by number of requests and by number of query tokens.
-        self.pass_price = self.costs.pass_seconds(recipe, np.arange(1, requests + 1))
-        if self.costs.widths is None:
+        self.pass_price = self.measured.pass_seconds(recipe, np.arange(1, requests + 1))
+        if self.widths is None:
             query_tokens = rest.query_tokens + np.maximum(np.arange(requests * (self.max_draft_len + 1) + 1), requests)
         else:  # by nodes of the largest draft
             nodes = np.maximum(np.arange(self.max_draft_len + 2), rest.most_nodes)
-            query_tokens = batch * holding(nodes, self.costs.widths)
-        self.step_price = self.costs.step_seconds(batch, query_tokens)
+            query_tokens = batch * holding(nodes, self.widths)
+        self.step_price = self.measured.step_seconds(batch, query_tokens)
 
     def end(self, length: int) -> None:
         """Keep the expected length, which is the best one by costs."""
@@ -171,14 +174,14 @@ class Cost(Lookahead):
             return more
         confidence, kinds = top[:, 0], np.full(len(rows), self.kind, np.uint8)
         self.tokens += len(rows)
-        likely = self.costs.acceptance.given_parent(confidence, kinds, position + 1)
+        likely = self.measured.acceptance.given_parent(confidence, kinds, position + 1)
         self.survival[rows] *= likely
         order = np.argsort(-self.survival[rows] * likely, kind="stable")
         k = np.arange(1, len(rows) + 1)[:, None]
         m = np.arange(1, min(left, HORIZON) + 1)
         passes = self.pass_price[k - 1] * (self.read - position <= m).cumsum()
         gain = np.cumsum((self.survival[rows, None] * np.cumsum(likely[:, None] ** m, 1))[order], 0)
-        now, more_nodes = (self.tokens, k * m) if self.costs.widths is None else (position + 2, m)
+        now, more_nodes = (self.tokens, k * m) if self.widths is None else (position + 2, m)
         price = passes + self.step_price[now + more_nodes] - self.step_price[now]
         surplus = (gain - self.rate * price).max(1)
         best = int(np.argmax(surplus))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.cost.costs import Costs
+from freedraft.cost.measured import Measured
 from freedraft.draft_model import MatchnessScorer
 from freedraft.step import Step
 from layerskip_plugin.knapsack_search import integer_weights, search
@@ -55,7 +55,7 @@ class OnlineSearch(Selection):
     min_lead: float
 
     scorer: MatchnessScorer
-    costs: Costs | None
+    measured: Measured | None
     _present: SkipSet
     _batch: int
 
@@ -68,8 +68,8 @@ class OnlineSearch(Selection):
         self._step_seconds = 0.0  # of the newest step, expected for the next one
         self._use([])
 
-    def prepare(self, scorer: MatchnessScorer, costs: Costs | None) -> None:
-        self.scorer, self.costs = scorer, costs
+    def prepare(self, scorer: MatchnessScorer, measured: Measured | None) -> None:
+        self.scorer, self.measured = scorer, measured
 
     @property
     def incumbent(self) -> SkipSet:
@@ -303,7 +303,7 @@ class KnapSpec(OnlineSearch):
 
     def pass_times(self) -> PassTimes | None:
         """At the present batch and context; None while times are unknown."""
-        return None if self.costs is None else serving_times(self.costs, self._present, self._batch)
+        return None if self.measured is None else serving_times(self.measured, self._present, self._batch)
 
     def sets_of_weights(self, weights: tuple[int, int], most: int, base: SkipSet) -> list[SkipSet]:
         """The best set of each skipped weight on the newest tokens of the traffic. weights: of an attention and an MLP

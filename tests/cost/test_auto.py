@@ -13,9 +13,11 @@ from known import LLAMA3_8B, ROOFLINE, engine_context
 
 from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.allocation import allocate, allocate_width
-from freedraft.cost.auto import Auto, make_controller
+from freedraft.cost.auto import Auto
 from freedraft.cost.auto_by_batch import BatchLengths, candidate_lengths
 from freedraft.cost.controller import FullLength, Knee
+from freedraft.cost.measured import Measured
+from freedraft.cost.policies import make_controller
 from freedraft.draft import DraftBatch
 from tests.support.steps import chains, make_step
 
@@ -102,10 +104,10 @@ def test_an_outcome_counts_once_per_child_of_the_true_path() -> None:
 
 def test_a_rest_begins_when_nothing_is_left_to_learn_from_and_is_not_timed() -> None:
     now = 0.0
-    auto = Auto(ROOFLINE, 8, clock=lambda: now)
+    auto = Auto(ROOFLINE.profile, 8, None, Measured(ROOFLINE, clock=lambda: now))
     step = make_step(["a"], [[1]], previous=(1, 1))
     auto.learn(step)
-    auto.acceptance.follow(chains([[0.5]]))
+    auto.measured.acceptance.follow(chains([[0.5]]))
     auto.probes.rest(1.0, 1.0)
     assert not auto.rests(), "the outcome of a draft is not known"
     auto.learn(step)
@@ -115,12 +117,12 @@ def test_a_rest_begins_when_nothing_is_left_to_learn_from_and_is_not_timed() -> 
     while auto.rests():
         rested, now = rested + 1, now + 0.02
     auto.learn(step)
-    assert rested > 10 and auto.times.seen == 0 and auto.plan(step) > 0
+    assert rested > 10 and auto.measured.times.seen == 0 and auto.plan(step) > 0
 
 
 def test_a_step_that_did_other_work_teaches_no_time() -> None:
     now = 0.0
-    auto = Auto(ROOFLINE, 8, clock=lambda: now)
+    auto = Auto(ROOFLINE.profile, 8, None, Measured(ROOFLINE, clock=lambda: now))
     for previous in ((1, 1), None, None):
         step = make_step(["a"], [[1]], previous=previous)
         auto.learn(step)
@@ -128,15 +130,15 @@ def test_a_step_that_did_other_work_teaches_no_time() -> None:
         now += 0.02
     auto.interrupt()
     auto.learn(make_step(["a"], [[1]], previous=(1, 1)))
-    assert auto.times.seen == 0, "what lies between is not known"
+    assert auto.measured.times.seen == 0, "what lies between is not known"
 
 
 def test_steps_without_drafts_are_known_though_the_width_of_one_node_is_left_out() -> None:
-    auto = Auto(ROOFLINE, 15, widths=np.array([4, 16], np.int32))
-    assert not auto.baseline_known(2)
+    measured = Measured(ROOFLINE)
+    assert not measured.baseline_known(2, (4, 16))
     for _ in range(20):
-        auto.times.update(2, 8, 1.0, 1e-2)
-    assert auto.baseline_known(2)
+        measured.times.update(2, 8, 1.0, 1e-2)
+    assert measured.baseline_known(2, (4, 16))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made(
     asked: int, drafted: int, accepted: int, expected: list[int], within: float
 ) -> None:
     """All are accepted, none is, or the drafter stops early."""
-    lengths = BatchLengths(ROOFLINE, LENGTHS)
+    lengths = BatchLengths(Measured(ROOFLINE), LENGTHS)
     for _ in range(300):
         step = make_step(["a"], [[*range(1, accepted + 1), 99]], capacities=asked)
         lengths.learn(step)

@@ -17,8 +17,8 @@ from freedraft.cost import profiling
 from freedraft.cost.auto_by_batch import CHAIN_TOKENS_PER_STEP, expected_tokens
 from freedraft.cost.explain import CURVES, explain
 from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.policies import CONTEXT, draft_lengths
 from freedraft.cost.roofline import Roofline
-from freedraft.cost.schedule import CONTEXT, draft_lengths
 from tests.support.disks import full_disk
 
 

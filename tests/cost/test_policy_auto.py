@@ -50,7 +50,7 @@ def test_where_nothing_pays_it_is_plain_but_for_probes(engine: type, batch: int)
     served = engine(steep)
     drafted = served.run(batch, Text(0.6), 1500)[500:, 2]
     assert np.count_nonzero(drafted) <= 1000 / PROBE_EVERY + (engine is V2)
-    assert served.controller.times.count(batch, batch, 300.0) > 100
+    assert served.controller.measured.times.count(batch, batch, 300.0) > 100
 
 
 def test_batch_sizes_that_alternate_have_lengths_of_their_own() -> None:
@@ -75,13 +75,13 @@ def test_drafting_that_costs_more_than_it_brings_stops_but_for_glances() -> None
 def test_a_clock_that_jumps_does_no_harm() -> None:
     served = V1(knee)
     served.run(1, Text(0.7), 200)
-    known = served.controller.times.seconds(1, np.arange(1, 10), 300.0).copy()
+    known = served.controller.measured.times.seconds(1, np.arange(1, 10), 300.0).copy()
     for jump in (-1e6, 1e9, math.nan, -5.0):
         served.now = (100.0 if math.isnan(served.now) else served.now) + jump
         served.run(1, Text(0.7), 1)
     served.now = 100.0
     served.run(1, Text(0.7), 3)
-    assert np.allclose(served.controller.times.seconds(1, np.arange(1, 10), 300.0), known, rtol=0.1)
+    assert np.allclose(served.controller.measured.times.seconds(1, np.arange(1, 10), 300.0), known, rtol=0.1)
 
 
 def h200(batch: int, query_tokens: int) -> float:
@@ -137,4 +137,4 @@ def test_learning_after_the_launch_changes_no_decision(batch: int) -> None:
     early, late = Overwriting(flat), V2(flat)
     for accept in (0.8, 0.02, 0.6):
         assert (early.run(batch, Text(accept), 300) == late.run(batch, Text(accept), 300)).all()
-    assert (early.controller.acceptance.bias == late.controller.acceptance.bias).all()
+    assert (early.controller.measured.acceptance.bias == late.controller.measured.acceptance.bias).all()

@@ -204,7 +204,7 @@ def test_other_tenants_move_how_much_is_verified_and_nothing_else() -> None:
         one.begin("x", np.array([160, *text[:4]], np.int32), "b", {})
         whole.append(draft(one, "x", [160, *text[:5]], text[4:5]))
         if accepts is not None:
-            odds.append(one.controller.acceptance.odds.copy())
+            odds.append(one.controller.measured.acceptance.odds.copy())
         one.close()
     assert whole[0][:4] == text[5:9]
     assert all(part == whole[0][: len(part)] for part in whole), "the same drafts, some cut short"

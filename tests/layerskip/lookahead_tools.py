@@ -18,10 +18,7 @@ RECIPE = SkipSet(2, frozenset({1}), frozenset())
 class KnownCosts:
     """Costs of a machine: draft passes by recipe, steps by query tokens."""
 
-    def __init__(
-        self, draft: float, step: Mapping[int, float], widths: Sequence[int] | None = None, longest: int = 64
-    ) -> None:
-        self.widths, self.max_draft_tokens = None if widths is None else np.array(widths), longest
+    def __init__(self, draft: float, step: Mapping[int, float]) -> None:
         self.draft, self.step, self.acceptance = draft, step, Acceptance()
 
     def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
@@ -31,8 +28,11 @@ class KnownCosts:
         return np.full(np.shape(batch), self.draft)
 
 
-def cost(draft: float, step: Mapping[int, float], recipes: Sequence[SkipSet] = (RECIPE,), **rest: object) -> Cost:
-    return Cost(KnownCosts(draft, step, **rest), recipes)
+def cost(
+    draft: float, step: Mapping[int, float], recipes: Sequence[SkipSet] = (RECIPE,), *,
+    widths: Sequence[int] | None = None, longest: int = 64,
+) -> Cost:  # fmt: skip
+    return Cost(KnownCosts(draft, step), recipes, longest, widths)
 
 
 def outcome(

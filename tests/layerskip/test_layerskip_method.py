@@ -92,10 +92,11 @@ class Engine:
         method.use(sets.values())
         if costs is not None:
             known = KnownCosts(*costs)
-            method.costs.step_seconds, method.costs.pass_seconds = known.step_seconds, known.pass_seconds
+            measured = method.measured
+            measured.step_seconds, measured.pass_seconds = known.step_seconds, known.pass_seconds
             ticks = itertools.count()
-            method.costs.clock = lambda: 0.001 * next(ticks)
-            lookahead = Cost(method.costs, list(method.recipes.values()))
+            measured.clock = lambda: 0.001 * next(ticks)
+            lookahead = Cost(measured, list(method.recipes.values()), NODES - 1, self.widths)
         method.lookahead = lookahead
         method.prepare(self.model)
         self.text, self.gained, self.drafted = {}, {}, {}

@@ -140,7 +140,7 @@ def test_the_longest_draft_makes_all_requests_as_wide() -> None:
             seconds = 0.0
             for d in range(1, m + 1):
                 p, width = chance ** (d - 1) * (1 - chance * (d < m)), min(w for w in widths if w >= d + 1)
-                seconds += p * (c * d + float(policy.costs.step_seconds(8, 8 * width)))
+                seconds += p * (c * d + float(policy.measured.step_seconds(8, 8 * width)))
             gain = sum(chance**d for d in range(1, m + 1))
             assert rates[m] == pytest.approx((8 + gain) / seconds)
     # A step without drafts is as wide as the smallest width, which is four where graphs of one could not be captured.

@@ -25,7 +25,7 @@ class AnyHybrid(HybridMethod):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.coins, self.by_kind = np.random.default_rng(1), [0, 0]
-        fix_times(self.controller.times, 0.001, 0.01)
+        fix_times(self.controller.measured.times, 0.001, 0.01)
 
     def _rows_of_passes(self, step: Step, draft: DraftBatch) -> Any:
         _, rest = super()._rows_of_passes(step, draft)  # what it would have been: its code runs, too

@@ -11,8 +11,8 @@ import numpy as np
 
 from freedraft.cost.auto import Auto
 from freedraft.cost.auto_by_batch import BatchLengths, candidate_lengths
-from freedraft.cost.controller import Controller
-from freedraft.cost.costs import Costs
+from freedraft.cost.controller import Controller, DrafterDecides
+from freedraft.cost.measured import Measured
 from freedraft.cost.roofline import Roofline
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import Drafted, DraftModel, DraftRound, PassOutputs
@@ -108,7 +108,7 @@ class V1(Engine):
 
     def make_controller(self, roofline: Roofline, **options: Any) -> Auto:
         self.lengths = range(self.most + 1)
-        return Auto(roofline, self.most, **options)
+        return Auto(roofline.profile, self.most, None, Measured(roofline, **options))
 
     def draft(self, ids: list[str], gained: list[list[int]]) -> np.ndarray:
         if self.previous == (len(ids), len(ids)) and self.controller.rests():
@@ -125,7 +125,7 @@ class V2(Engine):
     def make_controller(self, roofline: Roofline, **options: Any) -> BatchLengths:
         self.table, self.sent = np.full(257, 8), deque([[]] * LAG)
         self.lengths = candidate_lengths(self.most)
-        return BatchLengths(roofline, self.lengths, **options)
+        return BatchLengths(Measured(roofline, **options), self.lengths)
 
     def draft(self, ids: list[str], gained: list[list[int]]) -> np.ndarray:
         length, began = int(self.table[len(ids)]), self.now
@@ -160,7 +160,7 @@ class Passes(V1):
 
     def make_controller(self, roofline: Roofline, **options: Any) -> Any:
         self.lengths = range(self.most + 1)
-        return Costs(roofline, self.most, **options)
+        return DrafterDecides(roofline.profile, self.most, None, Measured(roofline, **options))
 
     def make_method(self) -> LayerSkipMethod:
         shape = dict.fromkeys(SHAPE_FIELDS, 1) | {"num_hidden_layers": self.sets[0].n_layers}

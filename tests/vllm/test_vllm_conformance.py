@@ -182,7 +182,7 @@ class TestV1(Conformance):
     def test_steps_of_a_rest_are_taken_later(self, served, monkeypatch):
         """Before the next draft, which then goes on from the whole text; and before a request ends."""
         method, rested, texts = served.method.parts["fixed"], [], []
-        rest, finish, turns = served.proposer.guarded.rest, method.finish, itertools.cycle([True, True, True, False])
+        keep, finish, turns = served.proposer.guarded.keep, method.finish, itertools.cycle([True, True, True, False])
 
         def ending(request_id, *given):
             texts.append(method.drafter.tokens(request_id).tolist())
@@ -194,7 +194,7 @@ class TestV1(Conformance):
         monkeypatch.setattr(
             method.controller, "plan", lambda step: plan(step) if step.capacities.any() and next(drafts) else 0
         )
-        monkeypatch.setattr(served.proposer.guarded, "rest", lambda *step: (rested.append(step), rest(*step)))
+        monkeypatch.setattr(served.proposer.guarded, "keep", lambda *step: (rested.append(step), keep(*step)))
         monkeypatch.setattr(method, "finish", ending)
         before = served.counts()
         assert served.ask(PROMPTS[:3], greedy(), method="fixed") == served.expected[:3]
@@ -273,7 +273,7 @@ class TestV1(Conformance):
         with spied(served.proposer, record):
             first = served.ask(PROMPTS[5:9], skipping("mixed", 16), method="passes")
         served.forget_prefixes()
-        monkeypatch.setattr(served.proposer.guarded, "draft", replay)
+        monkeypatch.setattr(served.proposer.guarded, "step", replay)
         assert first == served.ask(PROMPTS[5:9], skipping("mixed", 16), method="passes")
         assert len(digests[0]) > 16 and digests[0] == digests[1]
 

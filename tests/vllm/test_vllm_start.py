@@ -258,8 +258,8 @@ def test_recurrent_layers_are_served_by_the_second_runner_only(tiny_model, tmp_p
 
 
 def test_replicas_that_share_experts_draft_one_length(tiny_model, tmp_path):
-    from freedraft.cost.auto import make_controller
     from freedraft.cost.controller import FullLength
+    from freedraft.cost.policies import make_controller
     from freedraft.engines.vllm.context import context_of_engine
 
     save_mixtral(tmp_path)

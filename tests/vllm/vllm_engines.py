@@ -82,7 +82,7 @@ def spied(proposer, record):
     from freedraft.engines.vllm.v1.runner import draft_lists
 
     guarded = proposer.guarded
-    original = guarded.draft
+    original = guarded.step
     errors: list[Exception] = []
 
     def draft(step):
@@ -94,11 +94,11 @@ def spied(proposer, record):
             errors.append(error)
         return drafts
 
-    guarded.draft = draft
+    guarded.step = draft
     try:
         yield
     finally:
-        del guarded.draft
+        del guarded.step
     if errors:
         raise errors[0]
 

@@ -132,5 +132,4 @@ class TreeAlgorithm(CustomSpecAlgo):
         args.enable_mixed_chunk = False
         if args.max_running_requests is None:
             args.max_running_requests = 48
-        if self.spec.check is not None:
-            self.spec.check(options, context_at_start(args))
+        self.spec.check(options, context_at_start(args))

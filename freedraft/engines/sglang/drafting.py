@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -96,8 +97,7 @@ class BatchDrafting:
 
     def begin(self, requests: Sequence[Any]) -> None:
         """Track requests at each chunk of their prefill; after a retraction, with their output so far."""
-
-        def begin_each() -> None:
+        with self.guarded:
             # SGLang does not report requests that end with their prefill.
             for request_id in [i for i, tracked in self._requests.items() if tracked.request.finished()]:
                 self.finish(request_id)
@@ -107,8 +107,6 @@ class BatchDrafting:
                 if tracked.request is not request or tracked.length != length:
                     self._track(request)
                     self._begin(request, tokens_of(request))
-
-        self.guarded.call(begin_each)
 
     def _track(self, request: Any) -> None:
         self._requests[request.rid] = Tracked.of(request)
@@ -126,9 +124,9 @@ class BatchDrafting:
     def finish(self, request_id: str) -> None:
         """Finish a request that SGLang has released."""
         request = self._requests.get(request_id, UNTRACKED).request
-        self._forget(request_id, None if request is None else self.guarded.output_of(output_of, request))
+        self._forget(request_id, None if request is None else partial(output_of, request))
 
-    def _forget(self, request_id: str, output: NDArray[np.int32] | None) -> None:
+    def _forget(self, request_id: str, output: Callable[[], NDArray[np.int32]] | None) -> None:
         for held in (self._requests, self._states, self._drafted):
             held.pop(request_id, None)
         self.guarded.finish(request_id, output)
@@ -150,21 +148,23 @@ class BatchDrafting:
         """Copy the logits of all nodes that this step verifies, if the method uses them. logits: float [B * n, V]."""
         if self.guarded.needs_logits:
             ids = [request.rid for request in batch.reqs]
-            self.guarded.call(self._logits.put, ids, draft, logits)
+            with self.guarded:
+                self._logits.put(ids, draft, logits)
 
     def await_step(self, batch: Any) -> torch.Tensor:
         """Prepare drafts for the next decoding step of SGLang's ScheduleBatch, and wait for the previous step, which
         may still be running. Returns the number of tokens in the KV cache of each request, int64 [B]."""
         ids = [request.rid for request in batch.reqs]
         same = self._previous == (len(ids), len(ids)) and list(self._drafted) == ids
-        self._rests = same and self.guarded.rests()
-        known = None if self._rests else self.guarded.call(self._look_up, batch.reqs, ids)
+        self._rests, known = same and self.guarded.rests(), None
+        with self.guarded:
+            known = None if self._rests else self._look_up(batch.reqs, ids)
         gained = self.accepted.read(batch.req_pool_indices_cpu.numpy())
         if known is None:
             self._logits = LogitsCopy()  # of a text that the next draft does not continue
         if self._rests:
             padding = [self._requests.get(i, UNTRACKED).padding for i in ids]
-            self.guarded.rest(ids, gained.tokens[gained.ends - 1], gained.seq_lens + 1 - padding)
+            self.guarded.keep(ids, gained.tokens[gained.ends - 1], gained.seq_lens + 1 - padding)
         self._awaited = gained, known
         return torch.tensor(gained.seq_lens)
 
@@ -184,7 +184,9 @@ class BatchDrafting:
         if self._awaited is None:
             self.await_step(batch)
         (gained, known), self._awaited = self._awaited, None
-        draft = None if known is None else self.guarded.call(self._propose, batch, gained, *known)
+        draft = None
+        with self.guarded:
+            draft = None if known is None else self._propose(batch, gained, *known)
         if draft is None:
             roots = gained.tokens[gained.ends - 1]
             draft = self._padded(DraftBatch.roots(roots), roots)
@@ -198,18 +200,19 @@ class BatchDrafting:
         for row in new:
             self._begin(batch.reqs[row], step.history(row)[: -int(step.gained[row])])
         if node_logits is not None:
-            self.guarded.recycle(node_logits)
+            with self.guarded:
+                self.guarded.method.recycle(node_logits)
         if states := {i: self._states.pop(i) for i in step.request_ids if i in self._states}:
             self.guarded.set_prompt_states(states, torch.stack(list(states.values())))
-        proposed = self.guarded.draft(step, count=False)
+        proposed = self.guarded.step(step)
         return None if proposed is None else self._padded(proposed, step.roots)
 
     def note(self, batch: Any, draft: DraftBatch) -> None:
         """Record a step after its verification was launched, so that the device does not wait for this work."""
-        self.guarded.count()
+        self.guarded.settle()
         for request in batch.reqs:
             if request.finished():  # with a grammar, SGLang runs a request once more after its end
-                self._forget(request.rid, NOTHING)
+                self._forget(request.rid, lambda: NOTHING)
         if not self._rests:  # otherwise, as in the step before
             self._drafted = dict(zip((r.rid for r in batch.reqs), (draft.counts - 1).tolist(), strict=True))
             self._previous = draft.tokens.shape[0], draft.tokens.size

@@ -116,11 +116,9 @@ LORA_HOOKS = table("""
 """)
 
 STREAM_HOOKS = table("""
-    # streams that do not depend on how many tokens come at once
-    sglang.srt.function_call.function_call_parser.FunctionCallParser.__init__(tokenizer)
-    sglang.srt.function_call.function_call_parser.FunctionCallParser has parse_stream_chunk
-    sglang.srt.parser.reasoning_parser.ReasoningParser.__init__(tokenizer)
-    sglang.srt.parser.reasoning_parser.ReasoningParser has parse_stream_chunk
+    # streams, token by token
+    sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request(obj, request)
+    sglang.srt.managers.tokenizer_manager.TokenizerManager has incremental_streaming_output, tokenizer
     sglang.srt.managers.schedule_batch.Req has update_finish_state, reasoning_tokens, finished_len
 """)
 

@@ -1,22 +1,18 @@
-"""Patches of SGLang 0.5.23 where it has no extension point; some so that a stream does not depend on how many tokens
-came at once."""
+"""Patches of SGLang 0.5.23 where it has no extension point."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-import logging
 from collections.abc import Callable
-from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from freedraft.config import ConfigError
-from freedraft.engines.hooks import check, stop_start
+from freedraft.engines.hooks import stop_start
 from freedraft.engines.sglang.cpu import NAME, selected
-from freedraft.engines.sglang.hooks import STREAM_HOOKS, settings
+from freedraft.engines.sglang.hooks import settings
 from freedraft.method import METHODS, MethodSpec
 
 ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
@@ -99,45 +95,3 @@ def let_corpora_through() -> None:
         return SimpleNamespace(speculative_algorithm="NGRAM", speculative_ngram_external_corpus_max_tokens=most)
 
     module.get_spec = get_spec
-
-
-PARSERS = ["function_call.function_call_parser.FunctionCallParser", "parser.reasoning_parser.ReasoningParser"]
-FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
-
-
-def register_stream_hooks() -> None:
-    """Register the patches of streams; log one line if this SGLang lacks what they need."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    if missing := "; ".join(check(STREAM_HOOKS)):
-        line = "freedraft: streamed tool calls may depend on how many tokens come at once (%s); see 'freedraft doctor'"
-        logging.getLogger(__name__).warning(line, missing)
-        return
-    for parser in PARSERS:
-        HookRegistry.register(f"sglang.srt.{parser}.__init__", parse_by_token, HookType.AFTER)
-    HookRegistry.register(FINISH, count_reasoning_to_the_end, HookType.AFTER)
-
-
-def parse_by_token(_: None, parser: Any, *_args: Any, tokenizer: Any = None, **_others: Any) -> None:
-    """Let a new parser read chunks token by token: many of SGLang's return one thing of a chunk and lose the others."""
-    if tokenizer is not None and serves_ours():
-        parse = parser.parse_stream_chunk  # returns two texts, or a text and a list of calls
-        parser.parse_stream_chunk = lambda chunk_text: reduce(
-            lambda before, now: (before[0] + now[0], before[1] + now[1]), map(parse, token_texts(tokenizer, chunk_text))
-        )
-
-
-def token_texts(tokenizer: Any, text: str) -> list[str]:
-    """Return the texts of the tokens of `text`, at least one. Characters of several tokens stay whole."""
-    ends = [0]
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    for piece in tokenizer.batch_decode([[token] for token in tokens], skip_special_tokens=False):
-        if (at := text.find(piece, ends[-1])) >= 0:
-            ends.append(at + len(piece))
-    return [text[start:end] for start, end in itertools.pairwise(sorted({*ends, len(text)}))] or [text]
-
-
-def count_reasoning_to_the_end(_: None, req: Any, *_args: Any) -> None:
-    """Count no reasoning tokens after the end of a request within a run; SGLang counts the whole run."""
-    if req.finished_len is not None and serves_ours():
-        req.reasoning_tokens = min(req.reasoning_tokens, req.finished_len)

@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 from freedraft.engines.hooks import check, installed_version
-from freedraft.engines.sglang import patches
+from freedraft.engines.sglang import patches, streams
 from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.hooks import (
     CORPUS_HOOKS,
@@ -71,7 +71,7 @@ def _patch_once() -> None:
         HookRegistry.register(patches.LORA_CHECK, patches.let_adapters_through, HookType.AROUND)
     if not check(CORPUS_HOOKS):
         patches.let_corpora_through()
-    patches.register_stream_hooks()
+    streams.register_stream_hooks()
     if not selected():
         return
     from sglang.srt.layers.attention.attention_registry import register_attention_backend

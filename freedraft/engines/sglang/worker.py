@@ -120,8 +120,8 @@ class TreeVerifyWorker(BaseSpecWorker):
         guarded = GuardedMethod(self._spec, self._spec.options.read(), context)
         self._reads_states = self._ranks.agree(guarded.method.needs_prompt_states)
         if self._draft_model is not None:
-            with self._ranks.leading():
-                guarded.prepare(self._draft_model)
+            with self._ranks.leading(), guarded:
+                guarded.method.prepare(self._draft_model)
         running = runner.max_running_requests
         self._drafting = BatchDrafting(guarded, self.widths, running, self._accepted, trees=self._trees)
         algorithm = algorithm_of(self._spec.name)

@@ -190,6 +190,6 @@ def prepare_passes(runner: Any, vllm_config: Any, guarded: GuardedMethod | None)
     if guarded is None:
         model.serve()
         return model
-    with model.ranks.leading():
-        guarded.prepare(model)
+    with model.ranks.leading(), guarded:
+        guarded.method.prepare(model)
     return model

@@ -194,9 +194,9 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
 """)
 
 STREAM_HOOKS = table("""
-    # streams through parsers of reasoning and tool calls
-    vllm.parser.parser_manager.ParserManager.get_parser
-    vllm.parser.abstract_parser.Parser.parse_delta(delta_text, delta_token_ids, finished)
+    # streams, token by token
+    vllm.v1.engine.async_llm.AsyncLLM.generate(prompt, sampling_params)
+    vllm.outputs.CompletionOutput has index, text, token_ids, logprobs, sampling_mask
     vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer.update(new_token_ids, stop_terminated)
     vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer.get_next_output_text(finished, delta)
     vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer has output_text, stop_buffer_length, _last_output_text_offset

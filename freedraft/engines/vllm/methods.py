@@ -49,7 +49,7 @@ from freedraft.engines.vllm.patching import (
     wrap_once,
 )
 from freedraft.engines.vllm.room import USAGE
-from freedraft.engines.vllm.streams import parse_by_token
+from freedraft.engines.vllm.streams import stream_by_token
 from freedraft.engines.vllm.v2.lengths import receive_lengths
 from freedraft.method import METHODS, MethodSpec, register_installed
 from freedraft.step import EngineContext
@@ -189,7 +189,7 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
         stop_start(error)
     if spec.runs_model and AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
-    parse_by_token()
+    stream_by_token()
     with _rewritten(args, config):
         made = original(args, *others, **kwargs)
     given = options.model_dump(mode="json", exclude_none=True)
@@ -335,8 +335,7 @@ def _check(
         most = guards.fitting_length(*sizes, given=given, trees=trees)
         config[K], lengths = most, candidate_lengths(most) if v2 else None
         context = context_of_arguments(engine_args, model_config, most, lengths)
-        if spec.check is not None:
-            spec.check(options, context)
+        spec.check(options, context)
         return context
     except ConfigError:
         raise

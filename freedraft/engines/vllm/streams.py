@@ -1,16 +1,17 @@
-"""Parsers of reasoning and tool calls read each token alone, since many lose or misplace text of several; what they
-find in the tokens of a step is still one message."""
+"""Streams bring each token alone, as without drafts: endpoints and parsers lose or misplace text of several."""
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
 from itertools import pairwise
 from typing import Any
 
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.hooks import STREAM_HOOKS
-from freedraft.engines.vllm.patching import after, wrap_once
+from freedraft.engines.vllm.patching import wrap_once
 
 _BEGINS = "_freedraft_begins"  # of a detokenizer: offsets of the texts of tokens that have not been sent
 
@@ -29,22 +30,17 @@ class TextOfTokens(str):
         return TextOfTokens(self.parts + other.parts) if isinstance(other, TextOfTokens) else str(self) + other
 
 
-def parse_by_token() -> None:
-    """Hook the detokenizer, and the parsers that this process gets from now on."""
+def stream_by_token() -> None:
+    """Hook the detokenizer, and what every endpoint of this process reads."""
     if missing := check(STREAM_HOOKS):
-        logging.getLogger(__name__).warning("freedraft: parsers read the tokens of a step at once: %s", missing)
+        logging.getLogger(__name__).warning("freedraft: streams bring the tokens of a step at once: %s", missing)
         return
-    from vllm.parser.parser_manager import ParserManager
+    from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
 
     wrap_once(BaseIncrementalDetokenizer, "update", _update)
     wrap_once(BaseIncrementalDetokenizer, "get_next_output_text", _next_text)
-    wrap_once(ParserManager, "get_parser", after(_hook_parser))
-
-
-def _hook_parser(parser: Any, *args: Any, **kwargs: Any) -> None:
-    if parser is not None:
-        wrap_once(parser, "parse_delta", _parse_delta)
+    wrap_once(AsyncLLM, "generate", _generate)
 
 
 def _update(original: Callable[..., Any], self: Any, new_token_ids: Sequence[int], stop_terminated: bool) -> Any:
@@ -64,29 +60,36 @@ def _next_text(original: Callable[..., str], self: Any, finished: bool, delta: b
     return TextOfTokens(parts if begins or text else ()) if delta else text
 
 
-def _parse_delta(
-    original: Callable[..., Any], self: Any, delta_text: str, delta_token_ids: list[int], *args: Any, finished: bool,
-    **kwargs: Any,
-) -> Any:  # fmt: skip
-    found, left = None, list(delta_token_ids)
-    *texts, last = getattr(delta_text, "parts", None) or [delta_text]
-    for text in texts:
-        found = _joined(found, original(self, text, left[:1], *args, finished=False, **kwargs))
-        del left[:1]
-    return _joined(found, original(self, last, left, *args, finished=finished, **kwargs))
+async def _generate(
+    original: Callable[..., Any], engine: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+) -> AsyncIterator[Any]:
+    asked = getattr(sampling_params, "stream_interval", None) or 1
+    async with aclosing(original(engine, prompt, sampling_params, *args, **kwargs)) as outputs:
+        async for output in outputs:
+            for piece in pieces(output, max(asked, engine.output_processor.stream_interval)):
+                yield piece
 
 
-def _joined(whole: Any, message: Any) -> Any:
-    if whole is None or message is None:
-        return message if whole is None else whole
-    calls = whole.tool_calls
-    for call in message.tool_calls:
-        begun = calls[-1].function if calls and calls[-1].index == call.index else None
-        if begun and call.function and not (call.id or call.function.name):
-            begun.arguments = (begun.arguments or "") + (call.function.arguments or "")
-        else:
-            calls = [*calls, call]
-    for name in message.model_fields_set:
-        old, new = getattr(whole, name, None), getattr(message, name)
-        setattr(whole, name, calls if name == "tool_calls" else old + new if old and new else old or new)
-    return whole
+def pieces(output: Any, size: int = 1) -> Iterator[Any]:
+    """vLLM's RequestOutput as several, of one choice and at most `size` tokens each; what comes once comes with the
+    first of a choice or, at its end, with the last."""
+    if all(len(getattr(completion.text, "parts", ())) <= size for completion in output.outputs):
+        yield output
+        return
+    for completion in output.outputs:
+        parts = getattr(completion.text, "parts", ())
+        for start in (starts := range(0, max(len(parts), 1), size)):
+            last = start == starts[-1]
+            rows = slice(start, None if last else start + size)
+            piece, made = copy.copy(output), copy.copy(completion)
+            piece.outputs, piece.finished = [made], output.finished and last and completion is output.outputs[-1]
+            made.text, made.token_ids = "".join(parts[rows]), completion.token_ids[rows]
+            made.logprobs = completion.logprobs and completion.logprobs[rows]
+            if (mask := completion.sampling_mask) is not None:
+                made.sampling_mask = type(mask)(mask.token_ids[rows])
+            if start:
+                piece.prompt_logprobs = piece.prompt_token_id_logprobs = None
+            if not last:
+                made.finish_reason = made.stop_reason = made.routed_experts = made.spec_decode_metrics = None
+                made.weight_versions = None
+            yield piece

@@ -191,8 +191,7 @@ def note_gone(runner):
         left[0] += int((requests.generations[gained.slots] != gained.generations).sum())
 
     after(requests, "append", appended)
-    for name in ("draft", "observe"):
-        after(guarded, name, passed)
+    after(guarded, "step", passed)
     return counts, left
 
 
@@ -300,7 +299,7 @@ def warm_up(worker, guarded):
     def known():
         if method.live is None or not isinstance(controller, BatchLengths):
             return []
-        return [method.live.stats().documents, controller.times.seen, controller.tokens().tolist()]
+        return [method.live.stats().documents, controller.measured.times.seen, controller.tokens().tolist()]
 
     before = known()
     gpu_worker.Worker.compile_or_warm_up_model(worker)
@@ -382,17 +381,19 @@ def note_drafts(guarded):
     """A request's tokens, and what was drafted behind them."""
     noted = []
 
-    def drafted(drafts, step):
+    def drafted(drafts, step, *undrafted):
+        if undrafted:
+            return
         for b, n in enumerate(np.minimum(drafts.counts - 1, step.capacities).tolist()):
             noted.append((step.history(b).tolist(), drafts.tokens[b, 1 : n + 1].tolist()))
 
-    after(guarded, "draft", drafted)
+    after(guarded, "step", drafted)
     return noted
 
 
 def note_recycled(guarded):
     """The likeliest token behind each text that logits are recycled of."""
-    drafter, original, said = guarded.method.drafter, guarded.recycle, {}
+    drafter, original, said = guarded.method.drafter, guarded.method.recycle, {}
 
     def recycle(logits):
         request_ids, draft, top_tokens, _, contexts = logits
@@ -410,7 +411,7 @@ def note_recycled(guarded):
                 said.setdefault((*text, *path), set()).add(int(top_tokens[b, node, 0]))
         original(logits)
 
-    guarded.recycle = recycle
+    guarded.method.recycle = recycle
     return said
 
 

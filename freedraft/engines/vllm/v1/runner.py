@@ -104,12 +104,14 @@ class MethodProposer:
         ids = batch.req_ids[: len(sampled)]
         rows = [row for row, tokens in enumerate(sampled) if len(tokens) and ids[row] in self.limits]
         if len(rows) == len(ids) == arguments["scheduler_output"].total_num_scheduled_tokens and self.guarded.rests():
-            self.guarded.rest(ids, np.array(sampled, np.int32).ravel(), batch.num_tokens_no_spec[: len(ids)].copy())
+            self.guarded.keep(ids, np.array(sampled, np.int32).ravel(), batch.num_tokens_no_spec[: len(ids)].copy())
             return [[] for _ in ids]
         step = self._step(V1StepState(runner, arguments, np.array(rows, np.intp)))
         if not self.guarded.in_prompt.isdisjoint(step.request_ids):
             self._set_prompt_states(step)
-        return draft_lists(self.guarded.draft(step), step, len(sampled))
+        drafts = draft_lists(self.guarded.step(step), step, len(sampled))
+        self.guarded.settle()
+        return drafts
 
     def finish(self, request_ids: set[str], states: dict[str, Any]) -> None:
         """Remove requests. states: vLLM's CachedRequestState by id, if it has one."""
@@ -117,7 +119,7 @@ class MethodProposer:
             del self.limits[request_id]
             state = states.get(request_id)
             made = () if state is None else (state.sampling_params, state.output_token_ids, self.tokenizer)
-            self.guarded.finish(request_id, self.guarded.output_of(trimmed_output, *made) if made else None)
+            self.guarded.finish(request_id, partial(trimmed_output, *made) if made else None)
 
     def _step(self, state: V1StepState) -> Step:
         runner, rows, output = state.runner, state.rows, state.arguments["scheduler_output"]
@@ -211,8 +213,8 @@ def _propose(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: An
     arguments = signature_of(original).bind(runner, *args, **kwargs).arguments
     drafts, model = None, ours.draft_model
     if ours.guarded is not None:
-        with nullcontext() if model is None else model.ranks.leading():
-            drafts = ours.guarded.call(ours.draft, runner, arguments)
+        with nullcontext() if model is None else model.ranks.leading(), ours.guarded:
+            drafts = ours.draft(runner, arguments)
     elif model is not None:
         model.serve(V1StepState(runner, arguments, np.zeros(0, np.intp)).pages)
     return drafts or [[] for _ in arguments["sampled_token_ids"]]
@@ -230,10 +232,12 @@ def _update_states(original: Callable[..., Any], runner: Any, scheduled: Any, *a
     new = scheduled.scheduled_new_reqs
     # An id that starts again (resubmitted after an abort, streamed input) loses its state.
     if ended := scheduled.finished_req_ids | ({request.req_id for request in new} & ours.guarded.running):
-        ours.guarded.call(ours.finish, ended, runner.requests)
+        with ours.guarded:
+            ours.finish(ended, runner.requests)
     result = original(runner, scheduled, *args, **kwargs)
-    for request in new:  # a failure affects its request only
-        ours.guarded.call(ours.begin, runner.input_batch, request)
+    for request in new:
+        with ours.guarded:  # a failure affects its request only
+            ours.begin(runner.input_batch, request)
     return result
 
 

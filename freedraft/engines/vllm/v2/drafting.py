@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -92,14 +93,14 @@ class HostDrafting:
             self.guarded.begin(request_id, known, getattr(request, SALT, None) or None, extra)
 
     def _tell_end(self, request_id: str) -> None:
-        self.guarded.finish(request_id, self.guarded.output_of(self.requests.take_ended, request_id))
+        self.guarded.finish(request_id, partial(self.requests.take_ended, request_id))
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def launched(
         self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor, hidden_states: torch.Tensor,
         over: NDArray[np.bool_],
-    ) -> bool:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Queue the copy of a step's accepted tokens after its work, and fill `drafts`, int64 [B, K], with each
         request's newest token. over: bool [B], requests that finished prefill."""
         self.catch_up()
@@ -107,7 +108,6 @@ class HostDrafting:
         self.copy_gained(input_batch, num_sampled, drafts)
         self.gained.taken = False
         self._set_prompt_states(input_batch, hidden_states, over)
-        return True
 
     def copy_gained(self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor) -> None:
         self.gained.copy(input_batch, num_sampled, self._states, self.requests.generations, self.steps, drafts)
@@ -124,14 +124,14 @@ class HostDrafting:
             self.by_score.acceptance.update(step)
         if step.capacities.any():
             self._drafted_at = self.steps
-            draft = self.guarded.draft(step, count=False)
+            draft = self.guarded.step(step)
         elif step.request_ids:
-            self.guarded.observe(step, "no room")
+            self.guarded.step(step, "no room")
         counts = write_drafts(draft, taken, gained, requests, self.proposed, self.steps)
         if self.by_score is not None:
             self.by_score.choose(draft, gained.slots[taken.rows], counts, batch)
         if batch is None:  # requests may come and go before the next step is launched
-            self.guarded.count()
+            self.guarded.settle()
         return True
 
     def _take(self, most: int) -> Taken:
@@ -157,9 +157,10 @@ class HostDrafting:
     def catch_up(self) -> None:
         """Do what need not precede the drafts of a step, once the next one has been launched: count, recycle, end
         requests, and take its tokens if nobody drafted after it."""
-        self.guarded.count()
+        self.guarded.settle()
         if (logits := self.logits.take()) is not None:
-            self.guarded.recycle(logits)
+            with self.guarded:
+                self.guarded.method.recycle(logits)
         if not self.gained.taken:
             self._learn(self._take(0))
         for request_id in [*self.requests.ended]:
@@ -180,9 +181,10 @@ class HostDrafting:
         if (taken.ends - taken.starts == 1).all() and self.guarded.rests():
             self.gained.query_tokens = 0  # of the steps of a pause, one is timed
             newest = self.requests.tokens.reshape(-1)[taken.starts]
-            self.guarded.rest(self._ids(taken), newest, taken.contexts)
+            self.guarded.keep(self._ids(taken), newest, taken.contexts)
         else:
-            self.guarded.observe(self._step(taken))
+            self.guarded.step(self._step(taken), "cost")
+            self.guarded.settle()
 
     def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor, over: NDArray[np.bool_]) -> None:
         """Pass on the prompt states of requests that finished prefill in this step; over: bool [B], which did."""

@@ -93,7 +93,8 @@ def _end(runner: Any, scheduler_output: Any) -> None:
         for request_id in scheduler_output.finished_req_ids:
             host.requests.finish(request_id)
         if scheduler_output.finished_req_ids and not scheduler_output.total_num_scheduled_tokens:
-            host.guarded.call(host.catch_up)  # no step follows the newest one
+            with host.guarded:
+                host.catch_up()  # no step follows the newest one
 
 
 def _add(_: Any, runner: Any, scheduler_output: Any) -> None:
@@ -101,8 +102,9 @@ def _add(_: Any, runner: Any, scheduler_output: Any) -> None:
     if (ours := _ours(runner)) is not None and ours.trees is not None:
         ours.trees.add(new)
     if (host := _drafting(runner)) is not None:
-        for request in new:  # a failure affects its request only
-            host.guarded.call(host.add, request)
+        for request in new:
+            with host.guarded:  # a failure affects its request only
+                host.add(request)
 
 
 def _prepare(_: None, runner: Any, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **kwargs: Any) -> None:

@@ -203,15 +203,19 @@ class MethodSpeculator(BaseSpeculator):
         slots, on_device = input_batch.idx_mapping_np[:batch], input_batch.idx_mapping[:batch]
         # The bound is exact in prefill.
         over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= self._states.prefill_len.np[slots]
-        launched = host is not None and host.guarded.call(
-            host.launched, input_batch, num_sampled, drafts, last_hidden_states, over
-        )
+        launched = False
+        if host is not None:
+            with host.guarded:
+                host.launched(input_batch, num_sampled, drafts, last_hidden_states, over)
+                launched = True
+            with host.guarded:
+                if verified is not None:  # behind the tokens, which the host waits for
+                    host.recycle(*verified)
+            host.rows = []
+            with host.guarded:
+                host.rows = host.decide(batch)
         if not launched:
             drafts.copy_(last_sampled.view(-1)[on_device.long()][:, None].expand_as(drafts))
-        if host is not None:
-            if verified is not None:  # behind the tokens, which the host waits for
-                host.guarded.call(host.recycle, *verified)
-            host.rows = host.guarded.call(host.decide, batch) or []
         most = self.length if num_speculative_tokens is None else num_speculative_tokens
         # New tokens, if any, are read later, without a wait.
         rows = slice(int(slots.min()), int(slots.max()) + 1)
@@ -231,8 +235,8 @@ class MethodSpeculator(BaseSpeculator):
         pending, self._pending = self._pending, None
         drafted = False
         if self.host is not None:
-            with nullcontext() if self.draft_model is None else self.draft_model.ranks.leading():
-                drafted = self.host.guarded.call(self.host.draft, pending.most, batch)
+            with nullcontext() if self.draft_model is None else self.draft_model.ranks.leading(), self.host.guarded:
+                drafted = self.host.draft(pending.most, batch)
         self._send(pending, batch, drafted)
 
     def begin_step(self, batch: Any) -> None:

@@ -1,0 +1,81 @@
+"""`Measured`: the times of steps and draft passes, and acceptance, learnt while serving. It decides nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from freedraft.cost.acceptance import Acceptance
+from freedraft.cost.roofline import Roofline
+from freedraft.cost.step_times import StepTimes
+from freedraft.recipe import Recipe
+from freedraft.step import Step
+
+_ENOUGH = 3  # timed steps without drafts needed for a comparison
+
+
+class Measured:
+    """Seconds are those at the context of the present step.
+
+    Args:
+        roofline: initial times; path: file to keep times of steps in; clock: seconds.
+
+    Attributes:
+        context: mean tokens of the requests of the newest step.
+        began: when the tokens of the newest step came.
+    """
+
+    def __init__(
+        self, roofline: Roofline, path: Path | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.times, self.acceptance, self.clock = StepTimes(roofline, path, clock), Acceptance(), clock
+        self.context = 1.0
+        self.began = 0.0
+        self._ended: float | None = None
+
+    def learn(self, step: Step) -> None:
+        """Take the newest step: its time, if the one before ended in `launch`, and its outcome."""
+        now = self.began = self.clock()
+        if step.previous is not None and self._ended is not None:
+            self.times.update(*step.previous, self.context, now - self._ended)
+        if step.batch_size:
+            self.context = float(np.add.reduce(step.contexts, dtype=np.float64)) / step.batch_size
+        self.acceptance.update(step)
+
+    def launch(self) -> None:
+        """The time of the next step begins."""
+        self._ended = self.clock()
+        self.times.save_if_due()
+
+    def skip(self) -> None:
+        """The time of the next step is not taken."""
+        self._ended = None
+
+    def interrupt(self) -> None:
+        """Steps follow that nobody tells of."""
+        self._ended = None
+        self.acceptance.follow()
+
+    def baseline_known(self, batch: int, widths: Sequence[int] | None = None) -> bool:
+        """Whether steps without drafts were timed often enough for a comparison. widths: see `EngineContext`."""
+        return self.times.count(batch, batch * (widths or (1,))[0], self.context) >= _ENOUGH
+
+    def step_seconds(self, batch: int, query_tokens: ArrayLike) -> NDArray[np.float64]:
+        """By query tokens over the batch."""
+        return self.times.seconds(batch, query_tokens, self.context)
+
+    def pass_seconds(self, recipe: Recipe, batch: ArrayLike) -> NDArray[np.float64]:
+        """By number of requests."""
+        return self.times.pass_seconds(recipe, batch, self.context)
+
+    def record_pass(self, recipe: Recipe, batch: int, seconds: float) -> None:
+        self.times.update_pass(recipe, batch, self.context, seconds)
+
+    def warm_up(self) -> None:
+        """Compile, or load from the cache, everything that a step calls."""
+        self.acceptance.warm_up()
+        StepTimes(self.times.roofline).update(1, 1, 1.0, 1.0)
