@@ -63,7 +63,7 @@ class LayerSkipMethod(Method):
     def __init__(self, options: LayerSkipOptions, context: EngineContext, controller: Controller | None = None) -> None:
         controller = controller or make_controller(context, drafter_decides=True)
         super().__init__(options, context, controller, NAME)
-        self.measured = controller.measured if context.lengths is None else None  # the engine decides draft lengths
+        self.measured = controller.measured
         if self.measured is None and context.lengths is None:
             raise ConfigError(f"'{NAME}' cannot price this model's steps (see the warning above): use method 'sssd'")
         self.selection = options.make_selection(context.hf_config, context.hardware)
@@ -222,6 +222,8 @@ class LayerSkipMethod(Method):
             longest = np.clip(cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
             known = cost.measured.baseline_known(self._batch, self.context.widths)
             plain = pays is None and (not known or self._baseline.due(self._batch, longest=float(longest)))
+            if cost.scheduled:  # the engine has decided to draft, and times steps without drafts
+                plain, pays = False, True
             self.recipe = None if plain else cost.recipe_of_round(pays=pays)
         return self.recipe is not None
 

@@ -138,18 +138,6 @@ class LayerSkipOptions(PluginOptions):
         return Window(self.sinks, self.window - self.sinks)
 
     @property
-    def needs_own_lengths(self) -> str:
-        """Why these options need draft lengths per request (the engine decides them beforehand), and the remedy; "" if
-        they do not."""
-        if self.selection == "knapsack" and self.searches:
-            return (
-                "selection 'knapsack' searches by the times of steps, which are not known where vLLM decides draft "
-                "lengths before drafting (model runner V2): to be served there set 'selection_file' to what 'freedraft "
-                "calibrate knapsack' makes"
-            )
-        return ""
-
-    @property
     def shape_at_one_length(self) -> str:
         """The shape where all requests of a step verify the same number of draft tokens: chains if all fill it."""
         fills = self.lookahead == "cost" or (self.lookahead == "fixed" and self.length is None)
@@ -198,12 +186,13 @@ class LayerSkipOptions(PluginOptions):
     def make_lookahead(
         self, context: EngineContext, recipes: Sequence[SkipSet], measured: Measured | None
     ) -> Lookahead:
-        """The lookahead policy of these options; measured: None if the engine decides draft lengths. Raises ValueError,
-        one line, if the classifier is missing, damaged or of another model."""
+        """The lookahead policy of these options; measured: None if nothing is, with one length for all steps. Raises
+        ValueError, one line, if the classifier is missing, damaged or of another model."""
         if self.lookahead == "cost":
+            most, scheduled = context.max_draft_tokens, context.lengths is not None
             if measured is None:
-                return FixedLength(context.max_draft_tokens)
-            return Cost(measured, recipes, context.max_draft_tokens, context.widths)
+                return FixedLength(most)
+            return Cost(measured, recipes, most, context.widths, scheduled=scheduled)
         if self.lookahead == "fixed":
             return FixedLength(self.length or (context.max_draft_tokens if context.widths is None else 5))
         if self.lookahead == "disco":
@@ -222,8 +211,6 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
             f"selection '{options.selection}' searches on one tensor-parallel rank only, not "
             f"{context.tensor_parallel}: calibrate a set, or use 'knn'"
         )
-    if context.lengths is not None and (why := options.needs_own_lengths):
-        raise ValueError(why)
     options.make_selection(context.hf_config, context.hardware)
     options.make_lookahead(context, [], None)
     options.draft_window(context)

@@ -110,7 +110,7 @@ class BatchLengths(Controller):
         the draft is copied, since the next one takes its memory."""
         step, cut, self._step, self._cut = self._step, self._cut, None, None
         if step is not None:
-            self.measured.acceptance.update(step)
+            self.measured.accept(step)
             if self._newest is not None:  # earlier expectations are wrong by the same factor
                 draft, asked, expected = self._newest
                 self._gain *= self._expected(draft, asked) / np.maximum(expected, 1e-9)

@@ -42,6 +42,10 @@ class Measured:
         now = self.began = self.clock()
         if step.previous is not None and self._ended is not None:
             self.times.update(*step.previous, self.context, now - self._ended)
+        self.accept(step)
+
+    def accept(self, step: Step) -> None:
+        """Take the newest step's outcome, without its time."""
         if step.batch_size:
             self.context = float(np.add.reduce(step.contexts, dtype=np.float64)) / step.batch_size
         self.acceptance.update(step)

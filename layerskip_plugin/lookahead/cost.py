@@ -66,12 +66,16 @@ class Cost(Lookahead):
         recipes: skip sets with the window.
         longest: most draft tokens per request.
         widths: see `EngineContext`.
+        scheduled: whether steps verify a scheduled number of tokens, however many are drafted: then only passes have a
+            price.
     """
 
     def __init__(
-        self, measured: Measured, recipes: Sequence[SkipSet], longest: int, widths: Sequence[int] | None = None
-    ) -> None:
+        self, measured: Measured, recipes: Sequence[SkipSet], longest: int, widths: Sequence[int] | None = None, *,
+        scheduled: bool = False,
+    ) -> None:  # fmt: skip
         self.measured, self.widths = measured, None if widths is None else np.array(widths, np.int32)
+        self.scheduled = scheduled
         self.use(recipes)
         self.longest = min(longest, MAX_DRAFT_LEN)
         self.on = True
@@ -163,6 +167,10 @@ class Cost(Lookahead):
             nodes = np.maximum(np.arange(self.max_draft_len + 2), rest.most_nodes)
             query_tokens = batch * holding(nodes, self.widths)
         self.step_price = self.measured.step_seconds(batch, query_tokens)
+        if self.scheduled:  # as measured, with the passes of such a round
+            seconds = float(self.measured.step_seconds(batch, batch * (1 + self.max_draft_len)))
+            self.rate = (batch + float(self.estimate(recipe, requests, self.max_draft_len).gain[-1])) / seconds
+            self.step_price[:] = 0.0
 
     def end(self, length: int) -> None:
         """Keep the expected length, which is the best one by costs."""

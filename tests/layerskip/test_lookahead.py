@@ -15,7 +15,7 @@ from layerskip_plugin.lookahead.cost import FIRST_TRIALS, Cost
 from layerskip_plugin.lookahead.disco import Classifier, Disco
 from layerskip_plugin.rounds import Candidate
 from layerskip_plugin.skip_set import SkipSet
-from tests.support.simulated import SETS, Passes, Text
+from tests.support.simulated import SETS, Passes, ScheduledPasses, Text
 
 PLAIN = 0.02  # seconds of a step of one token
 SHAPES = ((12,), (12,), (12, 3), (3,), (3, 1), (1,))
@@ -95,6 +95,30 @@ def test_a_larger_batch_drafts_less_where_verification_is_bound_by_compute() -> 
         shares.append(share(rows))
         lengths.append(rows[:, 2].mean() / batch)
     assert lengths[0] > lengths[1] + 1 and shares[2] < 0.1
+
+
+class Varied(ScheduledPasses):
+    """Text of which a step's drafts are sure up to a place that differs from step to step."""
+
+    def draft(self, ids: list[str], gained: list[list[int]]) -> np.ndarray:
+        self.sure = int(self.random.integers(self.most + 1))
+        return super().draft(ids, gained)
+
+    def chance(self, text: Text) -> np.ndarray:
+        return np.where(np.arange(self.most) < self.sure, 0.98, 0.05)
+
+
+def test_where_the_engine_schedules_lengths_passes_stop_when_they_do_not_pay() -> None:
+    """As on vLLM's model runner V2; and where none pays, none is run."""
+    speeds = []
+    for lookahead in (None, FixedLength(99)):
+        engine = Varied(lambda batch, tokens: PLAIN * (1 + 0.02 * (tokens - 1)), times(0.2), lookahead=lookahead)
+        text = Text(0.0, lambda position, rows, engine=engine: 0.98 if position < engine.sure else 0.05)
+        rows = engine.run(1, text, 2000)[1000:]
+        speeds.append(rows[:, 0].sum() / rows[:, 1].sum())
+    assert speeds[0] > 1.1 * speeds[1]
+    dear = ScheduledPasses(lambda batch, tokens: PLAIN, times(0.85)).run(1, said(0.5), 3000)[1500:]
+    assert share(dear) < 0.05
 
 
 def test_confidence_decides_between_requests() -> None:

@@ -150,6 +150,7 @@ class Passes(V1):
     """
 
     context = 300
+    scheduled: tuple[int, ...] | None = None
 
     def __init__(
         self, seconds: Seconds, pass_seconds: Callable[[int], float], *, sets: Sequence[SkipSet] = SETS[:1],
@@ -164,7 +165,8 @@ class Passes(V1):
 
     def make_method(self) -> LayerSkipMethod:
         shape = dict.fromkeys(SHAPE_FIELDS, 1) | {"num_hidden_layers": self.sets[0].n_layers}
-        context = EngineContext(hf_config=SimpleNamespace(**shape), max_draft_tokens=self.most)
+        known = {"max_draft_tokens": self.most, "lengths": self.scheduled}
+        context = EngineContext(hf_config=SimpleNamespace(**shape), **known)
         method = LayerSkipMethod(LayerSkipOptions(), context, self.controller)
         method.selection = InTurns({str(i): skip_set for i, skip_set in enumerate(self.sets)})
         method.use(self.sets)
@@ -187,6 +189,32 @@ class Passes(V1):
             1 / (1 / rate + n * self.pass_seconds(batch) / (batch * sum(text.accept**i for i in range(n + 1))))
             for n, rate in enumerate(super().rates(batch, text))
         ]
+
+
+class ScheduledPasses(Passes):
+    """The same in `V2`: the engine decides how many tokens a step verifies, and passes may draft fewer."""
+
+    table: np.ndarray
+    sent: Any
+
+    def __init__(self, seconds: Seconds, *given: Any, **options: Any) -> None:
+        self.length, self.waited = 0, 0.0
+        super().__init__(lambda batch, _: seconds(batch, batch * (1 + self.length)), *given, **options)
+
+    def make_controller(self, roofline: Roofline, **options: Any) -> Any:
+        made = V2.make_controller(self, roofline, **options)  # type: ignore[arg-type]
+        self.scheduled = tuple(self.lengths)
+        return made
+
+    def draft(self, ids: list[str], gained: list[list[int]]) -> np.ndarray:
+        self.length, began = int(self.table[len(ids)]), self.now
+        how = {"contexts": self.context, "capacities": self.length, "drafted": self.drafted}
+        lengths = self.method.draft(make_step(ids, gained, **how)).counts - 1
+        self.waited = self.now - began
+        return lengths
+
+    def end_step(self, batch: int, drafted: int, seconds: float) -> None:
+        V2.end_step(self, batch, batch * self.length, seconds + self.waited)  # type: ignore[arg-type]
 
 
 class InTurns(Selection):

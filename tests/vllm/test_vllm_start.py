@@ -184,16 +184,14 @@ def as_with_triton(monkeypatch):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
 
 
-def test_options_that_need_times_are_served_by_v1(tiny_model, as_with_triton, monkeypatch, line):
-    options, words = {"selection": "knapsack"}, ["'knapsack' searches", "set 'selection_file'"]
-    config = config_of(tiny_model, SKIPPING)
-    assert config.use_v2_model_runner and config.speculative_config.method == methods.V2_METHOD
-    config = config_of(tiny_model, SKIPPING | options)
+def test_methods_are_served_by_v2_where_vllm_has_it_but_for_both_at_once(tiny_model, as_with_triton, line):
+    for options in ({}, {"selection": "knapsack"}):
+        config = config_of(tiny_model, SKIPPING | options)
+        assert config.use_v2_model_runner and config.speculative_config.method == methods.V2_METHOD
+        assert methods.configured(config).options.items() >= options.items()
+    config = config_of(tiny_model, BOTH)
     assert not config.use_v2_model_runner and config.speculative_config.method == "custom_class"
-    assert methods.configured(config).options.items() >= options.items()
-    assert all(word in line() for word in ["'layerskip'", "runner V1", "async scheduling is off", *words])
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert words[0] in refusal(tiny_model, SKIPPING | options)
+    assert all(word in line() for word in ["'hybrid'", "runner V1", "async scheduling is off", "run on V2"])
 
 
 @pytest.mark.parametrize("given", [SKIPPING, BOTH])

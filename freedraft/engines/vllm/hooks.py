@@ -213,10 +213,7 @@ def settings() -> list[str]:
     from vllm.triton_utils import HAS_TRITON
 
     if HAS_TRITON and not check(V2_HOOKS):
-        return [
-            "'sssd' and 'layerskip': model runner V2, with async scheduling; 'hybrid', and 'layerskip' with a search "
-            "of KnapSpec: model runner V1, without async scheduling"
-        ]
+        return ["'sssd' and 'layerskip': model runner V2, with async scheduling; 'hybrid': model runner V1, without it"]
     why = "model runner V2 lacks what is hooked" if HAS_TRITON else "no Triton for this device"
     return [f"{why}: all methods are served by model runner V1, without async scheduling"]
 

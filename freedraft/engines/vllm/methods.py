@@ -162,7 +162,7 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
         return original(args, *others, **kwargs)
     try:
         config, options = _split(args, spec, given)
-        v2 = runs_v2(args, spec, options)
+        v2 = runs_v2(args, spec)
     except ConfigError as error:
         stop_start(error)
     config = ENGINE_METHOD[v2] | config
@@ -248,9 +248,9 @@ def _rewritten(engine_args: Any, config: dict[str, Any] | None) -> Iterator[None
             setattr(engine_args, name, value)
 
 
-def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
-    """Whether model runner V2 serves this method: if vLLM would use it without speculation, and the method and these
-    options support it. Raises ConfigError: the method does not support an option."""
+def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
+    """Whether model runner V2 serves this method: if vLLM would use it without speculation, and the method supports it.
+    Raises ConfigError: the method does not support an option."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
     from vllm.utils import platform_utils
@@ -271,13 +271,10 @@ def runs_v2(engine_args: Any, spec: MethodSpec, options: PluginOptions) -> bool:
         or getattr(engine_args, "ubatch_size", 0)
         or getattr(engine_args, "distributed_executor_backend", None) == "external_launcher"
     )
-    served = "'sssd' and 'layerskip' run on V2 with it"
-    # Options may name a reason against V2, and the remedy; if the user forces V2, the method's check raises it.
-    needs_v1 = served if v1_only else getattr(options, "needs_own_lengths", "")
-    if needs_v1 and stock and not missing and asked is None:
-        line = "freedraft: async scheduling is off: method '%s' needs vLLM's model runner V1; %s"
-        logger.warning(line, spec.name, needs_v1)
-    v2 = not missing and (stock and not needs_v1 if asked is None else asked)
+    if v1_only and stock and not missing and asked is None:
+        line = "freedraft: async scheduling is off: '%s' runs on model runner V1 ('sssd' and 'layerskip' run on V2)"
+        logger.warning(line, spec.name)
+    v2 = not missing and (stock and not v1_only if asked is None else asked)
     if not v2 and getattr(engine_args, "async_scheduling", None):
         reason = "model runner V1, which serves it here, has no async scheduling for it"
         raise _error(spec, f"{reason}: leave --async-scheduling out")
