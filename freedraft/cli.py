@@ -236,19 +236,25 @@ def top(
 @app.command()
 def compare(
     plain: Annotated[str, typer.Argument(metavar="PLAIN_URL", help="Server without drafts, http://HOST:PORT.")],
-    drafting: Annotated[str, typer.Argument(metavar="DRAFTING_URL", help="The same with drafts.")],
+    drafting: Annotated[str | None, typer.Argument(
+        metavar="DRAFTING_URL", help="The same with drafts.")] = None,
+    control: Annotated[str | None, typer.Option(
+        metavar="off", help="With one URL: compare it with itself, drafts turned off in each request.")] = None,
     only: Annotated[list[str] | None, typer.Option(
         metavar="PATTERN", help="Kinds to send, for example '*stop*'; may be repeated.")] = None,
     tolerance: Annotated[float, typer.Option(min=0, help="By how much logprobs may differ.")] = 1e-3,
     file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write all outcomes to it.")] = None,
 ) -> None:  # fmt: skip
-    """Check on two servers that drafts change no answer. Exit code 1 if they do."""
+    """Check on two servers, or on one, that drafts change no answer. Exit code 1 if they do."""
     from collections import Counter
 
     from freedraft.compare import DIFFERS, ONE, Server, compare
 
     rows = []
-    for row in compare(Server(plain), Server(drafting), only or (), tolerance):
+    if (control, drafting is None) not in ((None, False), ("off", True)):
+        raise ValueError("name two servers, or one that drafts and --control off")
+    drafting = drafting or plain
+    for row in compare(Server(plain, off=control == "off"), Server(drafting), only or (), tolerance):
         rows.append(row)
         count = "-" if row["accepted"] is None else row["accepted"]
         typer.echo(f"{row['kind']:42} {row['outcome']:25} {count:>6} accepted  {row['plain']}")

@@ -24,7 +24,9 @@ def test_every_request_is_whole() -> None:
     for kind in load(known):
         assert kind.keys() <= words and "$" not in json.dumps(kind["requests"]), kind
         for request in kind["requests"]:
-            assert request["at"] in PATHS and request["send"].keys() & {"prompt", "messages", "text"}, kind["kind"]
+            assert request["at"] in PATHS and request["send"].keys() & {"prompt", "messages", "text", "input"}, kind[
+                "kind"
+            ]
 
 
 def answer(text: str, logprob: float = -0.5, identity: str = "a") -> tuple[int, dict]:
@@ -75,6 +77,30 @@ def test_pieces_of_a_stream_make_the_whole_answer() -> None:
     assert (delta["role"], delta["content"]) == ("assistant", "ab") and whole["usage"] == {"completion_tokens": 5}
     assert delta["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
     assert whole["choices"][0]["token_ids"] == [7, 7, 7, 7, 8] and whole["choices"][0]["finish_reason"] == "stop"
+
+
+def test_events_of_a_stream_are_joined_to_runs_of_one_kind() -> None:
+    """However many tokens each brings; but what comes in another order is another answer."""
+
+    def streamed(*events: dict) -> dict:
+        whole: dict = {}
+        for number, event in enumerate(events):
+            join(whole, event | {"sequence_number": number, "item_id": f"{number}"})
+        return whole
+
+    def text(delta: str) -> dict:
+        return {"type": "response.output_text.delta", "output_index": 0, "delta": delta}
+
+    call = {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": "{}"}}
+    assert streamed(text("a"), text("b"), call) == streamed(text("ab"), call)
+    for others in ((text("a"), call, text("b")), (text("ab"),), (text("ab"), call | {"index": 2})):
+        assert streamed(*others) != streamed(text("ab"), call)
+
+
+@pytest.mark.parametrize("asked", [["http://a", "http://b", "--control", "off"], ["http://a"]])
+def test_it_asks_two_servers_or_one_with_a_control(asked) -> None:
+    done = CliRunner().invoke(cli.app, ["compare", *asked])
+    assert done.exit_code == 2 and "name two servers, or one that drafts and --control off" in done.stderr
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:9", "http://["])

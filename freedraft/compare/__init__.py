@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,15 @@ from prometheus_client.parser import text_string_to_metric_families
 SAME, DIFFERS, ONE = "same", "differs", "refused by one"
 BOTH, ITSELF = "refused by both", "plain differs from itself"
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions", "generate": "/generate"}
+PATHS |= {"responses": "/v1/responses", "messages": "/v1/messages", "ollama": "/api/chat"}
+# By engine, the field of a request that turns its drafts off, and the endpoints that have it
+OFF = {"vllm": ("vllm_xargs", PATHS.keys()), "sglang": ("custom_params", {"completions", "chat", "generate"})}
 ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total", "freedraft_accepted_tokens_total")
-TEXTS = {"text", "content", "reasoning", "reasoning_content", "arguments", "refusal"}  # streamed in pieces
+# Texts that are streamed in pieces
+TEXTS = {"text", "content", "reasoning", "reasoning_content", "arguments", "refusal", "delta", "partial_json"}
 # Of a request, not of its answer: names, times, counts of caches and of drafts.
 OWN = re.compile(
-    r"id|created|model|system_fingerprint|metrics|sglext|spec_\w+|cached_\w+|prompt_tokens_details|num_retractions"
+    r"id|\w+_id|sequence_number|created\w*|completed_at|model|system_fingerprint|metrics|sglext|spec_\w+|cached_\w+|prompt_tokens_details|num_retractions"
     r"|\w+_(latency|throughput|time|ts|wait)"
 )
 
@@ -32,9 +37,10 @@ Answer = tuple[int | str, Any]
 
 
 class Server:
-    """A running server. Raises ValueError, one line: it does not answer as vLLM or SGLang."""
+    """A running server. off: turn drafts off in each request. Raises ValueError, one line: it does not answer as vLLM
+    or SGLang."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, *, off: bool = False) -> None:
         headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', 'none')}"}
         limits = httpx.Limits(max_keepalive_connections=0)  # servers close idle ones as the next request comes
         try:
@@ -48,7 +54,8 @@ class Server:
             raise ValueError(f"no vLLM or SGLang server at {url}: {error}") from None
         self.about |= {name: told[name] for name in ("version", "dtype", "quantization") if told.get(name)}
         self.url, self.model = url, card["id"]
-        self.drafts = info.get("speculative_algorithm") is not None or self.accepted() is not None
+        self.off = off
+        self.drafts = not off and (info.get("speculative_algorithm") is not None or self.accepted() is not None)
 
     def _json(self, path: str) -> Any:
         answer = self.client.get(path)
@@ -67,6 +74,11 @@ class Server:
         """The answer to a request as `load` gives it, pieces of a stream joined."""
         cut, whole = request.get("cut_ms", 0) / 1000, dict[str, Any]()
         body = {"model": self.model} | request["send"] | ({"stream": True} if cut else {})
+        if self.off:
+            holder = body = deepcopy(body)
+            if request["at"] == "generate":
+                holder = body.setdefault("sampling_params", {})
+            holder.setdefault(OFF[self.about["engine"]][0], {})["freedraft"] = "off"
         how = {"json": body, "headers": request.get("headers")} | ({"timeout": cut} if cut else {})
         end = time.monotonic() + cut
         try:
@@ -76,8 +88,8 @@ class Server:
                 for line in answer.iter_lines():
                     if cut and time.monotonic() > end:
                         break
-                    if line.startswith("data: {"):
-                        join(whole, json.loads(line.removeprefix("data: ")))
+                    if (line := line.removeprefix("data: ")).startswith("{"):
+                        join(whole, json.loads(line))
         except (httpx.HTTPError, ValueError) as error:
             return (200, None) if cut else (type(error).__name__, str(error))
         return 200, None if cut else whole
@@ -87,6 +99,14 @@ def join(whole: dict[str, Any], piece: dict[str, Any]) -> None:
     """Add a piece of a stream: texts and lists behind what is there, choices and tool calls by their index."""
     if "meta_info" in piece:  # SGLang's own interface: the whole until now
         whole.clear()
+    if isinstance(piece.get("type"), str) and not whole.keys() - {"events"}:  # of an endpoint that streams events
+        what, text = apart(piece)
+        events = whole.setdefault("events", [["", ""]])
+        if events[-1][0] == what:
+            events[-1][1] += text
+        else:
+            events.append([what, text])
+        return
     for name, value in piece.items():
         if name in ("choices", "tool_calls"):
             for item in value or ():
@@ -97,6 +117,16 @@ def join(whole: dict[str, Any], piece: dict[str, Any]) -> None:
             whole[name] = whole.get(name, type(value)()) + value
         elif value is not None:
             whole[name] = value
+
+
+def apart(event: Any) -> tuple[Any, str]:
+    """An event without what is a request's own, and without its texts; and these, one behind another."""
+    if not isinstance(event, dict):
+        return event, ""
+    texts = {key for key, value in event.items() if key in TEXTS and isinstance(value, str)}
+    parts = {key: apart(value) for key, value in event.items() if key not in texts and not OWN.fullmatch(key)}
+    inner = "".join(text for _, text in parts.values())
+    return {key: rest for key, (rest, _) in parts.items()}, "".join(event[key] for key in sorted(texts)) + inner
 
 
 def load(names: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -149,7 +179,10 @@ def compare(
         raise ValueError(f"these servers cannot be compared: {', '.join(unlike)}")
     if plain.drafts or not drafting.drafts:
         raise ValueError("name a server without speculative decoding first, and one with it second")
-    kinds = [kind for kind in load(names_of(plain)) if kind.get("engine") in (None, plain.about["engine"])]
+    engine = plain.about["engine"]
+    kinds = [kind for kind in load(names_of(plain)) if kind.get("engine") in (None, engine)]
+    if plain.off:  # what can be asked without drafts
+        kinds = [kind for kind in kinds if all(request["at"] in OFF[engine][1] for request in kind["requests"])]
     kinds = [kind for kind in kinds if not only or any(fnmatch(kind["kind"], pattern) for pattern in only)]
     if not kinds:
         raise ValueError(f"no kind of request is called {' or '.join(only)}")

@@ -35,6 +35,7 @@ def patterns(kinds):
     return [" ".join(kind.split()) for kind in kinds.split(";")]
 
 
+CONTROLLED = ["a chat", "a copy", "streamed", "a prefix shared"]  # asked of one server, without and with drafts
 # By vLLM, of every speculative method on V2.
 REFUSED = {"min_p", "a seed and min_p", "a bias against a token", "a bias for a token", "logprobs of chosen tokens"}
 # Plugins of the engine: SGLang's lets seeds be heeded on a CPU, vLLM's runs model runner V2.
@@ -85,6 +86,8 @@ def check_kinds(arm, model, folder, only=()):
             other.about = plain.about | {name: "another"}
             with pytest.raises(ValueError, match=f"cannot be compared: {name} another and {drafting.about[name]}"):
                 next(compare(other, drafting))
+        control = list(compare(Server(drafting.url, off=True), drafting, CONTROLLED))
+        assert {row["outcome"] for row in control} == {SAME} and all(row["accepted"] for row in control), control
     different = {kind: row["difference"] for kind, row in rows.items() if row["outcome"] not in (SAME, BOTH)}
     # Plain vLLM's count in a stream depends on how many tokens its server reads at once.
     if rows.get(counted := "a chat, streamed with usage", {}).get("outcome") == ITSELF:
