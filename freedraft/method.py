@@ -159,7 +159,7 @@ class MethodSpec:
 
     def check(self, options: PluginOptions, context: EngineContext) -> None:
         """Called before the engine starts. Raises ValueError, one clear line, for errors that would come later."""
-        check_address(options.metrics_port, options.metrics_host)
+        check_address(options.metrics_port, options.metrics_host, context.rank)
         if self.checks is not None:
             self.checks(options, context)
 

@@ -72,8 +72,9 @@ class Metrics:
             self.accepted_lengths(str(length)).inc(requests)
 
 
-def check_address(port: int | None, host: str) -> None:
+def check_address(port: int | None, host: str, rank: int = 0) -> None:
     """Raise ConfigError, before the engine starts, where `serve` would fail."""
+    port = port and port + rank
     if not port or (host, port) in _servers:
         return
     try:

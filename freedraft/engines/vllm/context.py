@@ -45,6 +45,7 @@ def context_of_arguments(
         kv_dtype=str(engine_args.kv_cache_dtype),
         page_size=engine_args.block_size,
         tensor_parallel=engine_args.tensor_parallel_size,
+        rank=engine_args.data_parallel_rank or 0,
         lengths=lengths,
     )
 

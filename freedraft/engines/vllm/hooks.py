@@ -14,8 +14,9 @@ CONFIG_HOOKS = table("""
     vllm.EngineArgs
     vllm.engine.arg_utils.EngineArgs.create_speculative_config
     vllm.engine.arg_utils.EngineArgs has speculative_config, enable_lora, max_num_seqs, max_num_batched_tokens,
-        max_num_scheduled_tokens, data_parallel_size, tensor_parallel_size, gpu_memory_utilization, attention_backend,
-        attention_config, kv_cache_memory_bytes
+        max_num_scheduled_tokens, data_parallel_size, data_parallel_rank, tensor_parallel_size,
+        gpu_memory_utilization, attention_backend, attention_config, kv_cache_memory_bytes, _api_process_count,
+        _api_process_rank
     # what vLLM decides last
     vllm.engine.arg_utils.EngineArgs.create_engine_config(usage_context)
     vllm.engine.arg_utils.EngineArgs._set_default_max_num_seqs_and_batched_tokens_args(usage_context, model_config,
@@ -24,6 +25,11 @@ CONFIG_HOOKS = table("""
     vllm.v1.core.sched.output.NewRequestData.from_request
     vllm.v1.request.Request.__init__(cache_salt, lora_request)
     vllm.lora.request.LoRARequest has lora_name, lora_path
+    # the ends of turns and of answers
+    vllm.v1.core.sched.scheduler.Scheduler._update_request_with_output(request)
+    vllm.v1.core.sched.scheduler.Scheduler has vllm_config, scheduler_config
+    vllm.v1.request.Request has resumable, num_computed_tokens, num_tokens
+    vllm.v1.core.sched.utils.check_sequence_repetition(token_ids, params)
     # min_p and logit_bias in model runner V1
     vllm.sampling_params.SamplingParams._validate_spec_decode(speculative_config)
 """)
@@ -196,6 +202,8 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
 STREAM_HOOKS = table("""
     # streams, token by token
     vllm.v1.engine.async_llm.AsyncLLM.generate(prompt, sampling_params)
+    vllm.v1.engine.async_llm.AsyncLLM has output_processor
+    vllm.v1.engine.output_processor.OutputProcessor has stream_interval
     vllm.outputs.CompletionOutput has index, text, token_ids, logprobs, sampling_mask
     vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer.update(new_token_ids, stop_terminated)
     vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer.get_next_output_text(finished, delta)

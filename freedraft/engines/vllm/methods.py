@@ -65,9 +65,8 @@ ENGINE_METHOD: dict[bool, dict[str, Any]] = {
 }
 MAX_DRAFT_TOKENS = 64
 K = "num_speculative_tokens"
-# Keys of vLLM's SpeculativeConfig that apply to our methods.
 VERIFICATION = "rejection_sample_method"
-ENGINE_KEYS = ("method", K, SCHEDULE, ADAPTIVE, VERIFICATION)
+ENGINE_KEYS = (K, SCHEDULE, ADAPTIVE, VERIFICATION)  # of vLLM's SpeculativeConfig, those that apply to our methods
 LOSSY = ("fly", "synthetic")  # verification methods of vLLM
 
 
@@ -88,6 +87,7 @@ def register(spec: MethodSpec) -> bool:
     from vllm.sampling_params import SamplingParams
     from vllm.triton_utils import HAS_TRITON
     from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     start_with_numba_loaded()
     METHODS[spec.name] = spec
@@ -98,9 +98,8 @@ def register(spec: MethodSpec) -> bool:
     wrap_once(NewRequestData, "from_request", after(add_salt))
     # vLLM refuses `min_p` and `logit_bias` with drafts, which its rejection samplers ignore. Ours on V1 applies them.
     wrap_once(SamplingParams, "_validate_spec_decode", unless(_is_v1))
+    wrap_once(Scheduler, "_update_request_with_output", after(_resume_at_stop))
     if not check(SCHEDULER_HOOKS):
-        from vllm.v1.core.sched.scheduler import Scheduler
-
         wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", _keep_lengths_of_replicas)
         wrap_once(Scheduler, "update_from_output", before(receive_lengths))
     if hasattr(VllmConfig, "_maybe_disable_dynamic_sd_for_v1"):
@@ -123,6 +122,14 @@ def _install_v2(_: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
 
 def _is_ours(vllm_config: Any) -> bool:
     return configured(vllm_config).name in METHODS
+
+
+def _resume_at_stop(updated: tuple[Any, bool], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Take no token as computed that was accepted behind the end of a turn of streamed input: the next turn takes its
+    place. Before 0.33 vLLM does so with async scheduling only."""
+    at_once = not scheduler.scheduler_config.async_scheduling and _is_ours(scheduler.vllm_config)
+    if updated[1] and request.resumable and at_once:
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
 
 
 def _reserve_slots() -> None:
@@ -157,7 +164,7 @@ def _warn(spec: MethodSpec, missing: list[str], consequence: str) -> None:
 
 def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwargs: Any) -> Any:
     given = {str(key).replace("-", "_"): value for key, value in (args.speculative_config or {}).items()}
-    spec = METHODS.get(given.get("method") or getattr(args, "spec_method", None) or "")
+    spec = METHODS.get(str(given.get("method") or getattr(args, "spec_method", None)).lower())
     if spec is None:
         return original(args, *others, **kwargs)
     try:
@@ -287,15 +294,16 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[d
     option_type = spec.options
     config: dict[str, Any] = {}
     flags = {}
-    engine_keys = {key.name for key in dataclasses.fields(SpeculativeConfig)} - {"method", "model"}
+    others = {field.name for field in dataclasses.fields(SpeculativeConfig)}
     for key, value in given.items():
         if key in option_type.model_fields:
             flags[key] = value
-        elif key in engine_keys:
+        elif key in ENGINE_KEYS:
             config[key] = value
         elif key != "method":
-            nearest = suggestion(key, [*ENGINE_KEYS, *option_type.model_fields])
-            raise _error(spec, f"unknown option '{key}': {nearest}")
+            nearest = suggestion(key, ["method", *ENGINE_KEYS, *option_type.model_fields])
+            remedy = "leave it out, it is for vLLM's other methods" if key in others else nearest
+            raise _error(spec, f"unknown option '{key}': {remedy}")
     if getattr(engine_args, "spec_model", None) is not None:
         raise _error(spec, "option '--spec-model' has no meaning here: remove it")
     spec_tokens = getattr(engine_args, "spec_tokens", None)
@@ -332,7 +340,8 @@ def _check(
         most = guards.fitting_length(*sizes, given=given, trees=trees)
         config[K], lengths = most, candidate_lengths(most) if v2 else None
         context = context_of_arguments(engine_args, model_config, most, lengths)
-        spec.check(options, context)
+        if engine_args._api_process_rank < 0 or engine_args._api_process_count == 1:
+            spec.check(options, context)  # other front ends start when the engine may serve already
         return context
     except ConfigError:
         raise

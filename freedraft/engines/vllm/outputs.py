@@ -34,7 +34,7 @@ def drafted_up_to(parameters: Any, prompt: int) -> int:
 
 
 def trimmed_output(parameters: Any, tokens: Sequence[int], tokenizer: Any = None) -> NDArray[np.int32]:
-    """A request's output without tokens that its last step accepted beyond its end, which the scheduler drops later.
+    """A request's output without tokens that its last steps accepted beyond its end, which the scheduler drops later.
     parameters: its SamplingParams, or None; tokenizer: the target's; None: do not look for stop strings, after which a
     request runs on until the front end, which alone decodes, ends it."""
     tokens = tokens[: getattr(parameters, "max_tokens", None)]
@@ -42,9 +42,21 @@ def trimmed_output(parameters: Any, tokens: Sequence[int], tokenizer: Any = None
     stops = set[int](getattr(parameters, kind, None) or ())
     if not stops.isdisjoint(tokens):
         tokens = tokens[: next(i for i, token in enumerate(tokens) if token in stops) + 1]
+    if getattr(parameters, "repetition_detection", None) is not None:
+        tokens = tokens[: _through_repetition(parameters, tokens)]
     if tokenizer is not None and getattr(parameters, "stop", None):
         tokens = tokens[: _through_stop_string(parameters, tokens, tokenizer)]
     return np.array(tokens, np.int32)
+
+
+def _through_repetition(parameters: Any, tokens: Sequence[int]) -> int:
+    """The number of tokens up to the one that completes a repetition, which fewer than `_BLOCK` follow; all without."""
+    from vllm.v1.core.sched.utils import check_sequence_repetition as repeats
+
+    detected = parameters.repetition_detection
+    longest = detected.max_pattern_size * detected.min_count  # tokens
+    ends = range(max(parameters.min_tokens, len(tokens) - _BLOCK, 1), len(tokens))
+    return next((end for end in ends if repeats(tokens[max(end - longest, 0) : end], detected)), len(tokens))
 
 
 def _through_stop_string(parameters: Any, tokens: Sequence[int], tokenizer: Any) -> int:

@@ -72,7 +72,7 @@ async def _generate(
 
 def pieces(output: Any, size: int = 1) -> Iterator[Any]:
     """vLLM's RequestOutput as several, of one choice and at most `size` tokens each; what comes once comes with the
-    first of a choice or, at its end, with the last."""
+    first of a choice or, at its end, with the last. Each has the cumulative logprob of all."""
     if all(len(getattr(completion.text, "parts", ())) <= size for completion in output.outputs):
         yield output
         return
@@ -91,5 +91,5 @@ def pieces(output: Any, size: int = 1) -> Iterator[Any]:
                 piece.prompt_logprobs = piece.prompt_token_id_logprobs = None
             if not last:
                 made.finish_reason = made.stop_reason = made.routed_experts = made.spec_decode_metrics = None
-                made.weight_versions = None
+                made.weight_versions = piece.kv_transfer_params = piece.ec_transfer_params = None
             yield piece
