@@ -259,8 +259,6 @@ VLLM_THOUGHT_TEXTS = {
 OTHER_MARKS = {"seed_oss": "seed:think", "minimax_m3": "mm:think", "k2_horizon": "ifm|think"}
 # The text opens the first thought itself.
 OPENED = ["mistral", "minimax_m3", "hf", "olmo3", "plamo3", "minicpmv", "mimo"]
-# Ids of "<think>\n", "\n</think>\n<answer>\n" and "\n</answer>" in the only vocabulary that "hunyuan_a13b" knows.
-HUNYUAN = ([14023, 771, 397], [198, 524, 27963, 397, 27, 9399, 397], [198, 524, 9399, 29])
 
 
 def vllm_thought_text(name):

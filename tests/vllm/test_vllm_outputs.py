@@ -38,6 +38,25 @@ def test_a_request_without_sampling_parameters_keeps_its_output():
     assert trimmed_output(None, [1, 2]).tolist() == [1, 2]
 
 
+def test_an_output_ends_where_the_scheduler_detects_a_repetition():
+    from vllm import SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams
+    from vllm.v1.core.sched.utils import check_stop
+    from vllm.v1.request import Request
+
+    detected, shortened = RepetitionDetectionParams(max_pattern_size=3, min_count=3), 0
+    for seed, tokens in enumerate(np.random.default_rng(0).integers(0, 4, (40, 60)).tolist()):
+        parameters = SamplingParams(max_tokens=50, min_tokens=10 * (seed % 3), repetition_detection=detected)
+        request = Request("r", [5], parameters, None)
+        for token in tokens:
+            request.append_output_token_ids(token)
+            if check_stop(request, 999):
+                break
+        assert trimmed_output(parameters, tokens).tolist() == [*request.output_token_ids], seed
+        shortened += request.num_output_tokens < 50
+    assert shortened > 20
+
+
 def test_an_output_ends_with_the_token_that_completes_a_stop_string(demo_model):
     """As vLLM's own front end has it, which ends the request some steps later."""
     from transformers import AutoTokenizer

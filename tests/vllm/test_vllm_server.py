@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -10,8 +9,7 @@ from collections import Counter
 
 import pytest
 from vllm_cases import SAMPLED
-from vllm_parsers import Streams
-from vllm_server import client_of, clients_that_go_away, get, server_of, serving
+from vllm_server import client_of, clients_that_go_away, get, metric, server_of, serving
 
 from bench.lib.load import ask
 from bench.lib.servers import MODEL_NAME
@@ -79,28 +77,24 @@ def test_a_seed_gives_the_same_answer_while_the_server_learns(server):
     assert counts[1] > counts[0] + 10, "nothing was learnt: the test does not test that"
 
 
-def test_streamed_tool_calls_are_those_of_single_tokens(server):
+def test_each_streamed_token_comes_alone_as_to_a_client_without_drafts(server):
     """The model copies a text with two calls, which vLLM's parser alone misplaces in part."""
-    from vllm.parser.parser_manager import ParserManager
-
     text = VLLM_TOOL_TEXTS["minicpm5"]
     asked = {"messages": [{"role": "user", "content": f"Repeat: {text}"}], "model": MODEL_NAME, "tools": TOOLS}
     extra = {"return_token_ids": True, "structured_outputs": {"choice": [text]}}
-    content, calls, runs = "", {}, []
-    with client_of(server.port).chat.completions.create(**asked, stream=True, extra_body=extra) as stream:
-        for chunk in stream:
-            (choice,) = chunk.choices
-            runs += [choice.token_ids] if getattr(choice, "token_ids", None) else []
-            content += choice.delta.content or ""
-            for call in choice.delta.tool_calls or ():
-                one = calls.setdefault(call.index, {"name": "", "arguments": "", "ids": 0})
-                one["ids"] += call.id is not None
-                one["name"] += call.function.name or ""
-                one["arguments"] += call.function.arguments or ""
-    assert max(map(len, runs)) > 4, "no run of accepted tokens: the test does not test that"
-    expected = Streams("minicpm5", None, False, ParserManager.get_parser, [token for run in runs for token in run])
-    assert (content, "", calls) == expected.read(1, plain_text=True)
-    assert [(call["name"], json.loads(call["arguments"])) for call in calls.values()] == list(CALLS)
+    found, before = {}, metric(server, "freedraft_accepted_tokens_total")
+    for said in ("off", "on"):
+        xargs = {"vllm_xargs": {"freedraft": said}}
+        stream = client_of(server.port).chat.completions.create(
+            **asked, temperature=0, stream=True, extra_body=extra | xargs
+        )
+        choices = [chunk.choices[0].model_dump() for chunk in stream]
+        calls = [[call["function"] for call in each["delta"]["tool_calls"] or ()] for each in choices]
+        tokens = [each.get("token_ids") for each in choices]
+        found[said] = tokens, [each["delta"]["content"] for each in choices], calls
+    assert metric(server, "freedraft_accepted_tokens_total") > before + 20, "the test does not test that"
+    assert found["on"] == found["off"] and all(len(ids) == 1 for ids in tokens if ids)
+    assert [each["name"] for one in calls for each in one if each["name"]] == [name for name, _ in CALLS]
 
 
 def test_metrics_are_true_where_they_are_shown(server):

@@ -8,6 +8,7 @@ import logging
 import os
 import pickle
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,7 @@ def test_layers_that_are_skipped_are_not_compiled_ahead_of_time(tiny_model, monk
 
 
 def test_the_method_is_rewritten_and_options_travel(tiny_model):
-    given = GOOD | {"knee": 11, "live-max-age": 0.25}
+    given = GOOD | {"method": "SSSD", "knee": 11, "live-max-age": 0.25}
     config = config_of(tiny_model, copy.deepcopy(given))
     assert config.speculative_config.method == "custom_class"
     assert config.speculative_config.num_speculative_tokens == 8
@@ -334,6 +335,10 @@ def test_other_methods_are_left_alone(tiny_model):
         ({"datastroe": "x"}, ["'datastroe'", "did you mean 'datastore'"]),
         ({"num_speculative_token": 3}, ["'num_speculative_token'", "did you mean 'num_speculative_tokens'"]),
         ({"model": "x"}, ["'model'"]),
+        ({"prompt_lookup_max": 4}, ["'prompt_lookup_max'", "leave it out", "vLLM's other methods"]),
+        ({"quantization": "fp8"}, ["'quantization'", "leave it out"]),
+        ({"max_model_len": 512}, ["'max_model_len'", "leave it out"]),
+        ({"draft_tensor_parallel_size": 1}, ["'draft_tensor_parallel_size'", "leave it out"]),
         ({"num_speculative_tokens": 0}, ["'num_speculative_tokens'", "1 to 64", "0", "try 8"]),
         ({"num_speculative_tokens": 65}, ["'num_speculative_tokens'", "1 to 64", "65"]),
         ({"num_speculative_tokens": "8"}, ["'num_speculative_tokens'", "'8'"]),
@@ -361,6 +366,23 @@ def test_a_store_of_another_tokenizer(demo_model, tmp_path):
     message = refusal(demo_model, GOOD | {"datastore": str(tmp_path / "foreign")}, skip_tokenizer_init=False)
     assert "foreign" in message and "tokenizer" in message
     config_of(demo_model, GOOD | {"datastore": str(tmp_path / "mine")}, skip_tokenizer_init=False)
+
+
+def test_of_several_front_ends_the_first_checks_what_the_engine_needs(tiny_model, tmp_path):
+    """When others start, the engine may serve its metrics already. Each replica serves its own, at port + rank."""
+    save_mixtral(tmp_path)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        given = GOOD | {"metrics_port": port, "datastore": "/no/such/store"}
+        for several in ({}, {"_api_process_count": 2, "_api_process_rank": -1}):
+            assert f"127.0.0.1:{port} " in refusal(tiny_model, given, **several)
+        for rank in range(2):
+            config_of(tiny_model, given, _api_process_count=2, _api_process_rank=rank)
+        replica = {"data_parallel_size": 2, "data_parallel_rank": 1}
+        assert f"127.0.0.1:{port} " in refusal(tmp_path, GOOD | {"metrics_port": port - 1}, **replica)
+        config_of(tmp_path, GOOD | {"metrics_port": port}, **replica)
 
 
 @pytest.mark.parametrize("name", ["propose_draft_token_ids", "_update_states"])
