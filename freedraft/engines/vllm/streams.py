@@ -88,7 +88,7 @@ def pieces(output: Any, size: int = 1) -> Iterator[Any]:
             if (mask := completion.sampling_mask) is not None:
                 made.sampling_mask = type(mask)(mask.token_ids[rows])
             if start:
-                piece.prompt_logprobs = piece.prompt_token_id_logprobs = None
+                piece.prompt_logprobs, piece.prompt_token_id_logprobs = output.prompt_logprobs and [], None
             if not last:
                 made.finish_reason = made.stop_reason = made.routed_experts = made.spec_decode_metrics = None
                 made.weight_versions = piece.kv_transfer_params = piece.ec_transfer_params = None
