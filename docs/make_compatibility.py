@@ -15,7 +15,12 @@ from pages import ROOT
 PAGE = ROOT / "docs" / "compatibility.md"
 MARKS = "<!-- matrix: written by docs/make_compatibility.py -->\n", "<!-- end of matrix -->"
 WORDS = {word: word for word in ("yes", "refused", "by backend", "off", "-")}
-WORDS |= {"chains only": "chains", "not tested": "untested", "earlier version": "earlier"}  # as the page has it
+WORDS |= {
+    "chains only": "chains",
+    "not tested": "untested",
+    "earlier version": "earlier",
+    "by the engine": "engine",
+}  # as the page has it
 
 
 def matrix() -> str:

@@ -394,16 +394,3 @@ def test_widths_that_cannot_be_captured(runner: ModelRunner, caplog: pytest.LogC
     with pytest.raises(torch.OutOfMemoryError):  # the other ranks would go on with this width
         graphs.capture(widths, fixed_width=True, alone=False)
     assert graphs.capture((1, NODES), fixed_width=True) == (NODES,)
-
-
-@pytest.mark.extended
-def test_encoders_are_refused(runner: ModelRunner) -> None:
-    from freedraft.config import ConfigError
-    from freedraft.engines.sglang.worker import TreeVerifyWorker
-
-    worker = TreeVerifyWorker.__new__(TreeVerifyWorker)
-    worker.model_runner = runner
-    worker._check_model()
-    runner.model_config.is_encoder_decoder = True
-    with pytest.raises(ConfigError, match="has an encoder"):
-        worker._check_model()

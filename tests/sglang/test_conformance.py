@@ -63,10 +63,13 @@ def states_of(model, tokens):
     scope="module",
     params=[
         ("Llama", {"page_size": 16, "disable_overlap_schedule": False}),
-        pytest.param(("Qwen3", {"page_size": 16, "disable_overlap_schedule": True}), marks=pytest.mark.extended),
+        pytest.param(
+            ("Qwen3", {"page_size": 16, "disable_overlap_schedule": True, "grammar_backend": "llguidance"}),
+            marks=pytest.mark.extended,
+        ),
         pytest.param(("Qwen2", {"page_size": 1, "disable_overlap_schedule": False}), marks=pytest.mark.extended),
     ],
-    ids=["overlap, pages", "Qwen3, sync, pages", "Qwen2, overlap"],
+    ids=["overlap, pages", "Qwen3, sync, pages, llguidance", "Qwen2, overlap"],
 )
 def served(request, demo_model, tmp_path_factory):
     kind, options = request.param
@@ -218,6 +221,28 @@ class TestSglang(Conformance):
             assert second["output_ids"] == served.expected[7]
             assert all(token % 2 for token in first["output_ids"])
         assert served.counts()["accepted"] > before
+
+    def test_a_session_goes_on_from_the_end_of_an_answer(self, served):
+        """Not from what was accepted behind its stop."""
+        answer, more, before = served.expected[8], [7, 8], served.counts()["accepted"]
+        for at in [at for at in range(8, TOKENS) if answer[at] not in answer[:at]][:4]:
+            session, turn = served.engine.open_session(9999), {}
+            for tokens, said in ((PROMPTS[8], answer[: at + 1]), (more, None)):
+                asked = greedy(
+                    stop_token_ids=[answer[at]] if said else [], ignore_eos=False, extra={"skip_set": "empty"}
+                )
+                sampling, place = served.sampling(asked, "passes"), {"id": session} | turn
+                output = served.engine.generate(input_ids=tokens, sampling_params=sampling, session_params=place)
+                assert said in (None, output["output_ids"])
+                turn = {"rid": output["meta_info"]["id"]}
+            assert output["meta_info"]["prompt_tokens"] == len(PROMPTS[8]) + at + 1 + len(more)
+        assert served.counts()["accepted"] > before + 30
+
+    def test_what_sglang_refuses_with_any_speculation(self, served):
+        for asked, more in ((greedy(beam_width=2), {}), (greedy(), {"return_sampling_mask": True})):
+            with pytest.raises(ValueError, match="not supported with speculative decoding"):
+                served.outputs(PROMPTS[:1], [asked], method="fixed", **more)
+        assert served.ask(PROMPTS[:1], greedy(), method="fixed") == served.expected[:1]
 
     def test_corpora(self, served):
         """Added over SGLang's own call, a corpus is drafted from; removed, it is not."""

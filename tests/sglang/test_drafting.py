@@ -3,6 +3,7 @@ of windows, candidates of a pass, draws, and models that are refused. The rest: 
 
 from __future__ import annotations
 
+import dataclasses
 from array import array
 from types import SimpleNamespace
 
@@ -129,6 +130,56 @@ def test_other_architectures_are_refused():
     ):
         with pytest.raises(ConfigError, match=why):
             check_structure(model)
+
+
+def test_logits_that_are_no_numbers(monkeypatch):
+    """Where SGLang's sampler replaces them, verification does."""
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    from freedraft.engines.sglang.verify import TreeVerifier
+
+    one, few = torch.ones(1, 1), torch.ones(1)
+    sampling = SamplingBatchInfo(one, few, few, few, True, True, False, False, False, vocab_size=4)
+    batch, tree = SimpleNamespace(sampling_info=sampling, has_grammar=False), DraftBatch.roots(np.array([1], np.int32))
+    verifier, logits = TreeVerifier.__new__(TreeVerifier), torch.tensor([[1.0, float("nan"), 3.0, 2.0]])
+    for replaced, token in (("0", 1), ("1", 2)):
+        monkeypatch.setenv("SGLANG_SANITIZE_NAN_LOGITS", replaced)
+        verifier._process_logits(batch, logits, tree)
+        assert verifier._targets(batch, tree, None, logits).tolist() == [token]
+
+
+# Fields of SGLang's results that ours leave at their defaults, and why.
+LEFT_OUT = {
+    "pipeline parallelism, disaggregation or diffusion, which are refused": """
+        pp_hidden_states_proxy_tensors skipped_output_comm next_verify_chain next_verify_parent_list
+        next_verify_top_scores_index spec_verify_out_cache_loc accept_index dllm_algo_state
+        accept_length_per_req_cpu""",
+    "the scheduler's, which fills them in": """
+        num_correct_drafts num_correct_drafts_per_req_cpu num_block_accept_tokens num_cap_tokens copy_done
+        future_indices auxiliary_host_output fpm_timing fpm_scheduled_requests
+        extend_input_len_per_req extend_logprob_start_len_per_req grammar_advanced grammar_retained_tokens""",
+    "a draft model's, or of other algorithms": """
+        speculative_output_stride num_non_draft_tokens_per_req block_accept_lens cap_lens kv_loc_plan
+        prepared_draft_extend_inputs extra_keep_alive_refs""",
+    "sampling is done": "delay_sample_func",
+    "refused: they stay with the nodes' slots": "routed_experts_output indexer_topk_output",
+    "a metric of expert parallelism": "expert_distribution_metrics",
+}
+
+
+def test_results_have_every_field_that_sglang_reads():
+    """A new one is set, or left out for a reason."""
+    from sglang.srt.managers.utils import GenerationBatchResult
+
+    from freedraft.engines.sglang.worker import TreeVerifyWorker
+
+    worker, few = TreeVerifyWorker.__new__(TreeVerifyWorker), torch.ones(1)
+    worker._drafting, worker.max_nodes = None, 1
+    target = GenerationBatchResult(logits_output="logits", can_run_cuda_graph=True)
+    result = worker._publish(SimpleNamespace(reqs=[]), target, few[:, None], few, few, None)
+    given = {each.name for each in dataclasses.fields(result) if getattr(result, each.name) is not each.default}
+    left_out = " ".join(LEFT_OUT.values()).split()
+    assert sorted([*given, *left_out]) == sorted(each.name for each in dataclasses.fields(GenerationBatchResult))
 
 
 def test_draws_are_those_of_sglangs_sampler(monkeypatch):

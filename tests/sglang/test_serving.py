@@ -11,7 +11,7 @@ import pytest
 
 from bench.lib import servers
 from tests.sglang.conftest import GREEDY, ids, read_counts, sglang_engine, token_ids
-from tests.sglang.parsers import FrontEnd
+from tests.sglang.parsers import FrontEnd, calls_of, text_of
 from tests.support.compared import byte_model, check_kinds
 from tests.support.forced import forced
 from tests.support.models import continuations
@@ -31,7 +31,8 @@ def test_real_model(demo_model, tmp_path):
         assert ids(engine.generate(SHORT[:4], GREEDY | {"max_new_tokens": 16})) == expected
         front = FrontEnd(engine.tokenizer_manager, engine.template_manager, engine.loop.run_until_complete)
         text, before = SGLANG_TOOL_TEXTS["qwen"], read_counts(counts)["accepted"]
-        content, _, calls, reason = front.read(
+        events = front.events(
+            "chat",
             drafting=True,
             adapted=lambda request: front.chat._convert_to_internal_request(request)[0],
             messages=[{"role": "user", "content": f"Copy this.\n{text}"}],
@@ -39,8 +40,8 @@ def test_real_model(demo_model, tmp_path):
             temperature=0,
             max_tokens=200,
         )
-    assert [(call["name"], json.loads(call["arguments"])) for call in calls.values()] == list(CALLS)
-    assert (content.strip(), reason) == ("Look.", "tool_calls")
+    assert calls_of(events) == list(CALLS) and text_of(events, "content").strip() == "Look."
+    assert events[-1][0]["choices"][0]["finish_reason"] == "tool_calls"
     assert read_counts(counts)["accepted"] > before + 20
 
 

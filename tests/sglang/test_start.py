@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import Lfm2Config
 
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
@@ -15,6 +16,7 @@ from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend,
 from tests.support.models import save, tiny_model
 
 ON_GPU = {"device": "cuda", "attention_backend": "triton"}
+RECURRENT = {"attention_backend": "flashinfer", "model_path": "recurrent"}  # triton does not go with this model
 ON_CPU = {"device": "cpu", "attention_backend": "torch_native"}
 
 
@@ -36,7 +38,8 @@ def resolved(weightless, monkeypatch):
     def resolve(**given):
         if given["device"] == "cuda":
             monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
-        args = ServerArgs(model_path=str(weightless), **{"speculative_algorithm": "sssd", "page_size": 1} | given)
+        usual = {"model_path": str(weightless), "speculative_algorithm": "sssd", "page_size": 1}
+        args = ServerArgs(**usual | given)
         args.resolve_once()
         return resolving_view(args)
 
@@ -73,16 +76,36 @@ def test_backends_with_tree_masks_pass(resolved, backend):
         ({"enable_two_batch_overlap": True}, "two-batch", "--enable-two-batch-overlap"),
         ({"enable_pdmux": True}, "multiplexing", "--enable-pdmux"),
         ({"enable_watermark": True}, "watermark", "--enable-watermark"),
+        ({"grammar_backend": "outlines"}, "--grammar-backend outlines", "--grammar-backend xgrammar or llguidance"),
+        ({"enable_streaming_session": True}, "streaming sessions", "--enable-streaming-session"),
+        ({"enable_return_routed_experts": True}, "routed experts", "--enable-return-routed-experts"),
+        ({"enable_return_indexer_topk": True}, "indexer", "--enable-return-indexer-topk"),
+        ({"tokenizer_worker_num": 2}, "front-end", "--tokenizer-worker-num"),
+        ({"speculative_eagle_topk": 4}, "--speculative-eagle-topk", "--speculative-num-draft-tokens"),
+        ({"speculative_num_steps": 3}, "--speculative-num-steps", "--speculative-num-draft-tokens"),
+        ({"speculative_ngram_external_corpus_path": "a"}, "--speculative-ngram-external-corpus-path", "'datastore'"),
+        ({"speculative_ngram_capacity": 9}, "--speculative-ngram-capacity", "start without it"),
         ({"speculative_accept_threshold_acc": 0.9}, "lossless", "1.0"),
         ({"speculative_num_draft_tokens": 0}, "0 nodes", "1..256"),
         ({"speculative_num_draft_tokens": 500}, "500 nodes", "1..256"),
         (ON_CPU, "stock SGLang lacks", "SGLANG_PLATFORM=freedraft_cpu"),
         ({"tp_size": 2, "dcp_size": 2}, "context parallelism", "--dcp-size"),
         ({}, "graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
+        (RECURRENT, "recurrent layers, whose state cannot follow a draft tree", "start without it"),
+        ({"model_path": "encoder"}, "an encoder, whose KV comes before", "start without it"),
     ],
 )
-def test_refused(resolved, monkeypatch, changed, reason, remedy):
+def test_refused(resolved, weightless, tmp_path, monkeypatch, changed, reason, remedy):
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
+    if (model := changed.get("model_path")) == "recurrent":
+        layers = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "vocab_size": 64}
+        Lfm2Config(**layers, architectures=["Lfm2ForCausalLM"]).save_pretrained(tmp_path)
+    elif model == "encoder":
+        told = json.loads((weightless / "config.json").read_text()) | {
+            "architectures": ["MllamaForConditionalGeneration"]
+        }
+        (tmp_path / "config.json").write_text(json.dumps(told))
+    changed = changed | ({"model_path": str(tmp_path)} if model else {})
     if "unset" in remedy:
         monkeypatch.setenv(remedy.split()[-1], "y")
     with pytest.raises(ConfigError) as caught:
@@ -90,6 +113,17 @@ def test_refused(resolved, monkeypatch, changed, reason, remedy):
     message = str(caught.value)
     assert message.startswith("--speculative-algorithm sssd ")
     assert reason in message and remedy in message and "\n" not in message
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance", "none"])
+def test_what_is_not_refused(resolved, backend):
+    """All grammar backends that this SGLang has but outlines, the name in capitals, and the one option of NGRAM that is
+    read."""
+    from sglang.srt.arg_groups.choices import GRAMMAR_BACKEND_CHOICES
+
+    assert set(GRAMMAR_BACKEND_CHOICES) == {"xgrammar", "llguidance", "none", "outlines"}
+    read = {"speculative_algorithm": "SSSD", "speculative_ngram_external_corpus_max_tokens": 9}
+    assert resolved(**ON_GPU, **read, grammar_backend=backend).speculative_num_draft_tokens == 32
 
 
 def test_adapters_go_with_drafts_of_the_host(resolved, monkeypatch):

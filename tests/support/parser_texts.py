@@ -230,19 +230,41 @@ VLLM_TOOL_TEXTS = TOOL_TEXTS | {
     "seed_oss": FUNCTIONS.replace("tool_call", "seed:tool_call"),
     "xlam": LIST,
 }
-# Those that SGLang alone streams otherwise if several tokens come at once.
-SGLANG_TOOL_TEXTS = {name: TOOL_TEXTS[name] for name in ("glm45", "lfm2", "minicpm5", "step3")} | {
-    "deepseekv31": TOOL_TEXTS["deepseek_v31"],
+_SAME = """apertus2509=apertus deepseekv3=deepseek_v3 deepseekv31=deepseek_v31 deepseekv32=deepseek_v32
+deepseekv4=deepseek_v4 deepseekv41=deepseek_v41 glm=glm45 hunyuan=hy_v3 iquest_q1=glm47 minimax-m2=minimax_m2
+minimax-m3=minimax_m3 nanbeige=qwen3_coder qwen=hf qwen25=hf spark25=glm45"""
+SGLANG_TOOL_TEXTS = VLLM_TOOL_TEXTS | {
+    name: VLLM_TOOL_TEXTS[of] for name, _, of in (word.partition("=") for word in _SAME.split())
+}
+_BEAM = "<|channel|>analysis <|constrain|>xml<|message|>"
+SGLANG_TOOL_TEXTS |= {
+    "beam": _each(
+        lambda n, a: (
+            f" to={n}{_BEAM}" + _pairs(lambda key, value: f'<rfl:parameter name="{key}">\n{value}\n</rfl:parameter>', a)
+        ),
+        "<|end|><|start|>assistant",
+    )
+    + "<|call|>",
+    "gigachat35": f"Look.<｜GCML｜tool_calls>\n{_each(lambda n, a: _marked(n, a, '｜GCML｜'))}</｜GCML｜tool_calls>",
     "gpt-oss": "<|channel|>analysis<|message|>Look it up.<|end|>"
     + _each(
         lambda n, a: (
             f"<|start|>assistant<|channel|>commentary to=functions.{n}<|constrain|>json<|message|>{_json(a)}<|call|>"
         )
     ),
+    "hermes": "Look.\n" + _each(lambda n, a: f"<tool_call>{_object(n, a)}</tool_call>", "\n"),
+    "interns1": "Look."
+    + _each(lambda n, a: f"<|action_start|> <|plugin|>\n{_object(n, a, 'parameters')}<|action_end|>", "\n"),
+    "iquest_q1": VLLM_TOOL_TEXTS["glm47"].replace("tool_call", "iquest_tool_call"),
     "llama3": LLAMA3.replace("; ", ";"),
+    "mimo": FUNCTIONS.replace(">\n", ">").replace("\n<", "<"),
     "mistral": "Look. " + _each(lambda n, a: f"[TOOL_CALLS]{n}[ARGS]{_json(a)}"),
-    "qwen": HERMES,
+    "muse": " to=functions<|message|><atem:function_calls>\n"
+    + _each(lambda n, a: _invoke(n, a, "atem:"))
+    + "</atem:function_calls><|eom|><|start|>assistant to=user<|message|>Done.<|eot|>",
+    "trinity": f"<think>Look it up.</think>{HERMES}",
 }
+SGLANG_TOOL_TEXTS["response_template"] = SGLANG_TOOL_TEXTS["beam"]
 
 THOUGHTS = "Look\nit up.{end}\n\nDone. {start}Again, {end} quoted.{end} End."
 HARMONY = " to=self<|message|>Look\nit up.<|eom|><|start|>assistant to=user<|message|>Done.<|eom|>"
@@ -256,6 +278,11 @@ VLLM_THOUGHT_TEXTS = {
     "muse_glimmer": HARMONY + HARMONY.replace(" to=self", "<|start|>assistant to=self"),
     "gemma4": "<|channel>thought\nLook\nit up.<channel|>Done. <|channel>thought\nAgain.<channel|> End.",
 }
+SGLANG_THOUGHT_TEXTS = {name: VLLM_THOUGHT_TEXTS[name] for name in ("kimi_k3", "inkling")} | {
+    "beam": "<|channel|>analysis<|message|>Look\nit up.<|end|><|start|>assistant<|channel|>final<|message|>Done.",
+    "muse": VLLM_THOUGHT_TEXTS["muse_glimmer"],
+}
+SGLANG_THOUGHT_TEXTS |= dict.fromkeys(("gpt-oss", "response_template"), SGLANG_THOUGHT_TEXTS["beam"])
 OTHER_MARKS = {"seed_oss": "seed:think", "minimax_m3": "mm:think", "k2_horizon": "ifm|think"}
 # The text opens the first thought itself.
 OPENED = ["mistral", "minimax_m3", "hf", "olmo3", "plamo3", "minicpmv", "mimo"]

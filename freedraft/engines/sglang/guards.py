@@ -40,7 +40,7 @@ BACKENDS = {
 }
 
 
-# Options of SGLang that are refused when they are on: why, and what works instead
+# Options of SGLang that are refused when they are on, given or above 1: why, and what works instead
 REFUSED = {
     "pp_size": ("does not run under pipeline parallelism", "use --tp-size instead of --pp-size"),
     "disaggregation_mode": ("does not run under prefill-decode disaggregation", "serve without --disaggregation-mode"),
@@ -55,6 +55,14 @@ REFUSED = {
     "dllm_algorithm": ("does not go with diffusion language models", "start without --dllm-algorithm"),
     "speculative_adaptive": ("chooses its own width per batch", "start without --speculative-adaptive"),
     "speculative_draft_model_path": ("has no draft model", "start without --speculative-draft-model-path"),
+    "speculative_eagle_topk": ("takes no --speculative-eagle-topk", "use --speculative-num-draft-tokens"),
+    "speculative_num_steps": ("takes no --speculative-num-steps", "use --speculative-num-draft-tokens"),
+    "tokenizer_worker_num": ("is unknown to further front-end processes", "start without --tokenizer-worker-num"),
+    # SGLang 0.5.23 takes the last token of a turn for one whose KV was computed.
+    "enable_streaming_session": ("does not go with streaming sessions", "start without --enable-streaming-session"),
+    # Accepted KV is moved to the front; what SGLang captures stays with the slots of the nodes.
+    "enable_return_routed_experts": ("returns no routed experts", "start without --enable-return-routed-experts"),
+    "enable_return_indexer_topk": ("returns no indexer's tokens", "start without --enable-return-indexer-topk"),
     "dcp_size": ("does not run under context parallelism", "start without --dcp-size"),
     "attn_cp_size": ("does not run under context parallelism", "start without --attn-cp-size"),
 }
@@ -106,6 +114,10 @@ def shape_for(name: str, backend: str, config: Any, window: int | None, page: in
 def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: bool) -> None:
     """Check SGLang's arguments for the speculative algorithm `name`. cpu_platform: whether the freedraft CPU platform
     is active; runs_model: see `MethodSpec`. Raises ConfigError: an argument is incompatible with tree verification."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.server_args import ServerArgs
+
     flag = f"--speculative-algorithm {name.lower()}"
 
     def refuse(reason: str, remedy: str) -> None:
@@ -120,8 +132,20 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: 
         refuse("does not go with LoRA adapters", f"serve a merged model, or use --speculative-algorithm {other}")
     for option, (reason, remedy) in REFUSED.items():
         given = getattr(args, option, None) or 0
-        if given > 1 if option.endswith("_size") else given not in (0, "null"):
+        if given > 1 if option.endswith(("_size", "_num")) else given not in (0, "null"):
             refuse(reason, remedy)
+    usual = ServerArgs(model_path=args.model_path)
+    for option in (name for name in dir(usual) if name.startswith("speculative_ngram_")):
+        read = option == "speculative_ngram_external_corpus_max_tokens"  # see `let_corpora_through`
+        if not read and getattr(args, option) != getattr(usual, option):
+            refuse(f"does not read --{option.replace('_', '-')}", "start without it; option 'datastore' names a corpus")
+    # A draft node needs a mask of packed bits, and a grammar that steps back.
+    if (backend := args.grammar_backend) not in (None, "none", "xgrammar", "llguidance"):
+        refuse(f"does not go with --grammar-backend {backend}", "use --grammar-backend xgrammar or llguidance")
+    if mambaish_config(config := model_config_of(args)) is not None:
+        refuse("does not serve recurrent layers, whose state cannot follow a draft tree", "start without it")
+    if config.is_encoder_decoder:
+        refuse("does not serve an encoder, whose KV comes before that of the tokens", "start without it")
     if os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "0").lower() in ("1", "true", "yes", "y"):
         refuse("cannot read its trees from graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
     thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)

@@ -20,7 +20,9 @@ HOOKS = table("""
     sglang.srt.server_args.ServerArgs has attention_backend, prefill_attention_backend, decode_attention_backend,
         speculative_attention_mode, page_size, device, tp_size, model_path, trust_remote_code, revision,
         speculative_num_draft_tokens, speculative_num_steps, speculative_eagle_topk,
-        speculative_accept_threshold_single, speculative_accept_threshold_acc, enable_mixed_chunk, max_running_requests
+        speculative_accept_threshold_single, speculative_accept_threshold_acc, enable_mixed_chunk, max_running_requests,
+        grammar_backend
+    sglang.srt.arg_groups.model_override_base.model_config_of(server_args)
     sglang.srt.configs.model_config.ModelConfig has hf_config, vocab_size, dtype, attention_chunk_size,
         attention_arch, is_encoder_decoder
     sglang.srt.configs.model_config.AttentionArch has MLA
@@ -84,6 +86,7 @@ HOOKS = table("""
     sglang.srt.model_executor.forward_batch_info.ForwardMode has TARGET_VERIFY, DECODE, is_decode, is_extend
     sglang.srt.speculative.spec_utils.build_grammar_vocab_mask(reqs, tree, sampling_info, device, barrier)
     sglang.srt.speculative.spec_utils.GrammarTree.from_host
+    sglang.srt.utils.async_probe.sanitize_nan_logits(logits, msg)
     sglang.srt.layers.logprob_processor.compute_spec_logprobs(batch, logits_output, predict, accept_index)
     sglang.srt.layers.logits_processor.LogitsProcessorOutput has next_token_logits, hidden_states
     sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo has temperatures, top_ks, top_ps, min_ps,
@@ -115,14 +118,21 @@ LORA_HOOKS = table("""
     sglang.srt.model_executor.model_runner.ModelRunner has lora_manager
 """)
 
+SESSION_HOOKS = table("""
+    # sessions
+    sglang.srt.session.session_controller.Session._concat_token_arrays(last_req, req, session_params)
+    sglang.srt.managers.schedule_batch.Req has output_ids_through_stop
+""")
+
 STREAM_HOOKS = table("""
     # streams, token by token
     sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request(obj, request)
     sglang.srt.managers.tokenizer_manager.TokenizerManager has incremental_streaming_output, tokenizer
+    sglang.srt.runtime_context.get_serving
     sglang.srt.managers.schedule_batch.Req has update_finish_state, reasoning_tokens, finished_len
 """)
 
-OPTIONAL_HOOKS = CORPUS_HOOKS + DEVICE_HOOKS + LORA_HOOKS + STREAM_HOOKS
+OPTIONAL_HOOKS = CORPUS_HOOKS + DEVICE_HOOKS + LORA_HOOKS + SESSION_HOOKS + STREAM_HOOKS
 
 # Additional names for methods that run the target model.
 MODEL_HOOKS = table("""

@@ -18,6 +18,7 @@ from freedraft.method import METHODS, MethodSpec
 ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 LORA_CHECK = "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility"
 ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+NEXT_TURN = "sglang.srt.session.session_controller.Session._concat_token_arrays"
 CHOOSE_DEVICE = "sglang.srt.arg_groups.serving_hook.handle_missing_default_values"
 
 
@@ -58,6 +59,13 @@ def room_for_drafts(original: Callable[[], int]) -> int:
     if serves_ours():
         columns = max(columns, get_alloc_reserve_per_decode() + 4)
     return columns
+
+
+def cut_last_turn(last_req: Any, *_: Any) -> None:
+    """Cut the last turn's output at its end before a session continues it; SGLang would also take what was accepted
+    behind a stop."""
+    if serves_ours():
+        last_req.output_ids = last_req.output_ids_through_stop
 
 
 def choose_cpu(args: Any) -> None:

@@ -17,6 +17,7 @@ from freedraft.engines.sglang.hooks import (
     HOOKS,
     LORA_HOOKS,
     MODEL_HOOKS,
+    SESSION_HOOKS,
 )
 from freedraft.method import METHODS, MethodSpec, register_installed
 
@@ -69,6 +70,8 @@ def _patch_once() -> None:
         HookRegistry.register(patches.CHOOSE_DEVICE, patches.choose_cpu, HookType.BEFORE)
     if not check(LORA_HOOKS):
         HookRegistry.register(patches.LORA_CHECK, patches.let_adapters_through, HookType.AROUND)
+    if not check(SESSION_HOOKS):
+        HookRegistry.register(patches.NEXT_TURN, patches.cut_last_turn, HookType.BEFORE)
     if not check(CORPUS_HOOKS):
         patches.let_corpora_through()
     streams.register_stream_hooks()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -13,7 +12,7 @@ from freedraft.engines.sglang.hooks import STREAM_HOOKS
 from freedraft.engines.sglang.patches import serves_ours
 
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
-LENGTHS = "completion_tokens", "output_token_logprobs_length"  # of all tokens so far
+COUNTS = "completion_tokens", "reasoning_tokens", "output_token_logprobs_length"  # of all tokens so far
 FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 
 
@@ -33,55 +32,64 @@ async def stream_by_token(
     original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
 ) -> AsyncIterator[Any]:
     """What every endpoint reads: SGLang's outputs, those of a stream token by token."""
+    from sglang.srt.runtime_context import get_serving
+
     splits, incremental = getattr(request, "stream", False) and serves_ours(), manager.incremental_streaming_output
+    size = get_serving().stream_interval
     seen: dict[int, tuple[int, int]] = {}  # by choice, lengths of text and tokens that outputs repeat
     async with aclosing(original(manager, request, *args, **kwargs)) as outputs:
         async for output in outputs:
             if not splits or not isinstance(output.get("text"), str):
                 yield output
                 continue
-            choice = output.get("index", 0)
-            before = seen.get(choice, (0, 0))
+            before = seen.get(choice := output.get("index", 0), (0, 0))
             if not incremental:
-                seen[choice] = len(output["text"]), len(output["output_ids"])
-            for piece in pieces(manager.tokenizer, output, *before, incremental=incremental):
+                seen[choice] = len(output["text"]), output["meta_info"]["completion_tokens"]
+            for piece in pieces(manager.tokenizer, output, *before, size=size, incremental=incremental):
                 yield piece
 
 
 def pieces(
-    tokenizer: Any, output: dict[str, Any], characters: int = 0, tokens: int = 0, *, incremental: bool = False
+    tokenizer: Any, output: dict[str, Any], characters: int = 0, tokens: int = 0, *, size: int = 1, incremental: bool
 ) -> Iterator[dict[str, Any]]:
-    """An output as one for each token that has a text; the last one keeps what else it brings.
+    """An output as one for each token, or `size` of them, that adds to the text; the last one has what else it brings.
 
     Args:
         characters, tokens: those of the output before, which this one repeats.
         incremental: whether outputs repeat nothing.
     """
-    text, ids, meta = output["text"], output["output_ids"], output["meta_info"]
-    count = len(ids)  # which SGLang may append to
-    lists = {key: of for key, of in meta.items() if key.startswith("output_") and isinstance(of, list)}
-    *earlier, _ = token_texts(tokenizer, text[characters:])
-    for one in earlier:
-        begin, first = (characters, tokens) if incremental else (0, 0)
-        characters, tokens = characters + len(one), min(tokens + 1, count)
-        known = {key: meta[key] + tokens - count for key in LENGTHS if key in meta}
-        known |= {key: of[first:tokens] for key, of in lists.items() if len(of) == count}
-        shown = {"text": text[begin:characters], "output_ids": ids[first:tokens]}
-        yield output | shown | {"meta_info": meta | known | {"finish_reason": None}}
-    if incremental and tokens:
-        known = {key: of[tokens:] for key, of in lists.items() if len(of) == count}
-        output = output | {"text": text[characters:], "output_ids": ids[tokens:], "meta_info": meta | known}
-    yield output
+    text, given, meta = output["text"], output["output_ids"], output["meta_info"]
+    ids = given if incremental else given[: meta["completion_tokens"]]  # SGLang appends to this list
+    lists = {key: of for key, of in meta.items() if isinstance(of, list) and key.startswith("output_")}
+    lists = {key: of for key, of in lists.items() if len(of) == len(given)}
+    ends = [*token_ends(tokenizer, text, ids[tokens:-1], characters), len(text)]
+    begin = first = 0
+    for count, end in enumerate(ends, len(ids) - len(ends) + 1):
+        last = count == len(ids)
+        if not last and (end == characters or count < tokens + size):
+            continue
+        characters, tokens = end, count
+        total = meta["completion_tokens"] + count - len(ids)
+        known = {key: min(meta[key], total) for key in COUNTS if key in meta}
+        known |= {key: of[first:count] for key, of in lists.items()} | ({} if last else {"finish_reason": None})
+        yield output | {"text": text[begin:end], "output_ids": ids[first:count], "meta_info": meta | known}
+        if incremental:
+            begin, first = end, count
 
 
-def token_texts(tokenizer: Any, text: str) -> list[str]:
-    """Return the texts of the tokens of `text`, at least one. Characters of several tokens stay whole."""
-    ends = [0]
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    for piece in tokenizer.batch_decode([[token] for token in tokens], skip_special_tokens=False):
-        if (at := text.find(piece, ends[-1])) >= 0:
-            ends.append(at + len(piece))
-    return [text[start:end] for start, end in itertools.pairwise(sorted({*ends, len(text)}))] or [text]
+def token_ends(tokenizer: Any, text: str, ids: Sequence[int], begin: int = 0) -> list[int]:
+    """Return where the text of each token ends in `text`, from `begin` on. One without a text ends where the token
+    before it does, as all but the last token of a character."""
+    ends: list[int] = []
+    held: list[int] = []
+    for token in ids:
+        piece = tokenizer.decode(held := [*held, token])
+        if not piece.endswith("\N{REPLACEMENT CHARACTER}"):
+            held, piece = [], piece.lstrip("\N{REPLACEMENT CHARACTER}")  # of a character that began before
+            at = text.find(piece, begin)
+            begin = at + len(piece) if at >= 0 else begin
+        ends.append(begin)
+    return ends
 
 
 def count_reasoning_to_the_end(_: None, req: Any, *_args: Any) -> None:

@@ -21,6 +21,7 @@ from sglang.srt.speculative.spec_utils import (
     build_grammar_vocab_mask,
     move_accept_tokens_to_target_kvcache,
 )
+from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.draft_round import DraftRanks
@@ -119,6 +120,7 @@ class TreeVerifier:
             grammar.apply(logits)
         if sampling.has_custom_logit_processor:
             apply_custom_logit_processor(roots, sampling)
+        sanitize_nan_logits(logits, "verification of drafts")
 
     def _grammar_mask(self, batch: Any, tree: DraftBatch) -> Any:
         child, sibling = tree_links(tree)

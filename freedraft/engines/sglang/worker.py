@@ -60,7 +60,6 @@ class TreeVerifyWorker(BaseSpecWorker):
         self.device = get_device().device
         self.max_nodes: int = get_spec().speculative_num_draft_tokens
         self.speculative_num_draft_tokens = self.max_nodes
-        self._check_model()
         self._ranks = Ranks(get_parallel().tp_group)
         self._drafting: BatchDrafting | None = None  # on tensor-parallel rank 0; the others verify the same trees
         self._draft_model: Any = None
@@ -68,17 +67,6 @@ class TreeVerifyWorker(BaseSpecWorker):
         self._reads_states = False  # of prompts, on all ranks: their prefills must be the same
         self.widths: tuple[int, ...] = (self.max_nodes,)
         self._graphs = WidthGraphs(self.model_runner)
-
-    def _check_model(self) -> None:
-        from sglang.srt.configs.hybrid_arch import mambaish_config
-
-        config, why = self.model_runner.model_config, ""
-        if mambaish_config(config) is not None:
-            why = "recurrent layers, whose state cannot follow a draft tree"
-        elif config.is_encoder_decoder:
-            why = "an encoder, whose KV comes before that of the tokens"
-        if why:
-            raise ConfigError(f"--speculative-algorithm: this model has {why}: start without it")
 
     @property
     def draft_worker(self) -> None:
