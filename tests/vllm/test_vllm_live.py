@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from vllm_cases import generate, metric, parameters, token_prompts
-from vllm_engines import engine, runner_of, settle, spied
+from vllm_engines import answer_turns, engine, runner_of, settle, spied
 
 from tests.support.prompts import random_ids
 from tests.support.stores import documents_of
@@ -70,3 +70,27 @@ def test_a_cached_prompt_is_scheduled_in_the_smallest_batches(llm):
         answers += [list(done.outputs[0].token_ids) for step in steps for done in step if done.finished]
     assert len(answers) == 2 and answers[0] == answers[1] and len(answers[0]) == 12
     assert metric(llm, "vllm:prefix_cache_hits") - before == 128, "the test does not test that"
+
+
+def test_turns_go_on_behind_their_stop(llm, monkeypatch):
+    """What a step accepts behind it is no context of the next turn, which may be shorter."""
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update, cuts = Scheduler._update_request_with_output, []
+
+    def noted(scheduler, request, new_token_ids, *args, **kwargs):
+        gained = len(new_token_ids)
+        kept, stopped = update(scheduler, request, new_token_ids, *args, **kwargs)
+        cuts.append(gained - len(kept))
+        return kept, stopped
+
+    turns = random_ids([12, 3, 9, 1, 6], 24, first=2, seed=5)
+    shared = {"detokenize": False, "output_kind": RequestOutputKind.DELTA}
+    whole = answer_turns(llm, turns, parameters(24, ignore_eos=True, **shared))
+    stopping = shared | {"stop_token_ids": [whole[0][7], whole[2][9]]}
+    plain = answer_turns(llm, turns, parameters(24, **stopping, extra_args={"freedraft": "off"}))
+    monkeypatch.setattr(Scheduler, "_update_request_with_output", noted)
+    for _ in range(2):
+        assert answer_turns(llm, turns, parameters(24, **stopping)) == plain
+    assert sum(cuts) > 5, "nothing was accepted behind a stop: the test does not test that"

@@ -108,20 +108,3 @@ def test_no_stop_string_costs_more_than_a_few_readings_of_the_output(demo_model)
         tokenizer = Counting()
         assert len(trimmed_output(SamplingParams(max_tokens=None, stop=stops), tokens, tokenizer)) in ends
         assert tokenizer.decoded < 8 * len(tokens)
-
-
-@pytest.mark.parametrize("resumable", [True, False])
-def test_input_that_comes_in_turns_gets_no_drafts(resumable):
-    """And what else its client said for the drafter stays; its own parameters are as they were."""
-    from vllm import SamplingParams
-    from vllm.v1.core.sched.output import NewRequestData
-    from vllm.v1.request import Request
-
-    from freedraft.engines.vllm.outputs import add_salt, drafted_up_to
-
-    asked = SamplingParams(max_tokens=9, extra_args={"skip_set": "a"})
-    request = Request("id", [1, 2], asked, None, resumable=resumable)
-    data = NewRequestData.from_request(request, ([],), [1, 2])
-    add_salt(data, request)
-    assert drafted_up_to(data.sampling_params, 2) == (0 if resumable else 11)
-    assert data.sampling_params.extra_args["skip_set"] == "a" and asked.extra_args == {"skip_set": "a"}

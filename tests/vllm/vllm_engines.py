@@ -60,6 +60,25 @@ def settle(llm):
     raise AssertionError("requests do not end")
 
 
+def answer_turns(llm, turns, asked):
+    """What one request answers whose prompt comes in turns, as streamed input does: token ids of each. turns: token
+    ids; asked: SamplingParams, of output kind DELTA."""
+    engine, said = llm.llm_engine, []
+    for number, turn in enumerate([*turns, [0]], 1):
+        request = engine.input_processor.process_inputs(
+            "turns", {"prompt_token_ids": turn}, asked, ("generate",), resumable=number <= len(turns)
+        )
+        request.external_req_id = "turns"
+        engine.output_processor.add_request(request, None)
+        engine.engine_core.add_request(request)
+        outputs = []
+        while request.resumable and not (outputs and outputs[-1].finish_reason):
+            outputs += [output.outputs[0] for output in engine.step()]
+        said.append([token for output in outputs for token in output.token_ids])
+    settle(llm)
+    return said[:-1]
+
+
 def check_nothing_is_left(llm):
     """Of requests, which have all ended, in the drafter; and that it has not raised."""
     settle(llm)

@@ -26,7 +26,9 @@ CONFIG_HOOKS = table("""
     vllm.v1.request.Request.__init__(cache_salt, lora_request)
     vllm.lora.request.LoRARequest has lora_name, lora_path
     # the ends of turns and of answers
-    vllm.v1.request.Request has resumable
+    vllm.v1.core.sched.scheduler.Scheduler._update_request_with_output(request)
+    vllm.v1.core.sched.scheduler.Scheduler has vllm_config, scheduler_config
+    vllm.v1.request.Request has resumable, num_computed_tokens, num_tokens
     vllm.v1.core.sched.utils.check_sequence_repetition(token_ids, params)
     # min_p and logit_bias in model runner V1
     vllm.sampling_params.SamplingParams._validate_spec_decode(speculative_config)

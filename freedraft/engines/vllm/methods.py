@@ -87,6 +87,7 @@ def register(spec: MethodSpec) -> bool:
     from vllm.sampling_params import SamplingParams
     from vllm.triton_utils import HAS_TRITON
     from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.core.sched.scheduler import Scheduler
 
     start_with_numba_loaded()
     METHODS[spec.name] = spec
@@ -97,9 +98,8 @@ def register(spec: MethodSpec) -> bool:
     wrap_once(NewRequestData, "from_request", after(add_salt))
     # vLLM refuses `min_p` and `logit_bias` with drafts, which its rejection samplers ignore. Ours on V1 applies them.
     wrap_once(SamplingParams, "_validate_spec_decode", unless(_is_v1))
+    wrap_once(Scheduler, "_update_request_with_output", after(_resume_at_stop))
     if not check(SCHEDULER_HOOKS):
-        from vllm.v1.core.sched.scheduler import Scheduler
-
         wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", _keep_lengths_of_replicas)
         wrap_once(Scheduler, "update_from_output", before(receive_lengths))
     if hasattr(VllmConfig, "_maybe_disable_dynamic_sd_for_v1"):
@@ -122,6 +122,14 @@ def _install_v2(_: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
 
 def _is_ours(vllm_config: Any) -> bool:
     return configured(vllm_config).name in METHODS
+
+
+def _resume_at_stop(updated: tuple[Any, bool], scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+    """Take no token as computed that was accepted behind the end of a turn of streamed input: the next turn takes its
+    place. Before 0.33 vLLM does so with async scheduling only."""
+    at_once = not scheduler.scheduler_config.async_scheduling and _is_ours(scheduler.vllm_config)
+    if updated[1] and request.resumable and at_once:
+        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
 
 
 def _reserve_slots() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from copy import copy
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,11 @@ SALT = "freedraft_salt"  # attribute of vLLM's NewRequestData: the key of the re
 
 def add_salt(data: Any, request: Any, *args: Any, **kwargs: Any) -> None:
     """After `NewRequestData.from_request`: pass the tenant to the model runner. vLLM's prefix cache knows adapters by
-    name and path, too. Streamed input gets no drafts: vLLM 0.32 takes what was accepted behind the end of a turn for
-    the beginning of the next."""
+    name and path, too."""
     lora = request.lora_request
     adapter = (lora.lora_name, lora.lora_path) if lora else ()
     if key := tenant_key(request.cache_salt, None, *adapter):
         setattr(data, SALT, key)
-    if request.resumable:
-        data.sampling_params = copy(data.sampling_params)
-        data.sampling_params.extra_args = (data.sampling_params.extra_args or {}) | {"freedraft": "off"}
 
 
 def drafted_up_to(parameters: Any, prompt: int) -> int:
