@@ -50,7 +50,11 @@ class FrontEnd:
     def events(self, endpoint, drafting, adapted=None, messages=ASKED, **keys):
         """Events of a stream, neighbours that differ in texts only as one. drafting: as in a server with a method of
         ours; adapted: makes of a chat request what the engine gets."""
-        from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest, ResponsesRequest
+        from sglang.srt.entrypoints.openai.protocol import (
+            ChatCompletionRequest,
+            RequestResponseMetadata,
+            ResponsesRequest,
+        )
         from sglang.srt.managers.io_struct import GenerateReqInput
         from sglang.srt.runtime_context import get_spec
 
@@ -72,9 +76,9 @@ class FrontEnd:
             else:
                 tools = [{"type": "function", **tool.function.model_dump()} for tool in chat.tools or ()]
                 request = ResponsesRequest(input="Hi", tools=tools, tool_choice=chat.tool_choice, **asked)
-                result = self.manager.generate_request(internal, None)
+                result, ids = self.manager.generate_request(internal, None), RequestResponseMetadata(request_id="id")
                 stream = self.responses.responses_stream_generator_non_harmony(
-                    request, {}, result, "any", self.tokenizer, None, require_reasoning=thinks
+                    request, {}, result, "any", self.tokenizer, ids, require_reasoning=thinks
                 )
             return [line async for line in stream]
 

@@ -136,14 +136,14 @@ def test_a_client_that_leaves_ends_the_request(outputs, front):
 
 
 def test_characters_of_several_tokens(front):
-    """They come with their last token; if that comes in a later run, with the token after it."""
-    from freedraft.engines.sglang.streams import token_ends
-
-    text = "One 日本 🙂 two"
-    ids = front.tokenizer.encode(text)
-    ends = token_ends(front.tokenizer, text, ids)
-    whole = [front.tokenizer.decode(ids[: n + 1]) for n in range(len(ids))]
-    assert "\ufffd" in whole[1] and [text[:end] for end in ends] == [each.split("\ufffd")[0].rstrip() for each in whole]
+    """They do not come late where a run begins within one: Ollama's endpoint leaves the last output's text out."""
+    ids = front.tokenizer.encode("One 日本🙂 two a🙂</b🙂>🙂")
+    for count in range(5, len(ids) + 1):
+        if not front.tokenizer.decode(ids[:count]).endswith("\ufffd"):
+            front.ids, front.length = [*ids[:count], front.tokenizer.eos_token_id], 1
+            expected = front.events("ollama", False)
+            for front.length in (2, 3, 5, 99):
+                assert front.events("ollama", True) == expected, (count, front.length)
 
 
 def test_a_missing_hook_leaves_streams_as_they_are(monkeypatch, caplog):

@@ -5,6 +5,7 @@ This folder must not be a package: as one it would be called `vllm`, like the en
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 from contextlib import contextmanager
@@ -66,11 +67,11 @@ def answer_turns(llm, turns, asked):
     engine, said = llm.llm_engine, []
     for number, turn in enumerate([*turns, [0]], 1):
         request = engine.input_processor.process_inputs(
-            "turns", {"prompt_token_ids": turn}, asked, ("generate",), resumable=number <= len(turns)
+            "turns", {"prompt_token_ids": [*turn]}, asked, ("generate",), resumable=number <= len(turns)
         )
         request.external_req_id = "turns"
         engine.output_processor.add_request(request, None)
-        engine.engine_core.add_request(request)
+        engine.engine_core.add_request(copy.deepcopy(request))  # as to another process
         outputs = []
         while request.resumable and not (outputs and outputs[-1].finish_reason):
             outputs += [output.outputs[0] for output in engine.step()]

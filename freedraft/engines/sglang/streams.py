@@ -13,6 +13,7 @@ from freedraft.engines.sglang.patches import serves_ours
 
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 COUNTS = "completion_tokens", "reasoning_tokens", "output_token_logprobs_length"  # of all tokens so far
+PART = "\N{REPLACEMENT CHARACTER}"  # of a character of several tokens
 FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 
 
@@ -62,7 +63,7 @@ def pieces(
     ids = given if incremental else given[: meta["completion_tokens"]]  # SGLang appends to this list
     lists = {key: of for key, of in meta.items() if isinstance(of, list) and key.startswith("output_")}
     lists = {key: of for key, of in lists.items() if len(of) == len(given)}
-    ends = [*token_ends(tokenizer, text, ids[tokens:-1], characters), len(text)]
+    ends = [*token_ends(tokenizer, text, ids[tokens:], characters), len(text)]
     begin = first = 0
     for count, end in enumerate(ends, len(ids) - len(ends) + 1):
         last = count == len(ids)
@@ -78,14 +79,18 @@ def pieces(
 
 
 def token_ends(tokenizer: Any, text: str, ids: Sequence[int], begin: int = 0) -> list[int]:
-    """Return where the text of each token ends in `text`, from `begin` on. One without a text ends where the token
-    before it does, as all but the last token of a character."""
+    """Return where each of these tokens but the last ends in `text`, of which those before `ids` have `begin`
+    characters or, if a character of several tokens was not complete, more. One without a text ends as that before."""
     ends: list[int] = []
     held: list[int] = []
+    *ids, last = ids or [0]
+    if ids:
+        rest = text.removesuffix(tokenizer.decode([last])).rstrip(" ")
+        begin = max(begin, len(rest) - len(tokenizer.decode(ids).lstrip(PART)))
     for token in ids:
         piece = tokenizer.decode(held := [*held, token])
-        if not piece.endswith("\N{REPLACEMENT CHARACTER}"):
-            held, piece = [], piece.lstrip("\N{REPLACEMENT CHARACTER}")  # of a character that began before
+        if not piece.endswith(PART):
+            held, piece = [], piece.lstrip(PART)
             at = text.find(piece, begin)
             begin = at + len(piece) if at >= 0 else begin
         ends.append(begin)
