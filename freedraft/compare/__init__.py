@@ -28,8 +28,8 @@ ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total", "freedraft_accepted_to
 TEXTS = {"text", "content", "reasoning", "reasoning_content", "arguments", "refusal", "delta", "partial_json"}
 # Of a request, not of its answer: names, times, counts of caches and of drafts.
 OWN = re.compile(
-    r"id|\w+_id|sequence_number|created\w*|completed_at|model|system_fingerprint|metrics|sglext|spec_\w+|cached_\w+|prompt_tokens_details|num_retractions"
-    r"|\w+_(latency|throughput|time|ts|wait)"
+    r"id|\w+_id|sequence_number|signature|created\w*|completed_at|model|system_fingerprint|metrics|sglext|spec_\w+"
+    r"|cached?_\w+|(prompt|input)_tokens_details|num_retractions|\w+_(duration|latency|throughput|time|ts|wait)"
 )
 
 Answer = tuple[int | str, Any]
