@@ -86,7 +86,7 @@ def test_nothing_is_left_of_a_tenant_on_disk(tmp_path: Path, isolation: str) -> 
 
 def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "MEMTABLE_TOKENS", 256)
-    monkeypatch.setattr(log_module, "ANNOUNCED_SECONDS", 0.5)
+    monkeypatch.setattr(log_module, "ANNOUNCED_SECONDS", 2.0)
     servers = [LiveStore(VOCAB, tmp_path) for _ in range(2)]
     drafters = [Drafter(vocab_size=VOCAB, max_nodes=8, live=store) for store in servers]
     teach(servers[0], 3, 60)
@@ -111,7 +111,7 @@ def test_a_running_server_forgets_within_a_second(tmp_path: Path, monkeypatch: p
     wait_until(lambda: not any(held(store, 1) for store in servers), 1)
     assert all(drafts(*pair, tenant) for pair in zip(servers, drafters, strict=True) for tenant in (0, 2))
     assert all(store.runs.settle() for store in servers)
-    wait_until(lambda: number_of(tmp_path, 1) not in (tmp_path / "live" / "learnt.sqlite").read_bytes(), 5)
+    wait_until(lambda: number_of(tmp_path, 1) not in (tmp_path / "live" / "learnt.sqlite").read_bytes(), 10)
     assert left_on_disk(tmp_path, 1) == 0
     teach(servers[0], 2, 1, first=500)  # what comes later is learnt anew
     assert len(held(servers[0], 1)) == 1

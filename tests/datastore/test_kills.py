@@ -27,7 +27,7 @@ from tests.support.stores import number_in
 VOCAB = 4000
 TENANTS = str(tenant_key("even")), str(tenant_key("odd"))
 TAUGHT = 40  # documents of a round that are stored before the killed process starts
-ROOM = 1 << 14  # tokens, of a store that overflows
+ROOM = 1 << 13  # tokens, of a store that overflows
 # What was learnt longer ago than this before a kill must be there.
 LOST_SECONDS = 2.0
 # Seconds between looks at a URL while processes are killed, so that a second has many of them.
