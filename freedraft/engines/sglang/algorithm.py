@@ -13,7 +13,6 @@ from freedraft.config import ConfigError
 from freedraft.cost.hardware import CPU
 from freedraft.engines import hooks
 from freedraft.engines.hooks import stop_start
-from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.guards import refuse_unsupported, verify_backend, widths_for
 from freedraft.engines.sglang.hooks import DISTRIBUTIONS, TESTED_VERSIONS
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
@@ -40,7 +39,7 @@ def context_at_start(args: Any) -> EngineContext:
         kv_dtype=str(args.kv_cache_dtype),
         page_size=args.page_size,
         tensor_parallel=args.tp_size,
-        device=CPU if selected() else None,
+        device=CPU if args.device == "cpu" else None,
     )
 
 
@@ -55,7 +54,7 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...]) -> EngineCont
         max_draft_tokens=widths[-1] - 1, widths=widths,
         dtype=str(runner.model_config.dtype).removeprefix("torch."), kv_dtype=str(runner.kv_cache_dtype),
         page_size=runner.page_size, tensor_parallel=runner.server_args.tp_size, rank=replica, gives_logits=True,
-        device=CPU if selected() else None, hardware=hardware_name(str(runner.device)),
+        device=CPU if runner.device == "cpu" else None, hardware=hardware_name(str(runner.device)),
         tokenizer_fingerprint=partial(tokenizer_fingerprint, tokenizer) if tokenizer else lambda: None,
     )  # fmt: skip
 
@@ -116,9 +115,9 @@ class TreeAlgorithm(CustomSpecAlgo):
             stop_start(ConfigError(str(error)))
 
     def _complete(self, args: Any) -> None:
-        refuse_unsupported(args, self.name, cpu_platform=selected(), runs_model=self.spec.runs_model)
+        refuse_unsupported(args, self.name, runs_model=self.spec.runs_model)
         options, platform = self.spec.options.read(), get_platform()
-        shape, unseen = getattr(options, "shape", None), not selected() and (platform.is_hip or platform.is_xpu)
+        shape, unseen = getattr(options, "shape", None), args.device != "cpu" and (platform.is_hip or platform.is_xpu)
         if unseen and shape == "tree":
             raise ConfigError(f"--speculative-algorithm {self.spec.name}: no trees on ROCm or XPU: unset 'shape'")
         chains = unseen or shape == "chain"

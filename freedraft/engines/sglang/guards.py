@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import check
 from freedraft.engines.sglang.hooks import LORA_HOOKS
+from freedraft.engines.sglang_cpu import selected
 
 CPU_BACKEND = "torch_native"
 
@@ -111,9 +112,9 @@ def shape_for(name: str, backend: str, config: Any, window: int | None, page: in
     return shape
 
 
-def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: bool) -> None:
-    """Check SGLang's arguments for the speculative algorithm `name`. cpu_platform: whether the freedraft CPU platform
-    is active; runs_model: see `MethodSpec`. Raises ConfigError: an argument is incompatible with tree verification."""
+def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
+    """Check SGLang's arguments for the speculative algorithm `name`. runs_model: see `MethodSpec`. Raises ConfigError:
+    an argument is incompatible with tree verification."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.server_args import ServerArgs
@@ -153,9 +154,9 @@ def refuse_unsupported(args: Any, name: str, *, cpu_platform: bool, runs_model: 
         refuse(
             "is lossless and accepts nothing by threshold", "leave both --speculative-accept-threshold options at 1.0"
         )
-    if args.device == "cpu" and not cpu_platform:
+    if args.device == "cpu" and not selected():
         refuse("needs tree attention, which stock SGLang lacks on a CPU", "set SGLANG_PLATFORM=freedraft_cpu")
-    usable = {CPU_BACKEND} if cpu_platform else set(BACKENDS) - {CPU_BACKEND}
+    usable = {CPU_BACKEND} if selected() else set(BACKENDS) - {CPU_BACKEND}
     if (backend := verify_backend(args)) is not None and backend not in usable:
         phase = "decode" if args.speculative_attention_mode == "decode" else "prefill"
         option = "" if backend == args.attention_backend else f" (--{phase}-attention-backend)"

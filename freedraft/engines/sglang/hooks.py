@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from freedraft.engines.hooks import table
-from freedraft.engines.sglang.cpu import NAME, torchvision_stand_in
+from freedraft.engines.sglang_cpu import NAME, torchvision_stand_in
 
 DISTRIBUTIONS = ("sglang",)
 ENTRY_POINT_GROUP = "sglang.srt.plugins"

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import stop_start
-from freedraft.engines.sglang.cpu import NAME, selected
 from freedraft.engines.sglang.hooks import settings
+from freedraft.engines.sglang_cpu import selected
 from freedraft.method import METHODS, MethodSpec
 
-ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
 LORA_CHECK = "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility"
 ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 NEXT_TURN = "sglang.srt.session.session_controller.Session._concat_token_arrays"
@@ -32,22 +29,6 @@ def serves_ours() -> bool:
     from sglang.srt.runtime_context import get_spec
 
     return spec_of(get_spec().speculative_algorithm) is not None
-
-
-def assign_slots(
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    out_cache_loc: torch.Tensor,
-    batch_size: int,
-) -> None:
-    """Set `req_to_token[row, start:end] = slots` for each of B requests; SGLang has this in Triton and for AMX only.
-    out_cache_loc: [sum of (end - start)], the slots of all requests in order."""
-    taken = 0
-    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
-        req_to_token[row, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
-        taken += end - start
 
 
 def room_for_drafts(original: Callable[[], int]) -> int:
@@ -68,13 +49,9 @@ def cut_last_turn(last_req: Any, *_: Any) -> None:
         last_req.output_ids = last_req.output_ids_through_stop
 
 
-def choose_cpu(args: Any) -> None:
-    """Set the CPU platform's device before SGLang looks for one. Stops the start of our algorithms without either."""
-    from sglang.srt.arg_groups.overrides import declare_resolution
-
-    if args.device is None and selected():
-        declare_resolution(args, NAME, device="cpu")
-    elif not args.device and spec_of(name := args.speculative_algorithm) and (needs := settings()):
+def refuse_without_device(args: Any) -> None:
+    """Stop the start of our algorithms before SGLang looks for a device that it does not find."""
+    if not (args.device or selected()) and spec_of(name := args.speculative_algorithm) and (needs := settings()):
         stop_start(ConfigError(f"--speculative-algorithm {name.lower()} cannot start: {needs[0]}"))
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from freedraft.engines.hooks import check, installed_version
 from freedraft.engines.sglang import patches, streams
-from freedraft.engines.sglang.cpu import selected
 from freedraft.engines.sglang.hooks import (
     CORPUS_HOOKS,
     CPU_HOOKS,
@@ -19,6 +18,7 @@ from freedraft.engines.sglang.hooks import (
     MODEL_HOOKS,
     SESSION_HOOKS,
 )
+from freedraft.engines.sglang_cpu import register_platform, selected
 from freedraft.method import METHODS, MethodSpec, register_installed
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def _patch_once() -> None:
 
     HookRegistry.register(patches.ROW_ROOM, patches.room_for_drafts, HookType.AROUND)
     if not check(DEVICE_HOOKS):
-        HookRegistry.register(patches.CHOOSE_DEVICE, patches.choose_cpu, HookType.BEFORE)
+        HookRegistry.register(patches.CHOOSE_DEVICE, patches.refuse_without_device, HookType.BEFORE)
     if not check(LORA_HOOKS):
         HookRegistry.register(patches.LORA_CHECK, patches.let_adapters_through, HookType.AROUND)
     if not check(SESSION_HOOKS):
@@ -75,16 +75,5 @@ def _patch_once() -> None:
     if not check(CORPUS_HOOKS):
         patches.let_corpora_through()
     streams.register_stream_hooks()
-    if not selected():
-        return
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-
-    from freedraft.engines.sglang.guards import CPU_BACKEND
-
-    @register_attention_backend(CPU_BACKEND)
-    def tree_attention(model_runner: Any) -> Any:
-        from freedraft.engines.sglang.cpu.attention import TreeAttentionBackend
-
-        return TreeAttentionBackend(model_runner)
-
-    HookRegistry.register(patches.ASSIGN_SLOTS, patches.assign_slots, HookType.REPLACE)
+    if selected():
+        register_platform()

@@ -25,7 +25,7 @@ from sglang.srt.utils.async_probe import sanitize_nan_logits
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.draft_round import DraftRanks
-from freedraft.engines.sglang.cpu.attention import CpuKVPool
+from freedraft.engines.sglang_cpu.attention import CpuKVPool
 from freedraft.step import TOP_TOKENS
 
 logger = logging.getLogger(__name__)

@@ -11,15 +11,9 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
 def verify_cache_locs(
-    *,
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    start_offset: torch.Tensor,
-    end_offset: torch.Tensor,
-    batch_size: int,
-    draft_token_num: int,
-    device: Any,
-) -> torch.Tensor:
+    *, req_pool_indices: torch.Tensor, req_to_token: torch.Tensor, start_offset: torch.Tensor,
+    end_offset: torch.Tensor, batch_size: int, draft_token_num: int, device: Any,
+) -> torch.Tensor:  # fmt: skip
     """Return the KV slots of the nodes to verify, int64 [B * draft_token_num]. req_pool_indices: [B], rows of
     `req_to_token` (int32 [rows, max context]); start_offset: [B], position of each request's first node."""
     positions = start_offset.to(torch.int64)[:, None] + torch.arange(draft_token_num, device=start_offset.device)
@@ -48,6 +42,6 @@ class CpuTreePlatform(CpuDeviceMixin, SRTPlatform):
         if kind != "mha":
             return None
         # Imported here: SGLang resolves the platform while its own modules are only partly imported.
-        from freedraft.engines.sglang.cpu.attention import CpuKVPool
+        from freedraft.engines.sglang_cpu.attention import CpuKVPool
 
         return CpuKVPool

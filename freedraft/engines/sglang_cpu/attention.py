@@ -22,15 +22,9 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
             raise ValueError("freedraft's CPU platform has no pool for sliding windows: --disable-hybrid-swa-memory")
 
     def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> torch.Tensor:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True, **kwargs: Any,
+    ) -> torch.Tensor:  # fmt: skip
         if not forward_batch.forward_mode.is_target_verify():
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
         if save_kv_cache and k is not None:
