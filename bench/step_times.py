@@ -112,8 +112,7 @@ class Meter:
 
     def install_ours(self) -> None:
         from freedraft.engines.vllm.v2 import drafting
-        from freedraft.engines.vllm.v2.gained import GainedTokens
-        from freedraft.engines.vllm.v2.requests import Requests
+        from freedraft.engines.vllm.v2.requests import GainedTokens, Requests
         from freedraft.engines.vllm.v2.speculator import MethodSpeculator
         from freedraft.guarded_method import GuardedMethod
 

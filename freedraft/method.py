@@ -35,8 +35,8 @@ class Method:
     """
 
     on_host: bool = True
-    """Whether drafts are made without running the model. They are then also made in steps that verify nothing, to learn
-    from, and a request without one counts as unmatched."""
+    """Whether drafts are made without running the model. Such drafts are also made when nothing is verified, to see
+    what they would bring; and a request without one counts as unmatched."""
 
     needs_prompt_states: bool = False
     """Whether the engine must call `set_prompt_state`."""
@@ -79,15 +79,15 @@ class Method:
         return 0
 
     def rests(self) -> bool:
-        """Whether the next step needs no call: the method drafts nothing, and takes the tokens later, in an `update` in
-        which a request occurs once per step. Asked once per step, after one without drafts."""
+        """Whether the adapter may skip the next step, in which the method drafts nothing. Its tokens come with a later
+        `update`, in which a request stands once per skipped step. Asked once per step, after one without drafts."""
         return False
 
     @final
     def draft(self, step: Step) -> DraftBatch:
-        """The drafts to verify, rows in the order of the step: at most `capacities[b]` draft tokens each, and with
-        widths at most the widest; chains for requests that may have no tree. Where none has capacity, they are only
-        learnt from. Valid until the next call."""
+        """One draft per request, in the order of the step: at most `capacities[b]` draft tokens, with widths at most
+        the widest, and a chain where `trees` is False. If nobody has capacity, the drafts only teach the controller.
+        Valid until the next call."""
         controller = self.controller
         controller.learn(step)
         self.update(step)

@@ -92,9 +92,9 @@ class EngineContext:
     hf_config: Any = None  # the model's Hugging Face configuration, as it was published
     vocab_size: int | None = None  # of the target model
     max_draft_tokens: int = 1  # maximum per request, roots not counted
-    # Where all drafts of a step must be of one size, the sizes to choose from, ascending; None where every request may
-    # have its own. widths: nodes, roots included, decided once there are drafts. lengths: draft tokens, decided before
-    # drafting (`freedraft.cost.policies`), so that shorter drafts save nothing.
+    # Sizes that the engine can verify, ascending, if all requests of a step must have the same one; else None. SGLang
+    # chooses after drafting: `widths`, nodes with the root. V2 chooses before: `lengths`, draft tokens
+    # (`freedraft.cost.policies`), so that shorter drafts save nothing.
     widths: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
     dtype: str = "bfloat16"  # the engine's

@@ -23,7 +23,7 @@ from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_
 from layerskip_plugin.lookahead.cost import Cost
 from layerskip_plugin.lookahead.records import JUDGED, Recorder
 from layerskip_plugin.options import LayerSkipOptions, check
-from layerskip_plugin.rounds import Candidate, DraftPassEstimate, RestOfBatch, Round
+from layerskip_plugin.rounds import Candidate, DraftPassEstimate, OtherRequests, Round
 from layerskip_plugin.selection.online_search import OnlineSearch
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
@@ -149,14 +149,14 @@ class LayerSkipMethod(Method):
         rows = np.flatnonzero(limits > 0)
         if not len(rows):
             return DraftBatch.roots(step.roots)
-        rest = step.batch_size - len(rows)
-        return self.propose_for(step, rows, limits[rows], RestOfBatch(rest, rest, None))
+        others = step.batch_size - len(rows)
+        return self.propose_for(step, rows, limits[rows], OtherRequests(others, others, None))
 
     def update(self, step: Step) -> None:
         """Learn from the last round, continue a search, and choose the recipe of this step."""
         last, self._last = self._last, None
         if last is not None and (outcome := last.outcome(step)) is not None:
-            self.lookahead.record_acceptance(outcome)
+            self.lookahead.learn_outcome(outcome)
             if self.recorder is not None and outcome.recipe == self._first:
                 self.recorder.record(outcome)
         if isinstance(self.selection, OnlineSearch):
@@ -228,22 +228,22 @@ class LayerSkipMethod(Method):
         return self.recipe is not None
 
     def propose_for(
-        self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch
+        self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], others: OtherRequests
     ) -> DraftBatch:
         """Draft for the requests at `rows` of the step (intp [R]), at most `limits` tokens each (int32 [R]), none above
-        its capacity; other requests get only their roots. Called after `update`. rest: the other requests."""
-        round_ = self._last = self._run(step, rows, limits, rest)
+        its capacity; other requests get only their roots. Called after `update`. others: the other requests."""
+        round_ = self._last = self._run(step, rows, limits, others)
         max_nodes = int(limits.max(initial=0)) + 1
         tree = candidate_tree(round_, step.roots, max_nodes, siblings=self.trees)
         if self.trees and (cost := self._cost) is not None:
             # All requests are verified at the width of the largest.
             widths = np.asarray(cost.widths)
             seconds = cost.measured.step_seconds(tree.batch_size, tree.batch_size * widths)
-            cut_to_width(tree, round_.drafted, rest.most_nodes, widths, cost.rate * seconds)
+            cut_to_width(tree, round_.drafted, others.most_nodes, widths, cost.rate * seconds)
         tree.kinds[:, 1:] = self.lookahead.kind
         return tree
 
-    def _run(self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], rest: RestOfBatch) -> Round:
+    def _run(self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], others: OtherRequests) -> Round:
         model, lookahead, recipe = self._model, self.lookahead, self.recipe
         assert model is not None and recipe is not None
         clock = time.perf_counter if self.measured is None else self.measured.clock
@@ -252,7 +252,7 @@ class LayerSkipMethod(Method):
         result = Round(step.request_ids, recipe, depth, self.outputs.top)
         allowed, place, latest = np.zeros(batch, np.int32), np.zeros(batch, np.int32), step.roots.copy()
         allowed[rows], place[rows] = limits, np.arange(len(rows))
-        lookahead.begin(len(rows), recipe, depth, rest)
+        lookahead.begin(len(rows), recipe, depth, others)
         if recipe not in self.draft_passes:  # found by a search, but not built
             self.build(recipe, optimize=False)
         draft_round = model.start(step, self.draft_passes[recipe], rows, depth)

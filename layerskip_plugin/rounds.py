@@ -21,7 +21,7 @@ _MEMORY = 64.0  # rounds of a recipe after which a round's weight is 1/e
 _PRIOR_WEIGHT = 6.0  # weight of the prior, in rounds
 
 
-class RestOfBatch(NamedTuple):
+class OtherRequests(NamedTuple):
     """The requests of a step that take no part in a round of draft passes."""
 
     requests: int

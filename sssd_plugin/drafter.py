@@ -12,6 +12,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.compiled import compiled
+from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.draft import DraftBatch
 from freedraft.step import NodeLogits, rows_in
 from sssd_plugin import recycled_logits
@@ -21,12 +23,14 @@ from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.options import Scoring
 from sssd_plugin.recycled_logits import TOP
 from sssd_plugin.request_index import OUTSIDE, RequestIndex
-from sssd_plugin.scoring import origins
+from sssd_plugin.scoring.inputs import NODE_KINDS, REQUEST_ORDERS
 from sssd_plugin.scoring.learned import draft_batch
 from sssd_plugin.scoring.weights import Weights
 
 Shape = Literal["tree", "chain"]
 
+SOURCES = ("request", "store", "other")  # of draft tokens
+_REQUEST, _STORE, _OTHER = range(len(SOURCES))
 MAX_NODES = 256
 MAX_THREADS = 8
 MIN_NODES = 128  # fewest of a thread's trees together; waking it takes as long as drafting these
@@ -49,7 +53,7 @@ class Drafter:
         recycle_megabytes: memory for recycled logits, with scoring "learned"; 0 for none.
 
     Attributes:
-        sourced: int64 [2, 3], draft tokens verified and accepted, by `origins.SOURCES`; the caller may reset it.
+        sourced: int64 [2, 3], draft tokens verified and accepted, by SOURCES; the caller may reset it.
 
     Raises:
         ValueError: an argument is out of range, or the weights file is unreadable.
@@ -73,7 +77,7 @@ class Drafter:
         if scoring == "learned":
             loaded = Weights.load(weights)
             self._weights = loaded.layer, loaded.out
-        self.sourced, self._source_of = np.zeros((2, len(origins.SOURCES)), np.int64), origins.sources_of_kinds(scoring)
+        self.sourced, self._source_of = np.zeros((2, len(SOURCES)), np.int64), _sources_of_kinds(scoring)
         self._drafted_for: Sequence[str] = ()
         self._entries = recycled_logits.entries(recycle_megabytes)
         self._recycle_clock = np.zeros(1, np.int64)
@@ -100,7 +104,7 @@ class Drafter:
 
     def set_tenant(self, request_id: str, tenant: int) -> None:
         """Draft for the request from texts and logits of this tenant (`tenant_number`; 0: of requests without one)
-        alone, until it finishes. A negative number is that of a request which shares nothing."""
+        alone, until it finishes. Negative: this request shares with nobody."""
         if tenant:
             self._tenants[request_id] = tenant
         else:
@@ -134,7 +138,7 @@ class Drafter:
             if drafted is not None:
                 out, step = self._out, (drafted, tokens, starts, ends)
                 draft, rows = (out.tokens, out.parents, out.counts, out.kinds), rows_in(self._drafted_for, request_ids)
-                origins.count(self.sourced, self._source_of, draft, rows, step)
+                _count_sources(self.sourced, self._source_of, draft, rows, step)
             return self._index.update(self._index.slot_ids(request_ids), tokens, starts, ends, contexts)
 
     def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
@@ -236,3 +240,28 @@ def _values(numbers: dict[str, int], request_ids: Sequence[str]) -> NDArray[np.i
     if not numbers:
         return np.zeros(len(request_ids), np.int64)
     return np.array([numbers.get(request_id, 0) for request_id in request_ids], np.int64)
+
+
+def _sources_of_kinds(scoring):
+    """Return the index in SOURCES of every kind: the source with the longest context of a node, up to four tokens."""
+    kinds = np.arange(PASS_KINDS)
+    store, request = (kinds == 0, kinds) if scoring == "paper" else np.divmod(kinds % NODE_KINDS, REQUEST_ORDERS + 1)
+    return np.select([store > request, request > 0], [_STORE, _REQUEST], _OTHER)
+
+
+@compiled(nogil=True)
+def _count_sources(totals, source_of, draft, rows, step):
+    """Add to int64 [2, 3] what requests verified and accepted of their last drafts, by SOURCES. rows: int32 [B], of
+    each request in the draft; -1: not known any more, so of source other. draft, step: as unpacked below."""
+    (tokens, parents, counts, kinds), (drafted, new, starts, ends) = draft, step
+    for b in range(len(rows)):
+        row, node = rows[b], 0
+        n = counts[row] if row >= 0 else 0
+        for i in range(1, drafted[b] + 1):
+            totals[0, source_of[kinds[row, i]] if i < n else _OTHER] += 1
+        for at in range(starts[b], starts[b] + min(ends[b] - starts[b] - 1, drafted[b])):
+            i = node + 1
+            while i < n and not (parents[row, i] == node and tokens[row, i] == new[at]):
+                i += 1
+            totals[1, source_of[kinds[row, i]] if i < n else _OTHER] += 1
+            node = i

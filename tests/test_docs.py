@@ -3,6 +3,7 @@ among it; examples run."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -59,7 +60,7 @@ def test_generated_pages_are_up_to_date(
 
 WORDS = {  # most words of a page, as `wc -w` counts them
     "README": 1_025, "guide": 780, "install": 440, "configuration": 1_180, "operating": 930, "troubleshooting": 980,
-    "security": 900, "sssd": 1_000, "layerskip": 1_050, "design": 1_290, "add-a-drafter": 1_010, "docker": 180,
+    "security": 900, "sssd": 1_000, "layerskip": 1_050, "design": 1_370, "add-a-drafter": 1_010, "docker": 180,
     "CONTRIBUTING": 320, "CHANGELOG": 330,
     "results": 930, "papers": 1_295, "benchmarks": 660, "gpu": 565, "compare": 590, "compatibility": 1_175,
 }  # fmt: skip
@@ -136,6 +137,17 @@ def test_the_step_of_the_page_is_the_one_of_the_code() -> None:
     page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert shown == textwrap.dedent(inspect.getsource(Method.draft)).removeprefix("@final\n")
+
+
+def test_functions_that_a_token_passes_exist() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([A-Za-z_.]+)`", page.partition("| accepted |")[2].partition("\n\n")[0]))
+    found = set()
+    for path in (file for part in ("freedraft", "sssd_plugin") for file in (ROOT / part).rglob("*.py")):
+        for node in (each for each in ast.parse(path.read_text(encoding="utf-8")).body if hasattr(each, "name")):
+            inner = (each for each in getattr(node, "body", ()) if isinstance(each, ast.FunctionDef))
+            found |= {node.name, *(f"{node.name}.{each.name}" for each in inner)}
+    assert len(named) > 25 and named <= found, named - found
 
 
 def commands(page: Path) -> Iterator[list[str]]:

@@ -27,9 +27,9 @@ PHASES = {
     (HostDrafting, "recycle"): "take logits",
     (HostDrafting, "copy_gained"): "copy gained",
     (MethodSpeculator, "propose"): "propose",
-    (MethodSpeculator, "join"): "join",
-    (Trees, "prepare_step"): "prepare trees",
-    (Trees, "write_queries"): "join",
+    (MethodSpeculator, "reach"): "reach",
+    (Trees, "begin_step"): "prepare trees",
+    (Trees, "write_queries"): "reach",
 }
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty"}
 WARM, STEPS = 4, 4  # steps before those that are counted, and these
@@ -100,7 +100,7 @@ def of_steps(llm: Any) -> dict[str, Any]:
             if step >= WARM:
                 counter.steps.append(defaultdict(lambda: ([], [])))
             engine.step()
-            kept += getattr(speculator, "_verified", None) is not None
+            kept += getattr(speculator, "next", None) is not None and speculator.next.logits is not None
     engine.abort_request(["0", "1"])
     found: dict[str, Any] = {"order": counter.steps[-1]["order"][1], "kept": kept}
     for phase in dict.fromkeys(PHASES.values()):

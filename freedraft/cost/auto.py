@@ -38,16 +38,16 @@ class Auto(Controller):
         self._drafts_pay = False
 
     def rests(self) -> bool:
-        if self.measured.acceptance.follows or not self.probes.take_rest():
+        if self.measured.acceptance.follows or not self.probes.rests():
             return False
-        self.measured.skip()  # of the steps of a pause, one is timed
+        self.measured.skip()  # of the steps of a rest, one is timed
         return True
 
     def plan(self, step: Step) -> int:
         batch = step.batch_size
         if batch == 0:
             return 0
-        if self.probes.take_rest():
+        if self.probes.rests():
             self.speedup = 1.0
             return 0
         draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max()), int(2.0 * self._longest) + 2)
@@ -75,11 +75,11 @@ class Auto(Controller):
                 rate = 0.5 if self.drafting_seconds == 0.0 else 0.05
                 self.drafting_seconds += rate * (min(spent, 4 * self.drafting_seconds or spent) - self.drafting_seconds)
             if self.gain < 0.0 and not measured.acceptance.rises:
-                self.probes.rest(self.drafting_seconds, float(measured.step_seconds(batch, batch)))
+                self.probes.begin_rest(self.drafting_seconds, float(measured.step_seconds(batch, batch)))
         super().done(step)
 
     def exclude(self, seconds: float) -> None:
-        """Exclude seconds since `learn` from the drafting time: draft passes are priced separately."""
+        """These seconds since `learn` were draft passes. They do not count as n-gram drafting."""
         self.measured.began += seconds
 
     def estimate(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:

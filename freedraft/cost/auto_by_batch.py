@@ -88,7 +88,7 @@ class BatchLengths(Controller):
     def rests(self) -> bool:
         self.settle()
         acceptance = self.measured.acceptance
-        return not (acceptance.follows or acceptance.rises) and self.probes.take_rest()
+        return not (acceptance.follows or acceptance.rises) and self.probes.rests()
 
     def plan(self, step: Step) -> int:
         self.measured.began = self.measured.clock()
@@ -97,7 +97,7 @@ class BatchLengths(Controller):
             self.budget = step.batch_size * self._asked
         else:
             self.settle()
-            waits = self.probes.take_rest() and not self.measured.acceptance.rises
+            waits = self.probes.rests() and not self.measured.acceptance.rises
             self._asked = 0 if waits else self.max_draft_tokens
         return self._asked
 
@@ -118,7 +118,7 @@ class BatchLengths(Controller):
         if cut is not None:
             draft, asked, seconds = cut
             draft = draft.copy()
-            self.probes.rest(seconds, self._step_seconds)
+            self.probes.begin_rest(seconds, self._step_seconds)
             self.measured.acceptance.follow(draft)
             self._newest = draft, asked, self._expected(draft, asked)
             rate = min(1.0, draft.batch_size / _REQUESTS)
@@ -132,7 +132,8 @@ class BatchLengths(Controller):
         p[:, : known.shape[1]] = known
         p[(nodes == 0) | (nodes >= draft.counts[:, None])] = 0.0
         tokens = np.cumsum(p.mean(0))
-        # Behind the last node asked for, of probability q, m more bring q (r + r^2 + ... + r^m); or what was last seen.
+        # Beyond `asked`: after a node of probability q, m more nodes bring q (r + r^2 + ... + r^m), or what a longer
+        # draft brought last time.
         more, at = np.maximum(self.lengths - asked, 0), int(np.searchsorted(self.lengths, asked, side="right")) - 1
         last = p[:, -1:]
         ratio = last ** (1 / asked) * (asked**2 / (asked**2 + 1))

@@ -58,7 +58,7 @@ class Controller(ABC):
             self.measured.learn(step)
 
     def rests(self) -> bool:
-        """Whether the next step needs no calls: nothing is drafted for it or learnt from it. Asked once per step."""
+        """Whether the next step may be skipped: it drafts nothing and teaches nothing. Asked once per step."""
         return False
 
     @abstractmethod
@@ -102,7 +102,7 @@ class Controller(ABC):
 
 
 class DrafterDecides(Controller):
-    """Lets a drafter that has its own policy draft as much as fits."""
+    """The drafter decides how much; this only measures."""
 
     measured: Measured
 

@@ -42,7 +42,7 @@ class ProbeSchedule:
 
 
 class Probes(ProbeSchedule):
-    """Probes of draft lengths other than the best, which keep step times fresh; and, while nothing is verified, pauses
+    """Probes of draft lengths other than the best, which keep step times fresh; and, while nothing is verified, rests
     between drafts that only measure what drafting would bring."""
 
     def __init__(self) -> None:
@@ -55,11 +55,11 @@ class Probes(ProbeSchedule):
         """Indices of draft lengths that may be probed. seconds: step time by length, first without drafts."""
         return np.flatnonzero(seconds <= _PROBE_COST * seconds[0])
 
-    def rest(self, drafting: float, step: float) -> None:
+    def begin_rest(self, drafting: float, step: float) -> None:
         """Rest the drafter for some steps, by the seconds of drafting and of a step."""
         self._rest = min(int(max(drafting, 0.0) / (_IDLE_SHARE * max(step, 1e-6))), _MAX_IDLE)
 
-    def take_rest(self) -> bool:
+    def rests(self) -> bool:
         """Whether the drafter rests in this step, which is counted."""
         self._rest -= 1
         return self._rest >= 0

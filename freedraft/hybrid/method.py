@@ -19,7 +19,7 @@ from freedraft.hybrid.options import NAME, HybridOptions
 from freedraft.method import Method
 from freedraft.step import EngineContext, NodeLogits, Step
 from layerskip_plugin.method import LayerSkipMethod
-from layerskip_plugin.rounds import RestOfBatch
+from layerskip_plugin.rounds import OtherRequests
 from sssd_plugin.method import SssdMethod
 
 LEAST_YIELD = 1.0  # expected accepted n-gram tokens below which a request drafts by passes
@@ -63,10 +63,10 @@ class HybridMethod(Method):
         draft = self.ngrams.propose(step, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
         draft.limit(step.capacities, step.trees)
         self.unmatched = (draft.counts <= 1) & (max_draft_len > 0)
-        rows, rest = self._rows_of_passes(step, draft)
+        rows, others = self._rows_of_passes(step, draft)
         drafts, started = [draft], time.perf_counter()
         if len(rows):
-            passed = self.passes.propose_for(step, rows, self.passes.capacities(step)[rows], rest)
+            passed = self.passes.propose_for(step, rows, self.passes.capacities(step)[rows], others)
             self.controller.exclude(time.perf_counter() - started)
             counts = np.zeros_like(draft.counts)
             counts[rows] = draft.counts[rows]
@@ -92,22 +92,22 @@ class HybridMethod(Method):
         """bool [B], requests whose last drafts were of the model."""
         return np.array([i in self._verified_by_model for i in step.request_ids], np.bool_)
 
-    def _rows_of_passes(self, step: Step, draft: DraftBatch) -> tuple[NDArray[np.intp], RestOfBatch]:
+    def _rows_of_passes(self, step: Step, draft: DraftBatch) -> tuple[NDArray[np.intp], OtherRequests]:
         """intp [R], the requests that draft by passes in this step (occasionally as a trial), and the others."""
         auto, batch, capacities = self.controller, step.batch_size, self.passes.capacities(step)
         if not batch:
-            return np.zeros(0, np.intp), RestOfBatch(0, 0, None)
+            return np.zeros(0, np.intp), OtherRequests(0, 0, None)
         p, kept = auto.estimate(draft)
         yields = np.where(np.arange(draft.max_nodes) < kept[:, None], p, 0.0).sum(1)
         rows = np.flatnonzero((yields < LEAST_YIELD) & (capacities > 0))
         sums = (self._speeds[request_id] for request_id in step.request_ids if request_id in self._speeds)
-        rate, rest = sum(tokens / seconds for tokens, seconds in sums), np.delete(kept, rows)
+        rate, others = sum(tokens / seconds for tokens, seconds in sums), np.delete(kept, rows)
         if len(rows):
             passes = self.passes.estimate(len(rows), int(capacities[rows].max()))
             if auto.widths is None:
-                alone, together = kept.sum(), rest.sum() + len(rows) + passes.tokens
+                alone, together = kept.sum(), others.sum() + len(rows) + passes.tokens
             else:  # all requests are as wide as the largest of them
-                nodes = np.append(kept.max(), np.maximum(np.arange(len(passes.gain)) + 2, rest.max(initial=1)))
+                nodes = np.append(kept.max(), np.maximum(np.arange(len(passes.gain)) + 2, others.max(initial=1)))
                 fitting = batch * holding(nodes, auto.widths)
                 alone, together = fitting[0], fitting[1:]
             tokens, gain = batch + yields.sum(), passes.gain - yields[rows].sum()
@@ -118,8 +118,8 @@ class HybridMethod(Method):
             pays = gain > rate * np.maximum(MARGIN * more, more / MARGIN)
             rate = max(rate, float(((tokens + gain) / seconds)[pays].max(initial=0.0)))
             if not self.passes.begin_round(pays=bool(pays.any())):
-                rows, rest = rows[:0], kept
-        return rows, RestOfBatch(len(rest), int(rest.sum()), rate, int(rest.max(initial=1)))
+                rows, others = rows[:0], kept
+        return rows, OtherRequests(len(others), int(others.sum()), rate, int(others.max(initial=1)))
 
     def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
         by_model = self._by_model_of(step)

@@ -10,7 +10,7 @@ import numpy as np
 
 from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.draft_model import PassOutputs
-from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome, RestOfBatch
+from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, OtherRequests, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
 LEN_RATE = 0.1  # weight of the newest round in the mean length of rounds
@@ -21,7 +21,7 @@ class Lookahead(ABC):
 
     A round: `choose` picks the recipe of its passes; `begin` gets the number of requests that draft; then draft passes,
     one position at a time, each followed by `should_continue` for the requests in it (also after the last one allowed);
-    after verification `record_acceptance`.
+    after verification `learn_outcome`.
 
     The token just drafted is always kept and verified, even if it looks unlikely: dropping it after sampling would
     change the distribution of accepted tokens.
@@ -41,9 +41,9 @@ class Lookahead(ABC):
         per step, with its batch size and mean context."""
         return max(candidates, key=lambda candidate: candidate.votes).recipe if candidates else None
 
-    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, rest: RestOfBatch) -> None:
+    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, others: OtherRequests) -> None:
         """Start a round. Each request drafts at most `max_draft_len` tokens. `rows` in `should_continue` index the
-        round's requests. rest: the other requests of the step."""
+        round's requests. others: the other requests of the step."""
         self.max_draft_len, self.read = max_draft_len, 0
 
     def expected_len(self) -> int:
@@ -68,7 +68,7 @@ class Lookahead(ABC):
             bool[R]; all False at the last allowed position.
         """
 
-    def record_acceptance(self, outcome: Outcome) -> None:
+    def learn_outcome(self, outcome: Outcome) -> None:
         """Learn from the verification of the round."""
 
 

@@ -22,9 +22,9 @@ from layerskip_plugin.rounds import (
     Flags,
     Floats,
     Ints,
+    OtherRequests,
     Outcome,
     RecipeRecord,
-    RestOfBatch,
 )
 from layerskip_plugin.skip_set import SkipSet
 
@@ -42,8 +42,8 @@ FIRST_OTHER, RAREST_OTHER = 16, 256
 # Trials of each recipe at new batch sizes and contexts, where pass times are guesses; the first pass warms up and is
 # not timed.
 FIRST_TRIALS = 3
-# A trial surprises with `SURPRISE` more tokens than expected, or with a share `GOOD` of accepted tokens where less than
-# `DOUBTFUL` was expected, since a draft of one token cannot exceed expectations by much.
+# A trial is a surprise if it brings SURPRISE more tokens than expected. Short drafts cannot; for them, if a share GOOD
+# is accepted where less than DOUBTFUL was expected.
 SURPRISE, GOOD, DOUBTFUL = 0.5, 0.9, 0.7
 # Weight of a record, in rounds, after a surprise: the text has changed.
 DOUBTED_WEIGHT = 3.0
@@ -149,12 +149,12 @@ class Cost(Lookahead):
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
-    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, rest: RestOfBatch) -> None:
-        super().begin(requests, recipe, min(max_draft_len, self.longest), rest)
-        record, batch = self.records[recipe], requests + rest.requests
+    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, others: OtherRequests) -> None:
+        super().begin(requests, recipe, min(max_draft_len, self.longest), others)
+        record, batch = self.records[recipe], requests + others.requests
         rates = self.rates(recipe, requests, batch)
         self._mean_len = max(int(rates.argmax()), 1)
-        self.rate = float(rates.max()) if rest.rate is None else rest.rate
+        self.rate = float(rates.max()) if others.rate is None else others.rate
         self.margin = float(rates.max() / rates[0]) - 1
         self.kind = record.kind
         self.survival = np.ones(requests)
@@ -162,9 +162,11 @@ class Cost(Lookahead):
         # Prices for the decisions of this round, by number of requests and by number of query tokens.
         self.pass_price = self.measured.pass_seconds(recipe, np.arange(1, requests + 1))
         if self.widths is None:
-            query_tokens = rest.query_tokens + np.maximum(np.arange(requests * (self.max_draft_len + 1) + 1), requests)
+            query_tokens = others.query_tokens + np.maximum(
+                np.arange(requests * (self.max_draft_len + 1) + 1), requests
+            )
         else:  # by nodes of the largest draft
-            nodes = np.maximum(np.arange(self.max_draft_len + 2), rest.most_nodes)
+            nodes = np.maximum(np.arange(self.max_draft_len + 2), others.most_nodes)
             query_tokens = batch * holding(nodes, self.widths)
         self.step_price = self.measured.step_seconds(batch, query_tokens)
         if self.scheduled:  # as measured, with the passes of such a round
@@ -197,7 +199,7 @@ class Cost(Lookahead):
             more[order[: best + 1]] = True
         return more
 
-    def record_acceptance(self, outcome: Outcome) -> None:
+    def learn_outcome(self, outcome: Outcome) -> None:
         record = self.records.get(outcome.recipe)
         if record is not None:
             verified = outcome.verified > 0

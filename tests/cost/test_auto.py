@@ -108,7 +108,7 @@ def test_a_rest_begins_when_nothing_is_left_to_learn_from_and_is_not_timed() -> 
     step = make_step(["a"], [[1]], previous=(1, 1))
     auto.learn(step)
     auto.measured.acceptance.follow(chains([[0.5]]))
-    auto.probes.rest(1.0, 1.0)
+    auto.probes.begin_rest(1.0, 1.0)
     assert not auto.rests(), "the outcome of a draft is not known"
     auto.learn(step)
     assert auto.plan(step) == 0, "it rests all the same"

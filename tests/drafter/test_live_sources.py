@@ -18,9 +18,9 @@ from freedraft.cost.controller import FullLength, Knee
 from freedraft.draft import DraftBatch
 from freedraft.step import TOP_TOKENS, EngineContext, NodeLogits
 from freedraft.tenants import parse_tenant, tenant_key
+from sssd_plugin.drafter import SOURCES
 from sssd_plugin.method import SssdMethod
 from sssd_plugin.options import SssdOptions
-from sssd_plugin.scoring.origins import SOURCES
 from tests.support.steps import make_step
 from tests.support.stores import int32
 

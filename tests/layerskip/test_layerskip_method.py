@@ -139,7 +139,7 @@ def test_what_is_learnt_is_what_was_accepted(shape, chosen):
     change places and when a request is gone."""
     policy = FixedLength(3)
     seen = []
-    policy.record_acceptance = lambda o: seen.append(
+    policy.learn_outcome = lambda o: seen.append(
         {name: tuple(map(int, n)) for name, *n in zip(o.request_ids, o.verified, o.accepted, o.path, strict=True)}
     )
     one_length = shape == "tree of one length"
@@ -206,7 +206,7 @@ def test_siblings_as_many_as_pay_at_the_widths_that_there_are(widths, kept):
 def test_what_was_cut_off_is_not_judged():
     """An engine that verifies two of three drafted tokens says nothing of the third."""
     policy, seen = FixedLength(3), []
-    policy.record_acceptance = lambda outcome: seen.append((outcome.verified.tolist(), outcome.accepted.tolist()))
+    policy.learn_outcome = lambda outcome: seen.append((outcome.verified.tolist(), outcome.accepted.tolist()))
     engine = Engine(policy, chains=True)
     engine.add("a", 1)
     chain = engine.method.draft(engine.as_step(["a"])).tokens[0, 1:4].tolist()

@@ -27,7 +27,7 @@ LAUNCHES = {
     "take logits": (0, ["block_maxima_kernel", "top_tokens_kernel"]),
     "copy gained": (0, ["newest_tokens_kernel"]),
     "propose": (0, []),
-    "join": (1, ["_combine_sampled_and_draft_tokens_kernel"]),
+    "reach": (1, ["_combine_sampled_and_draft_tokens_kernel"]),
     "prepare trees": (0, []),
 }
 
@@ -320,7 +320,7 @@ def test_reallocated_drafts_are_what_the_runner_unpacks():
     runner.attn_groups, runner.dcp_size, runner.fast_prefill = [], 1, None
     runner.max_num_reqs, runner.num_speculative_steps, runner.device = 4, 3, torch.device("cpu")
     runner.input_buffers = InputBuffers(4, 16, runner.device)
-    ours = RowsByScore(runner, ranks, last=True)
+    ours = RowsByScore(runner, ranks, again=True)
     ours.compact_batch(np.array([3, 1], np.int32), np.array([4, 2], np.int32), np.zeros(3, np.int32))
     (unpacked,) = (
         node.targets[0].elts

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from freedraft.engines.vllm.v2.gained import GainedTokens
-from freedraft.engines.vllm.v2.requests import Requests, Taken, write_drafts
+from freedraft.engines.vllm.v2.requests import GainedTokens, Requests, Taken, write_drafts
 from freedraft.step import room
 from tests.support.random_trees import path_to, random_batch
 

@@ -21,7 +21,7 @@ def served(on_flash):
 
 def test_launches_of_a_step(served):
     more = {"match": (1, ["compact_kernel", "verify_kernel"]), "prepare trees": (1, [])}
-    more["join"] = 1, ["_combine_sampled_and_draft_tokens_kernel", "tree_queries_kernel"]
+    more["reach"] = 1, ["_combine_sampled_and_draft_tokens_kernel", "tree_queries_kernel"]
     check_launches(served["engine"]["launches"], LAUNCHES | more)
 
 

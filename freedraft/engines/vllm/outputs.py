@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from freedraft.tenants import opted_out, tenant_key
 
 _BLOCK = 256  # tokens decoded at once
-_LOST = 4  # characters of them that their neighbours would have brought, at most: a space at the start, parts of one
+_LOST = 4  # characters that a block decoded alone can lose at its edges: a leading space, half a character
 UNLIMITED = 1 << 31
 SALT = "freedraft_salt"  # attribute of vLLM's NewRequestData: the key of the request's tenant
 

@@ -5,8 +5,8 @@
     URL/learnt/erased.<before>.<tenant>.due    an erasure; `.done` once no batch holds what it covers
 
 The name of a batch has the day of its newest document, the largest number that its server gave to a document, times of
-the oldest and the newest (ms), and a SHA-256. All servers that rewrite a batch without erased documents give it the
-same name, readers skip documents that they have had (by number), and expired batches are removed by name. One listing
+the oldest and the newest (ms), and a SHA-256. So two servers that remove erased documents from a batch agree on its new
+name. Readers skip documents that they have had, by server and number. Expired batches are removed by name. One listing
 has erasures and batches, so no reader takes a document that was erased before.
 """
 

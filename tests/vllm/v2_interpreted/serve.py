@@ -48,7 +48,7 @@ from bench.lib import launches
 from freedraft.cost.auto_by_batch import BatchLengths
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.draft_model import PagedDraftRound
-from freedraft.engines.vllm.v2.gained import GainedTokens
+from freedraft.engines.vllm.v2.requests import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.engines.vllm.v2.trees import why_chains
 from tests.support.compiling import signatures

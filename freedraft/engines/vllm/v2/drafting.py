@@ -14,8 +14,7 @@ from freedraft.engines.copies import LogitsCopy
 from freedraft.engines.vllm.context import configured, context_of_engine, tokenizer_of
 from freedraft.engines.vllm.forward import Pages
 from freedraft.engines.vllm.outputs import SALT
-from freedraft.engines.vllm.v2.gained import GainedTokens
-from freedraft.engines.vllm.v2.requests import Requests, Taken, write_drafts
+from freedraft.engines.vllm.v2.requests import GainedTokens, Requests, Taken, write_drafts
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import METHODS
 from freedraft.step import Step
@@ -61,7 +60,6 @@ class HostDrafting:
         self.guarded = GuardedMethod(spec, spec.options.parse(ours.options), context)
         method = self.guarded.method
         self.lengths = method.controller if isinstance(method.controller, BatchLengths) else None
-        self.rows: Rows = []  # draft lengths by batch size, to send to the scheduler
         tokenizer = tokenizer_of(vllm_config.model_config) if method.learns else None
         longest = vllm_config.model_config.max_model_len
         self.requests = Requests(states.max_num_reqs, longest, length, tokenizer, trees)
@@ -140,8 +138,7 @@ class HostDrafting:
         return self.requests.append(self.gained, most)
 
     def recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
-        """Copy the target's logits after each root and each of our draft tokens that the newest step verified, for
-        requests that were drafted for after the step before."""
+        """Copy the logits at every node that the newest step verified, where we made the draft."""
         slots, scheduled = input_batch.idx_mapping_np[: input_batch.num_reqs], input_batch.num_draft_tokens_per_req
         lengths = np.minimum(self.requests.drafted[slots], scheduled[: len(slots)]).astype(np.int64)
         behind, first = self.requests.drafted_behind[slots], input_batch.cu_num_logits_np
@@ -173,13 +170,13 @@ class HostDrafting:
             gained.query_tokens = 0  # its time is recorded once
 
     def _learn(self, taken: Taken) -> None:
-        """Learn from a step that nobody drafted after, at once or, in a pause, later."""
+        """Learn from a step that nobody drafted after, at once or, in a rest, later."""
         if not len(taken.rows):
             return
         if self.by_score is not None:
             self.by_score.acceptance.update(self._step(taken))
         if (taken.ends - taken.starts == 1).all() and self.guarded.rests():
-            self.gained.query_tokens = 0  # of the steps of a pause, one is timed
+            self.gained.query_tokens = 0  # of the steps of a rest, one is timed
             newest = self.requests.tokens.reshape(-1)[taken.starts]
             self.guarded.keep(self._ids(taken), newest, taken.contexts)
         else:

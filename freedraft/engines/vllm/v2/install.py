@@ -17,7 +17,8 @@ from freedraft.engines.vllm.patching import after, before, signature_of, wrap_on
 from freedraft.engines.vllm.v2.drafting import HostDrafting
 from freedraft.engines.vllm.v2.lengths import LENGTHS, find_nearest, whole_table
 from freedraft.engines.vllm.v2.matching import match
-from freedraft.engines.vllm.v2.speculator import MethodSpeculator, When
+from freedraft.engines.vllm.v2.next_step import Stage
+from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.method import METHODS
 
 SPECULATOR = "_freedraft_speculator"  # Attribute of vLLM's RejectionSampler and DefaultModelState
@@ -45,10 +46,10 @@ def install() -> None:
     wrap_once(RejectionSampler, "__call__", before(_keep_logits))
     wrap_once(RejectionSampler, "_verify", _verify)
     wrap_once(cudagraph_utils.CudaGraphManager, "_init_candidates", after(find_nearest))
-    wrap_once(GPUModelRunner, "prepare_attn", _prepare_step)
+    wrap_once(GPUModelRunner, "prepare_attn", after(_begin_step))
     wrap_once(GPUModelRunner, "sample", before(_approach))
     wrap_once(DefaultModelState, "prepare_attn", before(_note_attention))
-    wrap_once(DefaultModelState, "prepare_inputs", before(_join))
+    wrap_once(DefaultModelState, "prepare_inputs", before(_launch))
 
 
 def _or_ours(original: Callable[..., Any], vllm_config: Any, device: torch.device, req_states: Any) -> Any:
@@ -112,7 +113,7 @@ def _prepare(_: None, runner: Any, kv_cache_config: Any, is_profiling: bool = Fa
         ours.prepare(runner)
         if runner.rejection_sampler is not None:
             setattr(runner.rejection_sampler, SPECULATOR, ours)
-        if ours.when is When.BEFORE_MODEL:
+        if ours.due is Stage.MODEL:
             setattr(runner.model_state, SPECULATOR, ours)
 
 
@@ -121,24 +122,14 @@ def _keep_logits(sampler: Any, logits: Any, input_batch: Any, *args: Any, **kwar
         ours.keep_logits(logits, input_batch)
 
 
-def _prepare_step(original: Callable[..., Any], runner: Any, input_batch: Any) -> Any:
-    if (ours := _ours(runner)) is None:
-        return original(runner, input_batch)
-    ours.begin_step(input_batch)
-    early = ours.when is When.BEFORE_ATTENTION
-    if early:
-        ours.join(input_batch)
-    block_tables, slot_mappings = original(runner, input_batch)
-    if ours.trees is not None:
-        ours.trees.prepare_step(input_batch, slot_mappings)
-        if early:
-            ours.trees.write_queries(input_batch)
-    return block_tables, slot_mappings
+def _begin_step(prepared: tuple[Any, torch.Tensor], runner: Any, input_batch: Any) -> None:
+    if (ours := _ours(runner)) is not None:
+        ours.begin_step(input_batch, prepared[1])
 
 
 def _note_attention(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
     ours = getattr(model_state, SPECULATOR, None)
-    if ours is not None and ours.by_score is not None and ours.verifying is input_batch and ours.by_score.late:
+    if ours is not None and ours.by_score is not None and ours.next.batch is input_batch and ours.by_score.late:
         ours.by_score.attention = partial(model_state.prepare_attn, input_batch, *args, **kwargs)
 
 
@@ -148,13 +139,11 @@ def _approach(runner: Any, *args: Any, **kwargs: Any) -> None:
         host.before.approach()  # the present step takes its place
 
 
-def _join(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
+def _launch(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
     """The last hook before the model is launched, in steps of requests and in dummy steps."""
     ours = getattr(model_state, SPECULATOR, None)
-    if ours is not None and ours.verifying is input_batch and ours.when is When.BEFORE_MODEL:
-        ours.join(input_batch)
-        if ours.trees is not None:
-            ours.trees.write_queries(input_batch)
+    if ours is not None and ours.next.batch is input_batch:
+        ours.reach(Stage.MODEL)
 
 
 def _verify(original: Callable[..., Any], sampler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,12 +151,12 @@ def _verify(original: Callable[..., Any], sampler: Any, *args: Any, **kwargs: An
     if ours is None or not ours.matches:
         return original(sampler, *args, **kwargs)
     given = signature_of(original).bind(sampler, *args, **kwargs).arguments
-    return match(sampler, given) if ours.trees is None else ours.trees.verify(sampler, given)
+    return match(sampler, given) if ours.trees is None else ours.trees.verify(sampler, given, ours.next)
 
 
 def _send_lengths(output: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     """With vLLM's AsyncOutput of a step."""
-    if (host := _drafting(runner)) is not None and host.rows:
+    if (ours := _ours(runner)) is not None and ours.next.lengths:
         if (sent := getattr(output, "model_runner_output", None)) is not None:
-            setattr(sent, LENGTHS, host.rows)
-        host.rows = []
+            setattr(sent, LENGTHS, ours.next.lengths)
+        ours.next.lengths = []

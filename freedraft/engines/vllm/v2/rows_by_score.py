@@ -31,7 +31,7 @@ class RowsByScore:
 
     Args:
         runner: vLLM's GPUModelRunner; ranks: its GroupCoordinator of tensor-parallel ranks.
-        last: whether drafts come after attention metadata.
+        again: whether drafts come after attention metadata, which is then built again.
 
     Attributes:
         late: whether the present step's rows are decided with its drafts; otherwise each request has the same number.
@@ -39,7 +39,7 @@ class RowsByScore:
         acceptance: estimates the probabilities of draft tokens.
     """
 
-    def __init__(self, runner: Any, ranks: Any, *, last: bool) -> None:
+    def __init__(self, runner: Any, ranks: Any, *, again: bool) -> None:
         self._runner, self._ranks, self._costs = runner, ranks, runner.adaptive_verification
         self.batches_to_profile = self._costs.batches_to_profile
         self.set_initial_cost_curves = self._costs.set_initial_cost_curves
@@ -48,8 +48,8 @@ class RowsByScore:
         self._unused = (None,) * (len(results) - 3)
         backends = {group.backend.get_name() for groups in runner.attn_groups for group in groups}
         rebuilt = runner.dcp_size == 1 and backends <= _ATTENTION
-        self._by_score = runner.fast_prefill is None and (rebuilt or not last)
-        self.late, self.attention, self._last = False, lambda: None, last
+        self._by_score = runner.fast_prefill is None and (rebuilt or not again)
+        self.late, self.attention = False, lambda: None
         slots, width, device = runner.max_num_reqs, 1 + runner.num_speculative_steps, runner.device
         self.acceptance, self._probes = Acceptance(), ProbeSchedule(*_PROBES)
         self._scores, self._prior = np.zeros((slots, width)), _PRIOR ** np.arange(width)
@@ -158,10 +158,9 @@ class RowsByScore:
         )
         computed = runner.req_states.num_computed_tokens.gpu
         prepare_pos_seq_lens(batch.idx_mapping, batch.query_start_loc, computed, buffers.positions, buffers.seq_lens)
-        if self._last:
-            runner.block_tables.compute_slot_mappings(
-                batch.idx_mapping, batch.query_start_loc, batch.positions, batch.num_tokens_after_padding
-            )
+        runner.block_tables.compute_slot_mappings(
+            batch.idx_mapping, batch.query_start_loc, batch.positions, batch.num_tokens_after_padding
+        )
 
     def end_step(self, batch: Any) -> None:
         """vLLM has drawn the step's tokens: set how many draft tokens of each request it has verified."""

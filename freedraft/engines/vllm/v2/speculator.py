@@ -1,8 +1,8 @@
 """`MethodSpeculator`: passes steps of vLLM's model runner V2 to `HostDrafting`, and drafts to the device.
 
 Model runner V2 prepares the next step on the device while the host lags behind. So a kernel writes accepted tokens to
-pinned memory (`propose`); they are awaited when the next step lacks only its drafts, which go back by one copy
-(`join`).
+pinned memory (`propose`). The host waits for them when the next step lacks only its drafts (`reach`), which go back by
+one copy.
 
 Every tensor-parallel rank verifies its own copy of the drafts, which rank 0 makes and broadcasts.
 """
@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
-from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from freedraft_kernels import top_tokens
-from numpy.typing import NDArray
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
@@ -29,6 +27,7 @@ from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.v2.drafting import HostDrafting, V2StepState
 from freedraft.engines.vllm.v2.lengths import GraphLengths
+from freedraft.engines.vllm.v2.next_step import NextStep, Stage
 from freedraft.method import METHODS
 from freedraft.step import TOP_TOKENS
 
@@ -40,22 +39,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class When(Enum):
-    """When drafts are made."""
-
-    AT_ONCE = "behind the step before, with whose result vLLM forwards them"
-    BEFORE_ATTENTION = "before attention metadata of the step that verifies them"
-    BEFORE_MODEL = "before the model is launched, which alone reads them"
-
-
-class Pending(NamedTuple):
-    """What a launched step leaves behind for the next one: drafts of its requests are to be made."""
-
-    slots: NDArray[np.intp]  # [B], of its requests
-    rows: slice  # of all slots, from the first to the last of these: they go to the device by one copy
-    most: int  # draft tokens of each request
-
-
 class MethodSpeculator(BaseSpeculator):
     """Drafts by a method on the host. B requests, K = most draft tokens of a request. vllm_config: vLLM's VllmConfig;
     device: of the model; req_states: the runner's RequestState. Raises ValueError: the method cannot work, which stops
@@ -64,7 +47,7 @@ class MethodSpeculator(BaseSpeculator):
     Attributes:
         host: in the drafting rank.
         matches: whether `match` verifies drafts, and not another method of vLLM chosen by the user.
-        when: drafts are made.
+        due: the stage at which steps get their drafts; next: the step that is being prepared.
     """
 
     supports_mm_inputs = False
@@ -100,10 +83,7 @@ class MethodSpeculator(BaseSpeculator):
         self.runner: Any = None  # once it has its KV cache, as the next two
         self.draft_model: PagedDraftModel | None = None
         self.by_score: RowsByScore | None = None  # with adaptive verification
-        self._pending: Pending | None = None
-        self._verified: tuple[torch.Tensor, Any] | None = None  # until `propose`: logits, and their InputBatch
-        self.when = When.AT_ONCE  # until there is a runner
-        self.verifying: Any = None  # vLLM's InputBatch, once its inputs are prepared
+        self.due, self.next = Stage.SAMPLED, NextStep()  # until there is a runner
         self.warming_up = False  # see `warm_up`
         self.enable_adaptive_verification = bool(getattr(config, ADAPTIVE, False))  # read by vLLM, as the next one
         self.draft_token_confidence_probs = None
@@ -159,10 +139,8 @@ class MethodSpeculator(BaseSpeculator):
         self.runner = runner
         usual = type(runner.model_state).prepare_inputs is DefaultModelState.prepare_inputs
         readers = METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
-        if runner.pcp_manager:
-            self.when = When.AT_ONCE
-        else:
-            self.when = When.BEFORE_MODEL if usual and not any(readers) else When.BEFORE_ATTENTION
+        if not runner.pcp_manager:
+            self.due = Stage.MODEL if usual and not any(readers) else Stage.SLOTS
         if getattr(runner, "adaptive_verification", None) is not None:
             self.verify_by_score()
         if METHODS[name].runs_model:
@@ -172,7 +150,7 @@ class MethodSpeculator(BaseSpeculator):
         """Replace the runner's AdaptiveVerificationManager."""
         from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
 
-        self.by_score = RowsByScore(self.runner, self._ranks, last=self.when is When.BEFORE_MODEL)
+        self.by_score = RowsByScore(self.runner, self._ranks, again=self.due is Stage.MODEL)
         self.runner.adaptive_verification = self.by_score
         if self.host is not None:
             self.host.by_score = self.by_score
@@ -184,10 +162,9 @@ class MethodSpeculator(BaseSpeculator):
         *args: Any, dummy_run: bool = False, is_profile: bool = False, num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """int64 [B, K] on the device: each request's newest token as placeholder for drafts, which `join` makes; the
-        drafts themselves if vLLM needs them at once. input_batch: vLLM's InputBatch of the step just launched;
-        num_sampled: int32 [B], new tokens of each request; last_sampled: int64 [slots, 1]."""
-        verified, self._verified = self._verified, None
+        """The step just launched is sampled: begin the next one. Returns int64 [B, K] on the device: the drafts if they
+        are due, otherwise each request's newest token as placeholder. input_batch: vLLM's InputBatch; num_sampled:
+        int32 [B], new tokens of each request; last_sampled: int64 [slots, 1]."""
         batch, host = input_batch.num_reqs, self.host
         drafts = self._newest[:batch]
         if host is not None:
@@ -203,86 +180,93 @@ class MethodSpeculator(BaseSpeculator):
         slots, on_device = input_batch.idx_mapping_np[:batch], input_batch.idx_mapping[:batch]
         # The bound is exact in prefill.
         over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= self._states.prefill_len.np[slots]
-        launched = False
+        step, launched = NextStep(slots.copy()), False
         if host is not None:
             with host.guarded:
                 host.launched(input_batch, num_sampled, drafts, last_hidden_states, over)
                 launched = True
             with host.guarded:
-                if verified is not None:  # behind the tokens, which the host waits for
-                    host.recycle(*verified)
-            host.rows = []
+                if self.next.logits is not None:  # behind the tokens, which the host waits for
+                    host.recycle(*self.next.logits)
             with host.guarded:
-                host.rows = host.decide(batch)
+                step.lengths = host.decide(batch)
         if not launched:
             drafts.copy_(last_sampled.view(-1)[on_device.long()][:, None].expand_as(drafts))
-        most = self.length if num_speculative_tokens is None else num_speculative_tokens
-        # New tokens, if any, are read later, without a wait.
-        rows = slice(int(slots.min()), int(slots.max()) + 1)
-        self._pending = Pending(slots.copy(), rows, most) if most > 0 and over.any() else None
-        if self.when is When.AT_ONCE or input_batch.has_structured_output_reqs:
+        self.next, step.most = step, self.length if num_speculative_tokens is None else num_speculative_tokens
+        at_once = self.due is Stage.SAMPLED or input_batch.has_structured_output_reqs
+        if step.most > 0 and over.any():  # whether there are new tokens is read later, without a wait
+            step.due = Stage.SAMPLED if at_once else self.due
+        if at_once:
             self._states.draft_tokens[on_device] = drafts  # as vLLM does with the result
-            self.join()
+            self.reach(Stage.SAMPLED)
             drafts = self._states.draft_tokens[on_device]
         return drafts
 
-    def join(self, batch: Any = None) -> None:
-        """Wait for the newest step's tokens, unless it has been drafted for, and draft. Called at the same point on all
-        ranks. batch: vLLM's InputBatch, with prepared inputs, of the step that verifies the drafts; None if vLLM uses
-        the result of `propose`."""
-        if self._pending is None:
+    def begin_step(self, batch: Any, slot_mappings: torch.Tensor) -> None:
+        """KV slots of the next step are chosen. batch: vLLM's InputBatch; slot_mappings: int64 [1, T]."""
+        step = self.next
+        step.batch = batch
+        if self.by_score is not None and not self.by_score.begin_step(batch):
+            step.due = None  # nothing is verified: the tokens of the step before are taken later
+        self.reach(Stage.SLOTS)
+        if self.trees is not None:  # behind draft passes, which attend to chains
+            self.trees.begin_step(step, slot_mappings[0])
+            if step.due is None:
+                self.trees.write_queries(step)
+
+    def reach(self, stage: Stage) -> None:
+        """If the drafts of the next step are due at this stage, on all ranks: wait for the newest tokens, draft after
+        them, and pass the drafts on."""
+        step = self.next
+        if step.due is not stage:
             return
-        pending, self._pending = self._pending, None
-        drafted = False
+        step.due, drafted = None, False
         if self.host is not None:
             with nullcontext() if self.draft_model is None else self.draft_model.ranks.leading(), self.host.guarded:
-                drafted = self.host.draft(pending.most, batch)
-        self._send(pending, batch, drafted)
-
-    def begin_step(self, batch: Any) -> None:
-        """The inputs of a step are prepared; batch: vLLM's InputBatch."""
-        self.verifying = batch
-        if self.by_score is not None and not self.by_score.begin_step(batch):
-            self._pending = None  # nothing is verified: its tokens are taken later
-
-    def _send(self, pending: Pending, batch: Any, drafted: bool) -> None:
-        """Pass drafts to the step that verifies them; see `join`. Requests in between that did not take part get their
-        newest ones once more, or none."""
-        rows = pending.rows
-        drafts = self._drafts[rows]
-        by_score = self.by_score if self.by_score is not None and self.by_score.late else None
-        if self.host is None and self.draft_model is not None:
+                drafted = self.host.draft(step.most, step.batch)
+        elif self.draft_model is not None:
             self.draft_model.serve(V2StepState(self.runner.block_tables, self._states, np.zeros(0, np.intp)).pages)
+        self._copy(step, drafted)
+        if step.batch is not None:
+            self._place(step.batch, drafted)
+            if self.trees is not None:
+                self.trees.write_queries(step)
+
+    def _copy(self, step: NextStep, drafted: bool) -> None:
+        """Copy drafts to the device, on all ranks. The copy is one block of slots: a slot in it that was not in the
+        step gets the drafts that it has once more, or none."""
+        rows = slice(int(step.slots.min()), int(step.slots.max()) + 1)
         if self._ranks.world_size > 1:  # by memory that they share: no kernel stands between tokens and launch
             proposed = self._proposed.numpy()[rows]
             sent = self._ranks.broadcast_object(proposed if drafted else None, src=0)
             if self.host is None and (drafted := sent is not None):
                 proposed[:] = sent
         if drafted:
-            drafts.copy_(self._proposed[rows], non_blocking=True)
+            self._drafts[rows].copy_(self._proposed[rows], non_blocking=True)
         else:  # chains of the token 0, on all ranks
-            drafts.zero_()
-        if batch is not None:
-            states = self._states
-            if by_score is not None:
-                by_score.place(batch, drafted)
-            batch.logits_indices = combine_sampled_and_draft_tokens(
-                self.runner.input_buffers.input_ids, batch.idx_mapping, states.last_sampled_tokens,
-                batch.query_start_loc, batch.seq_lens, states.prefill_len.gpu, states.draft_tokens,
-                batch.cu_num_logits, len(batch.logits_indices),
-            )  # fmt: skip
-            if by_score is not None:
-                by_score.attention()
+            self._drafts[rows].zero_()
+
+    def _place(self, batch: Any, drafted: bool) -> None:
+        """Write drafts among the input tokens of the step that verifies them. batch: vLLM's InputBatch."""
+        states, by_score = self._states, self.by_score if self.by_score is not None and self.by_score.late else None
+        if by_score is not None:
+            by_score.place(batch, drafted)
+        batch.logits_indices = combine_sampled_and_draft_tokens(
+            self.runner.input_buffers.input_ids, batch.idx_mapping, states.last_sampled_tokens, batch.query_start_loc,
+            batch.seq_lens, states.prefill_len.gpu, states.draft_tokens, batch.cu_num_logits, len(batch.logits_indices),
+        )  # fmt: skip
+        if by_score is not None:
+            by_score.attention()
 
     def keep_logits(self, logits: torch.Tensor, input_batch: Any) -> None:
-        """Keep a step's logits until `propose` recycles them; sampling does not modify them. logits: float [R, V], rows
-        of a request consecutive."""
+        """The model has run. Keep its logits until `propose` recycles them; sampling does not modify them. logits:
+        float [R, V], rows of a request consecutive."""
         if self.host is not None and self.host.guarded.needs_logits:
             if self.warming_up:
                 top_tokens(logits[:1], TOP_TOKENS)
             else:
-                self._verified = logits, input_batch
+                self.next.logits = logits, input_batch
         if self.trees is not None:
             if self.warming_up:
                 self.trees.warm_up_verification()
-            self.trees.restore_positions(input_batch)
+            self.trees.restore_positions(self.next, input_batch)

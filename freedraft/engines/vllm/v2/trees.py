@@ -24,6 +24,7 @@ from vllm.v1.worker.gpu.states import RequestState
 
 from freedraft.engines.vllm.context import configured
 from freedraft.engines.vllm.v2.matching import match
+from freedraft.engines.vllm.v2.next_step import NextStep
 from freedraft.engines.vllm.v2.tree_attention import ATTRIBUTE, TreeAttention, TreeBuffers, register
 
 logger = logging.getLogger(__name__)
@@ -55,9 +56,6 @@ class Trees:
         self._parents = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._counts = torch.zeros(slots, dtype=torch.int32, device=device)
         self._pool: KVPool | None = None
-        self._batch: Any = None  # vLLM's InputBatch while it verifies trees
-        self._positions: torch.Tensor | None = None  # int64 [T], while it runs a chain's, then by depth
-        self._slots: torch.Tensor | None = None  # int64 [T], its KV slots
         setattr(vllm_config, ATTRIBUTE, self.buffers)
         register(flash=self._asked)  # its own kernel is faster without trees, and perhaps with them
 
@@ -95,21 +93,20 @@ class Trees:
             outcome, slots = verify_rows(token, zero, starts, width, (token, zero, zero, starts[1:]))
             self._pool.compact(slots, outcome)
 
-    def prepare_step(self, batch: Any, slot_mappings: torch.Tensor) -> None:
-        """Called between the choice of KV slots and attention metadata, before the drafts are there. batch: vLLM's
-        InputBatch; slot_mappings: int64 [1, T]."""
-        self._batch, self._positions, buffers = None, None, self.buffers
+    def begin_step(self, step: NextStep, kv_slots: torch.Tensor) -> None:
+        """Called between the choice of KV slots, int64 [T], and attention metadata."""
+        step.positions, step.has_trees, batch, buffers = None, False, step.batch, self.buffers
         buffers.verifying = False
-        if not buffers.enabled or batch.num_draft_tokens == 0:
-            return
-        self._positions, self._slots = batch.positions.clone(), slot_mappings[0]
-        if (self.trees[batch.idx_mapping_np] & (batch.num_draft_tokens_per_req > 0)).any():
-            self._batch, buffers.verifying, buffers.mixed = batch, True, bool(batch.has_prefill)
+        if buffers.enabled and batch.num_draft_tokens > 0:
+            step.positions, step.kv_slots = batch.positions.clone(), kv_slots
+            step.has_trees = bool((self.trees[batch.idx_mapping_np] & (batch.num_draft_tokens_per_req > 0)).any())
+            buffers.verifying, buffers.mixed = step.has_trees, bool(batch.has_prefill)
 
-    def write_queries(self, batch: Any) -> None:
-        """Set positions by depth, and tree queries; called after `prepare_step`, once the drafts are there."""
-        if self._positions is None:
+    def write_queries(self, step: NextStep) -> None:
+        """Set positions by depth, and tree queries; called after `begin_step`, once the drafts are there."""
+        if step.positions is None:
             return
+        batch = step.batch
         requests = batch.num_reqs
         write_tree_queries(
             NodeMasks(self.masks, self._states.prefill_len.gpu),
@@ -121,26 +118,28 @@ class Trees:
             self._counts,
         )
 
-    def restore_positions(self, batch: Any) -> None:
+    def restore_positions(self, step: NextStep, batch: Any) -> None:
         """Restore a chain's positions in InputBatch after the model has run: vLLM distinguishes drafts from prompts by
         them."""
         self.buffers.verifying = False
-        if self._positions is not None:
-            batch.positions, self._positions = self._positions, batch.positions
+        if step.positions is not None:
+            batch.positions, step.positions = step.positions, batch.positions
 
-    def verify(self, sampler: Any, given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def verify(
+        self, sampler: Any, given: dict[str, Any], step: NextStep
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Verify the drafts of consecutive requests of the step, and move the KV of accepted paths. sampler: vLLM's
         RejectionSampler; given: arguments of its `_verify`. Returns its results: processed logits, float [R, V]; int64
         [B, 1 + K], tokens; int32 [B], their number."""
-        batch, slots = self._batch, given["idx_mapping_np"]
-        if batch is None:
+        batch, slots = step.batch, given["idx_mapping_np"]
+        if not step.has_trees:
             return match(sampler, given)
-        assert self._pool is not None and self._slots is not None and self._positions is not None
+        assert self._pool is not None and step.kv_slots is not None and step.positions is not None
         first = int(np.flatnonzero(batch.idx_mapping_np == slots[0])[0])  # of the step's requests
         row = int(batch.cu_num_logits_np[first])
         tokens = batch.logits_indices[row : row + len(given["pos"])]
-        trees = self._parents, self._slots, tokens, self._counts[first : first + len(slots)]
-        return match(sampler, given | {"pos": self._positions[tokens]}, trees, self._pool)
+        trees = self._parents, step.kv_slots, tokens, self._counts[first : first + len(slots)]
+        return match(sampler, given | {"pos": step.positions[tokens]}, trees, self._pool)
 
 
 def _row(cache: torch.Tensor) -> tuple[int, int]:
