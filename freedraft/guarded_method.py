@@ -185,6 +185,11 @@ class GuardedMethod:
         return DraftBatch.roots(step.roots)
 
     @property
+    def paused(self) -> bool:
+        """Whether the method is left alone for some steps after a failure."""
+        return self._paused > 0
+
+    @property
     def needs_logits(self) -> bool:
         """See `Method.needs_logits`; not during a pause, nor in steps without the method."""
         return self._paused == 0 and not self._kept and self.method.needs_logits

@@ -79,8 +79,9 @@ class Method:
         return 0
 
     def rests(self) -> bool:
-        """Whether the adapter may skip the next step, in which the method drafts nothing. Its tokens come with a later
-        `update`, in which a request stands once per skipped step. Asked once per step, after one without drafts."""
+        """Whether the adapter need not tell the method of the next step, in which it drafts nothing. The step's tokens
+        come with a later `update`, in which a request stands once per such step. Asked once per step, after one without
+        drafts."""
         return False
 
     @final

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.allocation import FREE, allocate, allocate_width
-from freedraft.cost.controller import Controller
+from freedraft.cost.controller import Controller, holding
 from freedraft.cost.measured import Measured
 from freedraft.cost.probes import Probes
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, row_of
@@ -38,7 +38,7 @@ class Auto(Controller):
         self._drafts_pay = False
 
     def rests(self) -> bool:
-        if self.measured.acceptance.follows or not self.probes.rests():
+        if self.measured.acceptance.follows or not self.probes.take_rest():
             return False
         self.measured.skip()  # of the steps of a rest, one is timed
         return True
@@ -47,10 +47,13 @@ class Auto(Controller):
         batch = step.batch_size
         if batch == 0:
             return 0
-        if self.probes.rests():
+        if self.probes.take_rest():
             self.speedup = 1.0
             return 0
-        draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max()), int(2.0 * self._longest) + 2)
+        wanted = int(2.0 * self._longest) + 2
+        if self.widths is not None:  # up, or no longer width would ever be drafted for again
+            wanted = int(holding(np.array(wanted + 1), self.widths)) - 1
+        draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max()), wanted)
         return self._fitting(min(draft_len, MAX_QUERY_TOKENS // batch - 1))
 
     def cut(self, *drafts: DraftBatch) -> None:
@@ -95,7 +98,7 @@ class Auto(Controller):
         batch = draft.batch_size
         if self.widths is None:
             return self.measured.step_seconds(batch, batch + np.arange(draft.draft_tokens + 1))
-        return self.measured.step_seconds(batch, batch * np.concatenate([[1], self.widths]))
+        return self.measured.step_seconds(batch, batch * np.concatenate([self.widths[:1], self.widths]))
 
     def _allocate(
         self, p: NDArray[np.float64], counts: NDArray[np.int32], seconds: NDArray[np.float64], forced: int = FREE

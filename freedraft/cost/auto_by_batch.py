@@ -88,7 +88,7 @@ class BatchLengths(Controller):
     def rests(self) -> bool:
         self.settle()
         acceptance = self.measured.acceptance
-        return not (acceptance.follows or acceptance.rises) and self.probes.rests()
+        return not (acceptance.follows or acceptance.rises) and self.probes.take_rest()
 
     def plan(self, step: Step) -> int:
         self.measured.began = self.measured.clock()
@@ -97,7 +97,7 @@ class BatchLengths(Controller):
             self.budget = step.batch_size * self._asked
         else:
             self.settle()
-            waits = self.probes.rests() and not self.measured.acceptance.rises
+            waits = self.probes.take_rest() and not self.measured.acceptance.rises
             self._asked = 0 if waits else self.max_draft_tokens
         return self._asked
 

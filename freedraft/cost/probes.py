@@ -59,7 +59,7 @@ class Probes(ProbeSchedule):
         """Rest the drafter for some steps, by the seconds of drafting and of a step."""
         self._rest = min(int(max(drafting, 0.0) / (_IDLE_SHARE * max(step, 1e-6))), _MAX_IDLE)
 
-    def rests(self) -> bool:
+    def take_rest(self) -> bool:
         """Whether the drafter rests in this step, which is counted."""
         self._rest -= 1
         return self._rest >= 0

@@ -11,7 +11,7 @@ import pytest
 from known import roofline_on
 
 from freedraft.cost.probes import PROBE_EVERY
-from tests.support.simulated import V1, V2, Engine, Seconds, Text
+from tests.support.simulated import V1, V2, Engine, Seconds, Sglang, Text
 
 
 def knee(batch: int, query_tokens: int) -> float:
@@ -111,7 +111,14 @@ def test_where_nothing_is_accepted_any_more_steps_are_soon_plain(engine: type, n
 
 @pytest.mark.parametrize(
     ("engine", "batch", "none"),
-    [(V1, 1, NONE), (V2, 1, NONE), (V2, 12, NONE_AND_KNOWN), (V2, 32, NONE)],
+    [
+        (V1, 1, NONE),
+        (Sglang, 1, NONE),
+        (Sglang, 12, NONE_AND_KNOWN),
+        (V2, 1, NONE),
+        (V2, 12, NONE_AND_KNOWN),
+        (V2, 32, NONE),
+    ],
 )
 def test_drafts_that_are_accepted_again_are_soon_made(engine: type, batch: int, none: Text) -> None:
     served = on_h200(engine)

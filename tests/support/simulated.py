@@ -16,6 +16,7 @@ from freedraft.cost.measured import Measured
 from freedraft.cost.roofline import Roofline
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import Drafted, DraftModel, DraftRound, PassOutputs
+from freedraft.engines.sglang.guards import widths_for
 from freedraft.method import Method
 from freedraft.step import EngineContext, Step
 from layerskip_plugin.method import LayerSkipMethod
@@ -71,6 +72,9 @@ class Engine:
     def chance(self, text: Text) -> Any:
         return text.accept
 
+    def verified(self, lengths: np.ndarray) -> int:
+        return int(lengths.sum())
+
     def run(self, batch: int, text: Text, steps: int) -> np.ndarray:
         """float64 [steps, 3]: tokens, seconds and draft tokens of each step."""
         self.text, rows, ids = text, [], [f"{batch} {text} {i}" for i in range(batch)]
@@ -80,7 +84,7 @@ class Engine:
             tokens = [[*range(1, n), n if n <= r else 999] for n, r in zip(gained, right, strict=True)]
             began = self.now
             lengths = self.drafted = self.draft(ids, tokens)
-            drafted = int(lengths.sum())
+            drafted = self.verified(lengths)
             seconds = self.seconds(batch, batch + drafted) * self.random.lognormal(0, self.noise)
             self.now += seconds
             right = np.cumprod(self.random.random((batch, self.most)) < self.chance(text), axis=1).sum(axis=1)
@@ -117,6 +121,18 @@ class V1(Engine):
 
     def end_step(self, batch: int, drafted: int, seconds: float) -> None:
         self.previous = batch, batch + drafted
+
+
+class Sglang(V1):
+    """Verifies all requests at the width of the largest; as on GPUs, there are few."""
+
+    def make_controller(self, roofline: Roofline, **options: Any) -> Auto:
+        self.widths = widths_for("fa3", self.most)
+        self.lengths = [width - 1 for width in self.widths]
+        return Auto(roofline.profile, self.most - 1, self.widths, Measured(roofline, **options))
+
+    def verified(self, lengths: np.ndarray) -> int:
+        return len(lengths) * (self.widths[int(np.searchsorted(self.widths, lengths.max() + 1))] - 1)
 
 
 class V2(Engine):

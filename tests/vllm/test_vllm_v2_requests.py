@@ -10,9 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from freedraft.engines.vllm.v2.drafting import HostDrafting
+from freedraft.engines.vllm.v2.lengths import LENGTHS, receive_lengths
 from freedraft.engines.vllm.v2.requests import GainedTokens, Requests, Taken, write_drafts
-from freedraft.step import room
+from freedraft.guarded_method import FIRST_PAUSE, GuardedMethod
+from freedraft.step import EngineContext, room
+from tests.support import repeat_drafter
 from tests.support.random_trees import path_to, random_batch
+from tests.support.simulated import V2, Text
+from tests.support.steps import make_step
 
 SLOTS, LENGTH, NEWEST = 4, 60, 4
 
@@ -153,3 +159,30 @@ def test_trees_and_chains_of_one_batch(seed):
     assert (proposed[others, 0] == -5).all() and not proposed[others, 1:].any()
     assert (np.delete(proposed, places, 0) == 3).all(), "of requests that did not take part"
     assert not write_drafts(None, taken, step, held, proposed, 9).any() and (proposed[places, 0] == -5).all()
+
+
+def test_in_a_pause_no_drafts_are_scheduled():
+    """Each step would verify placeholders, for up to thousands of steps."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    ours, served = HostDrafting.__new__(HostDrafting), V2(lambda batch, tokens: 0.01)
+    ours.guarded = GuardedMethod(repeat_drafter.SPEC, repeat_drafter.RepeatOptions(), EngineContext())
+    ours.lengths, ours.gained = served.controller, GainedTokens(SLOTS, NEWEST, torch.device("cpu"))
+    ours.requests, scheduler = Requests(SLOTS, LENGTH, NEWEST), Scheduler.__new__(Scheduler)
+    scheduler.dynamic_sd_lookup = [8] * 33
+
+    def scheduled():
+        output = ModelRunnerOutput(["a"], {"a": 0})
+        setattr(output, LENGTHS, ours.decide(1))
+        receive_lengths(scheduler, None, output)
+        return scheduler.dynamic_sd_lookup
+
+    served.run(1, Text(0.9, 0.9), 200)
+    assert scheduled()[1] > 0
+    with ours.guarded:
+        raise RuntimeError("on purpose")
+    assert scheduled() == [8, *[0] * 32]
+    for _ in range(FIRST_PAUSE):
+        ours.guarded.step(make_step(["a"], [[1]], capacities=0), "cost")
+    assert scheduled()[1] > 0

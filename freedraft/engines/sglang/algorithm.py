@@ -85,7 +85,7 @@ class TreeAlgorithm(CustomSpecAlgo):
 
     spec: MethodSpec
     # Called with the batch of each overlapped decoding step while the previous step is still running; set by the worker
-    await_step: Callable[[Any], Any] | None = None
+    receive_step: Callable[[Any], Any] | None = None
 
     def is_ngram(self) -> bool:
         return True

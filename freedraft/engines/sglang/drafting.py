@@ -151,8 +151,8 @@ class BatchDrafting:
             with self.guarded:
                 self._logits.put(ids, draft, logits)
 
-    def await_step(self, batch: Any) -> torch.Tensor:
-        """Prepare drafts for the next decoding step of SGLang's ScheduleBatch, and wait for the previous step, which
+    def receive_step(self, batch: Any) -> torch.Tensor:
+        """Look up the requests of SGLang's next ScheduleBatch, and wait for the tokens of the previous step, which
         may still be running. Returns the number of tokens in the KV cache of each request, int64 [B]."""
         ids = [request.rid for request in batch.reqs]
         same = self._previous == (len(ids), len(ids)) and list(self._drafted) == ids
@@ -182,7 +182,7 @@ class BatchDrafting:
         """Return trees [B, n] for SGLang's ScheduleBatch, n the smallest prepared width that holds all of them; roots
         only if drafting fails."""
         if self._awaited is None:
-            self.await_step(batch)
+            self.receive_step(batch)
         (gained, known), self._awaited = self._awaited, None
         draft = None
         with self.guarded:

@@ -1,4 +1,4 @@
-"""`EarlyFutureMap`: SGLang's relay between steps, with drafting started before its wait, and one wait per step."""
+"""`EarlyFutureMap`: SGLang's relay between steps, with requests looked up before its wait, and one wait per step."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class EarlyFutureMap(FutureMap):
     needs_cpu_seq_lens: bool
 
     def resolve_seq_lens_cpu(self, batch: Any, *args: Any, **kwargs: Any) -> None:
-        drafted_for = batch.forward_mode.is_decode() and batch.reqs and self.spec_algo.await_step is not None
-        lengths = self.spec_algo.await_step(batch) if drafted_for else None
+        drafted_for = batch.forward_mode.is_decode() and batch.reqs and self.spec_algo.receive_step is not None
+        lengths = self.spec_algo.receive_step(batch) if drafted_for else None
         relayed = batch.spec_info is not None and batch.spec_info.future_indices is not None
         if lengths is None or not relayed or not self.needs_cpu_seq_lens:
             return super().resolve_seq_lens_cpu(batch, *args, **kwargs)

@@ -18,7 +18,7 @@ from freedraft.engines.sglang.hooks import (
     MODEL_HOOKS,
     SESSION_HOOKS,
 )
-from freedraft.engines.sglang_cpu import register_platform, selected
+from freedraft.engines.sglang_cpu import choose_cpu, register_platform, selected
 from freedraft.method import METHODS, MethodSpec, register_installed
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ def _patch_once() -> None:
     HookRegistry.register(patches.ROW_ROOM, patches.room_for_drafts, HookType.AROUND)
     if not check(DEVICE_HOOKS):
         HookRegistry.register(patches.CHOOSE_DEVICE, patches.refuse_without_device, HookType.BEFORE)
+        HookRegistry.register(patches.CHOOSE_DEVICE, choose_cpu, HookType.BEFORE)
     if not check(LORA_HOOKS):
         HookRegistry.register(patches.LORA_CHECK, patches.let_adapters_through, HookType.AROUND)
     if not check(SESSION_HOOKS):

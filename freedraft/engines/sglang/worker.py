@@ -114,7 +114,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         self._drafting = BatchDrafting(guarded, self.widths, running, self._accepted, trees=self._trees)
         algorithm = algorithm_of(self._spec.name)
         assert isinstance(algorithm, TreeAlgorithm)
-        algorithm.await_step = self._drafting.await_step
+        algorithm.receive_step = self._drafting.receive_step
 
     def init_cuda_graphs(self) -> None:
         runner = self.model_runner

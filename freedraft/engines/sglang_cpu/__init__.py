@@ -7,7 +7,6 @@ from typing import Any
 
 NAME = "freedraft_cpu"
 _ASSIGN_SLOTS = "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func"
-_CHOOSE_DEVICE = "sglang.srt.arg_groups.serving_hook.handle_missing_default_values"
 
 
 def selected() -> bool:
@@ -26,7 +25,7 @@ def activate() -> str | None:
 
 
 def register_platform() -> None:
-    """Called with SGLang's plugins, before they are loaded: the device, tree attention, and slots without Triton."""
+    """Tree attention, and slots without Triton. Called when the first method is registered."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -37,11 +36,10 @@ def register_platform() -> None:
         return TreeAttentionBackend(model_runner)
 
     HookRegistry.register(_ASSIGN_SLOTS, assign_slots, HookType.REPLACE)
-    HookRegistry.register(_CHOOSE_DEVICE, choose_cpu, HookType.BEFORE)
 
 
 def choose_cpu(args: Any) -> None:
-    """Set the device before SGLang looks for one."""
+    """Set the platform's device before SGLang looks for one."""
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     if args.device is None and selected():

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
 
 
+_ALL = 1 << 30  # requests: every batch
+
+
 class V2StepState(NamedTuple):
     """`Step.engine` on V2. block_tables: vLLM's BlockTables; states: its RequestState; slots: intp [B], of the step's
     requests."""
@@ -95,13 +98,12 @@ class HostDrafting:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def launched(
+    def queue_copy(
         self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor, hidden_states: torch.Tensor,
         over: NDArray[np.bool_],
     ) -> None:  # fmt: skip
         """Queue the copy of a step's accepted tokens after its work, and fill `drafts`, int64 [B, K], with each
         request's newest token. over: bool [B], requests that finished prefill."""
-        self.catch_up()
         self.gained, self.before = self.before, self.gained
         self.copy_gained(input_batch, num_sampled, drafts)
         self.gained.taken = False
@@ -152,8 +154,8 @@ class HostDrafting:
             self.logits.put_nodes(request_ids, trees, first[rows].astype(np.int64), logits)
 
     def catch_up(self) -> None:
-        """Do what need not precede the drafts of a step, once the next one has been launched: count, recycle, end
-        requests, and take its tokens if nobody drafted after it."""
+        """Once step N is launched, close step N - 1: count, recycle, end requests, record its time; and take its tokens
+        if nobody drafted after it."""
         self.guarded.settle()
         if (logits := self.logits.take()) is not None:
             with self.guarded:
@@ -195,9 +197,11 @@ class HostDrafting:
             self.guarded.set_prompt_states([ids[row] for row in rows], hidden_states[ends.tolist()])
 
     def decide(self, batch: int) -> Rows:
-        """Return the draft lengths to schedule. batch: requests of the newest step."""
+        """Return the draft lengths to schedule, none in a pause. batch: requests of the newest step."""
         if self.lengths is None:
             return []
+        if self.guarded.paused:
+            return [(1, _ALL, 0)]
         slots = self.gained.slots
         context = float(self.requests.lengths[slots].sum()) / max(len(slots), 1)
         return self.lengths.decide(batch, max(context, 1.0))

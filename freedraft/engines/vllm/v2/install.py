@@ -113,7 +113,7 @@ def _prepare(_: None, runner: Any, kv_cache_config: Any, is_profiling: bool = Fa
         ours.prepare(runner)
         if runner.rejection_sampler is not None:
             setattr(runner.rejection_sampler, SPECULATOR, ours)
-        if ours.due is Stage.MODEL:
+        if ours.usual_stage is Stage.MODEL:
             setattr(runner.model_state, SPECULATOR, ours)
 
 

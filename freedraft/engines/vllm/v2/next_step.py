@@ -16,7 +16,7 @@ from freedraft.cost.auto_by_batch import Rows
 class Stage(Enum):
     """The moments at which a step can get its drafts, in their order."""
 
-    SAMPLED = "the step before is sampled: vLLM passes the drafts on itself"
+    SAMPLED = "the step before is sampled: vLLM puts the drafts among the inputs itself"
     SLOTS = "KV slots are chosen: attention metadata are next"
     MODEL = "the model is launched next: nothing else reads the drafts"
 

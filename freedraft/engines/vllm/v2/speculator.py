@@ -47,7 +47,8 @@ class MethodSpeculator(BaseSpeculator):
     Attributes:
         host: in the drafting rank.
         matches: whether `match` verifies drafts, and not another method of vLLM chosen by the user.
-        due: the stage at which steps get their drafts; next: the step that is being prepared.
+        usual_stage: at which steps get their drafts; next: the step that is prepared, and then run, until `propose`
+            replaces it.
     """
 
     supports_mm_inputs = False
@@ -83,7 +84,7 @@ class MethodSpeculator(BaseSpeculator):
         self.runner: Any = None  # once it has its KV cache, as the next two
         self.draft_model: PagedDraftModel | None = None
         self.by_score: RowsByScore | None = None  # with adaptive verification
-        self.due, self.next = Stage.SAMPLED, NextStep()  # until there is a runner
+        self.usual_stage, self.next = Stage.SAMPLED, NextStep()  # until there is a runner
         self.warming_up = False  # see `warm_up`
         self.enable_adaptive_verification = bool(getattr(config, ADAPTIVE, False))  # read by vLLM, as the next one
         self.draft_token_confidence_probs = None
@@ -138,9 +139,10 @@ class MethodSpeculator(BaseSpeculator):
             self._make_buffers()
         self.runner = runner
         usual = type(runner.model_state).prepare_inputs is DefaultModelState.prepare_inputs
+        # They read the tokens before `prepare_inputs`.
         readers = METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
         if not runner.pcp_manager:
-            self.due = Stage.MODEL if usual and not any(readers) else Stage.SLOTS
+            self.usual_stage = Stage.MODEL if usual and not any(readers) else Stage.SLOTS
         if getattr(runner, "adaptive_verification", None) is not None:
             self.verify_by_score()
         if METHODS[name].runs_model:
@@ -150,7 +152,7 @@ class MethodSpeculator(BaseSpeculator):
         """Replace the runner's AdaptiveVerificationManager."""
         from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
 
-        self.by_score = RowsByScore(self.runner, self._ranks, again=self.due is Stage.MODEL)
+        self.by_score = RowsByScore(self.runner, self._ranks, again=self.usual_stage is Stage.MODEL)
         self.runner.adaptive_verification = self.by_score
         if self.host is not None:
             self.host.by_score = self.by_score
@@ -180,22 +182,24 @@ class MethodSpeculator(BaseSpeculator):
         slots, on_device = input_batch.idx_mapping_np[:batch], input_batch.idx_mapping[:batch]
         # The bound is exact in prefill.
         over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= self._states.prefill_len.np[slots]
-        step, launched = NextStep(slots.copy()), False
+        step, queued = NextStep(slots.copy()), False
         if host is not None:
             with host.guarded:
-                host.launched(input_batch, num_sampled, drafts, last_hidden_states, over)
-                launched = True
+                host.catch_up()
+            with host.guarded:
+                host.queue_copy(input_batch, num_sampled, drafts, last_hidden_states, over)
+                queued = True
             with host.guarded:
                 if self.next.logits is not None:  # behind the tokens, which the host waits for
                     host.recycle(*self.next.logits)
             with host.guarded:
                 step.lengths = host.decide(batch)
-        if not launched:
+        if not queued:
             drafts.copy_(last_sampled.view(-1)[on_device.long()][:, None].expand_as(drafts))
         self.next, step.most = step, self.length if num_speculative_tokens is None else num_speculative_tokens
-        at_once = self.due is Stage.SAMPLED or input_batch.has_structured_output_reqs
-        if step.most > 0 and over.any():  # whether there are new tokens is read later, without a wait
-            step.due = Stage.SAMPLED if at_once else self.due
+        at_once = self.usual_stage is Stage.SAMPLED or input_batch.has_structured_output_reqs
+        if step.most > 0 and over.any():  # which requests gained tokens is known after the wait
+            step.due = Stage.SAMPLED if at_once else self.usual_stage
         if at_once:
             self._states.draft_tokens[on_device] = drafts  # as vLLM does with the result
             self.reach(Stage.SAMPLED)
