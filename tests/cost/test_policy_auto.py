@@ -11,6 +11,7 @@ import pytest
 from known import roofline_on
 
 from freedraft.cost.probes import PROBE_EVERY
+from freedraft.draft import DraftBatch
 from tests.support.simulated import V1, V2, Engine, Seconds, Sglang, Text
 
 
@@ -125,6 +126,17 @@ def test_drafts_that_are_accepted_again_are_soon_made(engine: type, batch: int, 
     for text in (ALL, none, ALL, none, ALL):
         rows = served.run(batch, text, 400 if text == none else 200)
         assert served.of_best(rows[50:], batch, text) >= 0.95, text
+
+
+class WithAdapters(Sglang):
+    adapters = True
+
+
+def test_a_step_without_drafts_takes_as_long_where_all_verify_the_same_number_of_nodes() -> None:
+    served = WithAdapters(steep, most=32)
+    served.run(1, Text(0.5, 0.5), 20)
+    plain, with_drafts = served.controller._seconds(DraftBatch.roots(np.zeros(1, np.int32)))
+    assert plain == with_drafts == pytest.approx(steep(1, 32), rel=0.1)
 
 
 class Overwriting(V2):

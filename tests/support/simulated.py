@@ -124,10 +124,12 @@ class V1(Engine):
 
 
 class Sglang(V1):
-    """Verifies all requests at the width of the largest; as on GPUs, there are few."""
+    """Verifies all requests at the width of the largest; as on GPUs, there are few, with adapters one."""
+
+    adapters = False
 
     def make_controller(self, roofline: Roofline, **options: Any) -> Auto:
-        self.widths = widths_for("fa3", self.most)
+        self.widths = widths_for("fa3", self.most, adapters=self.adapters)
         self.lengths = [width - 1 for width in self.widths]
         return Auto(roofline.profile, self.most - 1, self.widths, Measured(roofline, **options))
 
