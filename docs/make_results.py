@@ -33,8 +33,8 @@ INTRODUCTION = """\
 Unless it says GPU, a figure comes from two CPU cores: gains on a GPU will differ. Plain means the same engine without
 freedraft. A ratio compares arms that took turns in one run. Lines through a mark are intervals. Files are CSV, beside
 the benchmarks' JSON. [files.csv](../bench/results/files.csv) has commit, date, machine, versions and command of each.
-The scripts behind [earlier.csv](../bench/results/earlier.csv) are in the history. How it is measured, and how to
-measure yours: [benchmarks](benchmarks.md).
+The scripts behind [earlier.csv](../bench/results/earlier.csv) are in the history. How to measure yours:
+[benchmarks](benchmarks.md).
 """
 
 
@@ -294,11 +294,25 @@ def cost(measured: Any) -> Screen:
             "time of one draft for the whole batch, 16 draft tokens, two threads; bars: 5 to 95 %",
             {"": found}, names=list(found), across="requests", scale="milliseconds",
         ),
-        "AMD EPYC, two threads. A whole step of vLLM's model runner V1 took the host "
+        "AMD EPYC, two threads. A step of vLLM's V1 took the host "
         f"{longer['1']} ms longer with one request, {longer['32']} ms with 32. A store takes "
-        f"{min(measured['store_bytes_per_token'].values()):.1f} bytes per token. Chat streams through all parsers "
-        "are those of single tokens.",
+        f"{min(measured['store_bytes_per_token'].values()):.1f} bytes per token. {streamed()}",
     )  # fmt: skip
+
+
+def streamed() -> str:
+    """Return how many streams differ from that of single tokens: each of a parser, an endpoint and a length of runs."""
+    rows: list[tuple[int, int, int]] = []
+    for row in result("parsers-vllm.json")["rows"]:
+        before, after = row["before"], row["after"]  # None where vLLM answers single tokens with an error
+        rows += [(row["lengths"], before[at], after[at]) for at in before if before[at] is not None]
+    found = result("parsers-sglang.json")
+    rows += [(len(found["lengths"]), len(row["before"]), len(row["after"])) for row in found["rows"]]
+    total, before, after = (sum(column) for column in zip(*rows, strict=True))
+    return (
+        f"Of {total:,} streams in runs of tokens (all endpoints, parsers), {before:,} differ from single tokens'; "
+        f"with freedraft, {after or 'none'}."
+    )
 
 
 @question(

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from freedraft import cli
-from freedraft.compare import BOTH, DIFFERS, ITSELF, ONE, PATHS, SAME, join, judged, load
+from freedraft.compare import BOTH, DIFFERS, ITSELF, ONE, PATHS, SAME, join, judged, load, uncounted
 
 
 def test_each_engine_has_eighty_kinds_whose_names_are_its_own() -> None:
@@ -91,10 +91,22 @@ def test_events_of_a_stream_are_joined_to_runs_of_one_kind() -> None:
     def text(delta: str) -> dict:
         return {"type": "response.output_text.delta", "output_index": 0, "delta": delta}
 
+    def thought(delta: str) -> dict:
+        return {"type": "content_block_delta", "delta": {"type": "thinking_delta", "thinking": delta}}
+
     call = {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": "{}"}}
     assert streamed(text("a"), text("b"), call) == streamed(text("ab"), call)
+    assert streamed(thought("a"), thought("b"), call) == streamed(thought("ab"), call) != streamed(thought("a"), call)
     for others in ((text("a"), call, text("b")), (text("ab"),), (text("ab"), call | {"index": 2})):
         assert streamed(*others) != streamed(text("ab"), call)
+
+
+def test_what_vllm_counts_by_the_time_of_reading_is_not_compared() -> None:
+    line = (
+        '{"usage": {"completion_tokens": 5, "completion_tokens_details": {"reasoning_tokens": 3, "audio_tokens": 0}}}'
+    )
+    told = {"completion_tokens": 5, "completion_tokens_details": {"audio_tokens": 0}}
+    assert json.loads(line, object_hook=uncounted) == {"usage": told}
 
 
 @pytest.mark.parametrize("asked", [["http://a", "http://b", "--control", "off"], ["http://a"]])

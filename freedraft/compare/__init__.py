@@ -25,7 +25,8 @@ PATHS |= {"responses": "/v1/responses", "messages": "/v1/messages", "ollama": "/
 OFF = {"vllm": ("vllm_xargs", PATHS.keys()), "sglang": ("custom_params", {"completions", "chat", "generate"})}
 ACCEPTED = ("vllm:spec_decode_num_accepted_tokens_total", "freedraft_accepted_tokens_total")
 # Texts that are streamed in pieces
-TEXTS = {"text", "content", "reasoning", "reasoning_content", "arguments", "refusal", "delta", "partial_json"}
+TEXTS = {"text", "content", "reasoning", "reasoning_content", "thinking", "arguments", "refusal", "delta"}
+TEXTS |= {"partial_json"}
 # Of a request, not of its answer: names, times, counts of caches and of drafts.
 OWN = re.compile(
     r"id|\w+_id|sequence_number|signature|created\w*|completed_at|model|system_fingerprint|metrics|sglext|spec_\w+"
@@ -54,6 +55,7 @@ class Server:
             raise ValueError(f"no vLLM or SGLang server at {url}: {error}") from None
         self.about |= {name: told[name] for name in ("version", "dtype", "quantization") if told.get(name)}
         self.url, self.model = url, card["id"]
+        self.counted = uncounted if card["owned_by"] == "vllm" else None
         self.off = off
         self.drafts = not off and (info.get("speculative_algorithm") is not None or self.accepted() is not None)
 
@@ -89,7 +91,7 @@ class Server:
                     if cut and time.monotonic() > end:
                         break
                     if (line := line.removeprefix("data: ")).startswith("{"):
-                        join(whole, json.loads(line))
+                        join(whole, json.loads(line, object_hook=self.counted))
         except (httpx.HTTPError, ValueError) as error:
             return (200, None) if cut else (type(error).__name__, str(error))
         return 200, None if cut else whole
@@ -127,6 +129,12 @@ def apart(event: Any) -> tuple[Any, str]:
     parts = {key: apart(value) for key, value in event.items() if key not in texts and not OWN.fullmatch(key)}
     inner = "".join(text for _, text in parts.values())
     return {key: rest for key, (rest, _) in parts.items()}, "".join(event[key] for key in sorted(texts)) + inner
+
+
+def uncounted(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a stream of vLLM without its count of reasoning tokens, from which tokens without a text of their own
+    are missing, unless its server read them together with the next one."""
+    return {name: value for name, value in part.items() if name != "reasoning_tokens"}
 
 
 def load(names: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 from pathlib import Path
 
@@ -236,6 +237,7 @@ class Streams:
 
 
 def main():
+    os.environ.setdefault("SGLANG_PLATFORM", "freedraft_cpu")  # read at SGLang's first import
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from sglang.srt.parser.beam import BEAM_RESPONSE_TEMPLATE
     from sglang.srt.parser.reasoning_parser import ReasoningParser
