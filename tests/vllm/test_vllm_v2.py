@@ -170,7 +170,7 @@ def test_layer_skipping_drafts_by_default(on_cpu, given):
     found, names = on_cpu["by default"], [f"{i}" for i in range(4)]
     answers = continuations(given.folder / "eight_layers", random_ids([12] * 4, 24, first=2, seed=3), 40)
     assert not found["engine"]["failures"] and [found[name] for name in names] == [[answer] for answer in answers]
-    assert sum(found["engine"]["counts"][name][1] for name in names) > 20 * 4
+    assert sum(found["engine"]["counts"][name][1] for name in names) > 15 * 4, "slow passes end early"
 
 
 @pytest.mark.extended
