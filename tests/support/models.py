@@ -97,12 +97,15 @@ def save_byte_tokenizer(folder: Path, chat_template: str) -> int:
     return len(fast)
 
 
-def continuations(model: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-    """What the model itself goes on with, greedily and past any end of text: no engine has to start."""
+def continuations(model: Path | Any, prompts: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+    """What the model itself goes on with, greedily and past any end of text: no engine has to start. model: its folder,
+    or itself, where SGLang's configurations have replaced those of transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    whole = model
+    if isinstance(model, Path):
+        whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     out = []
     for prompt in prompts:
         ids, past, new = torch.tensor([list(prompt)]), None, []

@@ -13,7 +13,7 @@ from freedraft.config import ConfigError
 from freedraft.cost.hardware import CPU
 from freedraft.engines import hooks
 from freedraft.engines.hooks import stop_start
-from freedraft.engines.sglang.guards import refuse_unsupported, verify_backend, widths_for
+from freedraft.engines.sglang.guards import refuse_unsupported, state_shape, verify_backend, widths_for
 from freedraft.engines.sglang.hooks import DISTRIBUTIONS, TESTED_VERSIONS
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.method import MethodSpec
@@ -120,7 +120,7 @@ class TreeAlgorithm(CustomSpecAlgo):
         shape, unseen = getattr(options, "shape", None), args.device != "cpu" and (platform.is_hip or platform.is_xpu)
         if unseen and shape == "tree":
             raise ConfigError(f"--speculative-algorithm {self.spec.name}: no trees on ROCm or XPU: unset 'shape'")
-        chains = unseen or shape == "chain"
+        chains = unseen or "chain" in (shape, state_shape(args, self.name))
         if args.speculative_num_draft_tokens is None:
             length = self.spec.default_length
             args.speculative_num_draft_tokens = DEFAULT_NODES if chains or length is None else length + 1

@@ -130,6 +130,8 @@ def _new_backend(runner: Any) -> Any:
         if hasattr(made, "max_kv_splits"):
             # Triton's scratch for split-KV decoding, gigabytes with MLA; verification does not use it.
             made.max_kv_splits = 1
+        if hasattr(made, "accept_lens_pool"):  # KDA's, of FlashInfer: what the last step accepted, of any width
+            made.accept_lens_pool = stock.accept_lens_pool
         # Sized for the largest width, which is enough.
         indices = getattr(stock, "cuda_graph_kv_indices", None) if type(stock) is type(made) else None
         start = made.init_cuda_graph_state
@@ -155,9 +157,13 @@ def _start_graphs(stock: Any, made: Any, start: Callable[..., None], *sizes: int
 
 
 def _parts(backend: Any) -> tuple[Any, ...]:
-    """Return the decode and prefill backends of a hybrid backend, or a tuple of the backend itself."""
+    """Return the decode and prefill backends of a hybrid backend, or a tuple of the backend itself; with recurrent
+    layers also theirs, last."""
     from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 
+    if isinstance(backend, HybridLinearAttnBackend):
+        return (*_parts(backend.full_attn_backend), backend.linear_attn_backend)
     # Checked by type: FlashInfer's backend has attributes of the same names, for kernels.
     hybrid = isinstance(backend, HybridAttnBackend)
     return (backend.decode_backend, backend.prefill_backend) if hybrid else (backend,)

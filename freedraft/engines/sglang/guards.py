@@ -116,7 +116,6 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
     """Check SGLang's arguments for the speculative algorithm `name`. runs_model: see `MethodSpec`. Raises ConfigError:
     an argument is incompatible with tree verification."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.server_args import ServerArgs
 
     flag = f"--speculative-algorithm {name.lower()}"
@@ -143,9 +142,7 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
     # A draft node needs a mask of packed bits, and a grammar that steps back.
     if (backend := args.grammar_backend) not in (None, "none", "xgrammar", "llguidance"):
         refuse(f"does not go with --grammar-backend {backend}", "use --grammar-backend xgrammar or llguidance")
-    if mambaish_config(config := model_config_of(args)) is not None:
-        refuse("does not serve recurrent layers, whose state cannot follow a draft tree", "start without it")
-    if config.is_encoder_decoder:
+    if (config := model_config_of(args)).is_encoder_decoder:
         refuse("does not serve an encoder, whose KV comes before that of the tokens", "start without it")
     if os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "0").lower() in ("1", "true", "yes", "y"):
         refuse("cannot read its trees from graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
@@ -164,6 +161,26 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
             f"cannot verify trees on attention backend {backend}{option}",
             f"use --attention-backend {' or '.join(sorted(usable))}",
         )
+
+
+def state_shape(args: Any, name: str) -> Shape:
+    """Return the draft shape of the speculative algorithm `name` that a model's recurrent states can follow, by SGLang's
+    arguments. Raises ConfigError: SGLang verifies no drafts of such layers."""
+    from sglang.srt import configs
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs import hybrid_arch
+
+    config = model_config_of(args)
+    if (states := hybrid_arch.mambaish_config(config)) is None:
+        return "tree"
+    if isinstance(states, configs.MambaConfig | configs.FalconMambaConfig):
+        raise ConfigError(f"--speculative-algorithm {name}: SGLang verifies no drafts of Mamba 1: start without it")
+    mamba2 = configs.FalconH1Config | configs.NemotronHConfig | configs.GraniteMoeHybridConfig | configs.Mamba2Config
+    kda = hybrid_arch.hybrid_kda_config(config) is not None
+    verifies = args.linear_attn_verify_backend or args.linear_attn_decode_backend or args.linear_attn_backend
+    reads_parents = isinstance(states, mamba2) or hybrid_arch.hybrid_gdn_config(config) is not None
+    reads_parents |= kda and verifies in ("triton", "helion")
+    return "tree" if reads_parents and not args.enable_linear_replayssm_spec else "chain"
 
 
 def verify_backend(args: Any) -> str | None:

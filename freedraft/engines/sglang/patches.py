@@ -16,6 +16,7 @@ from freedraft.method import METHODS, MethodSpec
 LORA_CHECK = "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibility"
 ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 NEXT_TURN = "sglang.srt.session.session_controller.Session._concat_token_arrays"
+UPDATE_STATES = "sglang.srt.layers.attention.mamba.mamba.selective_state_update"
 CHOOSE_DEVICE = "sglang.srt.arg_groups.serving_hook.handle_missing_default_values"
 
 
@@ -40,6 +41,14 @@ def room_for_drafts(original: Callable[[], int]) -> int:
     if serves_ours():
         columns = max(columns, get_alloc_reserve_per_decode() + 4)
     return columns
+
+
+def keep_rows_of_states(original: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Let Mamba 2 store the states after each node where SGLang looks for them, also in steps of fewer nodes than there
+    is room for: SGLang takes the number of nodes for the distance between requests."""
+    if (states := named.get("intermediate_states_buffer")) is not None:
+        named["cache_steps"] = states.shape[1]
+    return original(*given, **named)
 
 
 def cut_last_turn(last_req: Any, *_: Any) -> None:

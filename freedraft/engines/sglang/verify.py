@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import SYNC_TOKEN_IDS_ACROSS_TP, Sampler, apply_custom_logit_processor
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
     build_grammar_vocab_mask,
@@ -63,6 +63,7 @@ class TreeVerifier:
         self._sampler = sampler
         self._pool: KVPool | None = None
         kv = allocator.get_kvcache()
+        kv = kv.full_kv_pool if isinstance(kv, HybridLinearKVPool) else kv
         # Subclasses hold more than K and V, or index slots differently, and move them by their own method.
         if type(kv) in (MHATokenToKVPool, CpuKVPool) and kv.kv_cache_layout == "nhd" and not kv.is_quantized_kv_cache:
             self._pool = KVPool([*kv.k_buffer, *kv.v_buffer])
@@ -96,10 +97,10 @@ class TreeVerifier:
         if width > 1 and self._pool is not None:
             self._pool.compact(batch.out_cache_loc.view(-1, width), verified)
         elif width > 1:
-            rows = self._flat(verified.accepted, width)[:, :width].contiguous()
+            rows = self.flat(verified.accepted, width)[:, :width].contiguous()
             move_accept_tokens_to_target_kvcache(batch, rows, verified.lengths - 1, self._allocator)
         if batch.return_logprob or batch.return_hidden_states:
-            rows = self._flat(verified.accepted, width)
+            rows = self.flat(verified.accepted, width)
             if batch.return_logprob:
                 compute_spec_logprobs(batch, output, _by_node(verified), accept_index=rows)
             if batch.return_hidden_states and output.hidden_states is not None:  # SGLang reads N rows for each request
@@ -162,11 +163,12 @@ class TreeVerifier:
             targets[rows] = self._sampler(output, of_nodes, False, [], [], positions[rows]).to(targets.dtype)
         return targets
 
-    def _flat(self, accepted: torch.Tensor, width: int) -> torch.Tensor:
-        """Return int32 [B, N]: indices of accepted nodes within the whole batch, -1 after each path."""
-        first = torch.arange(0, accepted.numel(), width, dtype=torch.int32, device=self._device)[:, None]
+    def flat(self, accepted: torch.Tensor, width: int) -> torch.Tensor:
+        """Return int32 [B, N]: indices of accepted nodes within a batch of `width` nodes per request, -1 after each
+        path. accepted: int32 [B, n], as in `Verification`."""
+        first = torch.arange(0, len(accepted) * width, width, dtype=torch.int32, device=self._device)[:, None]
         flat = torch.where(accepted >= 0, accepted + first, -1)
-        return F.pad(flat, (0, self._max_nodes - width), value=-1)
+        return F.pad(flat, (0, self._max_nodes - accepted.shape[1]), value=-1)
 
 
 def filters(sampling: Any) -> bool:

@@ -14,13 +14,18 @@ import torch.nn.functional as F
 from freedraft_kernels import TreeBatch, TreeInputs, tree_inputs
 from numpy.typing import NDArray
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
+from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_device, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_registry import get_spec as algorithm_of
-from sglang.srt.speculative.spec_utils import record_stream_for_v2_verify
+from sglang.srt.speculative.spec_utils import (
+    commit_mamba_states_after_verify,
+    prepare_mamba_track_for_verify,
+    record_stream_for_v2_verify,
+)
 
 from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
@@ -29,7 +34,14 @@ from freedraft.engines.sglang.algorithm import TreeAlgorithm, context_of_worker,
 from freedraft.engines.sglang.drafting import AcceptedTokens, BatchDrafting
 from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
-from freedraft.engines.sglang.verify import BYTES_OF_EACH, Ranks, TreeVerifier, alters_logits, rows_at_once
+from freedraft.engines.sglang.verify import (
+    BYTES_OF_EACH,
+    Ranks,
+    TreeVerifier,
+    alters_logits,
+    rows_at_once,
+    tree_links,
+)
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import MethodSpec
 
@@ -91,6 +103,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         page, window = runner.page_size or 1, runner.sliding_window_size
         shape = shape_for(self._spec.name, self._backend, runner.model_config, window, page)
         self._trees = shape != "chain" and get_spec().speculative_eagle_topk > 1
+        self._recurrent = mambaish_config(runner.model_config) is not None
         if self._spec.runs_model:
             from freedraft.engines.sglang.draft_model import PagedDraftModel
 
@@ -251,6 +264,12 @@ class TreeVerifyWorker(BaseSpecWorker):
             positions=inputs.positions,
             draft_token_num=width,
         )
+        if self._recurrent:
+            prepare_mamba_track_for_verify(batch)
+            if tree is not None and self._trees:
+                links = torch.stack(tree_links(host_tree)).to(torch.int32)
+                child, sibling = on_device(links.numpy(), batch.seq_lens.device)
+                batch.spec_info.retrieve_next_token, batch.spec_info.retrieve_next_sibling = child, sibling
         with self._graphs.use(width):
             result = self._target_worker.forward_batch_generation(batch, is_verify=True)
         logits, altered = result.logits_output.next_token_logits, alters_logits(batch)
@@ -262,6 +281,13 @@ class TreeVerifyWorker(BaseSpecWorker):
         published = self._publish(batch, result, tokens, verified.lengths, new_seq_lens, on_publish)
         if self._drafting is not None and not altered:  # after the copy that the next step waits for
             self._drafting.copy_logits(batch, host_tree, logits)
+        if self._recurrent:
+            # By the largest width, which SGLang makes room for behind the accepted tokens where it replays them.
+            accepted = self._verifier.flat(verified.accepted, self.max_nodes)
+            with self._graphs.use(width):  # whose backend knows the states of this batch
+                commit_mamba_states_after_verify(
+                    self._target_worker, batch, verified.lengths, accepted, self.max_nodes
+                )
         self._verifier.keep(batch, verified, result.logits_output)
         batch.forward_mode = ForwardMode.DECODE
         if self._drafting is not None:

@@ -38,6 +38,9 @@ class CpuTreePlatform(CpuDeviceMixin, SRTPlatform):
     def get_speculative_cache_locs_fn(self) -> Any:
         return verify_cache_locs
 
+    def support_mamba_cache_extra_buffer(self) -> bool:
+        return True
+
     def get_kv_pool_cls(self, *, kind: str) -> type | None:
         if kind != "mha":
             return None

@@ -34,8 +34,15 @@ def register():
 
         verify.MAX_PROBABILITIES = int(os.environ["TREE_TEST_PROBABILITIES"])
     take_seeds_on_cpu()
+    if os.environ.get("TRITON_INTERPRET"):
+        import freedraft_sglang_recurrent
+
+        take_pinned_memory_on_cpu()
+        freedraft_sglang_recurrent.take_kernels()
+    if os.environ.get("TREE_TEST_STATES"):
+        keep_states_too_early()
     if os.environ.get("TREE_TEST_ADAPTERS") and multiprocessing.parent_process() is not None:  # not in the tests' own
-        take_adapters_on_cpu()
+        take_pinned_memory_on_cpu()
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle"))
     register(MethodSpec("wild", f"{__name__}:make_wild", SssdOptions))
     register(switched.SPEC)
@@ -61,14 +68,27 @@ def take_seeds_on_cpu():
     HookRegistry.register(batch_invariant, lambda runner: None, HookType.REPLACE)
 
 
-def take_adapters_on_cpu():
-    """Let SGLang's LoRA in PyTorch, written for any device, run here: what stands in the way is pinned memory alone."""
+def take_pinned_memory_on_cpu():
+    """Let SGLang's LoRA in PyTorch, written for any device, and its recurrent layers run here: what stands in the way is
+    pinned memory alone."""
     import torch
 
     for name in ("empty", "tensor", "zeros"):
         made = getattr(torch, name)
         setattr(torch, name, lambda *given, _made=made, pin_memory=False, **options: _made(*given, **options))
     torch.Tensor.pin_memory = lambda self: self
+
+
+def keep_states_too_early():
+    """Keep the state before the last accepted node."""
+    from freedraft.engines.sglang import worker
+
+    original = worker.commit_mamba_states_after_verify
+
+    def commit(target_worker, batch, lengths, accepted, nodes):
+        original(target_worker, batch, (lengths - 1).clamp(min=1), accepted, nodes)
+
+    worker.commit_mamba_states_after_verify = commit
 
 
 def murmur_hash32(seed, positions, columns):
