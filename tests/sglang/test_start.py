@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import Lfm2Config
+from transformers import MambaConfig
 
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
@@ -16,7 +16,7 @@ from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend,
 from tests.support.models import save, tiny_model
 
 ON_GPU = {"device": "cuda", "attention_backend": "triton"}
-RECURRENT = {"attention_backend": "flashinfer", "model_path": "recurrent"}  # triton does not go with this model
+MAMBA1 = {"attention_backend": "triton", "model_path": "mamba"}
 ON_CPU = {"device": "cpu", "attention_backend": "torch_native"}
 
 
@@ -91,15 +91,14 @@ def test_backends_with_tree_masks_pass(resolved, backend):
         (ON_CPU, "stock SGLang lacks", "SGLANG_PLATFORM=freedraft_cpu"),
         ({"tp_size": 2, "dcp_size": 2}, "context parallelism", "--dcp-size"),
         ({}, "graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
-        (RECURRENT, "recurrent layers, whose state cannot follow a draft tree", "start without it"),
+        (MAMBA1, "does not serve MambaForCausalLM, whose states SGLang cannot take back", "start without it"),
         ({"model_path": "encoder"}, "an encoder, whose KV comes before", "start without it"),
     ],
 )
 def test_refused(resolved, weightless, tmp_path, monkeypatch, changed, reason, remedy):
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
-    if (model := changed.get("model_path")) == "recurrent":
-        layers = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "vocab_size": 64}
-        Lfm2Config(**layers, architectures=["Lfm2ForCausalLM"]).save_pretrained(tmp_path)
+    if (model := changed.get("model_path")) == "mamba":
+        MambaConfig(num_hidden_layers=2, vocab_size=64, architectures=["MambaForCausalLM"]).save_pretrained(tmp_path)
     elif model == "encoder":
         told = json.loads((weightless / "config.json").read_text()) | {
             "architectures": ["MllamaForConditionalGeneration"]
@@ -124,6 +123,25 @@ def test_what_is_not_refused(resolved, backend):
     assert set(GRAMMAR_BACKEND_CHOICES) == {"xgrammar", "llguidance", "none", "outlines"}
     read = {"speculative_algorithm": "SSSD", "speculative_ngram_external_corpus_max_tokens": 9}
     assert resolved(**ON_GPU, **read, grammar_backend=backend).speculative_num_draft_tokens == 32
+
+
+@pytest.mark.parametrize(
+    "kind, given, topk",
+    [
+        ("FalconH1", {}, 2),
+        ("Qwen3Next", {"linear_attn_backend": "flashinfer"}, 2),  # whose trees SGLang gives to Triton
+        ("Qwen3Next", {"enable_linear_replayssm_spec": True}, 1),
+        ("KimiLinear", {}, 2),
+        ("KimiLinear", {"linear_attn_verify_backend": "flashinfer"}, 1),
+        ("Lfm2", {}, 1),
+    ],
+)
+def test_recurrent_layers_follow_trees_or_chains(tmp_path, kind, given, topk):
+    from sglang.srt.server_args import ServerArgs
+
+    save_recurrent(kind, tmp_path)
+    args = ServerArgs(model_path=str(tmp_path), speculative_algorithm="sssd", **given)
+    assert state_shape(args, "sssd") == ("tree" if topk > 1 else "chain")
 
 
 def test_adapters_go_with_drafts_of_the_host(resolved, monkeypatch):

@@ -165,7 +165,7 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
 
 def state_shape(args: Any, name: str) -> Shape:
     """Return the draft shape of the speculative algorithm `name` that a model's recurrent states can follow, by SGLang's
-    arguments. Raises ConfigError: SGLang verifies no drafts of such layers."""
+    arguments. Raises ConfigError: SGLang keeps no states of draft tokens for this model."""
     from sglang.srt import configs
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs import hybrid_arch
@@ -173,13 +173,17 @@ def state_shape(args: Any, name: str) -> Shape:
     config = model_config_of(args)
     if (states := hybrid_arch.mambaish_config(config)) is None:
         return "tree"
-    if isinstance(states, configs.MambaConfig | configs.FalconMambaConfig):
-        raise ConfigError(f"--speculative-algorithm {name}: SGLang verifies no drafts of Mamba 1: start without it")
+    forward_only = configs.JetNemotronConfig | configs.JetVLMConfig | configs.ZayaConfig  # read in SGLang 0.5.23
+    if isinstance(states, configs.MambaConfig | configs.FalconMambaConfig | forward_only):
+        model = config.hf_config.architectures[0]
+        raise ConfigError(
+            f"--speculative-algorithm {name} does not serve {model}, whose states SGLang cannot take back: start without it"
+        )
     mamba2 = configs.FalconH1Config | configs.NemotronHConfig | configs.GraniteMoeHybridConfig | configs.Mamba2Config
-    kda = hybrid_arch.hybrid_kda_config(config) is not None
-    verifies = args.linear_attn_verify_backend or args.linear_attn_decode_backend or args.linear_attn_backend
+    decodes = args.linear_attn_decode_backend or args.linear_attn_backend
+    verifies = args.linear_attn_verify_backend or ("flashinfer" if decodes == "flashinfer" else "triton")
     reads_parents = isinstance(states, mamba2) or hybrid_arch.hybrid_gdn_config(config) is not None
-    reads_parents |= kda and verifies in ("triton", "helion")
+    reads_parents |= hybrid_arch.hybrid_kda_config(config) is not None and verifies in ("triton", "helion")
     return "tree" if reads_parents and not args.enable_linear_replayssm_spec else "chain"
 
 
