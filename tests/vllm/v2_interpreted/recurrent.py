@@ -1,18 +1,21 @@
-"""As `serve.py`, for models with recurrent layers: Mamba's kernels, which vLLM's CPU platform has replacements of.
+"""As `serve.py`, for models with recurrent layers: kernels of devices, which vLLM's CPU platform has replacements of.
 
-In place of those that the interpreter does not run, of prompts, are the replacements.
+In place of those that the interpreter does not run, of prompts, are the replacements. WRONG_STATES=1: where drafts were
+accepted, the next step begins with the state of one token before.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
+import os
 import sys
 
 import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 OPS = "vllm.model_executor.layers.mamba.ops"
 PLATFORM = type(current_platform)
@@ -69,6 +72,16 @@ def delta_rule(_, q, k, v, g, beta, initial_state, cu_seqlens, use_qk_l2norm_in_
     return out, states
 
 
+def begin_with_older_states():
+    original = MambaHybridModelState.postprocess_state
+
+    def postprocess_state(self, *args, **more):
+        original(self, *args, **more)
+        self.num_accepted_tokens_gpu.sub_(1).clamp_(min=1)
+
+    MambaHybridModelState.postprocess_state = postprocess_state
+
+
 def main():
     take_any_mask_of_loads()
     convolution = as_on_a_device(importlib.import_module)(f"{OPS}.causal_conv1d")
@@ -83,6 +96,8 @@ def main():
     QwenGatedDeltaNetAttention.forward_cpu = QwenGatedDeltaNetAttention.forward_cuda
     ChunkGatedDeltaRule.forward_native = delta_rule
     call_by_name()
+    if os.environ.get("WRONG_STATES"):
+        begin_with_older_states()
     from tests.vllm.v2_interpreted import serve
 
     model_runner.initialize_mamba_ssu_backend = as_on_a_device(model_runner.initialize_mamba_ssu_backend)
