@@ -18,7 +18,6 @@ LATENT |= {"num_key_value_heads": 2, "n_group": 1, "topk_group": 1} | EXPERTS
 WINDOWS = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16}
 DELTA = {"linear_num_key_heads": 1, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
-KDA = {"head_dim": 32, "num_heads": 2, "short_conv_kernel_size": 4, "kda_layers": [1], "full_attn_layers": [2]}
 
 # By the name of a configuration of transformers: what it needs beside SHAPE.
 ATTENTION: dict[str, dict[str, Any]] = {
@@ -38,11 +37,11 @@ ATTENTION: dict[str, dict[str, Any]] = {
 RECURRENT: dict[str, dict[str, Any]] = {
     "FalconH1": MAMBA2 | {"mamba_d_ssm": 64},
     "GraniteMoeHybrid": MAMBA2
-    | {"mamba_expand": 1, "layers_block_type": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2},
-    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "conv_dim": 64, "block_dim": 64},
+    | {"mamba_expand": 1, "layers_block_type": ["mamba", "attention"]}
+    | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    | {"conv_dim": 64, "block_dim": 64},
     "Qwen3Next": {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4} | DELTA | EXPERTS,
-    "KimiLinear": LATENT
-    | {"layer_types": ["linear_attention", "full_attention"], "q_lora_rank": None, "num_experts": 4, "linear_attn_config": KDA},
 }
 # Quantised weights, by kind: a configuration as such models have it.
 MIDDLES = -0x77777778  # eight zero points of 8
@@ -71,7 +70,7 @@ def save_class(name: str, folder: Path, seed: int = 7) -> Path:
     config.dtype = torch.float32
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     if config.tie_word_embeddings:  # else each token is followed by itself
-        model.get_input_embeddings().weight.data *= 0.2
+        model.get_input_embeddings().weight.data *= 0.05
     model.save_pretrained(folder)
     return folder
 

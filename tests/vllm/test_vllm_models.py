@@ -40,7 +40,8 @@ def check_as_plain(model, **arguments):
 
 def largest_difference(llm):
     """How far the logprobs of the same tokens after the same text are apart, alone and in a batch."""
-    prompts, asked = token_prompts(class_case()["prompts"][:4]), parameters(24, ignore_eos=True, logprobs=8, detokenize=False)
+    prompts = token_prompts(class_case()["prompts"][:4])
+    asked = parameters(24, ignore_eos=True, logprobs=8, detokenize=False)
     together = llm.generate(2 * prompts, asked, use_tqdm=False)
     worst = 0.0
     for prompt, one in zip(prompts, together[:4], strict=True):

@@ -87,14 +87,14 @@ def main():
     convolution = as_on_a_device(importlib.import_module)(f"{OPS}.causal_conv1d")
     as_on_a_device(importlib.import_module)(f"{OPS}.mamba_ssm")
     convolution.causal_conv1d_fn = importlib.import_module(f"{OPS}.cpu.causal_conv1d").causal_conv1d_fn_cpu
-    from vllm.model_executor.layers.mamba import short_conv
-    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import ChunkGatedDeltaRule, QwenGatedDeltaNetAttention
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as gdn
+    from vllm.model_executor.layers.mamba.short_conv import ShortConv
     from vllm.v1.worker.gpu import model_runner
 
     # Those of CPUs know nothing of drafts.
-    short_conv.ShortConv.forward_native = short_conv.ShortConv.forward_cuda
-    QwenGatedDeltaNetAttention.forward_cpu = QwenGatedDeltaNetAttention.forward_cuda
-    ChunkGatedDeltaRule.forward_native = delta_rule
+    ShortConv.forward_native = ShortConv.forward_cuda
+    gdn.QwenGatedDeltaNetAttention.forward_cpu = gdn.QwenGatedDeltaNetAttention.forward_cuda
+    gdn.ChunkGatedDeltaRule.forward_native = delta_rule
     call_by_name()
     if os.environ.get("WRONG_STATES"):
         begin_with_older_states()
