@@ -116,3 +116,11 @@ def recycled(served, answers, given):
     compared = said.keys() & following.keys()
     assert all(said[text] == following[text] for text in compared)
     return len(compared), len(said)
+
+
+def class_case(lengths=(12, 30, 5, 20), tokens=16, **more):
+    """A case of `serve.py` for models of `model_classes`: prompts of these lengths, greedily and with seeds."""
+    ids = prompts.random_ids(lengths, 32, first=2, seed=3)
+    seeded = [{"temperature": 0.8, "seed": seed, "top_p": 0.95} for seed in range(len(ids))]
+    asked = {"prompts": 2 * ids, "each": [{"temperature": 0}] * len(ids) + seeded}
+    return asked | {"parameters": {"max_tokens": tokens, "ignore_eos": True}} | more

@@ -34,8 +34,8 @@ def engine(model, **arguments):
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    arguments = {"enforce_eager": True} | arguments
-    llm = LLM(str(model), dtype="float32", seed=0, disable_log_stats=False, **arguments)
+    arguments = {"enforce_eager": True, "dtype": "float32"} | arguments
+    llm = LLM(str(model), seed=0, disable_log_stats=False, **arguments)
     running.append(llm)
     try:
         yield llm

@@ -1,14 +1,21 @@
-"""As `serve.py`, for models with recurrent layers: Mamba's kernels, which vLLM's CPU platform has replacements of.
+"""As `serve.py`, for models with recurrent layers: kernels of devices, which vLLM's CPU platform has replacements of.
 
-In place of those that the interpreter does not run, of prompts, are the replacements.
+In place of those that the interpreter does not run, of prompts, are the replacements. WRONG_STATES=1: where drafts were
+accepted, the next step begins with the state of one token before.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
+import os
+import sys
 
+import torch
+import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 OPS = "vllm.model_executor.layers.mamba.ops"
 PLATFORM = type(current_platform)
@@ -38,13 +45,59 @@ def take_any_mask_of_loads():
     InterpreterBuilder.create_masked_load = create_masked_load
 
 
+def call_by_name():
+    """Operations of Triton that other modules have imported: the interpreter puts its own into Triton's alone."""
+
+    def called(name):
+        return lambda x: getattr(tl, name)(x)
+
+    for module in [module for name, module in sys.modules.items() if ".flash_linear_attention.ops" in name]:
+        for name in ("exp", "exp2", "log", "log2"):
+            if getattr(module, name, None) is getattr(tl, name):
+                setattr(module, name, called(name))
+
+
+def delta_rule(_, q, k, v, g, beta, initial_state, cu_seqlens, use_qk_l2norm_in_kernel=True, **more):
+    """The gated delta rule of prompts, token by token; the kernel takes no float32. Tokens are [1, tokens, heads, ...],
+    states [prompts, heads, values, keys]."""
+    assert not use_qk_l2norm_in_kernel
+    q, k = (x[0].repeat_interleave(v.shape[2] // x.shape[2], 1) for x in (q, k))
+    states, out = initial_state.clone(), torch.empty_like(v)
+    for state, (start, end) in zip(states, itertools.pairwise(cu_seqlens.tolist()), strict=True):
+        for t in range(start, end):
+            state *= g[0, t].exp()[:, None, None]
+            known = torch.einsum("hvk,hk->hv", state, k[t])
+            state += torch.einsum("hv,hk->hvk", (v[0, t] - known) * beta[0, t][:, None], k[t])
+            out[0, t] = torch.einsum("hvk,hk->hv", state, q[t]) * q.shape[-1] ** -0.5
+    return out, states
+
+
+def begin_with_older_states():
+    original = MambaHybridModelState.postprocess_state
+
+    def postprocess_state(self, *args, **more):
+        original(self, *args, **more)
+        self.num_accepted_tokens_gpu.sub_(1).clamp_(min=1)
+
+    MambaHybridModelState.postprocess_state = postprocess_state
+
+
 def main():
     take_any_mask_of_loads()
     convolution = as_on_a_device(importlib.import_module)(f"{OPS}.causal_conv1d")
     as_on_a_device(importlib.import_module)(f"{OPS}.mamba_ssm")
     convolution.causal_conv1d_fn = importlib.import_module(f"{OPS}.cpu.causal_conv1d").causal_conv1d_fn_cpu
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as gdn
+    from vllm.model_executor.layers.mamba.short_conv import ShortConv
     from vllm.v1.worker.gpu import model_runner
 
+    # Those of CPUs know nothing of drafts.
+    ShortConv.forward_native = ShortConv.forward_cuda
+    gdn.QwenGatedDeltaNetAttention.forward_cpu = gdn.QwenGatedDeltaNetAttention.forward_cuda
+    gdn.ChunkGatedDeltaRule.forward_native = delta_rule
+    call_by_name()
+    if os.environ.get("WRONG_STATES"):
+        begin_with_older_states()
     from tests.vllm.v2_interpreted import serve
 
     model_runner.initialize_mamba_ssu_backend = as_on_a_device(model_runner.initialize_mamba_ssu_backend)

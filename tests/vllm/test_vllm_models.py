@@ -1,0 +1,75 @@
+"""Models of the classes that people serve, on model runner V1. Recurrent ones: `test_vllm_v2_models`."""
+
+from __future__ import annotations
+
+import pytest
+from vllm_cases import class_case, generate, metric, parameters, token_prompts
+from vllm_engines import check_nothing_is_left, engine
+
+from tests.support.model_classes import ATTENTION, QUANTISED, quantise, save_class
+
+CHEAP = "Mixtral"
+# vLLM's rotation for CPUs takes heads that stand in a dimension of their own for tokens: PyTorch's, where there is one.
+ROTATED = {"custom_ops": ["-rotary_embedding"]}
+SMALL = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 8, "compilation_config": ROTATED}
+
+
+def answers(llm):
+    """To the requests of `class_case`."""
+    case = class_case(tokens=24)
+    asked = [parameters(**case["parameters"] | {"detokenize": False} | one) for one in case["each"]]
+    return generate(llm, token_prompts(case["prompts"]), asked)
+
+
+def check_as_plain(model, **arguments):
+    """By default, the first time and when what was said is known: the tokens of an engine without drafts."""
+    with engine(model, **SMALL | arguments) as llm:
+        plain = answers(llm)
+        rounding = largest_difference(llm)
+    assert min(len(set(tokens)) for tokens in plain) > 2, "else most of what could go wrong would not show"
+    with engine(model, speculative_config={"method": "sssd"}, **SMALL | arguments) as llm:
+        for _ in range(9):  # by default it may find that no draft pays
+            assert answers(llm) == plain
+            drafted, accepted = (metric(llm, f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted"))
+            if accepted > 60:
+                break
+        assert drafted >= accepted > 60
+        check_nothing_is_left(llm)
+    return rounding
+
+
+def largest_difference(llm):
+    """How far the logprobs of the same tokens after the same text are apart, alone and in a batch."""
+    prompts = token_prompts(class_case()["prompts"][:4])
+    asked = parameters(24, ignore_eos=True, logprobs=8, detokenize=False)
+    together = llm.generate(2 * prompts, asked, use_tqdm=False)
+    worst = 0.0
+    for prompt, one in zip(prompts, together[:4], strict=True):
+        (alone,) = llm.generate([prompt], asked, use_tqdm=False)
+        tokens = alone.outputs[0].token_ids
+        for at, (a, b) in enumerate(zip(alone.outputs[0].logprobs, one.outputs[0].logprobs, strict=True)):
+            worst = max([worst, *(abs(a[token].logprob - b[token].logprob) for token in a.keys() & b.keys())])
+            if tokens[at] != one.outputs[0].token_ids[at]:
+                break
+    return worst
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.extended] * (name != CHEAP)) for name in ATTENTION]
+)
+def test_a_class_of_models(name, tmp_path):
+    check_as_plain(save_class(name, tmp_path))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_quantised_weights(kind, tmp_path):
+    """A batch of another shape is rounded alike, so that tokens are those of plain."""
+    dtype = "float32" if kind == "int8" else "bfloat16"
+    assert check_as_plain(quantise(save_class("Llama", tmp_path), kind), dtype=dtype) < 1e-3
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_quantised_kv_cache(kind, tmp_path):
+    assert check_as_plain(save_class("Llama", tmp_path), kv_cache_dtype=kind) < 1e-3
