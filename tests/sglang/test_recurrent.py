@@ -10,21 +10,11 @@ import pytest
 
 from tests.sglang.conftest import give_up, ids, sglang_engine
 
-from tests.support.models import continuations, save, tiny_model
+from tests.support.model_classes import RECURRENT, class_model
+from tests.support.models import continuations
 from tests.support.prompts import random_ids
 
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_chunk_size": 16}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
-DELTA |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
-MODELS = {
-    "FalconH1": MAMBA | {"mamba_d_ssm": 64},
-    "Qwen3Next": DELTA | EXPERTS | {"shared_expert_intermediate_size": 32, "full_attention_interval": 2},
-    "GraniteMoeHybrid": MAMBA | {"layer_types": ["mamba", "attention"], "num_local_experts": 0},
-    "Lfm2": {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3},
-}
-CHAINS = ("Lfm2",)  # whose kernel reads no parents
-PROMPTS = [*random_ids([9, 6, 70], 96, first=5, seed=4), [7] * 30]
+PROMPTS = [*random_ids([9, 6, 70], 32, first=5, seed=4), [7] * 30]
 OFF = {"custom_params": {"freedraft": "off"}}
 INTERPRETED = {"TRITON_INTERPRET": "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
 DEFAULTS = {"FREEDRAFT_SCORING": None, "FREEDRAFT_LIVE": None}
@@ -37,8 +27,8 @@ def greedy(tokens, **more):
 @contextmanager
 def served(kind, folder, tokens, env=None, **options):
     """An engine, and what the model itself goes on with."""
-    model = tiny_model(kind, seed=7, **MODELS[kind])
-    save(model, folder)
+    model = class_model(kind)
+    model.save_pretrained(folder)
     given = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": 5, "skip_tokenizer_init": True}
     with sglang_engine(folder, env=INTERPRETED | DEFAULTS | (env or {}), **given | options) as engine:
         yield engine, continuations(model, PROMPTS, tokens)
@@ -49,7 +39,7 @@ def accepted(outputs):
 
 
 @pytest.mark.parametrize(
-    "kind", [each if each == "Qwen3Next" else pytest.param(each, marks=pytest.mark.extended) for each in MODELS]
+    "kind", [each if each == "Qwen3Next" else pytest.param(each, marks=pytest.mark.extended) for each in RECURRENT]
 )
 def test_recurrent_layers(kind, tmp_path):
     seeded = [greedy(12, temperature=0.9, sampling_seed=i) for i in range(len(PROMPTS))]

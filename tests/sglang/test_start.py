@@ -13,6 +13,7 @@ from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.sglang import guards
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend, widths_for
+from tests.support.model_classes import class_config
 from tests.support.models import save, tiny_model
 
 ON_GPU = {"device": "cuda", "attention_backend": "triton"}
@@ -131,15 +132,13 @@ def test_what_is_not_refused(resolved, backend):
         ("FalconH1", {}, 2),
         ("Qwen3Next", {"linear_attn_backend": "flashinfer"}, 2),  # whose trees SGLang gives to Triton
         ("Qwen3Next", {"enable_linear_replayssm_spec": True}, 1),
-        ("KimiLinear", {}, 2),
-        ("KimiLinear", {"linear_attn_verify_backend": "flashinfer"}, 1),
         ("Lfm2", {}, 1),
     ],
 )
 def test_recurrent_layers_follow_trees_or_chains(tmp_path, kind, given, topk):
     from sglang.srt.server_args import ServerArgs
 
-    save_recurrent(kind, tmp_path)
+    class_config(kind).save_pretrained(tmp_path)
     args = ServerArgs(model_path=str(tmp_path), speculative_algorithm="sssd", **given)
     assert state_shape(args, "sssd") == ("tree" if topk > 1 else "chain")
 

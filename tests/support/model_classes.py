@@ -41,7 +41,8 @@ RECURRENT: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
     | {"conv_dim": 64, "block_dim": 64},
-    "Qwen3Next": {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4} | DELTA | EXPERTS,
+    "Qwen3Next": {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4} | DELTA | EXPERTS
+    | {"full_attention_interval": 2},
 }
 # Quantised weights, by kind: a configuration as such models have it.
 MIDDLES = -0x77777778  # eight zero points of 8
@@ -60,18 +61,32 @@ QUANTISED: dict[str, dict[str, Any]] = {
 CLASSES = ATTENTION | RECURRENT
 
 
-def save_class(name: str, folder: Path, seed: int = 7) -> Path:
-    """A random model of a class of the table, float32, without a tokenizer."""
+def class_config(name: str) -> Any:
+    """The configuration of a class of the table, float32."""
+    import torch
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(**SHAPE | CLASSES[name])
+    config.dtype = torch.float32
+    return config
+
+
+def class_model(name: str, seed: int = 7) -> Any:
+    """A random model of a class of the table, float32."""
     import torch
     import transformers
 
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{name}Config")(**SHAPE | CLASSES[name])
-    config.dtype = torch.float32
+    config = class_config(name)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     if config.tie_word_embeddings:  # else each token is followed by itself
         model.get_input_embeddings().weight.data *= 0.05
-    model.save_pretrained(folder)
+    return model
+
+
+def save_class(name: str, folder: Path, seed: int = 7) -> Path:
+    """Such a model, without a tokenizer."""
+    class_model(name, seed).save_pretrained(folder)
     return folder
 
 

@@ -120,7 +120,7 @@ class TreeAlgorithm(CustomSpecAlgo):
         shape, unseen = getattr(options, "shape", None), args.device != "cpu" and (platform.is_hip or platform.is_xpu)
         if unseen and shape == "tree":
             raise ConfigError(f"--speculative-algorithm {self.spec.name}: no trees on ROCm or XPU: unset 'shape'")
-        chains = unseen or "chain" in (shape, state_shape(args, self.name))
+        chains = unseen or "chain" in (shape, state_shape(args, self.spec.name))
         if args.speculative_num_draft_tokens is None:
             length = self.spec.default_length
             args.speculative_num_draft_tokens = DEFAULT_NODES if chains or length is None else length + 1

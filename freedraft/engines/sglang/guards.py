@@ -116,6 +116,7 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
     """Check SGLang's arguments for the speculative algorithm `name`. runs_model: see `MethodSpec`. Raises ConfigError:
     an argument is incompatible with tree verification."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.server_args import ServerArgs
 
     flag = f"--speculative-algorithm {name.lower()}"
@@ -144,6 +145,8 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
         refuse(f"does not go with --grammar-backend {backend}", "use --grammar-backend xgrammar or llguidance")
     if (config := model_config_of(args)).is_encoder_decoder:
         refuse("does not serve an encoder, whose KV comes before that of the tokens", "start without it")
+    if runs_model and mambaish_config(config) is not None:
+        refuse("does not skip recurrent layers", "use --speculative-algorithm sssd")
     if os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "0").lower() in ("1", "true", "yes", "y"):
         refuse("cannot read its trees from graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
     thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)
