@@ -22,7 +22,8 @@ class Room:
         one_length: whether all requests verify as many draft tokens at every batch size.
         few: why few draft tokens are the default; "" if they are not.
         state, more: bytes of a request's recurrent states without draft tokens, and of those for each draft token.
-        cache: bytes for keys, values and states.
+        cache: bytes for keys, values and states; with `slots` for states alone.
+        slots: whether states of all requests are held from the start, as in SGLang.
     """
 
     requests: int
@@ -32,10 +33,16 @@ class Room:
     state: float = 0.0
     more: float = 0.0
     cache: float = math.inf
+    slots: bool = False
 
     def states(self, length: int) -> float:
         """Bytes of the recurrent states of one request."""
         return self.state + self.more * length
+
+    def held(self, length: int) -> int:
+        """How many requests' states fit, beside nothing else."""
+        states = self.states(length)
+        return min(self.requests, int(self.cache / states)) if states else self.requests
 
     def masks(self, length: int) -> int:
         """Bytes of the bit masks of grammars."""
@@ -43,8 +50,11 @@ class Room:
 
     def excess(self, length: int) -> str:
         """What takes too much memory with this many draft tokens; "" if nothing does."""
-        if self.states(length) > _SHARE * self.cache:
-            states, cache = self.states(length) / 1e9, self.cache / 1e9
+        states, cache = self.states(length) / 1e9, self.cache / 1e9
+        if self.slots and self.requests * states > cache:
+            every = f"{self.requests * states:.2f} GB for {self.requests:,} requests"
+            return f"recurrent states of {every}, from {cache:.1f} GB"
+        if not self.slots and states > _SHARE * cache:
             return f"recurrent states of {states:.2f} GB per request, from a cache of {cache:.1f} GB"
         if self.masks(length) > _MASKS:
             return f"grammar masks of {self.masks(length) >> 20:,} MiB for {self.requests:,} requests"

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from freedraft.config import ConfigError
 from freedraft.cost.hardware import DTYPE_BYTES
+from freedraft.cost.states import layer_kinds
 
 # Names of a field in different families; the first one present counts.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -18,9 +19,11 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "n_head_kv", "num_kv_heads")
 _MLP = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "d_ff")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "experts_per_token")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k", "experts_per_token")
+_SHARED = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
 # Families with two matrices per MLP instead of SwiGLU's three.
 _UNGATED = {"gpt2", "gptj", "gpt_neox", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "starcoder2", "mpt", "nemotron"}
+_ALONE = {"moe", "mlp"}  # layers without attention or recurrence, in the lists of Nemotron-H
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +112,22 @@ class ModelShape:
         quantised = quantised if isinstance(quantised, Mapping) else {}
         if isinstance(text := config.get("text_config"), Mapping):
             config = {**config, **text}
+        if blocks := config.get("layers_block_type"):  # the number may follow from it
+            config = {"num_hidden_layers": len(blocks), **config}
         try:
             hidden, heads, layers = (int(_first(config, names)) for names in (_HIDDEN, _HEADS, _LAYERS))
+            mixed = [kind not in _ALONE for kind in layer_kinds(config, layers)]
             name = _dtype(config, dtype)
             size = DTYPE_BYTES[name]
             return cls(
                 hidden=hidden,
-                layers=layers,
+                layers=sum(mixed),
                 heads=heads,
                 kv_heads=int(_first(config, _KV_HEADS, heads)),
                 head_dim=int(config.get("head_dim") or hidden // max(heads, 1)),
                 intermediate=int(_first(config, _MLP, 4 * hidden)),
                 vocab=int(config["vocab_size"]),
-                gated=str(config.get("model_type", "")) not in _UNGATED,
+                gated=str(config.get("model_type", "")) not in _UNGATED | {"nemotron_h"},
                 weight_bytes=_weight_bytes(quantised) or size,
                 activation_bytes=size,
                 kv_bytes=_kv_bytes(kv_dtype, quantised) or size,
@@ -208,12 +214,14 @@ def _window_layers(config: Mapping[str, Any], layers: int) -> float:
 
 def _experts(config: Mapping[str, Any], layers: int) -> Experts | None:
     total = int(_first(config, _EXPERTS, 0) or 0)
-    if total <= 1:
+    if total <= 1 or config.get("model_type") == "qwen3_5_text":  # dense, though SGLang's configuration has experts
         return None
     intermediate = int(config.get("moe_intermediate_size") or _first(config, _MLP))
-    shared = int(config.get("shared_expert_intermediate_size") or 0)
-    shared = shared or int(config.get("n_shared_experts") or 0) * intermediate
+    shared = int(_first(config, _SHARED, 0))
+    shared = shared or int(_first(config, ("n_shared_experts", "num_shared_experts"), 0)) * intermediate
     dense = set(config.get("mlp_only_layers") or ()) | set(range(int(config.get("first_k_dense_replace") or 0)))
     step = int(config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1)
-    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    kinds = layer_kinds(config, layers)
+    only = "moe" in kinds
+    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0 and not (only and kinds[i] != "moe")]
     return Experts(total, int(_first(config, _EXPERTS_PER_TOKEN)), intermediate, shared, len(sparse))

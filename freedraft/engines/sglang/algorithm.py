@@ -15,6 +15,7 @@ from freedraft.engines import hooks
 from freedraft.engines.hooks import stop_start
 from freedraft.engines.sglang.guards import refuse_unsupported, verify_backend, widths_for
 from freedraft.engines.sglang.hooks import DISTRIBUTIONS, TESTED_VERSIONS
+from freedraft.engines.sglang.room import fitting_nodes
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.method import MethodSpec
 from freedraft.step import EngineContext
@@ -121,14 +122,13 @@ class TreeAlgorithm(CustomSpecAlgo):
         if unseen and shape == "tree":
             raise ConfigError(f"--speculative-algorithm {self.spec.name}: no trees on ROCm or XPU: unset 'shape'")
         chains = unseen or shape == "chain"
-        if args.speculative_num_draft_tokens is None:
-            length = self.spec.default_length
-            args.speculative_num_draft_tokens = DEFAULT_NODES if chains or length is None else length + 1
+        if args.max_running_requests is None:
+            args.max_running_requests = 48
+        most = self.spec.default_length or DEFAULT_NODES - 1
+        args.speculative_num_draft_tokens = fitting_nodes(args, most, trees=not chains)
         # FA3 reads the tree mask only with topk > 1, in a second call per layer. topk * steps stays within the number
         # of nodes, so that SGLang reserves no more slots.
         args.speculative_eagle_topk = 1 if chains else 2
         args.speculative_num_steps = max(1, args.speculative_num_draft_tokens // 2)
         args.enable_mixed_chunk = False
-        if args.max_running_requests is None:
-            args.max_running_requests = 48
         self.spec.check(options, context_at_start(args))
