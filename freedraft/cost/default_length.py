@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 TREE = 31  # nodes besides the root
 CHAIN = 15  # longer chains gain .002 tokens per step: `CHAIN_TOKENS_PER_STEP`
+SHARE_EXPERTS = "ranks that share experts verify as many at every batch size"
 _FEW = 3
 _SHORTER = (15, 7, 3, 1)  # with the root a power of two, as in `candidate_lengths`
 _MASKS = 1 << 28  # bytes; the keys and values of 2,000 tokens of an 8B take as much
@@ -38,11 +39,6 @@ class Room:
     def states(self, length: int) -> float:
         """Bytes of the recurrent states of one request."""
         return self.state + self.more * length
-
-    def held(self, length: int) -> int:
-        """How many requests' states fit, beside nothing else."""
-        states = self.states(length)
-        return min(self.requests, int(self.cache / states)) if states else self.requests
 
     def masks(self, length: int) -> int:
         """Bytes of the bit masks of grammars."""

@@ -81,22 +81,6 @@ class ModelShape:
                 raise ConfigError(f"a model shape needs {name} >= 1, not {getattr(self, name)}")
 
     @classmethod
-    def load(cls, model: Path | str, dtype: str | None = None) -> Self:
-        """The shape of the model in a folder (its config.json). Raises ConfigError: there is no readable configuration,
-        or it misses something."""
-        path = Path(model).expanduser()
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror or error}; give a model folder") from None
-        except ValueError:
-            raise ConfigError(f"{path} is not valid JSON: give a model folder with a good config.json") from None
-        if not isinstance(config, dict):
-            raise ConfigError(f"{path} holds no model configuration")
-        return cls.from_config(config, dtype=dtype, source=str(path))
-
-    @classmethod
     def from_config(
         cls, config: Mapping[str, Any], *, dtype: str | None = None, kv_dtype: str | None = None,
         source: str = "the model's configuration",
@@ -116,12 +100,11 @@ class ModelShape:
             config = {"num_hidden_layers": len(blocks), **config}
         try:
             hidden, heads, layers = (int(_first(config, names)) for names in (_HIDDEN, _HEADS, _LAYERS))
-            mixed = [kind not in _ALONE for kind in layer_kinds(config, layers)]
             name = _dtype(config, dtype)
             size = DTYPE_BYTES[name]
             return cls(
                 hidden=hidden,
-                layers=sum(mixed),
+                layers=sum(kind not in _ALONE for kind in layer_kinds(config, layers)),
                 heads=heads,
                 kv_heads=int(_first(config, _KV_HEADS, heads)),
                 head_dim=int(config.get("head_dim") or hidden // max(heads, 1)),
@@ -140,6 +123,21 @@ class ModelShape:
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             what = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{source}: the cost model does not know this architecture ({what})") from None
+
+
+def read_config(model: Path | str) -> dict[str, Any]:
+    """The configuration in a model's folder, or this file. Raises ConfigError: there is none that can be read."""
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; give a model folder") from None
+    except ValueError:
+        raise ConfigError(f"{path} is not valid JSON: give a model folder with a good config.json") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no model configuration")
+    return config
 
 
 def _dtype(config: Mapping[str, Any], dtype: str | None) -> str:

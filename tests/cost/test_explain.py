@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from freedraft.cost.explain import CURVES, explain
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.policies import CONTEXT, draft_lengths
 from freedraft.cost.roofline import Roofline
+from freedraft.cost.states import state_bytes
 from tests.support.disks import full_disk
+from tests.support.published import QWEN3_30B, QWEN36_27B
 
 
 def rates(roofline: Roofline, batch: int, nodes: range, context: int, curve: dict[int, float]) -> list[float]:
@@ -78,17 +81,44 @@ def test_the_command_prints(model: Path) -> None:
     assert trees.exit_code == 0 and "1.926 for 32 nodes" in " ".join(trees.output.split())
 
 
-def test_the_command_prints_the_default_of_vllm(model: Path) -> None:
-    pytest.importorskip("vllm")
-    given = ["explain", "--model", str(model), "--hardware", "h100", "--max-num-seqs", "1024"]
-    result = CliRunner().invoke(app, given)
+def explained(config: dict[str, Any], folder: Path, *given: str) -> str:
+    """What the command prints for a model without its engine, blanks removed."""
+    (folder / "config.json").write_text(json.dumps(config))
+    result = CliRunner().invoke(
+        app,
+        ["explain", "--model", str(folder), "--hardware", "h100", *given],
+        terminal_width=200,
+        env={"COLUMNS": "200"},
+    )
     assert result.exit_code == 0, result.output
-    printed = " ".join(result.output.split())
-    assert "up to 1,024 requests: 15 draft tokens by default: longer chains gain nothing." in printed
-    for figures in ("│ 15 │ 0.00 │ 250 │", "│ 31 │ 0.00 │ 501 │"):
+    return " ".join(result.output.split())
+
+
+def test_the_command_prints_the_default_of_each_engine(tmp_path: Path) -> None:
+    printed = explained(LLAMA3_8B, tmp_path, "--max-num-seqs", "1024")
+    for engine in ("vLLM", "SGLang"):
+        assert f"{engine}, up to 1,024 requests: 15 draft tokens by default: longer chains gain nothing." in printed
+    for figures in ("│ 15 │ 0.00 │ 1,024 │ 0.00 │ 1,024 │ 250 │", "│ 31 │ 0.00 │ 1,024 │ 0.00 │ 1,024 │ 501 │"):
         assert figures in printed
-    printed = " ".join(CliRunner().invoke(app, [*given, "--shape", "tree"]).output.split())
+    printed = explained(LLAMA3_8B, tmp_path, "--max-num-seqs", "1024", "--shape", "tree")
     assert "15 draft tokens by default: 31 would take grammar masks of 501 MiB" in printed
+    printed = explained(QWEN3_30B, tmp_path, "--max-num-seqs", "64", "--data-parallel", "2")
+    assert "vLLM, up to 64 requests: 3 draft tokens by default: ranks that share experts" in printed
+
+
+def test_the_command_prints_recurrent_states_without_an_engine(tmp_path: Path) -> None:
+    """Of a 27B, 154 MB each: vLLM has two besides those of draft tokens, SGLang five and that of the root."""
+    one = state_bytes(QWEN36_27B) / 1e9
+    printed = explained(QWEN36_27B, tmp_path, "--max-num-seqs", "8", "--memory", "80")
+    assert f"│ 7 │ {9 * one:.2f} │ 8 │ {13 * one:.2f} │" in printed
+    assert "vLLM, up to 8 requests: 7 draft tokens by default: 15 would take recurrent states of 2.62 GB" in printed
+    assert (
+        "SGLang, up to 8 requests: 1 draft tokens by default: 3 would take recurrent states of 11.08 GB for 8"
+        in printed
+    )
+    for memory in ([], ["--memory", "40"]):
+        given = ["explain", "--model", str(tmp_path), "--hardware", "h100", "--max-num-seqs", "8", *memory]
+        assert "give a larger --memory, or more ranks" in CliRunner().invoke(app, given).output
 
 
 @pytest.mark.parametrize(

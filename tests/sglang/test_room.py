@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from freedraft.cost.states import state_of
+from freedraft.cost.states import state_bytes
 from freedraft.engines.sglang import room
 from tests.support import published as models
 
@@ -46,7 +46,7 @@ def test_states_are_as_large_as_sglang_says(args_of, config, ranks):
     """A request keeps three of them, and one for each node of a draft."""
     found = room.room_of(args_of(config, tp_size=ranks, mem_fraction_static=3.0))  # the largest has 160 GB of weights
     assert found.slots and not found.few and 0 < found.cache < 240e9 * 0.9 / 1.9
-    assert found.more == state_of(config, ranks).total and found.state == 4 * found.more
+    assert found.more == state_bytes(config, ranks) and found.state == 4 * found.more
     cached = room.room_of(args_of(config, tp_size=ranks, mem_fraction_static=3.0, disable_radix_cache=True))
     assert cached.state == 2 * found.more
 
@@ -100,7 +100,7 @@ def test_a_given_number_is_served_and_what_it_takes_is_told(args_of, monkeypatch
 
 
 def test_states_of_unknown_size(args_of, monkeypatch):
-    monkeypatch.setattr(room, "kept_states", lambda args: 1 / 0)
+    monkeypatch.setattr(room, "weight_bytes", lambda *given: 1 / 0)
     found = room.room_of(args_of(models.LFM2))
     assert found.few and found.default(31, trees=True)[0] == 3
     assert room.room_of(args_of(models.QWEN3_30B)).default(31, trees=True) == (31, "larger trees gain little")

@@ -10,6 +10,7 @@ from sglang.srt.runtime_context import get_platform
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from freedraft.config import ConfigError
+from freedraft.cost.default_length import CHAIN
 from freedraft.cost.hardware import CPU
 from freedraft.engines import hooks
 from freedraft.engines.hooks import stop_start
@@ -74,9 +75,6 @@ def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *,
     return hooks.start_line(method, "SGLang", version, TESTED_VERSIONS, parts, ranks, [lengths])
 
 
-DEFAULT_NODES = 16
-
-
 class TreeAlgorithm(CustomSpecAlgo):
     """Speculative algorithm that verifies draft trees built on the host.
 
@@ -124,8 +122,7 @@ class TreeAlgorithm(CustomSpecAlgo):
         chains = unseen or shape == "chain"
         if args.max_running_requests is None:
             args.max_running_requests = 48
-        most = self.spec.default_length or DEFAULT_NODES - 1
-        args.speculative_num_draft_tokens = fitting_nodes(args, most, trees=not chains)
+        args.speculative_num_draft_tokens = fitting_nodes(args, self.spec.default_length or CHAIN, trees=not chains)
         # FA3 reads the tree mask only with topk > 1, in a second call per layer. topk * steps stays within the number
         # of nodes, so that SGLang reserves no more slots.
         args.speculative_eagle_topk = 1 if chains else 2
