@@ -18,7 +18,7 @@ from freedraft.cost import profiling
 from freedraft.cost.auto_by_batch import CHAIN_TOKENS_PER_STEP, expected_tokens
 from freedraft.cost.explain import CURVES, explain
 from freedraft.cost.hardware import HardwareProfile
-from freedraft.cost.policies import CONTEXT, draft_lengths
+from freedraft.cost.policies import CONTEXT, draft_lengths, make_controller
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.states import state_bytes
 from tests.support.disks import full_disk
@@ -55,6 +55,21 @@ def test_no_other_length_of_a_schedule_has_more_tokens_per_second(hardware: str,
         (chosen,) = [length for first, last, length in schedule.rows if first <= batch <= last]
         by_length = rates(roofline_on(hardware), batch, range(1, most + 2), CONTEXT, CHAIN_TOKENS_PER_STEP)
         assert by_length[chosen] >= 0.97 * max(by_length[length] for length in schedule.learnt), batch
+
+
+def test_experts_decide_the_first_lengths() -> None:
+    """With few requests each draft token of a mixture wakes more experts, so that a step takes longer."""
+    lengths, times = [], []
+    for config in (QWEN3_30B, LLAMA3_8B):
+        schedule = draft_lengths(engine_context(config, max_draft_tokens=15), "auto", hardware="h100")  # vLLM's
+        assert schedule is not None
+        lengths.append([length for at in (2, 64) for first, last, length in schedule.rows if first <= at <= last])
+        sglang = make_controller(engine_context(config, max_draft_tokens=15, widths=(1, 4, 16)), hardware="h100")
+        one, _, sixteen = sglang.measured.step_seconds(1, np.array([1, 4, 16]))
+        times.append(sixteen / one)
+    (alone, many), (dense, _) = lengths
+    assert alone == 0 < many and dense >= 7
+    assert times[0] > 5 and times[1] < 1.1
 
 
 def test_schedules_have_no_gaps_and_lengths_fall() -> None:
