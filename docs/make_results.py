@@ -388,7 +388,7 @@ def cells() -> Iterator[tuple[str, Value, str]]:
 def experts(found: Any) -> Screen:
     panel: dict[str, dict[float, Value]] = {}
     for row in found["steps"]:
-        name = f"{row['model']} on {row['devices']}"
+        name = f"{row['model']}, {row['devices']} H100"
         panel.setdefault(name, {})[row["query_tokens"]] = Value(row["seconds"])
     panel = {name: {n: Value(each.at / values[1].at) for n, each in values.items()} for name, values in panel.items()}
     (mixed, large, _) = dict.fromkeys(row["model"] for row in found["lengths"])
@@ -403,13 +403,13 @@ def experts(found: Any) -> Screen:
         f"from {paying[large]} with {large}.",
         lines(
             "With few requests, draft tokens of a mixture of experts are not free",
-            "predicted step time by query tokens of a step: requests times draft tokens and one",
+            "predicted step time by query tokens of a step, which are requests times (draft tokens + 1)",
             {"": panel}, names=list(panel), across="query tokens", scale="times the step of one token", reference=1.0,
         ),
-        f"A roofline of H100s in bf16. Experts are taken to be chosen independently. Of {mixed}'s, {awake[1]:.0%} work on "
-        f"one token, {awake[8]:.0%} on 8 and {awake[64]:.0%} on 64. At best it is {best['speedup']:.2f} times as fast, "
-        f"with {best['requests']} requests and {best['draft_tokens']} draft tokens. Both engines start from this "
-        "estimate; `auto` then measures.",
+        "A roofline of H100s in bf16; experts are taken to be chosen independently. "
+        f"{mixed} has {awake[1]:.0%} of them at work on one token, {awake[8]:.0%} on 8 and {awake[64]:.0%} on 64. "
+        f"At best it is {best['speedup']:.2f} times as fast, with {best['requests']} requests and "
+        f"{best['draft_tokens']} draft tokens. Both engines start from this estimate; `auto` then measures.",
     )  # fmt: skip
 
 
