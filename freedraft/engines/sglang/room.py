@@ -19,13 +19,14 @@ def room_of(args: Any) -> Room:
     for cached prefixes, and one for each node of a draft, the root included."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.runtime_context import get_parallel
-    from sglang.srt.utils.common import get_device_memory_capacity
 
     model, requests = model_config_of(args), args.max_running_requests
     if (config := mambaish_config(model)) is None:
         return Room(requests, model.vocab_size)
     try:
+        from sglang.srt.runtime_context import get_parallel
+        from sglang.srt.utils.common import get_device_memory_capacity
+
         tracked = {"extra_buffer": 2, "extra_buffer_lazy": 1}.get(args.mamba_radix_cache_strategy, 0)
         kept: float = 1 if args.disable_radix_cache else 3 + tracked
         if size := args.max_mamba_cache_size:
