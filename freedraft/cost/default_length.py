@@ -47,9 +47,9 @@ class Room:
     def excess(self, length: int) -> str:
         """What takes too much memory with this many draft tokens; "" if nothing does."""
         states, cache = self.states(length) / 1e9, self.cache / 1e9
-        if self.slots and self.requests * states > cache:
-            every = f"{self.requests * states:.2f} GB for {self.requests:,} requests"
-            return f"recurrent states of {every}, from {cache:.1f} GB"
+        every = (self.requests + 1) * states  # one for what pads a batch
+        if self.slots and every > cache:
+            return f"recurrent states of {every:.2f} GB for {self.requests:,} requests, from {cache:.1f} GB"
         if not self.slots and states > _SHARE * cache:
             return f"recurrent states of {states:.2f} GB per request, from a cache of {cache:.1f} GB"
         if self.masks(length) > _MASKS:

@@ -39,11 +39,9 @@ def room_of(args: Any) -> Room:
                 one += params.replayssm_ring_bytes_per_req(record_len=args.linear_replayssm_cache_len)
                 more = 0
         memory = (get_device_memory_capacity(args.device) or math.inf) * 2**20 * (args.mem_fraction_static or 0.9)
-        left = memory - weight_bytes(
-            ModelShape.from_config(model.hf_config.to_dict(), dtype=str(model.dtype)), args.tp_size
-        )
+        shape = ModelShape.from_config(model.hf_config.to_dict(), dtype=str(model.dtype))
         ratio = args.mamba_full_memory_ratio or 0.9
-        cache = max(left, 0.0) * ratio / (1 + ratio)  # for states
+        cache = max(0.0, memory - weight_bytes(shape, args.tp_size)) * ratio / (1 + ratio)  # for states
         return Room(requests, model.vocab_size, state=kept * one + more, more=more, cache=cache, slots=True)
     except Exception as error:
         reason = (str(error).strip() or repr(error)).splitlines()[-1]
