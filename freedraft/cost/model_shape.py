@@ -20,10 +20,8 @@ _KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "n_head_kv", "num_k
 _MLP = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "d_ff")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k", "experts_per_token")
-_SHARED = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
 # Families with two matrices per MLP instead of SwiGLU's three.
 _UNGATED = {"gpt2", "gptj", "gpt_neox", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "starcoder2", "mpt", "nemotron"}
-_ALONE = {"moe", "mlp"}  # layers without attention or recurrence, in the lists of Nemotron-H
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ class ModelShape:
             size = DTYPE_BYTES[name]
             return cls(
                 hidden=hidden,
-                layers=sum(kind not in _ALONE for kind in layer_kinds(config, layers)),
+                layers=sum(kind not in ("moe", "mlp") for kind in layer_kinds(config, layers)),
                 heads=heads,
                 kv_heads=int(_first(config, _KV_HEADS, heads)),
                 head_dim=int(config.get("head_dim") or hidden // max(heads, 1)),
@@ -215,11 +213,11 @@ def _experts(config: Mapping[str, Any], layers: int) -> Experts | None:
     if total <= 1 or config.get("model_type") == "qwen3_5_text":  # dense, though SGLang's configuration has experts
         return None
     intermediate = int(config.get("moe_intermediate_size") or _first(config, _MLP))
-    shared = int(_first(config, _SHARED, 0))
+    shared = int(_first(config, ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 0))
     shared = shared or int(_first(config, ("n_shared_experts", "num_shared_experts"), 0)) * intermediate
     dense = set(config.get("mlp_only_layers") or ()) | set(range(int(config.get("first_k_dense_replace") or 0)))
     step = int(config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1)
     kinds = layer_kinds(config, layers)
-    only = "moe" in kinds
-    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0 and not (only and kinds[i] != "moe")]
+    able = [i for i in range(layers) if "moe" not in kinds or kinds[i] == "moe"]
+    sparse = [i for i in able if i not in dense and (i + 1) % step == 0]
     return Experts(total, int(_first(config, _EXPERTS_PER_TOKEN)), intermediate, shared, len(sparse))

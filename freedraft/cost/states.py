@@ -7,8 +7,6 @@ from typing import Any
 
 from freedraft.cost.hardware import DTYPE_BYTES
 
-_RECURRENT = {"linear_attention", "mamba", "conv"}  # kinds of layers
-
 
 def layer_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
     """The kind of each layer as configurations name them; without a list "linear_attention" or "full_attention".
@@ -18,9 +16,9 @@ def layer_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
     if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H
         return [{"M": "mamba", "*": "full_attention", "E": "moe"}.get(letter, "mlp") for letter in pattern]
     kda = (config.get("linear_attn_config") or {}).get("kda_layers")  # Kimi-Linear counts from 1
-    every = int(config.get("full_attention_interval") or 0)  # Qwen3-Next
-    both = "mamba_d_state" in config  # Falcon-H1 has both in each layer
-    recurrent = [i + 1 in kda if kda else bool((i + 1) % every) if every else both for i in range(layers)]
+    every = int(config.get("full_attention_interval") or 0)  # Qwen3-Next; Falcon-H1 has both in each layer
+    default = "mamba_d_state" in config
+    recurrent = [i + 1 in kda if kda else bool((i + 1) % every) if every else default for i in range(layers)]
     return ["linear_attention" if each else "full_attention" for each in recurrent]
 
 
@@ -35,7 +33,8 @@ def state_bytes(config: Mapping[str, Any], ranks: int = 1) -> float:
     Raises KeyError or ValueError: the configuration misses a size.
     """
     config = {**config, **(config.get("text_config") or {})}
-    layers = sum(kind in _RECURRENT for kind in layer_kinds(config, int(config.get("num_hidden_layers") or 0)))
+    kinds = layer_kinds(config, int(config.get("num_hidden_layers") or 0))
+    layers = sum(kind in ("linear_attention", "mamba", "conv") for kind in kinds)
     if not layers:
         return 0.0
     numbers, channels, width = _sizes(config, ranks)

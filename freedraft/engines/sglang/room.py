@@ -36,12 +36,11 @@ def room_of(args: Any) -> Room:
             params = config.mamba2_cache_params
             one = more = params.mamba_cache_per_req
             if args.enable_linear_replayssm_spec:  # inputs instead, from which states are computed again
-                one += params.replayssm_ring_bytes_per_req(record_len=args.linear_replayssm_cache_len)
-                more = 0
+                one, more = one + params.replayssm_ring_bytes_per_req(record_len=args.linear_replayssm_cache_len), 0
         memory = (get_device_memory_capacity(args.device) or math.inf) * 2**20 * (args.mem_fraction_static or 0.9)
         shape = ModelShape.from_config(model.hf_config.to_dict(), dtype=str(model.dtype))
-        ratio = args.mamba_full_memory_ratio or 0.9
-        cache = max(0.0, memory - weight_bytes(shape, args.tp_size)) * ratio / (1 + ratio)  # for states
+        share = 1 - 1 / (1 + (args.mamba_full_memory_ratio or 0.9))
+        cache = share * max(0.0, memory - weight_bytes(shape, args.tp_size))  # for states
         return Room(requests, model.vocab_size, state=kept * one + more, more=more, cache=cache, slots=True)
     except Exception as error:
         reason = (str(error).strip() or repr(error)).splitlines()[-1]
