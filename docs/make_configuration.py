@@ -47,7 +47,7 @@ datastore: /data/store
 | method | `"method": "sssd"` | `--speculative-algorithm sssd` |
 | most draft tokens of a request | `"num_speculative_tokens"` | `--speculative-num-draft-tokens`, root included |
 | values | 1 to 64 | 1 to 256 |
-| default for `sssd` | [15 or less](operating.md#how-many-draft-tokens), 31 for trees | 32; `shape: chain`: 16 |
+| default for `sssd` ([or less](operating.md#how-many-draft-tokens)) | 15, 31 for trees | 32, `shape: chain`: 16 |
 | default for others | none: set one | 16 |
 
 [How much of it a step drafts](design.md#cost-model).

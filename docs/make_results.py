@@ -384,6 +384,35 @@ def cells() -> Iterator[tuple[str, Value, str]]:
                 yield f"{model}, {kind}, 1", of(r, "quarters"), named
 
 
+@question("What do experts change?", "experts", "expert-steps.json", "recurrent-states.json")
+def experts(found: Any) -> Screen:
+    panel: dict[str, dict[float, Value]] = {}
+    for row in found["steps"]:
+        name = f"{row['model']}, {row['devices']} H100"
+        panel.setdefault(name, {})[row["query_tokens"]] = Value(row["seconds"])
+    panel = {name: {n: Value(each.at / values[1].at) for n, each in values.items()} for name, values in panel.items()}
+    (mixed, large, _) = dict.fromkeys(row["model"] for row in found["lengths"])
+    paying = {
+        name: min(row["requests"] for row in found["lengths"] if row["model"] == name and row["draft_tokens"])
+        for name in (mixed, large)
+    }
+    best = max((row for row in found["lengths"] if row["model"] == mixed), key=lambda row: row["speedup"])
+    awake = {row["query_tokens"]: row["share_of_experts"] for row in found["steps"] if row["model"] == mixed}
+    return Screen(
+        f"More query tokens wake more experts: by estimate, drafts pay from {paying[mixed]} requests on with {mixed}, "
+        f"from {paying[large]} with {large}.",
+        lines(
+            "With few requests, draft tokens of a mixture of experts are not free",
+            "predicted step time by query tokens of a step, which are requests times (draft tokens + 1)",
+            {"": panel}, names=list(panel), across="query tokens", scale="times the step of one token", reference=1.0,
+        ),
+        "A roofline of H100s in bf16; experts are taken to be chosen independently. "
+        f"{mixed} has {awake[1]:.0%} of them at work on one token, {awake[8]:.0%} on 8 and {awake[64]:.0%} on 64. "
+        f"At best it is {best['speedup']:.2f} times as fast, with {best['requests']} requests and "
+        f"{best['draft_tokens']} draft tokens. Both engines start from this estimate; `auto` then measures.",
+    )  # fmt: skip
+
+
 @question("What is the worst?", "worst", "first-hour.json serve-vllm-cpu.json budget-replay.json")
 def worst(*_: Any) -> Screen:
     found = sorted(cells(), key=lambda cell: cell[1].at)

@@ -172,21 +172,23 @@ def explain(
         metavar="chain|tree", help="Shape of drafts: vLLM's FlashAttention verifies chains, SGLang trees.")] = "chain",
     *,
     max_num_seqs: Annotated[int | None, typer.Option(
-        min=1, help="Most requests at once: also print vLLM's default number of draft tokens.")] = None,
-    data_parallel: Annotated[int, typer.Option(min=1, help="Number of vLLM's data-parallel ranks.")] = 1,
-    memory: Annotated[float | None, typer.Option(min=1, help="GB of a device (default: this one's).")] = None,
+        min=1, help="Most requests at once: also print what draft tokens take of the memory, and the default.")] = None,
+    data_parallel: Annotated[int, typer.Option(min=1, help="Number of data-parallel ranks.")] = 1,
+    memory: Annotated[float | None, typer.Option(min=1, help="GB of a device, for recurrent models.")] = None,
 ) -> None:  # fmt: skip
     """Estimate how many draft tokens pay at each batch size, without running a model."""
     from rich.console import Console
     from rich.table import Table
 
-    from freedraft.cost.explain import CURVES
+    from freedraft.cost.explain import CURVES, draft_tokens, rooms
     from freedraft.cost.explain import explain as rows_of
     from freedraft.cost.hardware import choose_profile
-    from freedraft.cost.model_shape import ModelShape
+    from freedraft.cost.model_shape import ModelShape, read_config
     from freedraft.cost.roofline import Roofline
 
-    roofline = Roofline(ModelShape.load(model, dtype), choose_profile(hardware), tensor_parallel)
+    config = read_config(model)
+    decoder = ModelShape.from_config(config, dtype=dtype, source=str(model))
+    roofline = Roofline(decoder, choose_profile(hardware), tensor_parallel)
     if shape not in CURVES:
         raise ValueError(f"--shape '{shape}': write {' or '.join(CURVES)}")
     table = Table(title=f"{model} on {roofline.profile.name} ({roofline.profile.source}), context {context:,}")
@@ -205,17 +207,16 @@ def explain(
         + " (--shape). While serving, policy 'auto' measures both."
     )
     if max_num_seqs is not None:
-        from freedraft.cost.explain import draft_tokens
-        from freedraft.engines.vllm.room import room_at
-
-        ranks = {"tensor_parallel_size": tensor_parallel, "data_parallel_size": data_parallel}
-        room = room_at(model, memory and memory * 1e9, dtype=dtype or "auto", max_num_seqs=max_num_seqs, **ranks)
-        length, why, rows = draft_tokens(room, trees=shape == "tree")
-        table = Table("draft tokens", "states, GB per request", "masks, MiB", "full CUDA graphs", "up to requests")
-        for most, states, masks, graphs, requests in rows:
-            table.add_row(str(most), f"{states / 1e9:.2f}", f"{masks / 2**20:,.0f}", str(graphs), str(requests))
+        found = rooms(config, roofline, max_num_seqs, memory and memory * 1e9, data_parallel)
+        columns = {engine: draft_tokens(room, trees=shape == "tree") for engine, room in found.items()}
+        states = [f"{engine}: {what}" for engine in columns for what in ("states, GB per request", "requests by them")]
+        table = Table("draft tokens", *states, "masks, MiB", "vLLM: full CUDA graphs", "for up to requests")
+        for ours, theirs in zip(columns["vLLM"][2], columns["SGLang"][2], strict=True):
+            sizes = [text for row in (ours, theirs) for text in (f"{row[1] / 1e9:.2f}", f"{row[2]:,}")]
+            table.add_row(str(ours[0]), *sizes, f"{ours[3] / 2**20:,.0f}", *map(str, ours[4:]))
         Console().print(table)
-        typer.echo(f"vLLM, up to {max_num_seqs:,} requests: {length} draft tokens by default: {why}.")
+        for engine, (length, why, _) in columns.items():
+            typer.echo(f"{engine}, up to {max_num_seqs:,} requests: {length} draft tokens by default: {why}.")
 
 
 @app.command()

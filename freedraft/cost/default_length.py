@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 TREE = 31  # nodes besides the root
 CHAIN = 15  # longer chains gain .002 tokens per step: `CHAIN_TOKENS_PER_STEP`
+SHARE_EXPERTS = "ranks that share experts verify as many at every batch size"
 _FEW = 3
 _SHORTER = (15, 7, 3, 1)  # with the root a power of two, as in `candidate_lengths`
 _MASKS = 1 << 28  # bytes; the keys and values of 2,000 tokens of an 8B take as much
@@ -22,7 +23,8 @@ class Room:
         one_length: whether all requests verify as many draft tokens at every batch size.
         few: why few draft tokens are the default; "" if they are not.
         state, more: bytes of a request's recurrent states without draft tokens, and of those for each draft token.
-        cache: bytes for keys, values and states.
+        cache: bytes for keys, values and states; with `slots` for states alone.
+        slots: whether states of all requests are held from the start, as in SGLang.
     """
 
     requests: int
@@ -32,6 +34,7 @@ class Room:
     state: float = 0.0
     more: float = 0.0
     cache: float = math.inf
+    slots: bool = False
 
     def states(self, length: int) -> float:
         """Bytes of the recurrent states of one request."""
@@ -43,8 +46,11 @@ class Room:
 
     def excess(self, length: int) -> str:
         """What takes too much memory with this many draft tokens; "" if nothing does."""
-        if self.states(length) > _SHARE * self.cache:
-            states, cache = self.states(length) / 1e9, self.cache / 1e9
+        states, cache = self.states(length) / 1e9, self.cache / 1e9
+        every = (self.requests + 1) * states  # one for what pads a batch
+        if self.slots and every > cache:
+            return f"recurrent states of {every:.2f} GB for {self.requests:,} requests, from {cache:.1f} GB"
+        if not self.slots and states > _SHARE * cache:
             return f"recurrent states of {states:.2f} GB per request, from a cache of {cache:.1f} GB"
         if self.masks(length) > _MASKS:
             return f"grammar masks of {self.masks(length) >> 20:,} MiB for {self.requests:,} requests"

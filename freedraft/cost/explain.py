@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from freedraft.config import ConfigError
 from freedraft.cost.auto_by_batch import CHAIN_TOKENS_PER_STEP, candidate_lengths, expected_tokens
 from freedraft.cost.controller import Knee
-from freedraft.cost.default_length import CHAIN, TREE, Room
-from freedraft.cost.roofline import Roofline
+from freedraft.cost.default_length import CHAIN, SHARE_EXPERTS, TREE, Room
+from freedraft.cost.roofline import Roofline, weight_bytes
+from freedraft.cost.states import state_bytes
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Tokens per step by nodes, of SSSD's drafts
@@ -47,14 +51,35 @@ def explain(roofline: Roofline, context: int, curve: dict[int, float], max_nodes
     return rows
 
 
-def draft_tokens(room: Room, *, trees: bool) -> tuple[int, str, list[tuple[int, float, int, int, int]]]:
-    """vLLM's default number of draft tokens, the reason, and what it and others take: the number, bytes of states of a
-    request, bytes of masks, full CUDA graphs, and most requests in one. trees: whether drafts are trees."""
+def rooms(
+    config: Mapping[str, Any], roofline: Roofline, requests: int, memory: float | None, replicas: int
+) -> dict[str, Room]:
+    """`Room` of a rank of each engine at its defaults, by a model's configuration. requests: most at once; memory: of
+    a device, in bytes; replicas: data-parallel ranks. Raises ConfigError: a state's size, or memory, is missing."""
+    shape, ranks = roofline.shape, roofline.tensor_parallel
+    try:
+        one = state_bytes(config, ranks)
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"the size of its recurrent states is not known ({error!r})") from None
+    few = SHARE_EXPERTS if replicas > 1 and shape.experts else ""
+    left = 0.9 * (memory or math.inf) - weight_bytes(shape, ranks)
+    if one and (memory is None or left <= 0):
+        raise ConfigError("recurrent states need room beside the weights: give a larger --memory, or more ranks")
+    plain = Room(requests, shape.vocab, state=2 * one, more=one, cache=left)  # one of cached prefixes
+    slots = replace(plain, state=6 * one, cache=left * 0.9 / 1.9, slots=True)  # five, and that of a draft's root
+    return {"vLLM": replace(plain, one_length=bool(few), few=few), "SGLang": slots}
+
+
+def draft_tokens(room: Room, *, trees: bool) -> tuple[int, str, list[tuple[int, float, int, int, int, int]]]:
+    """The default number of draft tokens, the reason, and what it and others take: the number, bytes of states of a
+    request, most requests by states alone, bytes of masks; vLLM's full CUDA graphs, and most requests in one. trees:
+    whether drafts are trees."""
     default, why = room.default(TREE, trees=trees)
     rows = []
     for n in sorted({default, 1, 3, 7, CHAIN, TREE}):
         graphs = full_graphs(room.requests, (n,) if room.one_length else candidate_lengths(n))
-        rows.append((n, room.states(n), room.masks(n), graphs, min(room.requests, _LARGEST // (1 + n))))
+        held = min(room.requests, int(room.cache / room.states(n))) if room.states(n) else room.requests
+        rows.append((n, room.states(n), held, room.masks(n), graphs, min(room.requests, _LARGEST // (1 + n))))
     return default, why, rows
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from freedraft.config import ConfigError
 from freedraft.cost.hardware import DTYPE_BYTES
+from freedraft.cost.states import layer_kinds
 
 # Names of a field in different families; the first one present counts.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -18,7 +19,7 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "multi_query_group_num", "n_head_kv", "num_kv_heads")
 _MLP = ("intermediate_size", "ffn_hidden_size", "n_inner", "ffn_dim", "d_ff")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "experts_per_token")
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k", "experts_per_token")
 # Families with two matrices per MLP instead of SwiGLU's three.
 _UNGATED = {"gpt2", "gptj", "gpt_neox", "gpt_bigcode", "opt", "bloom", "falcon", "phi", "starcoder2", "mpt", "nemotron"}
 
@@ -78,22 +79,6 @@ class ModelShape:
                 raise ConfigError(f"a model shape needs {name} >= 1, not {getattr(self, name)}")
 
     @classmethod
-    def load(cls, model: Path | str, dtype: str | None = None) -> Self:
-        """The shape of the model in a folder (its config.json). Raises ConfigError: there is no readable configuration,
-        or it misses something."""
-        path = Path(model).expanduser()
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror or error}; give a model folder") from None
-        except ValueError:
-            raise ConfigError(f"{path} is not valid JSON: give a model folder with a good config.json") from None
-        if not isinstance(config, dict):
-            raise ConfigError(f"{path} holds no model configuration")
-        return cls.from_config(config, dtype=dtype, source=str(path))
-
-    @classmethod
     def from_config(
         cls, config: Mapping[str, Any], *, dtype: str | None = None, kv_dtype: str | None = None,
         source: str = "the model's configuration",
@@ -109,19 +94,21 @@ class ModelShape:
         quantised = quantised if isinstance(quantised, Mapping) else {}
         if isinstance(text := config.get("text_config"), Mapping):
             config = {**config, **text}
+        if blocks := config.get("layers_block_type"):  # the number may follow from it
+            config = {"num_hidden_layers": len(blocks), **config}
         try:
             hidden, heads, layers = (int(_first(config, names)) for names in (_HIDDEN, _HEADS, _LAYERS))
             name = _dtype(config, dtype)
             size = DTYPE_BYTES[name]
             return cls(
                 hidden=hidden,
-                layers=layers,
+                layers=sum(kind not in ("moe", "mlp") for kind in layer_kinds(config, layers)),
                 heads=heads,
                 kv_heads=int(_first(config, _KV_HEADS, heads)),
                 head_dim=int(config.get("head_dim") or hidden // max(heads, 1)),
                 intermediate=int(_first(config, _MLP, 4 * hidden)),
                 vocab=int(config["vocab_size"]),
-                gated=str(config.get("model_type", "")) not in _UNGATED,
+                gated=str(config.get("model_type", "")) not in _UNGATED | {"nemotron_h"},
                 weight_bytes=_weight_bytes(quantised) or size,
                 activation_bytes=size,
                 kv_bytes=_kv_bytes(kv_dtype, quantised) or size,
@@ -134,6 +121,21 @@ class ModelShape:
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
             what = f"'{error.args[0]}' is missing" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{source}: the cost model does not know this architecture ({what})") from None
+
+
+def read_config(model: Path | str) -> dict[str, Any]:
+    """The configuration in a model's folder, or this file. Raises ConfigError: there is none that can be read."""
+    path = Path(model).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}; give a model folder") from None
+    except ValueError:
+        raise ConfigError(f"{path} is not valid JSON: give a model folder with a good config.json") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds no model configuration")
+    return config
 
 
 def _dtype(config: Mapping[str, Any], dtype: str | None) -> str:
@@ -208,12 +210,14 @@ def _window_layers(config: Mapping[str, Any], layers: int) -> float:
 
 def _experts(config: Mapping[str, Any], layers: int) -> Experts | None:
     total = int(_first(config, _EXPERTS, 0) or 0)
-    if total <= 1:
+    if total <= 1 or config.get("model_type") == "qwen3_5_text":  # dense, though SGLang's configuration has experts
         return None
     intermediate = int(config.get("moe_intermediate_size") or _first(config, _MLP))
-    shared = int(config.get("shared_expert_intermediate_size") or 0)
-    shared = shared or int(config.get("n_shared_experts") or 0) * intermediate
+    shared = int(_first(config, ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"), 0))
+    shared = shared or int(_first(config, ("n_shared_experts", "num_shared_experts"), 0)) * intermediate
     dense = set(config.get("mlp_only_layers") or ()) | set(range(int(config.get("first_k_dense_replace") or 0)))
     step = int(config.get("decoder_sparse_step") or config.get("moe_layer_freq") or 1)
-    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    kinds = layer_kinds(config, layers)
+    able = [i for i in range(layers) if "moe" not in kinds or kinds[i] == "moe"]
+    sparse = [i for i in able if i not in dense and (i + 1) % step == 0]
     return Experts(total, int(_first(config, _EXPERTS_PER_TOKEN)), intermediate, shared, len(sparse))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from freedraft.cost import profiling
 from freedraft.cost.auto_by_batch import CHAIN_TOKENS_PER_STEP, expected_tokens
 from freedraft.cost.explain import CURVES, explain
 from freedraft.cost.hardware import HardwareProfile
-from freedraft.cost.policies import CONTEXT, draft_lengths
+from freedraft.cost.policies import CONTEXT, draft_lengths, make_controller
 from freedraft.cost.roofline import Roofline
+from freedraft.cost.states import state_bytes
 from tests.support.disks import full_disk
+from tests.support.published import QWEN3_30B, QWEN36_27B
 
 
 def rates(roofline: Roofline, batch: int, nodes: range, context: int, curve: dict[int, float]) -> list[float]:
@@ -54,6 +57,21 @@ def test_no_other_length_of_a_schedule_has_more_tokens_per_second(hardware: str,
         assert by_length[chosen] >= 0.97 * max(by_length[length] for length in schedule.learnt), batch
 
 
+def test_experts_decide_the_first_lengths() -> None:
+    """With few requests each draft token of a mixture wakes more experts, so that a step takes longer."""
+    lengths, times = [], []
+    for config in (QWEN3_30B, LLAMA3_8B):
+        schedule = draft_lengths(engine_context(config, max_draft_tokens=15), "auto", hardware="h100")  # vLLM's
+        assert schedule is not None
+        lengths.append([length for at in (2, 64) for first, last, length in schedule.rows if first <= at <= last])
+        sglang = make_controller(engine_context(config, max_draft_tokens=15, widths=(1, 4, 16)), hardware="h100")
+        one, _, sixteen = sglang.measured.step_seconds(1, np.array([1, 4, 16]))
+        times.append(sixteen / one)
+    (alone, many), (dense, _) = lengths
+    assert alone == 0 < many and dense >= 7
+    assert times[0] > 5 and times[1] < 1.1
+
+
 def test_schedules_have_no_gaps_and_lengths_fall() -> None:
     schedule = draft_lengths(engine_context(), "knee", hardware="h100")
     assert schedule is not None and schedule.rows[0][0] == 1 and schedule.rows[-1][2] == 0
@@ -78,17 +96,44 @@ def test_the_command_prints(model: Path) -> None:
     assert trees.exit_code == 0 and "1.926 for 32 nodes" in " ".join(trees.output.split())
 
 
-def test_the_command_prints_the_default_of_vllm(model: Path) -> None:
-    pytest.importorskip("vllm")
-    given = ["explain", "--model", str(model), "--hardware", "h100", "--max-num-seqs", "1024"]
-    result = CliRunner().invoke(app, given)
+def explained(config: dict[str, Any], folder: Path, *given: str) -> str:
+    """What the command prints for a model without its engine, blanks removed."""
+    (folder / "config.json").write_text(json.dumps(config))
+    result = CliRunner().invoke(
+        app,
+        ["explain", "--model", str(folder), "--hardware", "h100", *given],
+        terminal_width=200,
+        env={"COLUMNS": "200"},
+    )
     assert result.exit_code == 0, result.output
-    printed = " ".join(result.output.split())
-    assert "up to 1,024 requests: 15 draft tokens by default: longer chains gain nothing." in printed
-    for figures in ("│ 15 │ 0.00 │ 250 │", "│ 31 │ 0.00 │ 501 │"):
+    return " ".join(result.output.split())
+
+
+def test_the_command_prints_the_default_of_each_engine(tmp_path: Path) -> None:
+    printed = explained(LLAMA3_8B, tmp_path, "--max-num-seqs", "1024")
+    for engine in ("vLLM", "SGLang"):
+        assert f"{engine}, up to 1,024 requests: 15 draft tokens by default: longer chains gain nothing." in printed
+    for figures in ("│ 15 │ 0.00 │ 1,024 │ 0.00 │ 1,024 │ 250 │", "│ 31 │ 0.00 │ 1,024 │ 0.00 │ 1,024 │ 501 │"):
         assert figures in printed
-    printed = " ".join(CliRunner().invoke(app, [*given, "--shape", "tree"]).output.split())
+    printed = explained(LLAMA3_8B, tmp_path, "--max-num-seqs", "1024", "--shape", "tree")
     assert "15 draft tokens by default: 31 would take grammar masks of 501 MiB" in printed
+    printed = explained(QWEN3_30B, tmp_path, "--max-num-seqs", "64", "--data-parallel", "2")
+    assert "vLLM, up to 64 requests: 3 draft tokens by default: ranks that share experts" in printed
+
+
+def test_the_command_prints_recurrent_states_without_an_engine(tmp_path: Path) -> None:
+    """Of a 27B, 154 MB each: vLLM has two besides those of draft tokens, SGLang five and that of the root."""
+    one = state_bytes(QWEN36_27B) / 1e9
+    printed = explained(QWEN36_27B, tmp_path, "--max-num-seqs", "8", "--memory", "80")
+    assert f"│ 7 │ {9 * one:.2f} │ 8 │ {13 * one:.2f} │" in printed
+    assert "vLLM, up to 8 requests: 7 draft tokens by default: 15 would take recurrent states of 2.62 GB" in printed
+    assert (
+        "SGLang, up to 8 requests: 1 draft tokens by default: 3 would take recurrent states of 12.47 GB for 8"
+        in printed
+    )
+    for memory in ([], ["--memory", "40"]):
+        given = ["explain", "--model", str(tmp_path), "--hardware", "h100", "--max-num-seqs", "8", *memory]
+        assert "give a larger --memory, or more ranks" in CliRunner().invoke(app, given).output
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from known import LLAMA3_8B, profile
 
 from freedraft.config import ConfigError
-from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.model_shape import ModelShape, read_config
 from freedraft.cost.roofline import Operation, Roofline, operations
 from layerskip_plugin.skip_set import SkipSet
 
@@ -127,7 +127,7 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path, change: di
         content = change if isinstance(change, str) else json.dumps(LLAMA3_8B | change)
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError) as error:
-        ModelShape.load(tmp_path)
+        ModelShape.from_config(read_config(tmp_path))
     assert word in str(error.value) and "\n" not in str(error.value)
 
 

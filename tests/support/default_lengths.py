@@ -15,35 +15,22 @@ from bench.forced import LLAMA
 from bench.lib.results import write_json
 from freedraft.cost.explain import draft_tokens
 from freedraft.engines.vllm.room import room_of
+from tests.support.published import QWEN3_30B, QWEN3_NEXT_80B, QWEN36_27B
 
 MEMORY = 80e9  # bytes of a device
-HEADS = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256}
-QWEN3_NEXT = HEADS | {
-    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "dtype": "bfloat16", "hidden_size": 2048,
-    "intermediate_size": 5120, "vocab_size": 151936, "num_hidden_layers": 48, "num_attention_heads": 16,
-    "num_key_value_heads": 2, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts": 512,
-    "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
-    "max_position_embeddings": 262144, "layer_types": 12 * [*3 * ["linear_attention"], "full_attention"],
-}  # fmt: skip
 # Dense, as Qwen3.6-27B; vLLM's class of Qwen3-Next has the same states, which are float32 there.
-QWEN_27B = QWEN3_NEXT | {
-    "hidden_size": 5120, "intermediate_size": 17408, "vocab_size": 248320, "num_hidden_layers": 64,
-    "num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 48, "num_experts": 0,
-    "layer_types": 16 * [*3 * ["linear_attention"], "full_attention"],
+QWEN_27B = QWEN3_NEXT_80B | QWEN36_27B["text_config"] | {
+    "model_type": "qwen3_next", "num_experts": 0, "layer_types": 16 * QWEN3_NEXT_80B["layer_types"][:4],
 }  # fmt: skip
-QWEN3_30B = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "hidden_size": 2048,
-    "intermediate_size": 6144, "vocab_size": 151936, "num_hidden_layers": 48, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768, "max_position_embeddings": 40960,
-}  # fmt: skip
-NAMES = "draft_tokens", "state_bytes_per_request", "mask_bytes", "full_graphs", "requests_in_a_graph"
+NAMES = (
+    "draft_tokens", "state_bytes_per_request", "requests_by_states", "mask_bytes", "full_graphs", "requests_in_a_graph",
+)  # fmt: skip
 FLOAT32 = {"mamba_ssm_cache_dtype": "float32"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llama-3.1-8B, 256 requests": (LLAMA, {"max_num_seqs": 256}),
     "Llama-3.1-8B, 1,024 requests": (LLAMA, {"max_num_seqs": 1024}),
     "Qwen3-30B-A3B, 2 data-parallel ranks": (QWEN3_30B, {"max_num_seqs": 1024, "data_parallel_size": 2}),
-    "Qwen3-Next-80B, 4 tensor-parallel ranks": (QWEN3_NEXT, {"max_num_seqs": 1024, "tensor_parallel_size": 4}),
+    "Qwen3-Next-80B, 4 tensor-parallel ranks": (QWEN3_NEXT_80B, {"max_num_seqs": 1024, "tensor_parallel_size": 4}),
     "a 27B of Qwen3.6's kind": (QWEN_27B, {"max_num_seqs": 256} | FLOAT32),
 }
 

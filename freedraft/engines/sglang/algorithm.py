@@ -10,11 +10,13 @@ from sglang.srt.runtime_context import get_platform
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from freedraft.config import ConfigError
+from freedraft.cost.default_length import CHAIN
 from freedraft.cost.hardware import CPU
 from freedraft.engines import hooks
 from freedraft.engines.hooks import stop_start
 from freedraft.engines.sglang.guards import refuse_unsupported, state_shape, verify_backend, widths_for
 from freedraft.engines.sglang.hooks import DISTRIBUTIONS, TESTED_VERSIONS
+from freedraft.engines.sglang.room import fitting_nodes
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.method import MethodSpec
 from freedraft.step import EngineContext
@@ -73,9 +75,6 @@ def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *,
     return hooks.start_line(method, "SGLang", version, TESTED_VERSIONS, parts, ranks, [lengths])
 
 
-DEFAULT_NODES = 16
-
-
 class TreeAlgorithm(CustomSpecAlgo):
     """Speculative algorithm that verifies draft trees built on the host.
 
@@ -121,14 +120,12 @@ class TreeAlgorithm(CustomSpecAlgo):
         if unseen and shape == "tree":
             raise ConfigError(f"--speculative-algorithm {self.spec.name}: no trees on ROCm or XPU: unset 'shape'")
         chains = unseen or "chain" in (shape, state_shape(args, self.spec.name))
-        if args.speculative_num_draft_tokens is None:
-            length = self.spec.default_length
-            args.speculative_num_draft_tokens = DEFAULT_NODES if chains or length is None else length + 1
+        if args.max_running_requests is None:
+            args.max_running_requests = 48
+        args.speculative_num_draft_tokens = fitting_nodes(args, self.spec.default_length or CHAIN, trees=not chains)
         # FA3 reads the tree mask only with topk > 1, in a second call per layer. topk * steps stays within the number
         # of nodes, so that SGLang reserves no more slots.
         args.speculative_eagle_topk = 1 if chains else 2
         args.speculative_num_steps = max(1, args.speculative_num_draft_tokens // 2)
         args.enable_mixed_chunk = False
-        if args.max_running_requests is None:
-            args.max_running_requests = 48
         self.spec.check(options, context_at_start(args))

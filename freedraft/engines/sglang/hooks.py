@@ -110,6 +110,11 @@ CORPUS_HOOKS = table("""
     sglang.srt.managers.tokenizer_control_mixin.get_spec
 """)
 
+ROOM_HOOKS = table("""
+    # default draft length of recurrent models
+    sglang.srt.utils.common.get_device_memory_capacity(device)
+""")
+
 DEVICE_HOOKS = table("""
     # device of the CPU platform without --device cpu
     sglang.srt.arg_groups.serving_hook.handle_missing_default_values(server_args)
@@ -142,7 +147,7 @@ STREAM_HOOKS = table("""
     sglang.srt.managers.schedule_batch.Req has update_finish_state, reasoning_tokens, finished_len
 """)
 
-OPTIONAL_HOOKS = CORPUS_HOOKS + DEVICE_HOOKS + LORA_HOOKS + SESSION_HOOKS + STATE_HOOKS + STREAM_HOOKS
+OPTIONAL_HOOKS = CORPUS_HOOKS + ROOM_HOOKS + DEVICE_HOOKS + LORA_HOOKS + SESSION_HOOKS + STATE_HOOKS + STREAM_HOOKS
 
 # Additional names for methods that run the target model.
 MODEL_HOOKS = table("""

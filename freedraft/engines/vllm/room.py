@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from freedraft.config import ConfigError
-from freedraft.cost.default_length import Room
+from freedraft.cost.default_length import SHARE_EXPERTS, Room
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import weight_bytes
 
@@ -20,7 +18,7 @@ def room_of(args: Any, model_config: Any, memory: float | None = None) -> Room:
     this machine."""
     known: dict[str, Any] = {"requests": args.max_num_seqs, "vocab": model_config.get_vocab_size()}
     if args.data_parallel_size > 1 and model_config.is_moe:
-        known |= {"one_length": True, "few": "ranks that share experts verify as many at every batch size"}
+        known |= {"one_length": True, "few": SHARE_EXPERTS}
     if not (model_config.is_hybrid or model_config.is_attention_free):
         return Room(**known)
     try:
@@ -35,16 +33,6 @@ def room_of(args: Any, model_config: Any, memory: float | None = None) -> Room:
     except Exception as error:
         reason = (str(error).strip() or repr(error)).splitlines()[-1]
         return Room(**known | {"few": f"the size of its recurrent states is not known ({reason})"})
-
-
-def room_at(model: Path, memory: float | None, **given: Any) -> Room:
-    """`room_of` an engine that is not started. model: its folder, or its config.json; given: vLLM's EngineArgs."""
-    try:
-        from vllm import EngineArgs
-    except ImportError as error:
-        raise ConfigError(f"--max-num-seqs asks vLLM, which cannot be imported here: {error}") from None
-    args = EngineArgs(str(model if model.is_dir() else model.parent), skip_tokenizer_init=True, **given)
-    return room_of(args, args.create_model_config(), memory)
 
 
 def _cache_bytes(args: Any, model_config: Any, memory: float | None) -> float:

@@ -1,0 +1,142 @@
+"""How many draft tokens SGLang's memory holds: states of all requests fit, and what does not fit is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from freedraft.cost.states import state_bytes
+from freedraft.engines.sglang import room
+from tests.support import published as models
+
+MEMORY = 80e9
+LARGE = {"nemotron": models.NEMOTRON3_NANO_30B, "granite": models.GRANITE4, "lfm": models.LFM2}
+
+
+@pytest.fixture
+def args_of(tmp_path_factory, monkeypatch):
+    """Gives SGLang's arguments for a model of these sizes, with all its defaults, on a device of 80 GB."""
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import common
+
+    monkeypatch.setattr(common, "get_device_memory_capacity", lambda device: MEMORY / 2**20)
+
+    def resolve(config, **given):
+        folder = tmp_path_factory.mktemp("sizes")  # SGLang remembers each one's configuration
+        (folder / "config.json").write_text(json.dumps(config))
+        usual = {"device": "cpu", "attention_backend": "torch_native", "mem_fraction_static": 0.9}
+        usual |= {"skip_tokenizer_init": True, "disable_overlap_schedule": True}
+        args = ServerArgs(model_path=str(folder), **usual | {"max_running_requests": 48} | given)
+        args.resolve_once()
+        return resolving_view(args)
+
+    return resolve
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "config",
+    [models.QWEN3_NEXT_80B, models.QWEN36_27B, models.KIMI_LINEAR_48B, *LARGE.values(), models.FALCON_H1],
+    ids=lambda config: config["model_type"],
+)
+def test_states_are_as_large_as_sglang_says(args_of, config, ranks):
+    """A request keeps three of them, and one for each node of a draft."""
+    found = room.room_of(args_of(config, tp_size=ranks, mem_fraction_static=3.0))  # the largest has 160 GB of weights
+    assert found.slots and not found.few and 0 < found.cache < 240e9 * 0.9 / 1.9
+    assert found.more == state_bytes(config, ranks) and found.state == 4 * found.more
+    cached = room.room_of(args_of(config, tp_size=ranks, mem_fraction_static=3.0, disable_radix_cache=True))
+    assert cached.state == 2 * found.more
+
+
+def test_replayed_states_take_no_memory_by_draft_token(args_of):
+    args = args_of(models.QWEN3_NEXT_80B, tp_size=4)
+
+    class Replaying:
+        enable_linear_replayssm_spec, linear_replayssm_cache_len = True, 16
+
+        def __getattr__(self, name):
+            return getattr(args, name)
+
+    plain, replaying = room.room_of(args), room.room_of(Replaying())
+    assert plain.more > 0 == replaying.more and 0.75 * plain.state < replaying.state < plain.state
+
+
+def requests_of(args, config, left, nodes, monkeypatch):
+    """How many requests SGLang's own division of the memory that weights leave serves, with drafts of so many nodes."""
+    from sglang.srt.mem_cache import kv_cache_configurator as sizing
+
+    part = SimpleNamespace(
+        max_mamba_cache_size=args.max_mamba_cache_size, max_running_requests=args.max_running_requests,
+        mamba_full_memory_ratio=0.9, disable_overlap_schedule=True, speculative_num_draft_tokens=nodes,
+        disable_radix_cache=args.disable_radix_cache,
+        mamba=SimpleNamespace(enable_linear_replayssm_spec=False, enable_mamba_extra_buffer=False),
+        override=lambda name, **values: vars(part).update(values),
+    )  # fmt: skip
+    for name in ("schedule", "memory", "exec", "spec", "context"):
+        monkeypatch.setattr(sizing, f"get_{name}", lambda: part)
+    monkeypatch.setattr(sizing, "_pd_prefill_skips_mamba_spec_state", lambda: False)
+    monkeypatch.setattr(sizing.KVCacheConfigurator, "fused_entry_bytes", lambda self, name: None)
+    divided = object.__new__(sizing.KVCacheConfigurator)
+    known = {"mambaish_config": config, "pp_size": 1, "attn_dp_size": 1, "extra_mamba_cache_bytes_per_req": 0}
+    known |= {"spec_algorithm": SimpleNamespace(is_none=lambda: False), "hybrid_gdn_config": None}
+    for name, value in (known | {"hybrid_kda_config": None}).items():
+        setattr(divided, name, value)
+    divided._handle_max_mamba_cache(left / 2**30)
+    return part.max_mamba_cache_size // divided._calculate_mamba_ratio()
+
+
+@pytest.mark.parametrize(("requests", "longest"), [(8, 31), (48, 3), (200, 0)])
+def test_what_fits_is_what_sglang_serves(args_of, monkeypatch, requests, longest):
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.runtime_context import get_parallel
+
+    args, served = args_of(models.GRANITE4, max_running_requests=requests), [0]
+    found, config = room.room_of(args), mambaish_config(model_config_of(args))
+    with get_parallel().override(attn_tp_size=1, tp_size=1):
+        for length in (1, 3, 7, 15, 31):
+            most = requests_of(args, config, found.cache * 1.9 / 0.9, length + 1, monkeypatch)
+            served += [length] if most >= requests else []
+            assert not found.excess(length) or most <= requests + 1, length
+            assert found.excess(length) or most >= requests, length
+    assert max(served) == longest
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "length"),
+    [
+        ("granite", {"max_running_requests": 8}, 31),
+        ("granite", {}, 3),
+        ("granite", {"max_running_requests": 400}, 1),
+        ("granite", {"max_mamba_cache_size": 24}, 31),  # of 8 requests
+        ("nemotron", {"max_running_requests": 4}, 7),
+        ("nemotron", {}, 1),
+        ("lfm", {"max_running_requests": 400}, 31),
+    ],
+)
+def test_all_requests_that_are_asked_for_keep_their_states(args_of, monkeypatch, caplog, name, given, length):
+    monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
+    caplog.set_level(logging.INFO, "freedraft")
+    assert room.fitting_nodes(args_of(LARGE[name], **given), 31, trees=True) == length + 1
+    (line,) = [each.getMessage() for each in caplog.records if "draft tokens" in each.getMessage()]
+    assert line.startswith(f"freedraft: up to {length} draft tokens per request by default: ") and "\n" not in line
+    assert ("would take recurrent states of" in line) == (length < 31)
+
+
+def test_a_given_number_is_served_and_what_it_takes_is_told(args_of, monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
+    args = args_of(models.GRANITE4, speculative_num_draft_tokens=17)
+    assert room.fitting_nodes(args, 31, trees=True) == 17
+    (line,) = [each.getMessage() for each in caplog.records if "draft tokens" in each.getMessage()]
+    assert "16 draft tokens per request, as set: they take recurrent states of 56.20 GB for 48 requests" in line
+
+
+def test_states_of_unknown_size(args_of, monkeypatch):
+    monkeypatch.setattr(room, "weight_bytes", lambda *given: 1 / 0)
+    found = room.room_of(args_of(models.LFM2))
+    assert found.few and found.default(31, trees=True)[0] == 3
+    assert room.room_of(args_of(models.QWEN3_30B)).default(31, trees=True) == (31, "larger trees gain little")
