@@ -75,12 +75,12 @@ def test_figures_of_the_page_on_gpus_are_those_of_the_results() -> None:
 
 
 def test_draft_tokens_of_recurrent_models_are_those_of_the_results() -> None:
-    """By model: draft tokens and GB per request of vLLM, and of SGLang with few and many requests."""
+    """By model: draft tokens and GB per request, of few and of many requests of each engine."""
     page = (DOCS / "operating.md").read_text(encoding="utf-8")
     rows = json.loads((RESULTS / "recurrent-states.json").read_text(encoding="utf-8"))["rows"]
     for model in {row["model"] for row in rows}:
         found = {(row["engine"], row["requests"]): row for row in rows if row["model"] == model}
-        shown = [found["vLLM", 64], found["SGLang", 8], found["SGLang", 64]]
+        shown = [found[engine, requests] for engine in ("vLLM", "SGLang") for requests in (8, 64)]
         cells = [text for row in shown for text in (row["draft_tokens"], f"{row['state_bytes_per_request'] / 1e9:.2f}")]
         assert f"| {model} | {shown[0]['ranks']} | {' | '.join(map(str, cells))} |" in page
 

@@ -23,8 +23,8 @@ class Room:
         one_length: whether all requests verify as many draft tokens at every batch size.
         few: why few draft tokens are the default; "" if they are not.
         state, more: bytes of a request's recurrent states without draft tokens, and of those for each draft token.
-        cache: bytes for keys, values and states; with `slots` for states alone.
-        slots: whether states of all requests are held from the start, as in SGLang.
+        cache: bytes for keys, values and states; share: of it, for the states of `held` requests.
+        held: requests whose states must fit at once; 0 if none was asked for.
     """
 
     requests: int
@@ -34,7 +34,8 @@ class Room:
     state: float = 0.0
     more: float = 0.0
     cache: float = math.inf
-    slots: bool = False
+    share: float = 0.5
+    held: int = 0
 
     def states(self, length: int) -> float:
         """Bytes of the recurrent states of one request."""
@@ -47,10 +48,10 @@ class Room:
     def excess(self, length: int) -> str:
         """What takes too much memory with this many draft tokens; "" if nothing does."""
         states, cache = self.states(length) / 1e9, self.cache / 1e9
-        every = (self.requests + 1) * states  # one for what pads a batch
-        if self.slots and every > cache:
-            return f"recurrent states of {every:.2f} GB for {self.requests:,} requests, from {cache:.1f} GB"
-        if not self.slots and states > _SHARE * cache:
+        if self.held * states > self.share * cache:
+            every, left = self.held * states, self.share * cache
+            return f"recurrent states of {every:.2f} GB for {self.held:,} requests, from {left:.1f} GB"
+        if states > _SHARE * cache:
             return f"recurrent states of {states:.2f} GB per request, from a cache of {cache:.1f} GB"
         if self.masks(length) > _MASKS:
             return f"grammar masks of {self.masks(length) >> 20:,} MiB for {self.requests:,} requests"

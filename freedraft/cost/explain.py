@@ -65,9 +65,10 @@ def rooms(
     left = 0.9 * (memory or math.inf) - weight_bytes(shape, ranks)
     if one and (memory is None or left <= 0):
         raise ConfigError("recurrent states need room beside the weights: give a larger --memory, or more ranks")
-    plain = Room(requests, shape.vocab, state=2 * one, more=one, cache=left)  # one of cached prefixes
-    slots = replace(plain, state=6 * one, cache=left * 0.9 / 1.9, slots=True)  # five, and that of a draft's root
-    return {"vLLM": replace(plain, one_length=bool(few), few=few), "SGLang": slots}
+    plain = Room(requests, shape.vocab, state=2 * one, more=one, cache=left, held=requests)  # one of cached prefixes
+    # Five, and that of a draft's root; one request pads a batch.
+    sglang = replace(plain, state=6 * one, share=0.9 / 1.9, held=requests + 1)
+    return {"vLLM": replace(plain, one_length=bool(few), few=few), "SGLang": sglang}
 
 
 def draft_tokens(room: Room, *, trees: bool) -> tuple[int, str, list[tuple[int, float, int, int, int, int]]]:

@@ -1,5 +1,5 @@
-"""Models with recurrent layers: the states of the accepted tokens are kept, in steps of any width, for trees and chains,
-from the radix cache, after retraction and aborts.
+"""Models with recurrent layers: the states of the accepted tokens are kept, in steps of any width, for trees and
+chains, from the radix cache, after retraction and aborts.
 
 SGLang's own Triton kernels run in Triton's interpreter.
 """
@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import pytest
 
 from tests.sglang.conftest import give_up, ids, sglang_engine
-
 from tests.support.model_classes import RECURRENT, class_model
 from tests.support.models import continuations
 from tests.support.prompts import random_ids

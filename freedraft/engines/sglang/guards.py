@@ -167,8 +167,8 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
 
 
 def state_shape(args: Any, name: str) -> Shape:
-    """Return the draft shape of the speculative algorithm `name` that a model's recurrent states can follow, by SGLang's
-    arguments. Raises ConfigError: SGLang keeps no states of draft tokens for this model."""
+    """Return the draft shape of the speculative algorithm `name` that a model's recurrent states can follow, by
+    SGLang's arguments. Raises ConfigError: SGLang keeps no states of draft tokens for this model."""
     from sglang.srt import configs
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs import hybrid_arch
@@ -180,7 +180,8 @@ def state_shape(args: Any, name: str) -> Shape:
     if isinstance(states, configs.MambaConfig | configs.FalconMambaConfig | forward_only):
         model = config.hf_config.architectures[0]
         raise ConfigError(
-            f"--speculative-algorithm {name} does not serve {model}, whose states SGLang cannot take back: start without it"
+            f"--speculative-algorithm {name} does not serve {model}, whose states SGLang cannot take back: "
+            "start without it"
         )
     mamba2 = configs.FalconH1Config | configs.NemotronHConfig | configs.GraniteMoeHybridConfig | configs.Mamba2Config
     decodes = args.linear_attn_decode_backend or args.linear_attn_backend

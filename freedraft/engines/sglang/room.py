@@ -40,8 +40,9 @@ def room_of(args: Any) -> Room:
         memory = (get_device_memory_capacity(args.device) or math.inf) * 2**20 * (args.mem_fraction_static or 0.9)
         shape = ModelShape.from_config(model.hf_config.to_dict(), dtype=str(model.dtype))
         share = 1 - 1 / (1 + (args.mamba_full_memory_ratio or 0.9))
-        cache = share * max(0.0, memory - weight_bytes(shape, args.tp_size))  # for states
-        return Room(requests, model.vocab_size, state=kept * one + more, more=more, cache=cache, slots=True)
+        cache = max(0.0, memory - weight_bytes(shape, args.tp_size))
+        states = {"state": kept * one + more, "more": more, "cache": cache, "share": share}
+        return Room(requests, model.vocab_size, held=requests + 1, **states)  # one pads a batch
     except Exception as error:
         reason = (str(error).strip() or repr(error)).splitlines()[-1]
         return Room(requests, model.vocab_size, few=f"the size of its recurrent states is not known ({reason})")

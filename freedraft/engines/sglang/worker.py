@@ -285,9 +285,7 @@ class TreeVerifyWorker(BaseSpecWorker):
             # By the largest width, which SGLang makes room for behind the accepted tokens where it replays them.
             accepted = self._verifier.flat(verified.accepted, self.max_nodes)
             with self._graphs.use(width):  # whose backend knows the states of this batch
-                commit_mamba_states_after_verify(
-                    self._target_worker, batch, verified.lengths, accepted, self.max_nodes
-                )
+                commit_mamba_states_after_verify(self._target_worker, batch, verified.lengths, accepted, self.max_nodes)
         self._verifier.keep(batch, verified, result.logits_output)
         batch.forward_mode = ForwardMode.DECODE
         if self._drafting is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from freedraft.engines.vllm.context import ADAPTIVE
@@ -21,7 +22,7 @@ def fitting_length(
     the engine's batches."""
     args = copy.copy(engine_args)
     args._set_default_max_num_seqs_and_batched_tokens_args(getattr(args, USAGE, None), model_config, parallel_config)
-    space = room_of(args, model_config)
+    space = replace(room_of(args, model_config), held=engine_args.max_num_seqs or 0)
     if not given:
         length, why = space.default(length, trees=trees)
     # vLLM sizes adapters' buffers for drafts of all requests. Without adapters a batch must hold those of one: a prompt

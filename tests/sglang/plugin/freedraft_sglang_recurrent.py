@@ -34,13 +34,15 @@ def take_any_mask():
     """The interpreter refuses masks that are no booleans, which a compiler takes."""
     from triton.runtime.interpreter import InterpreterBuilder
 
-    for name, at in (("create_masked_load", 1), ("create_masked_store", 2)):
+    def with_booleans(original, at):
+        def masked(self, *given):
+            given[at].data = given[at].data.astype(bool)
+            return original(self, *given)
 
-        def masked(self, *given, _original=getattr(InterpreterBuilder, name), _at=at):
-            given[_at].data = given[_at].data.astype(bool)
-            return _original(self, *given)
+        return masked
 
-        setattr(InterpreterBuilder, name, masked)
+    InterpreterBuilder.create_masked_load = with_booleans(InterpreterBuilder.create_masked_load, 1)
+    InterpreterBuilder.create_masked_store = with_booleans(InterpreterBuilder.create_masked_store, 2)
 
 
 def gated_delta_rule(q, k, v, g, beta, initial_state, initial_state_indices, cu_seqlens, **_):

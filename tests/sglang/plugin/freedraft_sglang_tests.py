@@ -69,7 +69,7 @@ def take_seeds_on_cpu():
 
 
 def take_pinned_memory_on_cpu():
-    """Let SGLang's LoRA in PyTorch, written for any device, and its recurrent layers run here: what stands in the way is
+    """Let SGLang's LoRA in PyTorch, written for any device, and recurrent layers run here: what stands in the way is
     pinned memory alone."""
     import torch
 
