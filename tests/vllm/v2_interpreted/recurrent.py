@@ -15,7 +15,6 @@ import torch
 import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder
 from vllm.platforms import current_platform
-from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 OPS = "vllm.model_executor.layers.mamba.ops"
 PLATFORM = type(current_platform)
@@ -73,6 +72,8 @@ def delta_rule(_, q, k, v, g, beta, initial_state, cu_seqlens, use_qk_l2norm_in_
 
 
 def begin_with_older_states():
+    from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
     original = MambaHybridModelState.postprocess_state
 
     def postprocess_state(self, *args, **more):
