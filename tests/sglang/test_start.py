@@ -12,7 +12,7 @@ from transformers import MambaConfig
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check
 from freedraft.engines.sglang import guards
-from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend, widths_for
+from freedraft.engines.sglang.guards import BACKENDS, shape_for, state_shape, verify_backend, widths_for
 from tests.support.model_classes import class_config
 from tests.support.models import save, tiny_model
 
