@@ -13,7 +13,7 @@ from freedraft.config import ConfigError
 from freedraft.cost.hardware import CPU
 from freedraft.engines import hooks
 from freedraft.engines.hooks import stop_start
-from freedraft.engines.sglang.guards import refuse_unsupported, verify_backend, widths_for
+from freedraft.engines.sglang.guards import BACKENDS, refuse_unsupported, verify_backend, widths_for
 from freedraft.engines.sglang.hooks import DISTRIBUTIONS, TESTED_VERSIONS
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.method import MethodSpec
@@ -118,9 +118,12 @@ class TreeAlgorithm(CustomSpecAlgo):
         refuse_unsupported(args, self.name, runs_model=self.spec.runs_model)
         options, platform = self.spec.options.read(), get_platform()
         shape, unseen = getattr(options, "shape", None), args.device != "cpu" and (platform.is_hip or platform.is_xpu)
-        if unseen and shape == "tree":
-            raise ConfigError(f"--speculative-algorithm {self.spec.name}: no trees on ROCm or XPU: unset 'shape'")
-        chains = unseen or shape == "chain"
+        backend = verify_backend(args) or ""
+        flat = backend in BACKENDS and BACKENDS[backend].best == "chain"
+        if (unseen or flat) and shape == "tree":
+            where = "ROCm or XPU" if unseen else f"attention backend {backend}"
+            raise ConfigError(f"--speculative-algorithm {self.spec.name}: no trees on {where}: unset 'shape'")
+        chains = unseen or flat or shape == "chain"
         if args.speculative_num_draft_tokens is None:
             length = self.spec.default_length
             args.speculative_num_draft_tokens = DEFAULT_NODES if chains or length is None else length + 1

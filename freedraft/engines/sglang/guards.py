@@ -22,12 +22,14 @@ class AttentionBackend(NamedTuple):
         mla: shape for models with multi-head latent attention; None if neither. windows: with sliding windows.
         fixed_width: whether it is built for one number of nodes per request, so that each width needs its own.
         pages: whether MLA and windows also work with KV pages of several tokens.
+        best: shape for models with neither.
     """
 
     mla: Shape | None
     windows: Shape | None
     fixed_width: bool = False
     pages: bool = True
+    best: Shape = "tree"
 
 
 BACKENDS = {
@@ -38,7 +40,15 @@ BACKENDS = {
     # With MLA or windows, slots of nodes are read as numbers of pages.
     "fa3": AttentionBackend(mla="tree", windows="tree", fixed_width=True, pages=False),
     CPU_BACKEND: AttentionBackend(mla="tree", windows="tree"),
+    # These read no mask: nodes see those before them, as those of EAGLE with topk 1. MLA on FA4 needs one kind of GPU.
+    **dict.fromkeys(("fa4", "trtllm_mha"), AttentionBackend(None, "chain", fixed_width=True, best="chain")),
+    # For MLA only
+    **dict.fromkeys(
+        ("flashmla", "trtllm_mla", "cutedsl_mla"), AttentionBackend("chain", None, fixed_width=True, best="chain")
+    ),
 }
+
+WITH_TREES = sorted(name for name, able in BACKENDS.items() if able.best == "tree" and name != CPU_BACKEND)
 
 
 # Options of SGLang that are refused when they are on, given or above 1: why, and what works instead
@@ -90,7 +100,7 @@ def shape_for(name: str, backend: str, config: Any, window: int | None, page: in
     from sglang.srt.configs.model_config import AttentionArch
 
     def shape_of(able: AttentionBackend) -> Shape | None:
-        shapes: list[Shape | None] = ["tree"]
+        shapes: list[Shape | None] = [able.best]
         if config.attention_arch == AttentionArch.MLA:
             shapes.append(able.mla)
         if window is not None and window > -1:
@@ -103,7 +113,7 @@ def shape_for(name: str, backend: str, config: Any, window: int | None, page: in
 
     shape = shape_of(BACKENDS[backend]) if backend in BACKENDS else None
     if shape is None:
-        others = [other for other, able in BACKENDS.items() if other != CPU_BACKEND and shape_of(able) is not None]
+        others = [name for name in WITH_TREES if shape_of(BACKENDS[name]) is not None]
         raise ConfigError(
             f"--speculative-algorithm {name} verifies no drafts of {config.hf_config.architectures[0]} on attention "
             f"backend {backend} and KV pages of {page} tokens, for its kind of attention: "
@@ -117,6 +127,7 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
     an argument is incompatible with tree verification."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import is_minimax_sparse
     from sglang.srt.server_args import ServerArgs
 
     flag = f"--speculative-algorithm {name.lower()}"
@@ -147,6 +158,10 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
         refuse("does not serve recurrent layers, whose state cannot follow a draft tree", "start without it")
     if config.is_encoder_decoder:
         refuse("does not serve an encoder, whose KV comes before that of the tokens", "start without it")
+    if config.use_ngram_embedding or config.use_engram:
+        refuse("does not serve embeddings of several tokens, which would mix the branches of a tree", "start without it")
+    if is_minimax_sparse(config.hf_config):
+        refuse("does not serve sparse attention of MiniMax-M3, whose KV does not move", "start without it")
     if os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "0").lower() in ("1", "true", "yes", "y"):
         refuse("cannot read its trees from graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
     thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)
@@ -162,7 +177,7 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
         option = "" if backend == args.attention_backend else f" (--{phase}-attention-backend)"
         refuse(
             f"cannot verify trees on attention backend {backend}{option}",
-            f"use --attention-backend {' or '.join(sorted(usable))}",
+            f"use --attention-backend {CPU_BACKEND if selected() else ' or '.join(WITH_TREES)}",
         )
 
 

@@ -61,6 +61,7 @@ class TreeVerifier:
     def __init__(self, max_nodes: int, ranks: Ranks, device: Any, allocator: Any, sampler: Any) -> None:
         self._max_nodes, self._ranks, self._device, self._allocator = max_nodes, ranks, device, allocator
         self._sampler = sampler
+        self.moves = True  # accepted KV; that of chains is in its place, and some pools cannot move it
         self._pool: KVPool | None = None
         kv = allocator.get_kvcache()
         # Subclasses hold more than K and V, or index slots differently, and move them by their own method.
@@ -93,9 +94,11 @@ class TreeVerifier:
     def keep(self, batch: Any, verified: Verification, output: Any) -> None:
         """Apply the result to KV, logprobs and hidden states; arguments as in `verify`."""
         width = verified.tokens.shape[1]
-        if width > 1 and self._pool is not None:
+        if not self.moves or width == 1:
+            pass
+        elif self._pool is not None:
             self._pool.compact(batch.out_cache_loc.view(-1, width), verified)
-        elif width > 1:
+        else:
             rows = self._flat(verified.accepted, width)[:, :width].contiguous()
             move_accept_tokens_to_target_kvcache(batch, rows, verified.lengths - 1, self._allocator)
         if batch.return_logprob or batch.return_hidden_states:
