@@ -159,7 +159,7 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
     if config.is_encoder_decoder:
         refuse("does not serve an encoder, whose KV comes before that of the tokens", "start without it")
     if config.use_ngram_embedding or config.use_engram:
-        refuse("does not serve embeddings of several tokens, which would mix the branches of a tree", "start without it")
+        refuse("does not serve embeddings of several tokens, which would mix a tree's branches", "start without it")
     if is_minimax_sparse(config.hf_config):
         refuse("does not serve sparse attention of MiniMax-M3, whose KV does not move", "start without it")
     if os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "0").lower() in ("1", "true", "yes", "y"):
