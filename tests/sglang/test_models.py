@@ -10,12 +10,14 @@ from tests.support.models import SHAPE, VOCAB_SIZE, save, tiny_model
 from tests.support.prompts import random_ids
 
 EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+YARN = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+YARN |= {"original_max_position_embeddings": 256}
 # Latent attention with experts, of which the first layer has none
 LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
 LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LATENT |= {"n_shared_experts": 1, "first_k_dense_replace": 1}
-WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
-YARN = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+LATENT |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+LATENT |= {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
 AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 IMAGES = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 
@@ -24,13 +26,12 @@ MODELS = {
     "Mixtral": {"num_local_experts": 4},
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0},
     "Qwen3Moe": EXPERTS,
-    "GptOss": WINDOWS
-    | {"num_local_experts": 4, "rope_parameters": YARN | {"original_max_position_embeddings": 256}, "pad_token_id": 0},
+    "GptOss": WINDOWS | {"num_local_experts": 4, "rope_parameters": YARN, "pad_token_id": 0},
     "Gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 16},
     "Gemma3": WINDOWS | {"query_pre_attn_scalar": 16},
     "Cohere2": WINDOWS,
-    "DeepseekV2": LATENT | {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
-    "DeepseekV3": LATENT | {"n_group": 2, "topk_group": 1},
+    "DeepseekV2": LATENT | {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "scoring_func": "softmax"},
+    "DeepseekV3": LATENT | {"topk_method": "noaux_tc", "n_group": 2, "topk_group": 1, "scoring_func": "sigmoid"},
     "Phi3": {"pad_token_id": 0},
     "GPT2": {"num_key_value_heads": 4, "n_inner": 128},
     "Qwen2_5_VL": {"text_config": SHAPE | AXES, "vision_config": IMAGES | {"fullatt_block_indexes": [1]}},

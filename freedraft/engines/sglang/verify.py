@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import SYNC_TOKEN_IDS_ACROSS_TP, Sampler, apply_custom_logit_processor
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
     build_grammar_vocab_mask,
@@ -67,6 +67,8 @@ class TreeVerifier:
         # Subclasses hold more than K and V, or index slots differently, and move them by their own method.
         if type(kv) in (MHATokenToKVPool, CpuKVPool) and kv.kv_cache_layout == "nhd" and not kv.is_quantized_kv_cache:
             self._pool = KVPool([*kv.k_buffer, *kv.v_buffer])
+        elif type(kv) is MLATokenToKVPool and kv.kv_scale_buffer is None and not kv.layer_shard_enabled:
+            self._pool = KVPool(kv.kv_buffer)
         else:
             logger.info("freedraft: accepted KV is compacted by SGLang's own %s", type(kv).__name__)
 
