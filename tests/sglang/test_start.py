@@ -97,6 +97,8 @@ def test_backends_with_tree_masks_pass(resolved, backend):
         ({"model_path": {"engram_layer_ids": [1]}}, "embeddings of several tokens", "start without it"),
         ({"model_path": {"use_ngram_embedding": True, "ngram_embedding_n": 2}}, "several tokens", "start without it"),
         ({"model_path": {"architectures": ["MiniMaxM3SparseForCausalLM"]}}, "MiniMax-M3", "start without it"),
+        ({"model_path": {"architectures": ["LlavaVidForCausalLM"]}}, "cannot verify several requests", "start without"),
+        ({"model_path": {"architectures": ["GlmImageForConditionalGeneration"]}}, "next positions", "start without it"),
     ],
 )
 def test_refused(resolved, weightless, tmp_path, monkeypatch, changed, reason, remedy):

@@ -119,7 +119,7 @@ class TreeAlgorithm(CustomSpecAlgo):
         options, platform = self.spec.options.read(), get_platform()
         shape, unseen = getattr(options, "shape", None), args.device != "cpu" and (platform.is_hip or platform.is_xpu)
         backend = verify_backend(args) or ""
-        flat = backend in BACKENDS and BACKENDS[backend].best == "chain"
+        flat = backend in BACKENDS and BACKENDS[backend].full != "tree"
         if (unseen or flat) and shape == "tree":
             where = "ROCm or XPU" if unseen else f"attention backend {backend}"
             raise ConfigError(f"--speculative-algorithm {self.spec.name}: no trees on {where}: unset 'shape'")

@@ -22,14 +22,14 @@ class AttentionBackend(NamedTuple):
         mla: shape for models with multi-head latent attention; None if neither. windows: with sliding windows.
         fixed_width: whether it is built for one number of nodes per request, so that each width needs its own.
         pages: whether MLA and windows also work with KV pages of several tokens.
-        best: shape for models with neither.
+        full: shape for models with neither.
     """
 
     mla: Shape | None
     windows: Shape | None
     fixed_width: bool = False
     pages: bool = True
-    best: Shape = "tree"
+    full: Shape | None = "tree"
 
 
 BACKENDS = {
@@ -41,14 +41,13 @@ BACKENDS = {
     "fa3": AttentionBackend(mla="tree", windows="tree", fixed_width=True, pages=False),
     CPU_BACKEND: AttentionBackend(mla="tree", windows="tree"),
     # These read no mask: nodes see those before them, as those of EAGLE with topk 1. MLA on FA4 needs one kind of GPU.
-    **dict.fromkeys(("fa4", "trtllm_mha"), AttentionBackend(None, "chain", fixed_width=True, best="chain")),
-    # For MLA only
+    **dict.fromkeys(("fa4", "trtllm_mha"), AttentionBackend(None, "chain", fixed_width=True, full="chain")),
     **dict.fromkeys(
-        ("flashmla", "trtllm_mla", "cutedsl_mla"), AttentionBackend("chain", None, fixed_width=True, best="chain")
+        ("flashmla", "trtllm_mla", "cutedsl_mla"), AttentionBackend("chain", None, fixed_width=True, full=None)
     ),
 }
 
-WITH_TREES = sorted(name for name, able in BACKENDS.items() if able.best == "tree" and name != CPU_BACKEND)
+WITH_TREES = sorted(name for name, able in BACKENDS.items() if able.full == "tree" and name != CPU_BACKEND)
 
 
 # Options of SGLang that are refused when they are on, given or above 1: why, and what works instead
@@ -78,6 +77,19 @@ REFUSED = {
     "attn_cp_size": ("does not run under context parallelism", "start without --attn-cp-size"),
 }
 
+REFUSED_MODELS = {
+    **dict.fromkeys(
+        ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
+        "sparse attention of MiniMax-M3, whose KV does not move",
+    ),
+    # SGLang 0.5.23 takes a verification of several requests for their prefill, and ends.
+    **dict.fromkeys(
+        ("LlavaLlamaForCausalLM", "LlavaQwenForCausalLM", "LlavaMistralForCausalLM", "LlavaVidForCausalLM"),
+        "LLaVA in this form, which cannot verify several requests",
+    ),
+    "GlmImageForConditionalGeneration": "GLM-Image, whose next positions are not those of a text",
+}
+
 
 def widths_for(backend: str, max_nodes: int, *, adapters: bool = False) -> tuple[int, ...]:
     """Return the numbers of nodes per request, root included, that steps may have on this attention backend; ascending.
@@ -100,12 +112,11 @@ def shape_for(name: str, backend: str, config: Any, window: int | None, page: in
     from sglang.srt.configs.model_config import AttentionArch
 
     def shape_of(able: AttentionBackend) -> Shape | None:
-        shapes: list[Shape | None] = [able.best]
-        if config.attention_arch == AttentionArch.MLA:
-            shapes.append(able.mla)
-        if window is not None and window > -1:
+        latent, windowed = config.attention_arch == AttentionArch.MLA, window is not None and window > -1
+        shapes: list[Shape | None] = [able.mla if latent else able.full]
+        if windowed:
             shapes.append(able.windows)
-        if page > 1 and not able.pages and len(shapes) > 1:
+        if page > 1 and not able.pages and (latent or windowed):
             shapes.append(None)
         if config.attention_chunk_size is not None and able is not BACKENDS[CPU_BACKEND]:
             shapes.append(None)
@@ -127,7 +138,6 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
     an argument is incompatible with tree verification."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import is_minimax_sparse
     from sglang.srt.server_args import ServerArgs
 
     flag = f"--speculative-algorithm {name.lower()}"
@@ -158,10 +168,10 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
         refuse("does not serve recurrent layers, whose state cannot follow a draft tree", "start without it")
     if config.is_encoder_decoder:
         refuse("does not serve an encoder, whose KV comes before that of the tokens", "start without it")
-    if config.use_ngram_embedding or config.use_engram:
+    if getattr(config, "use_ngram_embedding", False) or getattr(config, "use_engram", False):
         refuse("does not serve embeddings of several tokens, which would mix a tree's branches", "start without it")
-    if is_minimax_sparse(config.hf_config):
-        refuse("does not serve sparse attention of MiniMax-M3, whose KV does not move", "start without it")
+    if (reason := REFUSED_MODELS.get(config.hf_config.architectures[0])) is not None:
+        refuse(f"does not serve {reason}", "start without it")
     if os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "0").lower() in ("1", "true", "yes", "y"):
         refuse("cannot read its trees from graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
     thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)

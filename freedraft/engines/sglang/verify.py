@@ -67,7 +67,7 @@ class TreeVerifier:
         # Subclasses hold more than K and V, or index slots differently, and move them by their own method.
         if type(kv) in (MHATokenToKVPool, CpuKVPool) and kv.kv_cache_layout == "nhd" and not kv.is_quantized_kv_cache:
             self._pool = KVPool([*kv.k_buffer, *kv.v_buffer])
-        elif type(kv) is MLATokenToKVPool and kv.kv_scale_buffer is None and not kv.layer_shard_enabled:
+        elif type(kv) is MLATokenToKVPool and len({*map(len, kv.kv_buffer)}) == 1:  # all layers are here
             self._pool = KVPool(kv.kv_buffer)
         else:
             logger.info("freedraft: accepted KV is compacted by SGLang's own %s", type(kv).__name__)
