@@ -170,8 +170,8 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
         refuse("does not serve an encoder, whose KV comes before that of the tokens", "start without it")
     if getattr(config, "use_ngram_embedding", False) or getattr(config, "use_engram", False):
         refuse("does not serve embeddings of several tokens, which would mix a tree's branches", "start without it")
-    if (reason := REFUSED_MODELS.get(config.hf_config.architectures[0])) is not None:
-        refuse(f"does not serve {reason}", "start without it")
+    if (architecture := config.hf_config.architectures[0]) in REFUSED_MODELS:
+        refuse(f"does not serve {REFUSED_MODELS[architecture]}", "start without it")
     if os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "0").lower() in ("1", "true", "yes", "y"):
         refuse("cannot read its trees from graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
     thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)
