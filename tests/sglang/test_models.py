@@ -18,6 +18,7 @@ LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope
 LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1}
 LATENT |= {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+REPEATING = {"query_pre_attn_scalar": 16, "initializer_range": 0.06}  # with more, a token is followed by itself
 AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 IMAGES = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 
@@ -27,8 +28,8 @@ MODELS = {
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0},
     "Qwen3Moe": EXPERTS,
     "GptOss": WINDOWS | {"num_local_experts": 4, "rope_parameters": YARN, "pad_token_id": 0},
-    "Gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 16},
-    "Gemma3": WINDOWS | {"query_pre_attn_scalar": 16},
+    "Gemma2": REPEATING | {"sliding_window": 8},
+    "Gemma3": REPEATING | WINDOWS,
     "Cohere2": WINDOWS,
     "DeepseekV2": LATENT | {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "scoring_func": "softmax"},
     "DeepseekV3": LATENT | {"topk_method": "noaux_tc", "n_group": 2, "topk_group": 1, "scoring_func": "sigmoid"},
@@ -43,7 +44,7 @@ USUAL = dict.fromkeys(("FREEDRAFT_POLICY", "FREEDRAFT_SCORING", "FREEDRAFT_LIVE"
 USUAL["TORCHDYNAMO_DISABLE"] = "1"  # SGLang would compile its sampler with a C++ compiler
 # Seeds are heeded under deterministic inference alone; the platform has no pool for windows of their own.
 OPTIONS = {"enable_deterministic_inference": True, "disable_radix_cache": True, "disable_hybrid_swa_memory": True}
-OPTIONS |= {"skip_tokenizer_init": True}
+OPTIONS |= {"skip_tokenizer_init": True, "enable_multimodal": False}  # images need torchvision
 
 PROMPTS = random_ids((5, 23, 40), VOCAB_SIZE)
 SAID = {"max_new_tokens": 40, "ignore_eos": True}
