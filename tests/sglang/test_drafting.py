@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from freedraft_kernels import TreeBatch, tree_inputs
+from freedraft_kernels import TreeBatch, Verification, tree_inputs
 
 from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
@@ -203,6 +203,19 @@ def test_logits_that_are_no_numbers(monkeypatch):
         monkeypatch.setenv("SGLANG_SANITIZE_NAN_LOGITS", replaced)
         verifier._process_logits(batch, logits, tree)
         assert verifier._targets(batch, tree, None, logits).tolist() == [token]
+
+
+def test_chains_are_kept_where_they_are():
+    """Some of SGLang's KV pools cannot move; those of attention that verifies chains alone need not."""
+    from freedraft.engines.sglang.verify import TreeVerifier
+
+    verifier, moved, nodes = TreeVerifier.__new__(TreeVerifier), [], torch.arange(4, dtype=torch.int32)[None]
+    verifier._pool = SimpleNamespace(compact=lambda *given: moved.append(given))
+    batch = SimpleNamespace(return_logprob=False, return_hidden_states=False, out_cache_loc=torch.arange(4))
+    for moves in (False, True):
+        verifier.moves = moves
+        verifier.keep(batch, Verification(nodes, nodes[:, 3] + 1, nodes), None)
+        assert len(moved) == moves
 
 
 # Fields of SGLang's results that ours leave at their defaults, and why.
