@@ -51,7 +51,7 @@ def register():
 
 def take_seeds_on_cpu():
     """Let `--enable-deterministic-inference` start here, with SGLang's sampler as it is: what stands in the way is that
-    no attention backend of a CPU is on its list, and that the hash of seeds and the matrix products that do not depend
+    no attention backend of a CPU is on its lists, and that the hash of seeds and the matrix products that do not depend
     on the batch are Triton's or of a package for Intel's processors."""
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
