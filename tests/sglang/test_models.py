@@ -49,12 +49,12 @@ OPTIONS |= {"skip_tokenizer_init": True, "enable_multimodal": False}  # images n
 PROMPTS = random_ids((5, 23, 40), VOCAB_SIZE)
 SAID = {"max_new_tokens": 40, "ignore_eos": True}
 SEEDED = {"temperature": 0.9, "top_k": 20}  # with a filter, as greedy ones have: SGLang's noise depends on that
-SAMPLING = [SAID | {"temperature": 0}] * 3 + [SAID | SEEDED | {"sampling_seed": seed} for seed in (7, 8, 9)]
+SAMPLING = [SAID | {"temperature": 0}] * 3 + [SAID | SEEDED | {"sampling_seed": seed} for seed in range(6)]
 
 
 def answers(engine):
-    """Greedy and seeded ones to each prompt."""
-    outputs = engine.generate(input_ids=PROMPTS * 2, sampling_params=SAMPLING)
+    """A greedy one and two with seeds to each prompt, so that drafts branch."""
+    outputs = engine.generate(input_ids=PROMPTS * 3, sampling_params=SAMPLING)
     return [output["output_ids"] for output in outputs]
 
 
@@ -64,7 +64,7 @@ def test_says_what_it_says_without_drafts(tmp_path, family):
     model, counts = save(tiny_model(family, seed=5, **MODELS[family]), tmp_path / "model"), tmp_path / "counts.json"
     with sglang_engine(model, env=USUAL, **OPTIONS) as engine:
         expected = answers(engine)
-    assert expected[:3] != expected[3:] and len({*map(tuple, expected)}) > 3, "all the same"
+    assert len({*map(tuple, expected)}) > 2 * len(PROMPTS), "seeds are not heeded"
     with sglang_engine(model, counts, USUAL, **OPTIONS, speculative_algorithm="sssd") as engine:
         for _ in range(ROUNDS):
             assert answers(engine) == expected
