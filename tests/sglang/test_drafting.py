@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from freedraft_kernels import TreeBatch, Verification, tree_inputs
 
 from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import PassOutputs
 from freedraft.engines.draft_round import most_likely, on_host
-from freedraft.engines.sglang.drafting import AcceptedTokens, BatchDrafting
+from freedraft.engines.sglang.drafting import AcceptedTokens, BatchDrafting, Gained
 from freedraft.engines.sglang.requests import tenant_of
 from freedraft.guarded_method import GuardedMethod
 from freedraft.recipe import Window
@@ -60,6 +61,62 @@ def test_trees_are_cut_to_chains_and_verified_at_widths_that_could_be_prepared(n
     none = drafting._padded(DraftBatch.roots(roots), roots)
     assert none.tokens.shape == (2, 4) and none.counts.tolist() == [1, 1]
     guarded.close()
+
+
+@pytest.mark.parametrize("places", [5, 1])
+def test_images_are_in_no_text(places):
+    """SGLang puts hashes where images are; the drafter's text has the model's own mark, at one place or several."""
+    mark, hashes, said = 96, [2**40 + i for i in range(5)], [11, 12, 13]
+    prompt = [7, 8, *[mark] * places, *said, 9]
+    asked = request(origin_input_ids_unpadded=array("q", prompt))
+    asked.origin_input_ids = array("q", [7, 8, *hashes, *said, 9])
+    asked.sampling_params.max_new_tokens = 20
+    asked.output_ids.extend(said)
+    context = EngineContext(vocab_size=100, max_draft_tokens=NODES - 1, widths=(1, NODES))
+    guarded = GuardedMethod(SPEC, SPEC.options.parse({"live": "store", "policy": "fixed"}), context)
+    drafting = BatchDrafting(guarded, context.widths, 4, AcceptedTokens(256, NODES), trees=True)
+    drafting.begin([asked])
+    drafter = guarded.method.drafter
+    assert drafter.tokens("a").tolist() == prompt + said
+    # The last of `said` is the newest token, which is not in the KV cache.
+    gained = Gained(np.array(said[-1:], np.int32), np.array([0]), np.array([1]), np.array([len(hashes) + 2 + 4 + 2]))
+    _, tracked, drafted = drafting._look_up([asked], ["a"])
+    step = drafting._step(SimpleNamespace(reqs=[asked]), gained, tracked, drafted)
+    assert step.contexts.tolist() == [len(prompt + said)] and step.history(0).tolist() == prompt + said
+    assert (step.capacities >= NODES - 1).all() and tracked[0, 1] == 5 - places
+    draft = guarded.step(step)
+    assert draft.tokens[0, : draft.counts[0]].tolist()[:2] == [13, 9], "what followed the same words"
+    assert draft.tokens.max() < 100
+    guarded.close()
+
+
+def test_positions_of_trees_go_on_from_those_of_images(monkeypatch):
+    """Three for each node: those of decoding, where a node is the newest token behind those above it."""
+    from sglang.srt.managers.schedule_batch import MultimodalInputs
+    from sglang.srt.model_executor import forward_batch_info as info
+
+    settings = SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None))
+    monkeypatch.setattr(info, "get_exec", lambda: settings)
+    lengths, depths = torch.tensor([9, 20]), torch.tensor([0, 1, 1, 2])
+    tree = TreeBatch.from_numpy(
+        np.ones((2, 4), np.int32), np.array([[-1, 0, 0, 2]] * 2, np.int32), depths.int().expand(2, 4).numpy(),
+        np.full(2, 4, np.int32), "cpu",
+    )  # fmt: skip
+    images = [MultimodalInputs([], mrope_position_delta=torch.tensor([[-5]])), None]
+    runner, none = SimpleNamespace(device="cpu"), torch.zeros(0)
+
+    def forward(mode, seq_lens):
+        return info.ForwardBatch(mode, 2, none, none, seq_lens, none, 0, seq_lens_cpu=seq_lens)
+
+    positions = tree_inputs(tree, lengths, int(lengths.sum())).positions
+    batch = SimpleNamespace(multimodal_inputs=images, spec_info=SimpleNamespace(positions=positions))
+    verifying = forward(info.ForwardMode.TARGET_VERIFY, lengths)
+    verifying.compute_spec_mrope_positions(runner, batch)
+    assert verifying.mrope_positions.shape == (3, 8)
+    for node, depth in enumerate(depths):
+        decoding = forward(info.ForwardMode.DECODE, lengths + depth + 1)
+        decoding._compute_mrope_positions_decode(runner, batch)
+        assert torch.equal(verifying.mrope_positions.view(3, 2, 4)[:, :, node], decoding.mrope_positions)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -146,6 +203,19 @@ def test_logits_that_are_no_numbers(monkeypatch):
         monkeypatch.setenv("SGLANG_SANITIZE_NAN_LOGITS", replaced)
         verifier._process_logits(batch, logits, tree)
         assert verifier._targets(batch, tree, None, logits).tolist() == [token]
+
+
+def test_chains_are_kept_where_they_are():
+    """Some of SGLang's KV pools cannot move; those of attention that verifies chains alone need not."""
+    from freedraft.engines.sglang.verify import TreeVerifier
+
+    verifier, moved, nodes = TreeVerifier.__new__(TreeVerifier), [], torch.arange(4, dtype=torch.int32)[None]
+    verifier._pool = SimpleNamespace(compact=lambda *given: moved.append(given))
+    batch = SimpleNamespace(return_logprob=False, return_hidden_states=False, out_cache_loc=torch.arange(4))
+    for moves in (False, True):
+        verifier.moves = moves
+        verifier.keep(batch, Verification(nodes, nodes[:, 3] + 1, nodes), None)
+        assert len(moved) == moves
 
 
 # Fields of SGLang's results that ours leave at their defaults, and why.

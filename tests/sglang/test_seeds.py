@@ -34,6 +34,7 @@ def seeded(request, tmp_path_factory):
     model = make_tiny(folder / "model", vocab_size=VOCAB, tokenizer=None)
     options = {"speculative_algorithm": "sssd", "speculative_num_draft_tokens": 8, "skip_tokenizer_init": True}
     options |= {"enable_deterministic_inference": True, "disable_overlap_schedule": not request.param}
+    options["disable_radix_cache"] = True  # as SGLang does, but for the list of the tests' plugin
     options |= {"enable_lora": True, "lora_backend": "torch_native"}
     options["lora_paths"] = [f"{name}={save_adapter(model, folder / name, seed)}" for seed, name in enumerate("ab")]
     env = {"FREEDRAFT_LIVE": "store", "FREEDRAFT_DATASTORE": str(folder / "store"), "TREE_TEST_ADAPTERS": "1"}

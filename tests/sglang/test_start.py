@@ -18,6 +18,8 @@ from tests.support.models import save, tiny_model
 
 ON_GPU = {"device": "cuda", "attention_backend": "triton"}
 MAMBA1 = {"attention_backend": "triton", "model_path": "mamba"}
+GLM_IMAGE = {"architectures": ["GlmImageForConditionalGeneration"], "vision_vocab_size": 9}
+ENCODER = {"architectures": ["MllamaForConditionalGeneration"]}
 ON_CPU = {"device": "cpu", "attention_backend": "torch_native"}
 
 
@@ -61,10 +63,10 @@ def test_backends_with_tree_masks_pass(resolved, backend):
 @pytest.mark.parametrize(
     "changed, reason, remedy",
     [
-        ({"attention_backend": "fa4"}, "attention backend fa4", "--attention-backend fa3 or"),
+        ({"attention_backend": "dsa"}, "attention backend dsa", "--attention-backend fa3 or flashinfer or triton"),
         ({"attention_backend": "torch_native"}, "torch_native", "--attention-backend"),
         # The verifying pass runs on the prefill backend, unless SGLang is told otherwise.
-        ({"prefill_attention_backend": "fa4"}, "fa4 (--prefill-attention-backend)", "--attention-backend"),
+        ({"prefill_attention_backend": "dsa"}, "dsa (--prefill-attention-backend)", "--attention-backend"),
         (
             {"decode_attention_backend": "flex_attention", "speculative_attention_mode": "decode"},
             "flex_attention (--decode-attention-backend)",
@@ -93,18 +95,20 @@ def test_backends_with_tree_masks_pass(resolved, backend):
         ({"tp_size": 2, "dcp_size": 2}, "context parallelism", "--dcp-size"),
         ({}, "graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
         (MAMBA1, "does not serve MambaForCausalLM, whose states SGLang cannot take back", "start without it"),
-        ({"model_path": "encoder"}, "an encoder, whose KV comes before", "start without it"),
+        ({"model_path": ENCODER}, "an encoder, whose KV comes before", "start without it"),
+        ({"model_path": {"engram_layer_ids": [1]}}, "embeddings of several tokens", "start without it"),
+        ({"model_path": {"use_ngram_embedding": True, "ngram_embedding_n": 2}}, "several tokens", "start without it"),
+        ({"model_path": {"architectures": ["MiniMaxM3SparseForCausalLM"]}}, "MiniMax-M3", "start without it"),
+        ({"model_path": {"architectures": ["LlavaVidForCausalLM"]}}, "cannot verify several requests", "start without"),
+        ({"model_path": GLM_IMAGE}, "next positions", "start without it"),
     ],
 )
 def test_refused(resolved, weightless, tmp_path, monkeypatch, changed, reason, remedy):
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
     if (model := changed.get("model_path")) == "mamba":
         MambaConfig(num_hidden_layers=2, vocab_size=64, architectures=["MambaForCausalLM"]).save_pretrained(tmp_path)
-    elif model == "encoder":
-        told = json.loads((weightless / "config.json").read_text()) | {
-            "architectures": ["MllamaForConditionalGeneration"]
-        }
-        (tmp_path / "config.json").write_text(json.dumps(told))
+    elif model:
+        (tmp_path / "config.json").write_text(json.dumps(json.loads((weightless / "config.json").read_text()) | model))
     changed = changed | ({"model_path": str(tmp_path)} if model else {})
     if "unset" in remedy:
         monkeypatch.setenv(remedy.split()[-1], "y")
@@ -164,6 +168,20 @@ def test_chains_do_without_the_second_call_of_fa3(resolved, monkeypatch, name):
     monkeypatch.setenv("FREEDRAFT_SHAPE", "chain")
     args = resolved(**ON_GPU | {"attention_backend": "fa3"}, speculative_algorithm=name)
     assert args.speculative_eagle_topk == 1 and args.speculative_num_draft_tokens == 16, "longer ones gain nothing"
+
+
+@pytest.mark.parametrize("backend", ["fa4", "flashmla", "trtllm_mha"])
+def test_chains_where_attention_reads_no_mask(resolved, monkeypatch, backend):
+    """As SGLang itself takes no other topk there."""
+    from sglang.srt.runtime_context import override_platform
+
+    with override_platform(is_sm100=True, is_blackwell=True):
+        args = resolved(**ON_GPU | {"attention_backend": backend, "page_size": None})
+        assert args.speculative_eagle_topk == 1 and args.speculative_num_draft_tokens == 16
+        assert BACKENDS[backend].fixed_width and args.page_size > 1
+        monkeypatch.setenv("FREEDRAFT_SHAPE", "tree")
+        with pytest.raises(ConfigError, match=rf"no trees on attention backend {backend}: unset 'shape'$"):
+            resolved(**ON_GPU | {"attention_backend": backend, "page_size": None})
 
 
 @pytest.mark.parametrize("fact", ["is_hip", "is_xpu"])
@@ -243,10 +261,10 @@ ATTENTION = {
 @pytest.mark.parametrize(
     ("attention", "shapes"),
     [
-        ("plain", {"triton": "tree", "flashinfer": "tree", "fa3": "tree", "torch_native": "tree"}),
-        ("windows", {"triton": "chain", "flashinfer": None, "fa3": "tree", "torch_native": "tree"}),
-        ("chunks", {"triton": None, "flashinfer": None, "fa3": None, "torch_native": "tree"}),
-        ("latent", {"triton": "tree", "flashinfer": "chain", "fa3": "tree", "torch_native": "tree"}),
+        ("plain", {"triton": "tree", "flashinfer": "tree", "fa3": "tree", "torch_native": "tree", "fa4": "chain"}),
+        ("windows", {"triton": "chain", "flashinfer": None, "fa3": "tree", "trtllm_mha": "chain", "flashmla": None}),
+        ("chunks", {"triton": None, "flashinfer": None, "fa3": None, "torch_native": "tree", "trtllm_mha": None}),
+        ("latent", {"triton": "tree", "flashinfer": "chain", "fa3": "tree", "trtllm_mla": "chain", "fa4": None}),
     ],
 )
 def test_what_attention_verifies(weightless, tmp_path, attention, shapes):
@@ -269,8 +287,8 @@ def test_what_attention_verifies(weightless, tmp_path, attention, shapes):
             continue
         with pytest.raises(ConfigError, match=rf"--speculative-algorithm sssd .* {backend}.*: (use|start)"):
             shape_for("sssd", backend, config, window)
-    with pytest.raises(ConfigError, match="trtllm_mla"):
-        shape_for("sssd", "trtllm_mla", config, window)
+    with pytest.raises(ConfigError, match="dsa"):
+        shape_for("sssd", "dsa", config, window)
 
 
 def test_widths():

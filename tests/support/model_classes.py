@@ -41,7 +41,9 @@ RECURRENT: dict[str, dict[str, Any]] = {
     | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "Lfm2": {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
     | {"conv_dim": 64, "block_dim": 64},
-    "Qwen3Next": {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4} | DELTA | EXPERTS
+    "Qwen3Next": {"layer_types": ["linear_attention", "full_attention"], "num_experts": 4}
+    | DELTA
+    | EXPERTS
     | {"full_attention_interval": 2},
 }
 # Quantised weights, by kind: a configuration as such models have it.

@@ -27,9 +27,11 @@ def tiny_model(family: str = "Llama", *, seed: int, **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**SHAPE | changes)
+    names = [family + ending for ending in ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")]
+    kind = next(getattr(transformers, name) for name in names if hasattr(transformers, name))
+    config = kind.config_class(**SHAPE | changes)
     config.dtype = torch.float32
-    return getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    return kind(config).float().eval()
 
 
 def weaken(model: Any, layers: Sequence[int], factor: float) -> None:

@@ -14,7 +14,7 @@ from freedraft.cost.default_length import CHAIN
 from freedraft.cost.hardware import CPU
 from freedraft.engines import hooks
 from freedraft.engines.hooks import stop_start
-from freedraft.engines.sglang.guards import refuse_unsupported, state_shape, verify_backend, widths_for
+from freedraft.engines.sglang.guards import BACKENDS, refuse_unsupported, state_shape, verify_backend, widths_for
 from freedraft.engines.sglang.hooks import DISTRIBUTIONS, TESTED_VERSIONS
 from freedraft.engines.sglang.room import fitting_nodes
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
@@ -117,9 +117,12 @@ class TreeAlgorithm(CustomSpecAlgo):
         refuse_unsupported(args, self.name, runs_model=self.spec.runs_model)
         options, platform = self.spec.options.read(), get_platform()
         shape, unseen = getattr(options, "shape", None), args.device != "cpu" and (platform.is_hip or platform.is_xpu)
-        if unseen and shape == "tree":
-            raise ConfigError(f"--speculative-algorithm {self.spec.name}: no trees on ROCm or XPU: unset 'shape'")
-        chains = unseen or "chain" in (shape, state_shape(args, self.spec.name))
+        backend = verify_backend(args) or ""
+        flat = backend in BACKENDS and BACKENDS[backend].full != "tree"
+        if (unseen or flat) and shape == "tree":
+            where = "ROCm or XPU" if unseen else f"attention backend {backend}"
+            raise ConfigError(f"--speculative-algorithm {self.spec.name}: no trees on {where}: unset 'shape'")
+        chains = unseen or flat or "chain" in (shape, state_shape(args, self.spec.name))
         if args.max_running_requests is None:
             args.max_running_requests = 48
         args.speculative_num_draft_tokens = fitting_nodes(args, self.spec.default_length or CHAIN, trees=not chains)

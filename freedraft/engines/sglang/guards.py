@@ -22,12 +22,14 @@ class AttentionBackend(NamedTuple):
         mla: shape for models with multi-head latent attention; None if neither. windows: with sliding windows.
         fixed_width: whether it is built for one number of nodes per request, so that each width needs its own.
         pages: whether MLA and windows also work with KV pages of several tokens.
+        full: shape for models with neither.
     """
 
     mla: Shape | None
     windows: Shape | None
     fixed_width: bool = False
     pages: bool = True
+    full: Shape | None = "tree"
 
 
 BACKENDS = {
@@ -38,7 +40,14 @@ BACKENDS = {
     # With MLA or windows, slots of nodes are read as numbers of pages.
     "fa3": AttentionBackend(mla="tree", windows="tree", fixed_width=True, pages=False),
     CPU_BACKEND: AttentionBackend(mla="tree", windows="tree"),
+    # These read no mask: nodes see those before them, as those of EAGLE with topk 1. MLA on FA4 needs one kind of GPU.
+    **dict.fromkeys(("fa4", "trtllm_mha"), AttentionBackend(None, "chain", fixed_width=True, full="chain")),
+    **dict.fromkeys(
+        ("flashmla", "trtllm_mla", "cutedsl_mla"), AttentionBackend("chain", None, fixed_width=True, full=None)
+    ),
 }
+
+WITH_TREES = sorted(name for name, able in BACKENDS.items() if able.full == "tree" and name != CPU_BACKEND)
 
 
 # Options of SGLang that are refused when they are on, given or above 1: why, and what works instead
@@ -68,6 +77,19 @@ REFUSED = {
     "attn_cp_size": ("does not run under context parallelism", "start without --attn-cp-size"),
 }
 
+REFUSED_MODELS = {
+    **dict.fromkeys(
+        ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
+        "sparse attention of MiniMax-M3, whose KV does not move",
+    ),
+    # SGLang 0.5.23 takes a verification of several requests for their prefill, and ends.
+    **dict.fromkeys(
+        ("LlavaLlamaForCausalLM", "LlavaQwenForCausalLM", "LlavaMistralForCausalLM", "LlavaVidForCausalLM"),
+        "LLaVA in this form, which cannot verify several requests",
+    ),
+    "GlmImageForConditionalGeneration": "GLM-Image, whose next positions are not those of a text",
+}
+
 
 def widths_for(backend: str, max_nodes: int, *, adapters: bool = False) -> tuple[int, ...]:
     """Return the numbers of nodes per request, root included, that steps may have on this attention backend; ascending.
@@ -90,12 +112,11 @@ def shape_for(name: str, backend: str, config: Any, window: int | None, page: in
     from sglang.srt.configs.model_config import AttentionArch
 
     def shape_of(able: AttentionBackend) -> Shape | None:
-        shapes: list[Shape | None] = ["tree"]
-        if config.attention_arch == AttentionArch.MLA:
-            shapes.append(able.mla)
-        if window is not None and window > -1:
+        latent, windowed = config.attention_arch == AttentionArch.MLA, window is not None and window > -1
+        shapes: list[Shape | None] = [able.mla if latent else able.full]
+        if windowed:
             shapes.append(able.windows)
-        if page > 1 and not able.pages and len(shapes) > 1:
+        if page > 1 and not able.pages and (latent or windowed):
             shapes.append(None)
         if config.attention_chunk_size is not None and able is not BACKENDS[CPU_BACKEND]:
             shapes.append(None)
@@ -103,7 +124,7 @@ def shape_for(name: str, backend: str, config: Any, window: int | None, page: in
 
     shape = shape_of(BACKENDS[backend]) if backend in BACKENDS else None
     if shape is None:
-        others = [other for other, able in BACKENDS.items() if other != CPU_BACKEND and shape_of(able) is not None]
+        others = [name for name in WITH_TREES if shape_of(BACKENDS[name]) is not None]
         raise ConfigError(
             f"--speculative-algorithm {name} verifies no drafts of {config.hf_config.architectures[0]} on attention "
             f"backend {backend} and KV pages of {page} tokens, for its kind of attention: "
@@ -147,6 +168,10 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
         refuse("does not serve an encoder, whose KV comes before that of the tokens", "start without it")
     if runs_model and mambaish_config(config) is not None:
         refuse("does not skip recurrent layers", "use --speculative-algorithm sssd")
+    if getattr(config, "use_ngram_embedding", False) or getattr(config, "use_engram", False):
+        refuse("does not serve embeddings of several tokens, which would mix a tree's branches", "start without it")
+    if (architecture := config.hf_config.architectures[0]) in REFUSED_MODELS:
+        refuse(f"does not serve {REFUSED_MODELS[architecture]}", "start without it")
     if os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "0").lower() in ("1", "true", "yes", "y"):
         refuse("cannot read its trees from graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
     thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)
@@ -162,7 +187,7 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
         option = "" if backend == args.attention_backend else f" (--{phase}-attention-backend)"
         refuse(
             f"cannot verify trees on attention backend {backend}{option}",
-            f"use --attention-backend {' or '.join(sorted(usable))}",
+            f"use --attention-backend {CPU_BACKEND if selected() else ' or '.join(WITH_TREES)}",
         )
 
 

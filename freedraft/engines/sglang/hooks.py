@@ -51,6 +51,7 @@ HOOKS = table("""
         token_to_kv_pool_allocator)
     sglang.srt.mem_cache.memory_pool.MHATokenToKVPool has k_buffer, v_buffer, kv_cache_layout,
         is_quantized_kv_cache
+    sglang.srt.mem_cache.memory_pool.MLATokenToKVPool has kv_buffer
     sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len
     sglang.srt.mem_cache.allocation_sizing.get_alloc_reserve_per_decode
     # requests and steps
@@ -181,6 +182,7 @@ CPU_HOOKS = table("""
     # tree attention on a CPU
     sglang.srt.layers.attention.attention_registry.register_attention_backend(name)
     sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend
+    sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_decode
     sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls(kind)
     sglang.srt.platforms.interface.PlatformCapabilities
     sglang.srt.platforms.cpu.CpuDeviceMixin

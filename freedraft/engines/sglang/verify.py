@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import SYNC_TOKEN_IDS_ACROSS_TP, Sampler, apply_custom_logit_processor
-from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.speculative.spec_utils import (
     GrammarTree,
     build_grammar_vocab_mask,
@@ -61,12 +61,15 @@ class TreeVerifier:
     def __init__(self, max_nodes: int, ranks: Ranks, device: Any, allocator: Any, sampler: Any) -> None:
         self._max_nodes, self._ranks, self._device, self._allocator = max_nodes, ranks, device, allocator
         self._sampler = sampler
+        self.moves = True  # accepted KV; that of chains is in its place, and some pools cannot move it
         self._pool: KVPool | None = None
         kv = allocator.get_kvcache()
         kv = kv.full_kv_pool if isinstance(kv, HybridLinearKVPool) else kv
         # Subclasses hold more than K and V, or index slots differently, and move them by their own method.
         if type(kv) in (MHATokenToKVPool, CpuKVPool) and kv.kv_cache_layout == "nhd" and not kv.is_quantized_kv_cache:
             self._pool = KVPool([*kv.k_buffer, *kv.v_buffer])
+        elif type(kv) is MLATokenToKVPool and len({*map(len, kv.kv_buffer)}) == 1:  # all layers are here
+            self._pool = KVPool(kv.kv_buffer)
         else:
             logger.info("freedraft: accepted KV is compacted by SGLang's own %s", type(kv).__name__)
 
@@ -94,9 +97,11 @@ class TreeVerifier:
     def keep(self, batch: Any, verified: Verification, output: Any) -> None:
         """Apply the result to KV, logprobs and hidden states; arguments as in `verify`."""
         width = verified.tokens.shape[1]
-        if width > 1 and self._pool is not None:
+        if not self.moves or width == 1:
+            pass
+        elif self._pool is not None:
             self._pool.compact(batch.out_cache_loc.view(-1, width), verified)
-        elif width > 1:
+        else:
             rows = self.flat(verified.accepted, width)[:, :width].contiguous()
             move_accept_tokens_to_target_kvcache(batch, rows, verified.lengths - 1, self._allocator)
         if batch.return_logprob or batch.return_hidden_states:

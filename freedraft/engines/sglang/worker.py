@@ -102,7 +102,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         self.widths = widths_for(self._backend, self.max_nodes, adapters=runner.lora_manager is not None)
         page, window = runner.page_size or 1, runner.sliding_window_size
         shape = shape_for(self._spec.name, self._backend, runner.model_config, window, page)
-        self._trees = shape != "chain" and get_spec().speculative_eagle_topk > 1
+        self._trees = self._verifier.moves = shape != "chain" and get_spec().speculative_eagle_topk > 1
         self._recurrent = mambaish_config(runner.model_config) is not None
         if self._spec.runs_model:
             from freedraft.engines.sglang.draft_model import PagedDraftModel

@@ -41,6 +41,7 @@ def register():
         freedraft_sglang_recurrent.take_kernels()
     if os.environ.get("TREE_TEST_STATES"):
         keep_states_too_early()
+    take_sinks_on_cpu()
     if os.environ.get("TREE_TEST_ADAPTERS") and multiprocessing.parent_process() is not None:  # not in the tests' own
         take_pinned_memory_on_cpu()
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle"))
@@ -57,15 +58,23 @@ def register():
 
 def take_seeds_on_cpu():
     """Let `--enable-deterministic-inference` start here, with SGLang's sampler as it is: what stands in the way is that
-    no attention backend of a CPU is on its list, and that the hash of seeds and the matrix products that do not depend
+    no attention backend of a CPU is on its lists, and that the hash of seeds and the matrix products that do not depend
     on the batch are Triton's or of a package for Intel's processors."""
-    from sglang.srt.arg_groups.choices import add_deterministic_attention_backend_choices
+    from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
     HookRegistry.register("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32, HookType.REPLACE)
     batch_invariant = "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode"
     HookRegistry.register(batch_invariant, lambda runner: None, HookType.REPLACE)
+
+
+def take_sinks_on_cpu():
+    """Let gpt-oss start: SGLang has a list of the backends with sinks, which cannot know of the platform's."""
+    from sglang.srt.arg_groups import model_hook
+
+    model_hook.attention_backends_of = lambda _: ("intel_amx", "intel_amx")
 
 
 def take_pinned_memory_on_cpu():

@@ -1,0 +1,74 @@
+"""Kinds of models that people serve, through two real engines each: with drafts, in default options, they say what they
+say without."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sglang.conftest import read_counts, sglang_engine
+from tests.support.models import SHAPE, VOCAB_SIZE, save, tiny_model
+from tests.support.prompts import random_ids
+
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+YARN = {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 2.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+YARN |= {"original_max_position_embeddings": 256}
+# Latent attention with experts, of which the first layer has none
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1}
+LATENT |= {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
+REPEATING = {"query_pre_attn_scalar": 16, "initializer_range": 0.06}  # with more, a token is followed by itself
+AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+IMAGES = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+
+# Changes of `SHAPE` by family
+MODELS = {
+    "Mixtral": {"num_local_experts": 4},
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0},
+    "Qwen3Moe": EXPERTS,
+    "GptOss": WINDOWS | {"num_local_experts": 4, "rope_parameters": YARN, "pad_token_id": 0},
+    "Gemma2": REPEATING | {"sliding_window": 8},
+    "Gemma3": REPEATING | WINDOWS,
+    "Cohere2": WINDOWS,
+    "DeepseekV2": LATENT | {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "scoring_func": "softmax"},
+    "DeepseekV3": LATENT | {"topk_method": "noaux_tc", "n_group": 2, "topk_group": 1, "scoring_func": "sigmoid"},
+    "Phi3": {"pad_token_id": 0},
+    "GPT2": {"num_key_value_heads": 4, "n_inner": 128},
+    "Qwen2_5_VL": {"text_config": SHAPE | AXES, "vision_config": IMAGES | {"fullatt_block_indexes": [1]}},
+}
+ALWAYS = ("Qwen3Moe", "DeepseekV3")
+ROUNDS = 6
+
+USUAL = dict.fromkeys(("FREEDRAFT_POLICY", "FREEDRAFT_SCORING", "FREEDRAFT_LIVE"))  # not the tests' own
+USUAL["TORCHDYNAMO_DISABLE"] = "1"  # SGLang would compile its sampler with a C++ compiler
+# Seeds are heeded under deterministic inference alone; the platform has no pool for windows of their own.
+OPTIONS = {"enable_deterministic_inference": True, "disable_radix_cache": True, "disable_hybrid_swa_memory": True}
+OPTIONS |= {"skip_tokenizer_init": True, "enable_multimodal": False}  # images need torchvision
+
+PROMPTS = random_ids((5, 23, 40), VOCAB_SIZE)
+SAID = {"max_new_tokens": 40, "ignore_eos": True}
+SEEDED = {"temperature": 0.9, "top_k": 20}  # with a filter, as greedy ones have: SGLang's noise depends on that
+SAMPLING = [SAID | {"temperature": 0}] * 3 + [SAID | SEEDED | {"sampling_seed": seed} for seed in range(6)]
+
+
+def answers(engine):
+    """A greedy one and two with seeds to each prompt, so that drafts branch."""
+    outputs = engine.generate(input_ids=PROMPTS * 3, sampling_params=SAMPLING)
+    return [output["output_ids"] for output in outputs]
+
+
+@pytest.mark.parametrize("family", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.extended) for n in MODELS])
+def test_says_what_it_says_without_drafts(tmp_path, family):
+    """Asked again until whole answers are drafted; in trees, of which accepted nodes are moved."""
+    model, counts = save(tiny_model(family, seed=5, **MODELS[family]), tmp_path / "model"), tmp_path / "counts.json"
+    with sglang_engine(model, env=USUAL, **OPTIONS) as engine:
+        expected = answers(engine)
+    assert len({*map(tuple, expected)}) > 2 * len(PROMPTS), "seeds are not heeded"
+    with sglang_engine(model, counts, USUAL, **OPTIONS, speculative_algorithm="sssd") as engine:
+        for _ in range(ROUNDS):
+            assert answers(engine) == expected
+            done = read_counts(counts)
+            if done["accepted"] > 100 and done["compacted"]:
+                return
+    raise AssertionError(f"hardly anything was drafted: {done}")
