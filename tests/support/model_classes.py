@@ -29,7 +29,7 @@ ATTENTION: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4} | EXPERTS,
     "GptOss": {"num_local_experts": 4} | WINDOWS | EXPERTS,
     "Gemma2": WINDOWS | {"tie_word_embeddings": True},
-    "Gemma3Text": WINDOWS | {"tie_word_embeddings": True},
+    "Gemma3Text": WINDOWS,
     "Cohere2": WINDOWS,
     "DeepseekV2": LATENT,
     "DeepseekV3": LATENT | {"topk_method": "noaux_tc"},
