@@ -46,6 +46,12 @@ RECURRENT: dict[str, dict[str, Any]] = {
     | EXPERTS
     | {"full_attention_interval": 2},
 }
+KIMI: dict[str, dict[str, Any]] = {
+    "KimiLinear": {"num_local_experts": 4, "num_key_value_heads": 2, "first_k_dense_replace": 1, "mla_use_nope": True}
+    | {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    | {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 2, "head_dim": 16}
+       | {"short_conv_kernel_size": 4}} | EXPERTS,
+}  # fmt: skip
 # Quantised weights, by kind: a configuration as such models have it.
 MIDDLES = -0x77777778  # eight zero points of 8
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -60,7 +66,7 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True},
 }  # fmt: skip
-CLASSES = ATTENTION | RECURRENT
+CLASSES = ATTENTION | RECURRENT | KIMI
 
 
 def class_config(name: str) -> Any:
@@ -88,7 +94,18 @@ def class_model(name: str, seed: int = 7) -> Any:
 
 def save_class(name: str, folder: Path, seed: int = 7) -> Path:
     """Such a model, without a tokenizer."""
-    class_model(name, seed).save_pretrained(folder)
+    return save_model(class_model(name, seed), folder)
+
+
+def save_model(model: Any, folder: Path) -> Path:
+    """In the names of published checkpoints, which transformers gives to the wrong ones of Kimi-Linear's layers."""
+    from safetensors.torch import load_file, save_file
+
+    model.save_pretrained(folder)
+    if model.config.model_type == "kimi_linear":
+        tensors = load_file(folder / "model.safetensors")
+        named = {name.replace("layers.0.block_sparse_moe", "layers.0.mlp"): each for name, each in tensors.items()}
+        save_file(named, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

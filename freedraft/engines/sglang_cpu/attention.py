@@ -20,6 +20,11 @@ class TreeAttentionBackend(TorchNativeAttnBackend):
         super().__init__(model_runner)
         if self.use_sliding_window_kv_pool:
             raise ValueError("freedraft's CPU platform has no pool for sliding windows: --disable-hybrid-swa-memory")
+        if model_runner.use_mla_backend:
+            from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+
+            # Prompts, too, attend to the latent keys of the pool.
+            handlers.AttentionBackendRegistry.register("torch_native", handlers._dispatch_mla_subtype)
 
     def forward_extend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any,

@@ -68,13 +68,25 @@ def gated_delta_rule(q, k, v, g, beta, initial_state, initial_state_indices, cu_
     return out, None, torch.stack(kept).unsqueeze(0)
 
 
-def kimi_delta_attention(*, g, beta, A_log, dt_bias, beta_is_raw, lower_bound, output_intermediate_states, **given):
+def kimi_delta_attention(
+    *, g, beta, A_log, dt_bias, beta_is_raw, lower_bound, output_intermediate_states, cu_seqlens, track_state,
+    track_chunk_idx, **given,
+):  # fmt: skip
+    """As `gated_delta_rule`. track_state: [B, HV, V, K], gets the state before chunk `track_chunk_idx` of each request;
+    -1 for none."""
     import torch.nn.functional as F
 
     raw = g.float() + (0 if dt_bias is None else dt_bias.view(g.shape[-2:]))
     rate = A_log.float().view(-1, 1).exp()
     g = -rate * F.softplus(raw) if lower_bound is None else lower_bound * (rate * raw).sigmoid()
-    out, _, states = gated_delta_rule(g=g, beta=beta.sigmoid() if beta_is_raw else beta, **given)
+    beta = beta.sigmoid() if beta_is_raw else beta
+    out, _, states = gated_delta_rule(g=g, beta=beta, cu_seqlens=cu_seqlens, **given)
+    if track_state is not None:
+        first = (-(-cu_seqlens.diff() // CHUNK)).cumsum(0).roll(1)
+        first[0] = 0
+        for row, index in enumerate(track_chunk_idx.tolist()):
+            if index >= 0:
+                track_state[row] = states[0, int(first[row]) + index]
     return (out, states) if output_intermediate_states else out
 
 
