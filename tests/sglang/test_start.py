@@ -139,6 +139,7 @@ def test_what_is_not_refused(resolved, backend):
         ("FalconH1", {"mamba_backend": "flashinfer"}, 1),
         ("Qwen3Next", {"linear_attn_backend": "flashinfer"}, 2),  # whose trees SGLang gives to Triton
         ("Qwen3Next", {"enable_linear_replayssm_spec": True}, 1),
+        ("Qwen3Next", {"ple_layer_ids": [1]}, 1),  # Qwen4-Exp embeds several tokens of a row
         ("Lfm2", {}, 1),
     ],
 )
@@ -147,8 +148,10 @@ def test_recurrent_layers_follow_trees_or_chains(tmp_path, kind, given, topk):
 
     config = class_config(kind)
     config.architectures = [f"{kind}ForCausalLM"]
+    if embeds := [name for name in given if name.startswith("ple_")]:
+        config.ple_layer_ids = given[embeds[0]]
     config.save_pretrained(tmp_path)
-    args = ServerArgs(model_path=str(tmp_path), speculative_algorithm="sssd", **given)
+    args = ServerArgs(model_path=str(tmp_path), speculative_algorithm="sssd", **{} if embeds else given)
     assert state_shape(args, "sssd") == ("tree" if topk > 1 else "chain")
     args.device = "xpu"
     with pytest.raises(ConfigError, match=f"{kind}ForCausalLM, whose states SGLang cannot take back"):

@@ -205,16 +205,16 @@ def state_shape(args: Any, name: str) -> Shape:
         return "tree"
     forward_only = configs.JetNemotronConfig | configs.JetVLMConfig | configs.ZayaConfig  # read in SGLang 0.5.23
     if args.device == "xpu" or isinstance(states, configs.MambaConfig | configs.FalconMambaConfig | forward_only):
-        model = config.hf_config.architectures[0]
         raise ConfigError(
-            f"--speculative-algorithm {name} does not serve {model}, whose states SGLang cannot take back: "
-            "start without it"
+            f"--speculative-algorithm {name} does not serve {config.hf_config.architectures[0]}, whose states SGLang "
+            "cannot take back: start without it"
         )
     mamba2 = configs.FalconH1Config | configs.NemotronHConfig | configs.GraniteMoeHybridConfig | configs.Mamba2Config
     able = hybrid_arch.hybrid_gdn_config(config) or (isinstance(states, mamba2) and args.mamba_backend == "triton")
     if hybrid_arch.kimi_linear_config(config) is not None:
         able = args.linear_attn_verify_backend in (None, "triton", "helion")
-    return "tree" if able and not args.enable_linear_replayssm_spec else "chain"
+    in_order = args.enable_linear_replayssm_spec or getattr(states, "ple_layer_ids", None)  # Qwen4-Exp
+    return "tree" if able and not in_order else "chain"
 
 
 def verify_backend(args: Any) -> str | None:
