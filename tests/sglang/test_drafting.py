@@ -3,9 +3,11 @@ of windows, candidates of a pass, draws, and models that are refused. The rest: 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from array import array
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -216,6 +218,28 @@ def test_chains_are_kept_where_they_are():
         verifier.moves = moves
         verifier.keep(batch, Verification(nodes, nodes[:, 3] + 1, nodes), None)
         assert len(moved) == moves
+
+
+def test_recurrent_layers_are_told_the_links_of_chains_too(monkeypatch):
+    """Where only attention asks for chains, SGLang's graphs are those of trees, and read links."""
+    from freedraft.engines.sglang import worker as module
+
+    class Verifying(Exception):
+        pass
+
+    worker, draft = module.TreeVerifyWorker.__new__(module.TreeVerifyWorker), DraftBatch.empty(2, 3)
+    draft.parents[:], draft.depths[:], draft.counts[:] = [-1, 0, 1], [0, 1, 2], [3, 2]
+    worker.device, worker._backend, worker._recurrent, worker._trees = "cpu", "flashinfer", True, False
+    worker._draft, worker._graphs = lambda batch: draft, SimpleNamespace(use=lambda width: contextlib.nullcontext())
+    worker._target_worker = SimpleNamespace(forward_batch_generation=Mock(side_effect=Verifying))
+    for name in ("assign_extend_cache_locs_func", "prepare_mamba_track_for_verify"):
+        monkeypatch.setattr(module, name, Mock())
+    lengths = torch.tensor([4, 5])
+    batch = Mock(seq_lens=lengths, seq_lens_cpu=lengths)
+    with pytest.raises(Verifying):
+        worker._decode(batch, None)
+    assert batch.spec_info.retrieve_next_token.tolist() == [[1, 2, -1], [1, -1, -1]]
+    assert (batch.spec_info.retrieve_next_sibling == -1).all()
 
 
 # Fields of SGLang's results that ours leave at their defaults, and why.

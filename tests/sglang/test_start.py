@@ -95,12 +95,14 @@ def test_backends_with_tree_masks_pass(resolved, backend):
         ({"tp_size": 2, "dcp_size": 2}, "context parallelism", "--dcp-size"),
         ({}, "graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH"),
         (MAMBA1, "does not serve MambaForCausalLM, whose states SGLang cannot take back", "start without it"),
+        (MAMBA1 | {"attention_backend": "fa4", "page_size": None}, "SGLang cannot take back", "start without it"),
         ({"model_path": ENCODER}, "an encoder, whose KV comes before", "start without it"),
         ({"model_path": {"engram_layer_ids": [1]}}, "embeddings of several tokens", "start without it"),
         ({"model_path": {"use_ngram_embedding": True, "ngram_embedding_n": 2}}, "several tokens", "start without it"),
         ({"model_path": {"architectures": ["MiniMaxM3SparseForCausalLM"]}}, "MiniMax-M3", "start without it"),
         ({"model_path": {"architectures": ["LlavaVidForCausalLM"]}}, "cannot verify several requests", "start without"),
         ({"model_path": GLM_IMAGE}, "next positions", "start without it"),
+        ({"linear_attn_verify_backend": "flashinfer"}, "of several lengths", "--linear-attn-verify-backend triton"),
     ],
 )
 def test_refused(resolved, weightless, tmp_path, monkeypatch, changed, reason, remedy):
@@ -134,17 +136,32 @@ def test_what_is_not_refused(resolved, backend):
     "kind, given, topk",
     [
         ("FalconH1", {}, 2),
+        ("FalconH1", {"mamba_backend": "flashinfer"}, 1),
         ("Qwen3Next", {"linear_attn_backend": "flashinfer"}, 2),  # whose trees SGLang gives to Triton
         ("Qwen3Next", {"enable_linear_replayssm_spec": True}, 1),
+        ("Qwen3Next", {"ple_layer_ids": [1]}, 1),  # Qwen4-Exp embeds several tokens of a row
         ("Lfm2", {}, 1),
     ],
 )
 def test_recurrent_layers_follow_trees_or_chains(tmp_path, kind, given, topk):
     from sglang.srt.server_args import ServerArgs
 
-    class_config(kind).save_pretrained(tmp_path)
-    args = ServerArgs(model_path=str(tmp_path), speculative_algorithm="sssd", **given)
+    config = class_config(kind)
+    config.architectures = [f"{kind}ForCausalLM"]
+    if embeds := [name for name in given if name.startswith("ple_")]:
+        config.ple_layer_ids = given[embeds[0]]
+    config.save_pretrained(tmp_path)
+    args = ServerArgs(model_path=str(tmp_path), speculative_algorithm="sssd", **{} if embeds else given)
     assert state_shape(args, "sssd") == ("tree" if topk > 1 else "chain")
+    args.device = "xpu"
+    with pytest.raises(ConfigError, match=f"{kind}ForCausalLM, whose states SGLang cannot take back"):
+        state_shape(args, "sssd")
+
+
+def test_flashinfer_verifies_no_states(resolved):
+    """Its kernels place and find them by the width of a step; ours differ."""
+    assert resolved(**ON_GPU, linear_attn_decode_backend="flashinfer").linear_attn_verify_backend == "triton"
+    assert resolved(**ON_GPU, linear_attn_verify_backend="nv_cutedsl").linear_attn_verify_backend == "nv_cutedsl"
 
 
 def test_adapters_go_with_drafts_of_the_host(resolved, monkeypatch):

@@ -122,7 +122,8 @@ class TreeAlgorithm(CustomSpecAlgo):
         if (unseen or flat) and shape == "tree":
             where = "ROCm or XPU" if unseen else f"attention backend {backend}"
             raise ConfigError(f"--speculative-algorithm {self.spec.name}: no trees on {where}: unset 'shape'")
-        chains = unseen or flat or "chain" in (shape, state_shape(args, self.spec.name))
+        chains = "chain" in (shape, state_shape(args, self.spec.name)) or unseen or flat
+        args.linear_attn_verify_backend = args.linear_attn_verify_backend or "triton"  # FlashInfer's is refused
         if args.max_running_requests is None:
             args.max_running_requests = 48
         args.speculative_num_draft_tokens = fitting_nodes(args, self.spec.default_length or CHAIN, trees=not chains)

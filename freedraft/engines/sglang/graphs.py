@@ -130,8 +130,6 @@ def _new_backend(runner: Any) -> Any:
         if hasattr(made, "max_kv_splits"):
             # Triton's scratch for split-KV decoding, gigabytes with MLA; verification does not use it.
             made.max_kv_splits = 1
-        if hasattr(made, "accept_lens_pool"):  # KDA's, of FlashInfer: what the last step accepted, of any width
-            made.accept_lens_pool = stock.accept_lens_pool
         # Sized for the largest width, which is enough.
         indices = getattr(stock, "cuda_graph_kv_indices", None) if type(stock) is type(made) else None
         start = made.init_cuda_graph_state

@@ -172,6 +172,8 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
         refuse("does not serve embeddings of several tokens, which would mix a tree's branches", "start without it")
     if (architecture := config.hf_config.architectures[0]) in REFUSED_MODELS:
         refuse(f"does not serve {REFUSED_MODELS[architecture]}", "start without it")
+    if args.linear_attn_verify_backend == "flashinfer":  # it reads and writes states as if all steps were as wide
+        refuse("verifies drafts of several lengths", "use --linear-attn-verify-backend triton")
     if os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "0").lower() in ("1", "true", "yes", "y"):
         refuse("cannot read its trees from graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
     thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)
@@ -193,7 +195,7 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
 
 def state_shape(args: Any, name: str) -> Shape:
     """Return the draft shape of the speculative algorithm `name` that a model's recurrent states can follow, by
-    SGLang's arguments. Raises ConfigError: SGLang keeps no states of draft tokens for this model."""
+    SGLang's arguments. Raises ConfigError: SGLang keeps no states of drafts, or on XPU those of one width only."""
     from sglang.srt import configs
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs import hybrid_arch
@@ -202,18 +204,17 @@ def state_shape(args: Any, name: str) -> Shape:
     if (states := hybrid_arch.mambaish_config(config)) is None:
         return "tree"
     forward_only = configs.JetNemotronConfig | configs.JetVLMConfig | configs.ZayaConfig  # read in SGLang 0.5.23
-    if isinstance(states, configs.MambaConfig | configs.FalconMambaConfig | forward_only):
-        model = config.hf_config.architectures[0]
+    if args.device == "xpu" or isinstance(states, configs.MambaConfig | configs.FalconMambaConfig | forward_only):
         raise ConfigError(
-            f"--speculative-algorithm {name} does not serve {model}, whose states SGLang cannot take back: "
-            "start without it"
+            f"--speculative-algorithm {name} does not serve {config.hf_config.architectures[0]}, whose states SGLang "
+            "cannot take back: start without it"
         )
     mamba2 = configs.FalconH1Config | configs.NemotronHConfig | configs.GraniteMoeHybridConfig | configs.Mamba2Config
-    decodes = args.linear_attn_decode_backend or args.linear_attn_backend
-    verifies = args.linear_attn_verify_backend or ("flashinfer" if decodes == "flashinfer" else "triton")
-    reads_parents = isinstance(states, mamba2) or hybrid_arch.hybrid_gdn_config(config) is not None
-    reads_parents |= hybrid_arch.hybrid_kda_config(config) is not None and verifies in ("triton", "helion")
-    return "tree" if reads_parents and not args.enable_linear_replayssm_spec else "chain"
+    able = hybrid_arch.hybrid_gdn_config(config) or (isinstance(states, mamba2) and args.mamba_backend == "triton")
+    if hybrid_arch.kimi_linear_config(config) is not None:
+        able = args.linear_attn_verify_backend in (None, "triton", "helion")
+    in_order = args.enable_linear_replayssm_spec or getattr(states, "ple_layer_ids", None)  # Qwen4-Exp
+    return "tree" if able and not in_order else "chain"
 
 
 def verify_backend(args: Any) -> str | None:

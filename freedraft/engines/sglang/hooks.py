@@ -21,14 +21,14 @@ HOOKS = table("""
         speculative_attention_mode, page_size, device, tp_size, model_path, trust_remote_code, revision,
         speculative_num_draft_tokens, speculative_num_steps, speculative_eagle_topk,
         speculative_accept_threshold_single, speculative_accept_threshold_acc, enable_mixed_chunk, max_running_requests,
-        grammar_backend
+        grammar_backend, linear_attn_verify_backend, mamba_backend, enable_linear_replayssm_spec
     sglang.srt.arg_groups.model_override_base.model_config_of(server_args)
     sglang.srt.configs.model_config.ModelConfig has hf_config, vocab_size, dtype, attention_chunk_size,
         attention_arch, is_encoder_decoder
     sglang.srt.configs.model_config.AttentionArch has MLA
     sglang.srt.configs.hybrid_arch.mambaish_config
     sglang.srt.configs.hybrid_arch.hybrid_gdn_config
-    sglang.srt.configs.hybrid_arch.hybrid_kda_config
+    sglang.srt.configs.hybrid_arch.kimi_linear_config
     sglang.srt.speculative.spec_utils.prepare_mamba_track_for_verify(batch)
     sglang.srt.speculative.spec_utils.commit_mamba_states_after_verify(target_worker, batch, accept_lens, accept_index,
         draft_token_num)

@@ -266,7 +266,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         )
         if self._recurrent:
             prepare_mamba_track_for_verify(batch)
-            if tree is not None and self._trees:
+            if tree is not None:  # also of chains: graphs for trees read the links
                 links = torch.stack(tree_links(host_tree)).to(torch.int32)
                 child, sibling = on_device(links.numpy(), batch.seq_lens.device)
                 batch.spec_info.retrieve_next_token, batch.spec_info.retrieve_next_sibling = child, sibling
