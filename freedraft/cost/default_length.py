@@ -50,7 +50,7 @@ class Room:
         states, cache = self.states(length) / 1e9, self.cache / 1e9
         if self.held * states > self.share * cache:
             every, left = self.held * states, self.share * cache
-            return f"recurrent states of {every:.2f} GB for {self.held:,} requests, from {left:.1f} GB"
+            return f"recurrent states of {every:.2f} GB for {self.requests:,} requests, from {left:.1f} GB"
         if states > _SHARE * cache:
             return f"recurrent states of {states:.2f} GB per request, from a cache of {cache:.1f} GB"
         if self.masks(length) > _MASKS:

@@ -128,7 +128,7 @@ def test_the_command_prints_recurrent_states_without_an_engine(tmp_path: Path) -
     assert f"│ 7 │ {9 * one:.2f} │ 8 │ {13 * one:.2f} │" in printed
     assert "vLLM, up to 8 requests: 7 draft tokens by default: 15 would take recurrent states of 20.94 GB" in printed
     assert (
-        "SGLang, up to 8 requests: 1 draft tokens by default: 3 would take recurrent states of 12.47 GB for 9"
+        "SGLang, up to 8 requests: 1 draft tokens by default: 3 would take recurrent states of 12.47 GB for 8"
         in printed
     )
     for memory in ([], ["--memory", "40"]):

@@ -132,7 +132,7 @@ def test_a_given_number_is_served_and_what_it_takes_is_told(args_of, monkeypatch
     args = args_of(models.GRANITE4, speculative_num_draft_tokens=17)
     assert room.fitting_nodes(args, 31, trees=True) == 17
     (line,) = [each.getMessage() for each in caplog.records if "draft tokens" in each.getMessage()]
-    assert "16 draft tokens per request, as set: they take recurrent states of 56.20 GB for 49 requests" in line
+    assert "16 draft tokens per request, as set: they take recurrent states of 56.20 GB for 48 requests" in line
 
 
 def test_states_of_unknown_size(args_of, monkeypatch):

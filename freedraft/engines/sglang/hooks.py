@@ -32,6 +32,7 @@ HOOKS = table("""
     sglang.srt.speculative.spec_utils.prepare_mamba_track_for_verify(batch)
     sglang.srt.speculative.spec_utils.commit_mamba_states_after_verify(target_worker, batch, accept_lens, accept_index,
         draft_token_num)
+    sglang.srt.layers.attention.mamba.mamba.selective_state_update(cache_steps, intermediate_states_buffer)
     sglang.srt.runtime_context.get_spec
     sglang.srt.runtime_context.get_device
     sglang.srt.runtime_context.get_parallel
@@ -135,11 +136,6 @@ SESSION_HOOKS = table("""
     sglang.srt.managers.schedule_batch.Req has output_ids_through_stop
 """)
 
-STATE_HOOKS = table("""
-    # states of Mamba 2
-    sglang.srt.layers.attention.mamba.mamba.selective_state_update(cache_steps, intermediate_states_buffer)
-""")
-
 STREAM_HOOKS = table("""
     # streams, token by token
     sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request(obj, request)
@@ -148,7 +144,7 @@ STREAM_HOOKS = table("""
     sglang.srt.managers.schedule_batch.Req has update_finish_state, reasoning_tokens, finished_len
 """)
 
-OPTIONAL_HOOKS = CORPUS_HOOKS + ROOM_HOOKS + DEVICE_HOOKS + LORA_HOOKS + SESSION_HOOKS + STATE_HOOKS + STREAM_HOOKS
+OPTIONAL_HOOKS = CORPUS_HOOKS + ROOM_HOOKS + DEVICE_HOOKS + LORA_HOOKS + SESSION_HOOKS + STREAM_HOOKS
 
 # Additional names for methods that run the target model.
 MODEL_HOOKS = table("""

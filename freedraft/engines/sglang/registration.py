@@ -17,7 +17,6 @@ from freedraft.engines.sglang.hooks import (
     LORA_HOOKS,
     MODEL_HOOKS,
     SESSION_HOOKS,
-    STATE_HOOKS,
 )
 from freedraft.engines.sglang_cpu import choose_cpu, register_platform, selected
 from freedraft.method import METHODS, MethodSpec, register_installed
@@ -67,8 +66,7 @@ def _patch_once() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(patches.ROW_ROOM, patches.room_for_drafts, HookType.AROUND)
-    if not check(STATE_HOOKS):
-        HookRegistry.register(patches.UPDATE_STATES, patches.keep_rows_of_states, HookType.AROUND)
+    HookRegistry.register(patches.UPDATE_STATES, patches.keep_rows_of_states, HookType.AROUND)
     if not check(DEVICE_HOOKS):
         HookRegistry.register(patches.CHOOSE_DEVICE, patches.refuse_without_device, HookType.BEFORE)
         HookRegistry.register(patches.CHOOSE_DEVICE, choose_cpu, HookType.BEFORE)
