@@ -32,7 +32,9 @@ def room_of(args: Any) -> Room:
         if size := args.max_mamba_cache_size:
             requests = max(1, min(requests, size // int(kept)))
             kept = size / requests
-        with get_parallel().override(attn_tp_size=args.tp_size, tp_size=args.tp_size, enable_cp_tp_group_sharing=False):
+        alone = dict.fromkeys(("attn_dp_size", "attn_cp_size", "moe_ep_size", "moe_dp_size"), 1)
+        ranks = dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), args.tp_size)
+        with get_parallel().override(**alone, **ranks, enable_cp_tp_group_sharing=False):
             params = config.mamba2_cache_params
             one = more = params.mamba_cache_per_req
             if args.enable_linear_replayssm_spec:  # inputs instead, from which states are computed again

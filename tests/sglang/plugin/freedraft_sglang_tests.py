@@ -155,7 +155,7 @@ def count_work(path):
         step = step_of(self, batch, *given)
         for row, request in enumerate(batch.reqs):
             if not request.finished():
-                whole = self.texts[step.request_ids[row]] = step.history(row).tolist()
+                whole = vars(self).setdefault("texts", {})[step.request_ids[row]] = step.history(row).tolist()
                 assert len(whole) == step.contexts[row] and whole[-1] == step.roots[row]
         return step
 
