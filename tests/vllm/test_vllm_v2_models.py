@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from v2_engines import run
+from v2_engines import run, start
 from vllm_cases import class_case
 
 from tests.support.model_classes import ATTENTION, RECURRENT, save_class
@@ -12,13 +14,14 @@ CHEAP = "Mixtral"
 # vLLM's rotation for CPUs takes heads that stand in a dimension of their own for tokens: PyTorch's, where there is one.
 ROTATED = {"custom_ops": ["-rotary_embedding"]}
 SMALL = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 8, "compilation_config": ROTATED}
+STEPS = {"seconds": [0.02, 1e-4]}  # with those of the interpreter it may find that no draft pays
 
 
 def served(model, name, cases, *engines):
     """What an engine without drafts says to the first case, and those with drafts, by default, to all."""
     given, first = SMALL | {"model": model}, next(iter(cases))
-    drafting = given | {"cases": cases, "speculative_config": {"method": "sssd"}}
-    script = "recurrent.py" if name in RECURRENT else "serve.py"
+    drafting = given | STEPS | {"cases": cases, "speculative_config": {"method": "sssd"}}
+    script = "recurrent.py" if name in RECURRENT else "latent.py" if name.startswith("Deepseek") else "serve.py"
     plain, *found = run(
         script, [given | {"cases": {first: cases[first]}}, *(drafting | one for one in engines or [{}])]
     )
@@ -37,6 +40,15 @@ def test_a_class_of_models(name, tmp_path, record_property):
     drafted, accepted = found["engine"]["counts"]["again"]
     record_property("drafts", f"{accepted:.0f}/{drafted:.0f}")
     assert drafted >= accepted > 30
+
+
+@pytest.mark.extended
+def test_latent_attention_that_reads_drafts_as_prompts_is_refused(tmp_path):
+    """vLLM's of CPUs, among others."""
+    model = save_class("DeepseekV3", tmp_path)
+    given = SMALL | {"model": str(model), "cases": {}, "speculative_config": {"method": "sssd"}}
+    done = start("serve.py", json.dumps([given]), VLLM_USE_V2_MODEL_RUNNER="1")
+    assert done.returncode and "ValueError: attention CPU_MLA reads drafts as prompts" in done.stderr
 
 
 @pytest.mark.extended
