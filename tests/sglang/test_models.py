@@ -25,7 +25,7 @@ IMAGES = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2
 # Changes of `SHAPE` by family
 MODELS = {
     "Mixtral": {"num_local_experts": 4},
-    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0},
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0, "num_key_value_heads": 4},
     "Qwen3Moe": EXPERTS,
     "GptOss": WINDOWS | {"num_local_experts": 4, "rope_parameters": YARN, "pad_token_id": 0},
     "Gemma2": REPEATING | {"sliding_window": 8},
