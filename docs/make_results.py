@@ -499,7 +499,7 @@ def forced_on_gpu(found: Any) -> Screen:
     )  # fmt: skip
 
 
-@question("Are the tokens those of plain vLLM?", "identity", "identity.json")
+@question("Are the tokens those of plain vLLM?", "identity", "identity.json", "model-classes.json")
 def identity(found: Any) -> Screen:
     kinds = {"greedy": "in batches", "one": "alone", "seeded": "seeded"}
     arms = [

@@ -25,7 +25,7 @@ IMAGES = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2
 # Changes of `SHAPE` by family
 MODELS = {
     "Mixtral": {"num_local_experts": 4},
-    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0},
+    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0, "num_key_value_heads": 4},
     "Qwen3Moe": EXPERTS,
     "GptOss": WINDOWS | {"num_local_experts": 4, "rope_parameters": YARN, "pad_token_id": 0},
     "Gemma2": REPEATING | {"sliding_window": 8},
@@ -59,7 +59,7 @@ def answers(engine):
 
 
 @pytest.mark.parametrize("family", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.extended) for n in MODELS])
-def test_says_what_it_says_without_drafts(tmp_path, family):
+def test_says_what_it_says_without_drafts(tmp_path, family, record_property):
     """Asked again until whole answers are drafted; in trees, of which accepted nodes are moved."""
     model, counts = save(tiny_model(family, seed=5, **MODELS[family]), tmp_path / "model"), tmp_path / "counts.json"
     with sglang_engine(model, env=USUAL, **OPTIONS) as engine:
@@ -70,5 +70,6 @@ def test_says_what_it_says_without_drafts(tmp_path, family):
             assert answers(engine) == expected
             done = read_counts(counts)
             if done["accepted"] > 100 and done["compacted"]:
+                record_property("drafts", f"{done['accepted']}/{done['drafted']}")
                 return
     raise AssertionError(f"hardly anything was drafted: {done}")

@@ -88,7 +88,7 @@ def class_model(name: str, seed: int = 7) -> Any:
     config = class_config(name)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     if config.tie_word_embeddings:  # else each token is followed by itself
-        model.get_input_embeddings().weight.data *= 0.05
+        model.get_input_embeddings().weight.data *= 0.02
     return model
 
 

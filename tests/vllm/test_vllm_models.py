@@ -21,7 +21,7 @@ def answers(llm):
     return generate(llm, token_prompts(case["prompts"]), asked)
 
 
-def check_as_plain(model, **arguments):
+def check_as_plain(model, note, **arguments):
     """By default, the first time and when what was said is known: the tokens of an engine without drafts."""
     with engine(model, **SMALL | arguments) as llm:
         plain = answers(llm)
@@ -33,6 +33,7 @@ def check_as_plain(model, **arguments):
             drafted, accepted = (metric(llm, f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted"))
             if accepted > 60:
                 break
+        note("drafts", f"{accepted:.0f}/{drafted:.0f}")
         assert drafted >= accepted > 60
         check_nothing_is_left(llm)
     return rounding
@@ -57,19 +58,20 @@ def largest_difference(llm):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.extended] * (name != CHEAP)) for name in ATTENTION]
 )
-def test_a_class_of_models(name, tmp_path):
-    check_as_plain(save_class(name, tmp_path))
+def test_a_class_of_models(name, tmp_path, record_property):
+    check_as_plain(save_class(name, tmp_path), record_property)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", QUANTISED)
-def test_quantised_weights(kind, tmp_path):
+def test_quantised_weights(kind, tmp_path, record_property):
     """A batch of another shape is rounded alike, so that tokens are those of plain."""
     dtype = "float32" if kind == "int8" else "bfloat16"
-    assert check_as_plain(quantise(save_class("Llama", tmp_path), kind), dtype=dtype) < 1e-3
+    model = quantise(save_class("Llama", tmp_path), kind)
+    assert check_as_plain(model, record_property, dtype=dtype) < 1e-3
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
-def test_a_quantised_kv_cache(kind, tmp_path):
-    assert check_as_plain(save_class("Llama", tmp_path), kv_cache_dtype=kind) < 1e-3
+def test_a_quantised_kv_cache(kind, tmp_path, record_property):
+    assert check_as_plain(save_class("Llama", tmp_path), record_property, kv_cache_dtype=kind) < 1e-3

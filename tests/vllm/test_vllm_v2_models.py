@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from v2_engines import run
+from v2_engines import run, start
 from vllm_cases import class_case
 
 from tests.support.model_classes import ATTENTION, RECURRENT, save_class
@@ -11,49 +13,59 @@ from tests.support.model_classes import ATTENTION, RECURRENT, save_class
 CHEAP = "Mixtral"
 # vLLM's rotation for CPUs takes heads that stand in a dimension of their own for tokens: PyTorch's, where there is one.
 ROTATED = {"custom_ops": ["-rotary_embedding"]}
-SMALL = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 8, "compilation_config": ROTATED}
+SMALL = {"skip_tokenizer_init": True, "max_model_len": 192, "max_num_seqs": 8, "compilation_config": ROTATED}
+STEPS = {"seconds": [0.02, 1e-4]}  # with those of the interpreter it may find that no draft pays
 
 
-def served(model, name, cases, *engines):
-    """What an engine without drafts says to the first case, and those with drafts, by default, to all."""
+def served(model, name, cases, **few):
+    """What an engine without drafts says to the first case, and one with drafts, by default but for `few`, to all."""
     given, first = SMALL | {"model": model}, next(iter(cases))
-    drafting = given | {"cases": cases, "speculative_config": {"method": "sssd"}}
-    script = "recurrent.py" if name in RECURRENT else "serve.py"
-    plain, *found = run(
-        script, [given | {"cases": {first: cases[first]}}, *(drafting | one for one in engines or [{}])]
-    )
-    assert all(one["engine"]["v2"] and not one["engine"]["failures"] for one in found)
+    drafting = given | STEPS | {"cases": cases, "speculative_config": {"method": "sssd"}}
+    script = "recurrent.py" if name in RECURRENT else "latent.py" if name.startswith("Deepseek") else "serve.py"
+    plain, found = run(script, [given | {"cases": {first: cases[first]}}, drafting | few])
+    assert found["engine"]["v2"] and not found["engine"]["failures"]
     assert min(len(set(tokens)) for tokens in plain[first]) > 2, "else most of what could go wrong would not show"
-    return plain[first], *found
+    return plain[first], found
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.extended] * (name != CHEAP)) for name in ATTENTION | RECURRENT]
 )
-def test_a_class_of_models(name, tmp_path):
+def test_a_class_of_models(name, tmp_path, record_property):
     """The first time and again, when what was said is known: the tokens of an engine without drafts."""
     plain, found = served(save_class(name, tmp_path), name, {"first": class_case(), "again": class_case()})
     assert found["first"] == found["again"] == plain
     drafted, accepted = found["engine"]["counts"]["again"]
+    record_property("drafts", f"{accepted:.0f}/{drafted:.0f}")
     assert drafted >= accepted > 30
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["FalconH1"])
-def test_states_follow_what_is_accepted(name, tmp_path):
-    """After aborts, in few blocks, without prefix caching (mode "none") and with it ("align")."""
-    prompts = {"lengths": (60, 30), "tokens": 20}
+def test_latent_attention_that_reads_drafts_as_prompts_is_refused(tmp_path):
+    """vLLM's of CPUs, among others."""
+    model = save_class("DeepseekV3", tmp_path)
+    given = SMALL | {"model": str(model), "cases": {}, "speculative_config": {"method": "sssd"}}
+    done = start("serve.py", json.dumps([given]), VLLM_USE_V2_MODEL_RUNNER="1")
+    assert done.returncode and "ValueError: attention CPU_MLA reads drafts as prompts" in done.stderr
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("mode", "blocks", "counted"), [("none", 36, "preempted"), ("align", 64, "cached")])
+def test_states_follow_what_is_accepted(mode, blocks, counted, tmp_path, record_property):
+    """After aborts; without prefix caching in too few blocks for two requests, and with it, in blocks of 128 tokens."""
+    name, prompts = "GraniteMoeHybrid", {"lengths": (130, 100), "tokens": 20}
     cases = {case: class_case(**prompts) for case in ("first", "again")} | {"aborted": class_case(abort=6, **prompts)}
-    few = [{"num_gpu_blocks_override": 18 + 6 * cached, "enable_prefix_caching": cached} for cached in (False, True)]
-    plain, *found = served(save_class(name, tmp_path), name, cases, *few)
-    for one in found:
-        assert [one[case] for case in cases] == [plain] * 3
-        assert one["engine"]["accepted"] > 20
+    few = {"num_gpu_blocks_override": blocks, "enable_prefix_caching": mode == "align"}
+    plain, found = served(save_class(name, tmp_path), name, cases, **few)
+    assert [found[case] for case in cases] == [plain] * 3
+    assert found["engine"]["accepted"] > 20 and found["engine"][counted] > 0
+    record_property("drafts", "{accepted:.0f}/{drafted:.0f}".format(**found["engine"]))
+    record_property(counted, f"{found['engine'][counted]:.0f}")
 
 
 @pytest.mark.extended
 def test_wrong_states_are_seen(tmp_path, monkeypatch):
     monkeypatch.setenv("WRONG_STATES", "1")
-    name = "FalconH1"
+    name = "GraniteMoeHybrid"
     plain, found = served(save_class(name, tmp_path), name, {"first": class_case(), "again": class_case()})
     assert found["again"] != plain and found["engine"]["accepted"] > 0

@@ -9,6 +9,7 @@ Every tensor-parallel rank verifies its own copy of the drafts, which rank 0 mak
 
 from __future__ import annotations
 
+import itertools
 import logging
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -127,8 +128,9 @@ class MethodSpeculator(BaseSpeculator):
 
     def prepare(self, runner: Any) -> None:
         """Called once vLLM's GPUModelRunner has its KV cache, before requests. Raises UnsupportedModel: the model
-        supports no draft passes."""
+        supports no draft passes; ValueError: see `check_attention`."""
         name, host = configured(self._vllm_config).name, self.host
+        check_attention(runner, self._vllm_config.scheduler_config.async_scheduling)
         setattr(self._vllm_config.speculative_config, SCHEDULE, self._schedule)
         if host is not None:
             logger.info(start_line(self._vllm_config, name, v2=True))
@@ -274,3 +276,14 @@ class MethodSpeculator(BaseSpeculator):
             if self.warming_up:
                 self.trees.warm_up_verification()
             self.trees.restore_positions(self.next, input_batch)
+
+
+def check_attention(runner: Any, asynchronous: bool) -> None:
+    """Refuse latent attention that reads drafts as parts of prompts: of those vLLM counts the tokens before them on the
+    host, which takes the last drafts to be accepted when it does not know yet. Raises ValueError of one line."""
+    for group in itertools.chain(*runner.attn_groups) if asynchronous else ():
+        if any(hasattr(b, "query_len_support") and b.reorder_batch_threshold == 1 for b in group.metadata_builders):
+            raise ValueError(
+                f"attention {group.backend.get_name()} reads drafts as prompts, with wrong tokens under async "
+                "scheduling: add --attention-backend TRITON_MLA or FLASHINFER_MLA, or serve without speculation"
+            )
