@@ -1,0 +1,164 @@
+"""Model runner V2: n-grams on top of a drafter that vLLM runs. See `v2_engines`, and `built_head` for the drafters."""
+
+from __future__ import annotations
+
+import pytest
+from v2_engines import CRAMPED, OFF, SMALL, run
+from vllm_cases import TINY, greedy_case, seeded_case, token_prompts
+
+from tests.support.built_head import save_glm_with_mtp, save_model_and_head
+from tests.support.models import continuations
+from tests.support.prompts import random_ids
+
+K, TOKENS = 3, 20
+IDS = random_ids([12] * 6, 24, first=2, seed=3)
+ROOM = SMALL | {"max_num_seqs": 8}
+# What a step launches beside the other drafter's: tokens to the host, and n-grams behind its drafts.
+LAUNCHES = ["extend_drafts_kernel", "newest_tokens_kernel"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return save_model_and_head(tmp_path_factory.mktemp("built"), 0.3, **TINY)
+
+
+def on_top(head, **options):
+    return {"method": "sssd+eagle", "model": head, "num_speculative_tokens": K, "policy": "fixed"} | options
+
+
+def alone(head):
+    return {"method": "eagle", "model": head, "num_speculative_tokens": K}
+
+
+def per_verification(found):
+    return 1 + found["accepted"] / found["drafts"]
+
+
+def check_own_drafts(found, stock):
+    """Wherever both have drafted behind the same text, the other drafter has drafted what it drafts alone."""
+    known = {tuple(text): draft for text, draft in stock}
+    pairs = [(draft, known[tuple(text)]) for text, draft in found if tuple(text) in known]
+    assert len(pairs) > 10 and [draft for draft, _ in pairs] == [draft for _, draft in pairs]
+
+
+def check_nothing_is_left(engine):
+    assert engine["held"] == [0, 0, 0] and engine["class"] == "EagleSpeculator", "vLLM's own"
+
+
+def test_n_grams_go_on_behind_the_drafts_of_a_head(built):
+    model, head = built
+    asked = token_prompts(IDS[:4])
+    first, off = greedy_case(asked, TOKENS), greedy_case(asked[:3], TOKENS, each=3 * [OFF])
+    stock = {"speculative_config": alone(head), "cases": {"first": first}}
+    ours = {"speculative_config": on_top(head), "cases": {"first": first, "again": first, "off": off}}
+    stock, found = run("on_top.py", [{"model": model, "own": K, **ROOM, **engine} for engine in (stock, ours)])
+    wanted = continuations(model, IDS[:4], TOKENS)
+    assert stock["first"]["answers"] == found["first"]["answers"] == found["again"]["answers"] == wanted
+    assert found["off"]["answers"] == wanted[:3]
+    for case in ("first", "again", "off"):
+        check_own_drafts(found[case]["own drafts"], stock["first"]["own drafts"])
+    assert 2 < per_verification(stock["first"]) <= per_verification(found["first"])
+    assert per_verification(found["again"]) > 1.3 * (1 + K), "more than the head can draft"
+    drafted, accepted = found["again"]["n-grams"]
+    assert drafted >= accepted > 30 and found["off"]["n-grams"] == [0, 0]
+    assert not any(found[case]["failures"] for case in ("first", "again", "off"))
+    check_nothing_is_left(found["engine"])
+
+
+@pytest.fixture(scope="module")
+def stressed(built):
+    """Engines with too little room, without drafts, with the head alone, and with n-grams on top of it."""
+    model, head = built
+    long = token_prompts([5 * tokens for tokens in IDS[:2]])  # longer than what a step reads
+    greedy = greedy_case(token_prompts(IDS), TOKENS)
+    cases = {"greedy": greedy, "long": greedy_case(long, 3), "seeded": seeded_case()}
+    more = {"long again": cases["long"], "aborted": greedy | {"abort": 5}, "fails": greedy | {"fails": True}}
+    more |= {"seeded, aborted": cases["seeded"] | {"abort": 6}}
+    room = {"model": model, "own": K} | ROOM | CRAMPED | {"max_num_batched_tokens": 40}
+    plain = {"model": model, "cases": cases, **ROOM}
+    return run(
+        "on_top.py",
+        [
+            plain,
+            room | {"cases": cases, "speculative_config": alone(head)},
+            room | {"cases": cases | more, "speculative_config": on_top(head)},
+        ],
+    )
+
+
+@pytest.mark.extended
+def test_answers_are_those_of_an_engine_without_drafts(stressed):
+    plain, stock, found = stressed
+    for case in ("greedy", "long", "seeded", "long again", "aborted", "fails", "seeded, aborted"):
+        assert found[case]["answers"] == plain[case.split(",")[0] if case in plain else CASES[case]]["answers"], case
+    assert stock["greedy"]["answers"] == plain["greedy"]["answers"]
+
+
+CASES = {"long again": "long", "aborted": "greedy", "fails": "greedy", "seeded, aborted": "seeded"}
+
+
+@pytest.mark.extended
+def test_the_head_follows_what_others_have_drafted(stressed):
+    """Through preemption, the prefix cache, prompts read in parts, aborts, and a drafter of ours that fails."""
+    _, stock, found = stressed
+    for case in ("greedy", "aborted", "fails"):
+        check_own_drafts(found[case]["own drafts"], stock["greedy"]["own drafts"])
+    assert sum(found[case]["preempted"] for case in ("greedy", "aborted", "seeded")) > 0
+    assert found["long again"]["cached"] > 0
+    assert found["fails"]["failures"] > 0 and found["greedy"]["failures"] == 0
+    assert per_verification(found["fails"]) >= per_verification(stock["greedy"]), "the head drafts on"
+    check_nothing_is_left(found["engine"])
+
+
+@pytest.mark.extended
+def test_launches_of_a_step(built):
+    """Beside the head's own, as few as can be; none for n-grams where there can be none."""
+    model, head = built
+    engines = [alone(head), on_top(head), on_top(head, ngram_tokens=K)]
+    given = {"model": model, "cases": {}, "launches": True, **ROOM}
+    stock, both, short = (
+        found["engine"]["launches"]
+        for found in run("on_top.py", [given | {"speculative_config": engine} for engine in engines])
+    )
+    verified = [name for name in stock["kernels"] if name not in both["kernels"]]
+    assert verified, "vLLM's kernels of verification, which ours takes the place of"
+    ours = [name for name in both["kernels"] if name not in stock["kernels"]]
+    assert ours == [*LAUNCHES, "verify_kernel"]
+    assert len(both["eager"]) <= len(stock["eager"])
+    assert sorted(set(short["kernels"]) - set(stock["kernels"])) == ["newest_tokens_kernel", "verify_kernel"]
+    for found in (both, short):
+        assert len(found["kernels"]) + len(found["eager"]) <= len(stock["kernels"]) + len(stock["eager"]) + 2
+
+
+@pytest.mark.extended
+def test_lengths_are_learnt_with_the_head_inside(built):
+    """Where rows cost little, n-grams go on behind the head as soon as they are right; where they cost much, never, and
+    no step waits for them."""
+    model, head = built
+    case = greedy_case(token_prompts(IDS), 30)
+    cases = {"first": case, "again": case, "once more": case}
+    given = {"model": model, "cases": cases, "speculative_config": on_top(head, policy="auto"), **ROOM}
+    cheap, dear = run("on_top.py", [given | {"seconds": [0.02, 1e-5]}, given | {"seconds": [1e-3, 1e-2]}])
+    wanted = continuations(model, IDS, 30)
+    for found in (cheap, dear):
+        assert [found[name]["answers"] for name in cases] == 3 * [wanted]
+        assert 1 < found["engine"]["learnt"][0] < K, "accepted tokens of the head"
+    assert per_verification(cheap["once more"]) > 1.3 * (1 + K) and max(cheap["engine"]["lookup"]) > K
+    assert dear["once more"]["drafted"] < 1.6 * K * dear["once more"]["drafts"], "but for some probes"
+    assert dear["once more"]["waits"] < cheap["once more"]["waits"] + 20
+    assert min(dear["engine"]["lookup"][1:]) == K
+
+
+@pytest.mark.extended
+def test_an_mtp_layer_of_a_mixture_of_experts(tmp_path):
+    model = save_glm_with_mtp(tmp_path / "glm", 0.3)
+    cases = {"first": (case := greedy_case(token_prompts(IDS[:4]), TOKENS)), "again": case}
+    methods = [None, {"method": "mtp"}, {"method": "sssd+mtp", "policy": "fixed"}]
+    given = {"model": model, "cases": cases, **ROOM}
+    engines = [given | {"speculative_config": m and m | {"num_speculative_tokens": K}} for m in methods]
+    plain, stock, found = run("on_top.py", [engine | {"own": K * (i > 0)} for i, engine in enumerate(engines)])
+    for name in cases:
+        assert plain[name]["answers"] == stock[name]["answers"] == found[name]["answers"]
+        check_own_drafts(found[name]["own drafts"], stock["first"]["own drafts"])
+    assert per_verification(stock["first"]) > 1.5 and found["again"]["n-grams"][1] > 30
+    assert per_verification(found["again"]) > 1 + K
