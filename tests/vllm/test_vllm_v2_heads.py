@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
-from v2_engines import CRAMPED, OFF, SMALL, run
+from v2_engines import OFF, SMALL, run
 from vllm_cases import TINY, greedy_case, seeded_case, token_prompts
 
 from tests.support.built_head import save_glm_with_mtp, save_model_and_head
@@ -13,8 +15,9 @@ from tests.support.prompts import random_ids
 K, TOKENS = 3, 20
 IDS = random_ids([12] * 6, 24, first=2, seed=3)
 ROOM = SMALL | {"max_num_seqs": 8}
-# What a step launches beside the other drafter's: tokens to the host, and n-grams behind its drafts.
-LAUNCHES = ["extend_drafts_kernel", "newest_tokens_kernel"]
+CRAMPED = {"max_num_batched_tokens": 100, "num_gpu_blocks_override": 9, "block_size": 32}
+# What a step launches in place of vLLM's verification: its sampler draws all tokens, and they are compared.
+SAMPLED, VERIFIED = ["argmax", "gather"], ["_gumbel_sample_kernel", "verify_kernel"]
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +50,14 @@ def check_nothing_is_left(engine):
 
 def test_n_grams_go_on_behind_the_drafts_of_a_head(built):
     model, head = built
-    asked = token_prompts(IDS[:4])
-    first, off = greedy_case(asked, TOKENS), greedy_case(asked[:3], TOKENS, each=3 * [OFF])
+    asked = token_prompts(IDS[:3])
+    first, off = greedy_case(asked, TOKENS), greedy_case(asked, TOKENS, each=3 * [OFF])
     stock = {"speculative_config": alone(head), "cases": {"first": first}}
     ours = {"speculative_config": on_top(head), "cases": {"first": first, "again": first, "off": off}}
     stock, found = run("on_top.py", [{"model": model, "own": K, **ROOM, **engine} for engine in (stock, ours)])
-    wanted = continuations(model, IDS[:4], TOKENS)
+    wanted = continuations(model, IDS[:3], TOKENS)
     assert stock["first"]["answers"] == found["first"]["answers"] == found["again"]["answers"] == wanted
-    assert found["off"]["answers"] == wanted[:3]
+    assert found["off"]["answers"] == wanted
     for case in ("first", "again", "off"):
         check_own_drafts(found[case]["own drafts"], stock["first"]["own drafts"])
     assert 2 < per_verification(stock["first"]) <= per_verification(found["first"])
@@ -69,18 +72,18 @@ def test_n_grams_go_on_behind_the_drafts_of_a_head(built):
 def stressed(built):
     """Engines with too little room, without drafts, with the head alone, and with n-grams on top of it."""
     model, head = built
-    long = token_prompts([5 * tokens for tokens in IDS[:2]])  # longer than what a step reads
+    long = token_prompts([8 * tokens for tokens in IDS[:2]])  # together longer than what a step reads
     greedy = greedy_case(token_prompts(IDS), TOKENS)
-    cases = {"greedy": greedy, "long": greedy_case(long, 3), "seeded": seeded_case()}
+    cases = {"greedy": greedy, "seeded": seeded_case(), "long": greedy_case(long, 3)}
     more = {"long again": cases["long"], "aborted": greedy | {"abort": 5}, "fails": greedy | {"fails": True}}
     more |= {"seeded, aborted": cases["seeded"] | {"abort": 6}}
-    room = {"model": model, "own": K} | ROOM | CRAMPED | {"max_num_batched_tokens": 40}
-    plain = {"model": model, "cases": cases, **ROOM}
+    plain = {"model": model, "cases": cases} | ROOM | {"max_model_len": 128}
+    room = plain | {"own": K} | CRAMPED
     return run(
         "on_top.py",
         [
             plain,
-            room | {"cases": cases, "speculative_config": alone(head)},
+            room | {"speculative_config": alone(head)},
             room | {"cases": cases | more, "speculative_config": on_top(head)},
         ],
     )
@@ -110,9 +113,14 @@ def test_the_head_follows_what_others_have_drafted(stressed):
     check_nothing_is_left(found["engine"])
 
 
+def more(found, stock, kind):
+    """What is launched more often, as often."""
+    return sorted((Counter(found[kind]) - Counter(stock[kind])).elements())
+
+
 @pytest.mark.extended
 def test_launches_of_a_step(built):
-    """Beside the head's own, as few as can be; none for n-grams where there can be none."""
+    """Beside the head's own: tokens go to the host, and n-grams come behind its drafts, where there can be any."""
     model, head = built
     engines = [alone(head), on_top(head), on_top(head, ngram_tokens=K)]
     given = {"model": model, "cases": {}, "launches": True, **ROOM}
@@ -120,14 +128,10 @@ def test_launches_of_a_step(built):
         found["engine"]["launches"]
         for found in run("on_top.py", [given | {"speculative_config": engine} for engine in engines])
     )
-    verified = [name for name in stock["kernels"] if name not in both["kernels"]]
-    assert verified, "vLLM's kernels of verification, which ours takes the place of"
-    ours = [name for name in both["kernels"] if name not in stock["kernels"]]
-    assert ours == [*LAUNCHES, "verify_kernel"]
-    assert len(both["eager"]) <= len(stock["eager"])
-    assert sorted(set(short["kernels"]) - set(stock["kernels"])) == ["newest_tokens_kernel", "verify_kernel"]
-    for found in (both, short):
-        assert len(found["kernels"]) + len(found["eager"]) <= len(stock["kernels"]) + len(stock["eager"]) + 2
+    for found, ours in ((both, ["extend_drafts_kernel", "newest_tokens_kernel"]), (short, ["newest_tokens_kernel"])):
+        assert more(found, stock, "kernels") == sorted([*VERIFIED, *ours])
+        assert more(found, stock, "eager") == SAMPLED
+        assert len(found["kernels"]) <= len(stock["kernels"])
 
 
 @pytest.mark.extended
@@ -143,15 +147,16 @@ def test_lengths_are_learnt_with_the_head_inside(built):
     for found in (cheap, dear):
         assert [found[name]["answers"] for name in cases] == 3 * [wanted]
         assert 1 < found["engine"]["learnt"][0] < K, "accepted tokens of the head"
-    assert per_verification(cheap["once more"]) > 1.3 * (1 + K) and max(cheap["engine"]["lookup"]) > K
-    assert dear["once more"]["drafted"] < 1.6 * K * dear["once more"]["drafts"], "but for some probes"
-    assert dear["once more"]["waits"] < cheap["once more"]["waits"] + 20
-    assert min(dear["engine"]["lookup"][1:]) == K
+    assert per_verification(cheap["once more"]) > 1.15 * per_verification(cheap["first"])
+    rows = [found["once more"]["drafted"] / found["once more"]["drafts"] for found in (cheap, dear)]
+    assert rows[0] > 2 * K and rows[1] < 1.4 * K, "but for some probes"
+    gained, expected = cheap["engine"]["learnt"][1:]
+    assert 0 < gained < expected, "both must agree"
 
 
 @pytest.mark.extended
 def test_an_mtp_layer_of_a_mixture_of_experts(tmp_path):
-    model = save_glm_with_mtp(tmp_path / "glm", 0.3)
+    model = save_glm_with_mtp(tmp_path / "glm", 0.1)
     cases = {"first": (case := greedy_case(token_prompts(IDS[:4]), TOKENS)), "again": case}
     methods = [None, {"method": "mtp"}, {"method": "sssd+mtp", "policy": "fixed"}]
     given = {"model": model, "cases": cases, **ROOM}
@@ -161,4 +166,4 @@ def test_an_mtp_layer_of_a_mixture_of_experts(tmp_path):
         assert plain[name]["answers"] == stock[name]["answers"] == found[name]["answers"]
         check_own_drafts(found[name]["own drafts"], stock["first"]["own drafts"])
     assert per_verification(stock["first"]) > 1.5 and found["again"]["n-grams"][1] > 30
-    assert per_verification(found["again"]) > 1 + K
+    assert per_verification(found["again"]) > 1.2 * per_verification(stock["again"])

@@ -19,6 +19,7 @@ from vllm import LLM
 
 from bench.lib import launches
 from freedraft.engines.vllm.v2.requests import GainedTokens
+from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from tests.vllm.v2_interpreted import serve
 
 NAMES = {"drafts": "spec_decode_num_drafts", "drafted": "spec_decode_num_draft_tokens"}
@@ -88,7 +89,8 @@ def served(model, cases, speculative_config=None, *, own=0, seconds=(), launches
     llm = LLM(model, speculative_config=speculative_config, **{"gpu_memory_utilization": 0.2} | given)
     try:
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        ours = getattr(runner.speculator, "_freedraft_speculator", None)
+        ours = getattr(runner.speculator, "_freedraft_speculator", runner.speculator)
+        ours = ours if isinstance(ours, MethodSpeculator) else None
         counted = totals(llm) if launches else {}
         noted = note_drafts(runner, own) if own else []
         waits = serve.note_waits()
