@@ -2,8 +2,8 @@
 
     python -m bench.heads --json bench/results/heads.json
 
-The model is synthetic: random, of two layers, with an EAGLE head that is right as often as `tests.support.built_head`
-builds it. Each prompt is asked twice: the second time its answer has been learnt, so that n-grams are right.
+Models are synthetic: random, of two layers, with an EAGLE head that is right as often as `tests.support.built_head`
+builds it, by a factor. Each prompt is asked twice: the second time its answer has been learnt, so that n-grams are right.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from bench.lib.results import ROOT, write_json
 from tests.support.built_head import save_model_and_head
 from tests.support.prompts import random_ids
 
-K, TOKENS, FACTOR, VOCABULARY = 3, 30, 0.3, 24
+K, TOKENS, FACTORS, VOCABULARY = 3, 30, (0.1, 0.3), 24
 SHAPE = {"vocab_size": VOCABULARY, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 1}
 SHAPE |= {"head_dim": 32, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1}
 ROOM = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_batched_tokens": 128, "max_num_seqs": 8}
@@ -35,12 +35,12 @@ def arms(head: Path) -> dict[str, dict[str, Any] | None]:
     }
 
 
-def measure(folder: Path) -> dict[str, Any]:
-    """The table by arm, and whether all answers are those of the model alone."""
+def measure(folder: Path, factor: float) -> dict[str, Any]:
+    """By arm: counts, and whether all answers are those of the model alone."""
     sys.path.insert(0, str(ROOT / "tests" / "vllm"))
     from v2_engines import run
 
-    model, head = save_model_and_head(folder, FACTOR, **SHAPE)
+    model, head = save_model_and_head(folder, factor, **SHAPE)
     asked = {"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True}
     case = {"prompts": random_ids([12] * 6, VOCABULARY, first=2, seed=3), "parameters": asked}
     engine = {"model": str(model), "cases": {"first": case, "again": case}, **ROOM}
@@ -56,18 +56,21 @@ def measure(folder: Path) -> dict[str, Any]:
             }
             for name in ("first", "again")
         }
-    return {"head tokens": K, "prompts": len(case["prompts"]), "answer tokens": TOKENS, "arms": table}
+    return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        figures = measure(Path(folder))
+    figures: dict[str, Any] = {"head tokens": K, "prompts": 6, "answer tokens": TOKENS, "factors": {}}
+    for factor in FACTORS:
+        with tempfile.TemporaryDirectory() as folder:
+            figures["factors"][str(factor)] = measure(Path(folder), factor)
     print(json.dumps(figures, indent=1))
     write_json(arguments.json, figures)
-    if not all(row["identical"] for arm in figures["arms"].values() for row in arm.values()):
+    all_arms = [arm for table in figures["factors"].values() for arm in table.values()]
+    if not all(row["identical"] for arm in all_arms for row in arm.values()):
         sys.exit("error: an arm has other answers than plain decoding")
 
 
