@@ -3,7 +3,7 @@
     python -m bench.heads --json bench/results/heads.json
 
 Models are synthetic: random, of two layers, with an EAGLE head that is right as often as `tests.support.built_head`
-builds it, by a factor. Each prompt is asked twice: the second time its answer has been learnt, so that n-grams are right.
+builds it, by a factor. Each prompt is asked twice: the second time its answer is known, so that n-grams are right.
 """
 
 import argparse
