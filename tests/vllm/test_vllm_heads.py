@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 
 import pytest
 from vllm_cases import TINY
@@ -70,6 +71,16 @@ def test_short_flags_and_fixed_lengths(built):
     assert config.speculative_config.num_speculative_tokens_per_batch_size is None
     config = config_of(glm, {"method": "sssd+mtp", K: 1})
     assert config.speculative_config.method == "mtp" and methods.configured(config).head == 1
+
+
+def test_vllm_detects_the_head(built, tmp_path):
+    model, head, _ = built
+    config = config_of(
+        model, {"method": "sssd+auto", "model": str(shutil.copytree(head, tmp_path / "eagle-tiny")), K: 3}
+    )
+    assert config.speculative_config.method == "eagle" and methods.configured(config).head == 3
+    with pytest.raises(ConfigError, match=r"'draft_model'.*mtp, eagle, eagle3 only"):
+        config_of(model, {"method": "sssd+auto", "model": str(model), K: 3})
 
 
 def test_no_more_than_the_head_where_longer_drafts_cost_too_much(built):
