@@ -188,7 +188,7 @@ def concurrency(served: Any, simulated: Any) -> Screen:
 
 @question(
     "How good are the drafts?", "drafts", "replay.json replay-paper.json replay-reference.json",
-    "replay-stores.json sessions.json long-copies.json long-copies-paper.json",
+    "replay-stores.json sessions.json long-copies.json long-copies-paper.json heads.json",
 )  # fmt: skip
 def drafts(rows: Any, paper: Any, reference: Any) -> Screen:
     names = {("sssd", "learned"): "sssd", ("suffix", None): "suffix decoding", ("lookup", None): "prompt lookup"}

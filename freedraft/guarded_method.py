@@ -6,6 +6,7 @@ import atexit
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -218,6 +219,12 @@ class GuardedMethod:
             self.metrics.seconds.observe(seconds)
             with self:
                 self._count_reasons(step, draft)
+
+    def count_head(self, accepted: NDArray[np.int64]) -> None:
+        """Count accepted tokens of the drafter that ours are on top of: [B], of each of its drafts."""
+        for length, drafts in Counter(accepted.tolist()).items():
+            self.metrics.head_lengths(str(length)).inc(drafts)
+        self._report.add_head(accepted)
 
     def _count_reasons(self, step: Step, draft: DraftBatch) -> None:
         undrafted = draft.counts <= 1

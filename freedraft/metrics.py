@@ -57,6 +57,8 @@ class Metrics:
         self.failures = one("Counter", "failures", failures)
         # Functions of a label's value: the number of accepted draft tokens; the reason.
         self.accepted_lengths = by("length", "accepted_lengths", "Drafts verified, by number of accepted tokens")
+        heads = "Drafts verified of the model's own drafter, by number of accepted tokens"
+        self.head_lengths = by("length", "head_accepted_lengths", heads)
         self.undrafted = by("reason", "undrafted_requests", undrafted)
 
     def add(self, step: Step, rows: Any = slice(None)) -> None:

@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
@@ -29,6 +32,8 @@ class _Sums:
     accepted: int = 0
     compared: int = 0  # steps with an estimated speedup over plain decoding
     speedups: float = 0.0
+    head_drafts: int = 0
+    head_accepted: int = 0
 
 
 class Report:
@@ -56,6 +61,12 @@ class Report:
             self._report(sums)
             self._sums = None
 
+    def add_head(self, accepted: NDArray[np.int64]) -> None:
+        """See `GuardedMethod.count_head`."""
+        if self._sums is not None:
+            self._sums.head_drafts += len(accepted)
+            self._sums.head_accepted += int(accepted.sum())
+
     def _report(self, sums: _Sums) -> None:
         share = sums.drafted / max(sums.requests, 1)
         speedup = sums.speedups / sums.compared if sums.compared else math.nan
@@ -69,8 +80,12 @@ class Report:
         else:
             brings = f"{sums.tokens / sums.requests:.2f} tokens per step, "
             brings += f"{sums.accepted / max(sums.draft_tokens, 1):.0%} of draft tokens accepted"
+            alone = "without drafts"
+            if sums.head_drafts:
+                alone, of_head = "the model's own drafter alone", sums.head_accepted / sums.head_drafts
+                brings = f"{brings.replace('draft', 'n-gram')}, {of_head:.2f} tokens of it per step"
             if sums.compared:
-                brings = f"about {speedup:.2f} times as fast as without drafts; {brings}"
+                brings = f"about {speedup:.2f} times as fast as {alone}; {brings}"
         level = logging.WARNING if state == "slow" else logging.INFO
         minutes = (self._clock() - sums.since) / 60
         logger.log(level, "freedraft: %s, last %.0f minutes: %s", self._method, minutes, brings)

@@ -53,7 +53,7 @@ def make_controller(
         try:
             measured = Measured(roofline_of(context, profile), step_times)
             if context.lengths is not None:
-                controller = BatchLengths(measured, context.lengths)
+                controller = BatchLengths(measured, context.lengths, context.head)
             else:
                 controller = (DrafterDecides if drafter_decides else Auto)(profile, most, widths, measured)
         except ConfigError as error:
@@ -69,11 +69,13 @@ def draft_lengths(
     if policy == "fixed":
         return None
     profile, max_tokens = choose_profile(hardware, context.device), context.max_draft_tokens
-    length_of: Callable[[int], int] = Knee(profile, max_tokens, None, knee or knee_of(context, profile)).length
+    by_knee = Knee(profile, max_tokens, None, knee or knee_of(context, profile)).length
+    length_of: Callable[[int], int] = lambda batch: max(by_knee(batch), context.head)  # noqa: E731
+    lengths = context.lengths or candidate_lengths(max_tokens)
     learnt: tuple[int, ...] = ()
     if policy == "auto":
         with suppress(ConfigError):  # as in `make_controller`: the knee decides
-            model = BatchLengths(Measured(roofline_of(context, profile)), candidate_lengths(max_tokens))
+            model = BatchLengths(Measured(roofline_of(context, profile)), lengths, context.head)
             length_of, learnt = (lambda batch: model.best(model.seconds(batch, CONTEXT))), tuple(model.lengths.tolist())
     rows: Rows = []
     first = 1

@@ -1,10 +1,11 @@
-"""`top_tokens` against a full sort, and `newest_tokens` against Python lists."""
+"""`top_tokens` against a full sort; `newest_tokens` and `extend_drafts` against Python lists."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 from freedraft_kernels import top_tokens
+from freedraft_kernels.device.extend_drafts import extend_drafts
 from freedraft_kernels.device.newest_tokens import newest_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -81,3 +82,30 @@ def test_newest_tokens_by_triton_are_what_lists_give(lengths: list[int], random,
         padded = [texts[slot][0]] * (length + 1) + texts[slot]
         assert out[b].tolist() == [int(gained[b]), lengths[slot], *padded[-length - 1 :]]
         assert drafts[b].tolist() == [texts[slot][-1]] * length
+
+
+@runs_triton
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(st.integers(1, 5), st.integers(0, 12), st.randoms(use_true_random=False))
+def test_n_grams_go_on_behind_drafts_that_they_begin_with(own: int, more: int, random) -> None:
+    length, slots, text = own + more, 6, [7] * 40
+    drafts, ngrams = ([[random.randint(0, 1) for _ in range(length)] for _ in range(slots)] for _ in range(2))
+    chosen = random.sample(range(slots), 4)
+    verified = [random.choice([0, own, length]) for _ in chosen]
+    rows, ends = [0], [0]
+    for n in verified:
+        rows.append(rows[-1] + 1 + n)
+        ends.append(ends[-1] + 1 + n + random.randint(0, 2))
+    wanted, inputs = [[*draft] for draft in drafts], text[: ends[-1]]
+    for b, slot in enumerate(chosen):
+        if drafts[slot][:own] == ngrams[slot][:own]:
+            wanted[slot] = ngrams[slot]
+            first = ends[b + 1] - verified[b]
+            inputs[first + own : ends[b + 1]] = ngrams[slot][own : verified[b]]
+    found, tokens = torch.tensor(drafts).to(DEVICE), torch.tensor(text[: ends[-1]], dtype=torch.int32).to(DEVICE)
+    where, ends_, rows_ = (torch.tensor(x, dtype=torch.int32).to(DEVICE) for x in (chosen, ends, rows))
+    extend_drafts(found, torch.tensor(ngrams).to(DEVICE), where, tokens, ends_, rows_, own)
+    assert found.tolist() == wanted and tokens.tolist() == inputs
+    nowhere = torch.zeros_like(rows_)
+    extend_drafts(found, torch.tensor(ngrams).to(DEVICE), where, tokens, nowhere, nowhere, own)
+    assert tokens.tolist() == inputs

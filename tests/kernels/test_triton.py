@@ -28,7 +28,7 @@ def test_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     run = subprocess.run([*command, Path(__file__).parent], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-8000:] + run.stderr[-2000:]
-    assert "12 passed, 4 skipped" in run.stdout, run.stdout[-2000:]
+    assert "13 passed, 4 skipped" in run.stdout, run.stdout[-2000:]
 
 
 @runs_triton
@@ -92,6 +92,7 @@ Case = tuple[Any, dict[str, int | None], int, dict[str, str]]
 
 def cases() -> dict[str, Case]:
     """Kernel, compile-time arguments, warps, types: as launched at 32 nodes, and at the largest sizes."""
+    from freedraft_kernels.device.extend_drafts import extend_drafts_kernel
     from freedraft_kernels.device.inputs import tree_inputs_kernel
     from freedraft_kernels.device.kv_pool import compact_kernel
     from freedraft_kernels.device.newest_tokens import newest_tokens_kernel
@@ -110,6 +111,8 @@ def cases() -> dict[str, Case]:
     attended = sizes | {"HEADS": 32, "GROUP": 4, "PAGE": 16, "ROWS": 128, "TILE": 64}
     flash = long | {"rows": "*i64", "table": "*i32", "stride": "i32"}
     flash |= dict.fromkeys(("ends", "past_lengths", "past_ends", "past_pages"), "*i32")
+    extended = {"drafts": "*i64", "ngrams": "*i64", "slots": "*i32"}
+    extended |= dict.fromkeys(("inputs", "ends", "rows"), "*i32")
     less = {"ROWS": 64, "TILE": 32}  # at once, of more bytes
 
     def attends(dtype: str, **constants: int) -> Case:
@@ -124,6 +127,7 @@ def cases() -> dict[str, Case]:
 
     return {
         "newest tokens": (newest_tokens_kernel, {"BLOCK": 16}, 1, {"slots": "*i32", "out": "*i32"}),
+        "extend drafts": (extend_drafts_kernel, {"BLOCK": 16}, 1, extended),
         "attention": attends("bf16"),
         "attention, all keys at once": attends("fp16", SEGMENTS=1, TREES_ONLY=True),
         "attention, float32": attends("fp32", SEGMENTS=16, **less),

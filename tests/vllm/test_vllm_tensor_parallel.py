@@ -11,6 +11,7 @@ from v2_engines import start
 from vllm_cases import two_skip_sets
 from vllm_server import clients_that_go_away, complete, metric, metrics, serving
 
+from tests.support.built_head import save_model_and_head
 from tests.support.models import continuations, save, tiny_model
 from tests.support.prompts import SHORT, random_ids
 
@@ -130,3 +131,12 @@ def test_two_data_parallel_replicas(demo_model, tmp_path):
     with serving(model, tmp_path, speculative, *replicas, drafters=2, **environment) as server:
         before = metric(server, "freedraft_accepted_tokens_total")
         assert complete(server.port, SHORT[0]) and metric(server, "freedraft_accepted_tokens_total") > before
+
+
+@pytest.mark.extended
+def test_n_grams_on_top_of_a_head(tmp_path):
+    """Each rank has the head's drafts, and n-grams of rank 0 behind them."""
+    model, head = save_model_and_head(tmp_path, 0.1, **SHAPE)
+    method = {"method": "sssd+eagle", "model": str(head), "num_speculative_tokens": 3, "policy": "fixed"}
+    found = answers(model, 2, INTERPRETED, speculative_config=method)
+    assert found["answers"] == 2 * [continuations(model, PROMPTS, 30)] and found["accepted"] > 130

@@ -21,13 +21,15 @@ SCHEDULE = "num_speculative_tokens_per_batch_size"
 class Configured:
     """Our data in a SpeculativeConfig. lengths: draft tokens per request that model runner V2 chooses from while
     serving, or none; graph_mode_given: whether the user has set a CUDA graph mode; shape: of drafts on model runner V2,
-    "chain", "tree", or "auto" for trees if attention verifies them in all its steps."""
+    "chain", "tree", or "auto" for trees if attention verifies them in all its steps; head: draft tokens of the drafter
+    that n-grams are on top of, 0 for none."""
 
     name: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     lengths: tuple[int, ...] = ()
     graph_mode_given: bool = False
     shape: str = "chain"
+    head: int = 0
 
 
 def configured(vllm_config: Any) -> Configured:
@@ -36,7 +38,7 @@ def configured(vllm_config: Any) -> Configured:
 
 
 def context_of_arguments(
-    engine_args: Any, model_config: Any, max_draft_tokens: int, lengths: tuple[int, ...] | None
+    engine_args: Any, model_config: Any, max_draft_tokens: int, lengths: tuple[int, ...] | None, head: int = 0
 ) -> EngineContext:
     """The context in the front end, before the engine starts. lengths: in model runner V2, possible draft lengths."""
     return _context(
@@ -47,6 +49,7 @@ def context_of_arguments(
         tensor_parallel=engine_args.tensor_parallel_size,
         rank=engine_args.data_parallel_rank or 0,
         lengths=lengths,
+        head=head,
     )
 
 
@@ -59,7 +62,7 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
     most: int = vllm_config.speculative_config.num_speculative_tokens
     # Replicas that share experts step together, padded to the widest: one length for all.
     together = parallel.data_parallel_size > 1 and getattr(vllm_config.model_config, "is_moe", False)
-    lengths = (most,) if together else None
+    lengths, head = (most,) if together else None, configured(vllm_config).head
     return _context(
         vllm_config.model_config,
         most,
@@ -67,8 +70,9 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
         page_size=vllm_config.cache_config.block_size,
         tensor_parallel=parallel.tensor_parallel_size,
         rank=replica,
-        gives_logits=v2_lengths is not None,
+        gives_logits=v2_lengths is not None and not head,  # only the device knows which tokens of a head were verified
         lengths=v2_lengths or lengths,
+        head=head,
     )
 
 
@@ -129,6 +133,9 @@ def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
         lengths = f"draft tokens by number of requests{learnt[0]}: {by_size}{learnt[1]}"
     if v2 and getattr(vllm_config.speculative_config, ADAPTIVE, False):
         lengths += ", of which the batch's likeliest are verified, as many as pay"
+    if head := configured(vllm_config).head:
+        name = vllm_config.speculative_config.method
+        method, lengths = f"{method}+{name}", f"{head} draft tokens of '{name}', continued by n-grams; {lengths}"
     asked = configured(vllm_config).shape == "tree"
     ranks = {
         "tensor": parallel.tensor_parallel_size,

@@ -199,6 +199,20 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
     vllm.utils.torch_utils.async_tensor_h2d(data, device, out)
 """)
 
+# Also needed on top of a drafter that vLLM runs.
+HEAD_HOOKS = table("""
+    # n-grams on top of another drafter in model runner V2
+    vllm.config.SpeculativeConfig has draft_model_config, parallel_drafting, draft_sample_method
+    vllm.v1.worker.gpu.model_runner.init_speculator(vllm_config, device, req_states)
+    vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator has draft_tokens, idx_mapping
+    vllm.v1.worker.gpu.spec_decode.eagle.speculator.EagleSpeculator.propose(num_speculative_tokens)
+    vllm.v1.worker.gpu.spec_decode.eagle.speculator.EagleSpeculator.capture
+    vllm.v1.worker.gpu.spec_decode.mtp.speculator.MTPSpeculator.propose(num_speculative_tokens)
+    vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorCudaGraphManager.capture(forward_fn,
+        specialize_spec_tokens)
+    vllm.v1.worker.gpu.input_batch.InputBuffers has input_ids
+""")
+
 STREAM_HOOKS = table("""
     # streams, token by token
     vllm.v1.engine.async_llm.AsyncLLM.generate(prompt, sampling_params)
@@ -213,7 +227,7 @@ STREAM_HOOKS = table("""
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # Hooks of optional features.
-OPTIONAL_HOOKS = V2_HOOKS + STREAM_HOOKS
+OPTIONAL_HOOKS = V2_HOOKS + HEAD_HOOKS + STREAM_HOOKS
 
 
 def settings() -> list[str]:

@@ -11,14 +11,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.cost.auto_by_batch import candidate_lengths
 from freedraft.engines.hooks import Hook, check, stop_start
-from freedraft.engines.vllm import guards
+from freedraft.engines.vllm import guards, heads
 from freedraft.engines.vllm.context import (
     ADAPTIVE,
     ATTRIBUTE,
@@ -31,6 +30,7 @@ from freedraft.engines.vllm.context import (
 from freedraft.engines.vllm.hooks import (
     AOT_SWITCH,
     CONFIG_HOOKS,
+    HEAD_HOOKS,
     MODEL_HOOKS,
     RUNNER_HOOKS,
     SCHEDULER_HOOKS,
@@ -42,6 +42,7 @@ from freedraft.engines.vllm.patching import (
     MARK,
     after,
     before,
+    rewritten,
     share_logging,
     signature_of,
     start_with_numba_loaded,
@@ -114,7 +115,8 @@ def register(spec: MethodSpec) -> bool:
 
 def _install_v2(_: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Hook model runner V2 only in workers that use it: importing it takes seconds."""
-    if _is_ours(vllm_config) and vllm_config.speculative_config.method == V2_METHOD:
+    on_top = configured(vllm_config).head > 0
+    if _is_ours(vllm_config) and (on_top or vllm_config.speculative_config.method == V2_METHOD):
         from freedraft.engines.vllm.v2.install import install
 
         install()
@@ -164,9 +166,11 @@ def _warn(spec: MethodSpec, missing: list[str], consequence: str) -> None:
 
 def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwargs: Any) -> Any:
     given = {str(key).replace("-", "_"): value for key, value in (args.speculative_config or {}).items()}
-    spec = METHODS.get(str(given.get("method") or getattr(args, "spec_method", None)).lower())
-    if spec is None:
+    name, on_top, head = str(given.get("method") or getattr(args, "spec_method", None)).lower().partition("+")
+    if (spec := METHODS.get(name)) is None:
         return original(args, *others, **kwargs)
+    if on_top:
+        return _with_head(original, args, others, kwargs, spec, head, given)
     try:
         config, options = _split(args, spec, given)
         v2 = runs_v2(args, spec)
@@ -177,7 +181,7 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
     hooks += MODEL_HOOKS if spec.runs_model else ()
     if missing := check(hooks):
         _warn(spec, missing, "serving without speculation")
-        with _rewritten(args, None):
+        with rewritten(args, None):
             return original(args, *others, **kwargs)
     try:
         model_config, parallel_config = signature_of(original).bind(args, *others, **kwargs).args[1:3]
@@ -197,11 +201,53 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
     if spec.runs_model and AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
     stream_by_token()
-    with _rewritten(args, config):
+    with rewritten(args, config):
         made = original(args, *others, **kwargs)
     given = options.model_dump(mode="json", exclude_none=True)
     graph_mode_given = args.compilation_config.cudagraph_mode is not None
     setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given, shape))
+    return made
+
+
+def _with_head(
+    original: Callable[..., Any], args: Any, others: tuple[Any, ...], kwargs: dict[str, Any], spec: MethodSpec,
+    head: str, given: dict[str, Any],
+) -> Any:  # fmt: skip
+    """vLLM's configuration of a drafter of its own, made for its own K; then with room for n-grams behind."""
+    try:
+        most = heads.take(spec, head, given := {"model": getattr(args, "spec_model", None)} | given)
+        config, options = _split(args, spec, given, head)
+        heads.check(spec, head, config, options, v2=runs_v2(args, spec))
+    except ConfigError as error:
+        stop_start(error)
+    missing = check(V2_HOOKS + HEAD_HOOKS)
+    with rewritten(args, config):
+        try:
+            made = original(args, *others, **kwargs)
+        except NotImplementedError:
+            stop_start(_error(spec, f"this model has no drafter '{head}' that vLLM knows: use 'sssd' alone"))
+    if missing:
+        _warn(spec, missing, f"'{head}' drafts alone")
+        return made
+    try:
+        model_config, parallel_config = signature_of(original).bind(args, *others, **kwargs).args[1:3]
+        own = made.num_speculative_tokens
+        longest = heads.longest(spec, made, most, model_config, parallel_config)
+        shape, chosen = "chain", most is not None
+        config |= {K: longest}
+        context = _check(
+            args, spec, options, model_config, parallel_config, config, shape, v2=True, given=chosen, head=own
+        )
+        made.num_speculative_tokens, learnt = config[K], tuple[int, ...]()
+        if spec.schedule is not None and config[K] > own and (found := spec.schedule(options, context)):
+            rows, learnt = found
+            setattr(made, SCHEDULE, rows)
+    except ConfigError as error:
+        stop_start(error)
+    stream_by_token()
+    graph_mode_given = args.compilation_config.cudagraph_mode is not None
+    given = options.model_dump(mode="json", exclude_none=True)
+    setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given, shape, own))
     return made
 
 
@@ -240,21 +286,6 @@ def _keep_lengths_of_replicas(original: Callable[..., Any], vllm_config: Any) ->
         setattr(vllm_config.speculative_config, ATTRIBUTE, dataclasses.replace(ours, lengths=()))
 
 
-@contextmanager
-def _rewritten(engine_args: Any, config: dict[str, Any] | None) -> Iterator[None]:
-    """Context in which EngineArgs has this speculative config; then the user's again: vLLM may create its configuration
-    twice."""
-    names = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
-    given = {name: getattr(engine_args, name) for name in names if hasattr(engine_args, name)}
-    try:
-        for name in given:
-            setattr(engine_args, name, config if name == "speculative_config" else None)
-        yield
-    finally:
-        for name, value in given.items():
-            setattr(engine_args, name, value)
-
-
 def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
     """Whether model runner V2 serves this method: if vLLM would use it without speculation, and the method supports it.
     Raises ConfigError: the method does not support an option."""
@@ -288,7 +319,10 @@ def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
     return bool(v2)
 
 
-def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[dict[str, Any], PluginOptions]:
+def _split(
+    engine_args: Any, spec: MethodSpec, given: dict[str, Any], head: str = ""
+) -> tuple[dict[str, Any], PluginOptions]:
+    """Settings of vLLM's SpeculativeConfig, and our options. head: drafter of vLLM's whose settings are given, too."""
     from vllm.config import SpeculativeConfig
 
     option_type = spec.options
@@ -298,22 +332,24 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[d
     for key, value in given.items():
         if key in option_type.model_fields:
             flags[key] = value
-        elif key in ENGINE_KEYS:
+        elif key in ENGINE_KEYS or (head and key in others - {"method"}):
             config[key] = value
         elif key != "method":
             nearest = suggestion(key, ["method", *ENGINE_KEYS, *option_type.model_fields])
             remedy = "leave it out, it is for vLLM's other methods" if key in others else nearest
             raise _error(spec, f"unknown option '{key}': {remedy}")
-    if getattr(engine_args, "spec_model", None) is not None:
+    if head:
+        config |= {} if head == heads.AUTO else {"method": head}
+    elif getattr(engine_args, "spec_model", None) is not None:
         raise _error(spec, "option '--spec-model' has no meaning here: remove it")
     spec_tokens = getattr(engine_args, "spec_tokens", None)
     if spec_tokens is not None:
         if K in config:
             raise _error(spec, f"{K} is given twice: remove --spec-tokens or the key in --speculative-config")
         config[K] = spec_tokens
-    tokens = config.setdefault(K, spec.default_length)
+    tokens = config.setdefault(K, None if head else spec.default_length)
     if tokens is None:
-        raise _error(spec, f"option '{K}' is missing: add \"{K}\": 8")
+        raise _error(spec, f"option '{K}' is missing: add \"{K}\": {3 if head else 8}")
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_DRAFT_TOKENS:
         raise _error(spec, f"option '{K}' must be a whole number from 1 to {MAX_DRAFT_TOKENS}, not {tokens!r}: try 8")
     if (way := config.get(VERIFICATION)) in LOSSY:
@@ -323,7 +359,7 @@ def _split(engine_args: Any, spec: MethodSpec, given: dict[str, Any]) -> tuple[d
 
 def _check(
     engine_args: Any, spec: MethodSpec, options: PluginOptions, model_config: Any, parallel_config: Any,
-    config: dict[str, Any], shape: str, *, v2: bool, given: bool,
+    config: dict[str, Any], shape: str, *, v2: bool, given: bool, head: int = 0,
 ) -> EngineContext:  # fmt: skip
     """The engine's context; `config` gets a length that fits. Raises ConfigError for settings that would fail later."""
     try:
@@ -337,9 +373,10 @@ def _check(
         trees = shape == "tree" or (shape == "auto" and "TRITON_ATTN" in attention)
         trees = trees and v2 and not config.get(ADAPTIVE)
         sizes = engine_args, model_config, parallel_config, config[K]
-        most = guards.fitting_length(*sizes, given=given, trees=trees)
-        config[K], lengths = most, candidate_lengths(most) if v2 else None
-        context = context_of_arguments(engine_args, model_config, most, lengths)
+        most = config[K] if config[K] == head else guards.fitting_length(*sizes, given=given, trees=trees)
+        config[K] = most = max(most, head)
+        lengths = (head, *(n for n in candidate_lengths(most) if n > head)) if v2 else None
+        context = context_of_arguments(engine_args, model_config, most, lengths, head)
         if engine_args._api_process_rank < 0 or engine_args._api_process_count == 1:
             spec.check(options, context)  # other front ends start when the engine may serve already
         return context

@@ -1,4 +1,4 @@
-"""Helpers: replace a function of vLLM once; log through vLLM's handlers; and a fix of its CPU platform."""
+"""Helpers: replace a function of vLLM once, and arguments for a while; log by vLLM's handlers; fix its CPU platform."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import builtins
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,21 @@ def after(action: Callable[..., Any]) -> Callable[..., Any]:
 def unless(condition: Callable[..., bool]) -> Callable[..., Any]:
     """For `wrap_once`: call the function unless `condition` holds for its arguments."""
     return lambda original, *args, **kwargs: None if condition(*args, **kwargs) else original(*args, **kwargs)
+
+
+@contextmanager
+def rewritten(engine_args: Any, config: dict[str, Any] | None) -> Iterator[None]:
+    """Context in which EngineArgs has this speculative config; then the user's again: vLLM may create its configuration
+    twice."""
+    names = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
+    given = {name: getattr(engine_args, name) for name in names if hasattr(engine_args, name)}
+    try:
+        for name in given:
+            setattr(engine_args, name, config if name == "speculative_config" else None)
+        yield
+    finally:
+        for name, value in given.items():
+            setattr(engine_args, name, value)
 
 
 @functools.cache

@@ -58,6 +58,7 @@ class HostDrafting:
 
     def __init__(self, vllm_config: Any, device: torch.device, states: Any, trees: NDArray[np.bool_] | None) -> None:
         self._states, ours = states, configured(vllm_config)
+        self._head = ours.head
         length: int = vllm_config.speculative_config.num_speculative_tokens
         spec, context = METHODS[ours.name], context_of_engine(vllm_config, v2_lengths=ours.lengths or (length,))
         self.guarded = GuardedMethod(spec, spec.options.parse(ours.options), context)
@@ -137,7 +138,24 @@ class HostDrafting:
     def _take(self, most: int) -> Taken:
         """Take the newest step's tokens. most: draft tokens that each request may verify next."""
         self.gained.taken = True
-        return self.requests.append(self.gained, most)
+        taken = self.requests.append(self.gained, most)
+        if self._head and len(taken.rows):
+            self._judge(taken)
+        return taken
+
+    def _judge(self, taken: Taken) -> None:
+        """Count what a step accepted of a head's K tokens. In `taken`, n-grams were drafted where they had all of these
+        and more, and all were right: otherwise the head's were verified, or the host does not know."""
+        k, gained, slots = self._head, taken.ends - taken.starts, self.gained.slots[taken.rows]
+        tokens = self.requests.tokens.reshape(-1)
+        new = tokens[np.minimum(taken.starts[:, None] + np.arange(k), len(tokens) - 1)]
+        agree = (new == self.proposed[slots, 0, :k]).all(1)
+        taken.drafted[~agree | (gained <= k) | (taken.drafted <= k)] = 0
+        verified = self.gained.scheduled[taken.rows] >= k
+        accepted = np.minimum(gained - 1, k)[verified]
+        self.guarded.count_head(accepted)
+        if self.lengths is not None and len(accepted):
+            self.lengths.learn_head(float(accepted.mean()))
 
     def recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
         """Copy the logits at every node that the newest step verified, where we made the draft."""
@@ -201,7 +219,7 @@ class HostDrafting:
         if self.lengths is None:
             return []
         if self.guarded.paused:
-            return [(1, _ALL, 0)]
+            return [(1, _ALL, self._head)]
         slots = self.gained.slots
         context = float(self.requests.lengths[slots].sum()) / max(len(slots), 1)
         return self.lengths.decide(batch, max(context, 1.0))

@@ -15,19 +15,20 @@ from freedraft.engines.vllm.context import configured
 from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
 from freedraft.engines.vllm.patching import after, before, signature_of, wrap_once
 from freedraft.engines.vllm.v2.drafting import HostDrafting
+from freedraft.engines.vllm.v2.heads import OnTop
 from freedraft.engines.vllm.v2.lengths import LENGTHS, find_nearest, whole_table
 from freedraft.engines.vllm.v2.matching import match
 from freedraft.engines.vllm.v2.next_step import Stage
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.method import METHODS
 
-SPECULATOR = "_freedraft_speculator"  # Attribute of vLLM's RejectionSampler and DefaultModelState
+SPECULATOR = "_freedraft_speculator"  # Attribute of vLLM's RejectionSampler, DefaultModelState and head
 
 
 def install() -> None:
     """Hook vLLM's model runner V2, once per process. Other speculators are not affected."""
     from vllm.v1.worker import gpu_worker
-    from vllm.v1.worker.gpu import cudagraph_utils
+    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
     from vllm.v1.worker.gpu.spec_decode.ngram import speculator
@@ -35,6 +36,7 @@ def install() -> None:
 
     wrap_once(gpu_worker.Worker, "compile_or_warm_up_model", _warm_up)
     wrap_once(speculator, "NgramGPUSpeculator", _or_ours)
+    wrap_once(model_runner, "init_speculator", _on_top)
     wrap_once(cudagraph_utils, "build_dynamic_sd_schedule_lookup", whole_table)
     wrap_once(GPUModelRunner, "shutdown", before(_close))
     wrap_once(GPUModelRunner, "finish_requests", before(_end))
@@ -57,8 +59,16 @@ def _or_ours(original: Callable[..., Any], vllm_config: Any, device: torch.devic
     return (MethodSpeculator if ours else original)(vllm_config, device, req_states)
 
 
+def _on_top(original: Callable[..., Any], vllm_config: Any, device: torch.device, req_states: Any) -> Any:
+    made = original(vllm_config, device, req_states)
+    if configured(vllm_config).head:
+        setattr(made, SPECULATOR, OnTop(vllm_config, device, req_states, made))
+    return made
+
+
 def _ours(runner: Any) -> MethodSpeculator | None:
     speculator = getattr(runner, "speculator", None)
+    speculator = getattr(speculator, SPECULATOR, speculator)
     return speculator if isinstance(speculator, MethodSpeculator) else None
 
 
@@ -82,7 +92,7 @@ def _warm_up(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: An
 def _close(runner: Any) -> None:
     if (ours := _ours(runner)) is not None:
         ours.close()
-        for holder in (runner.rejection_sampler, runner.model_state):
+        for holder in (runner.speculator, runner.rejection_sampler, runner.model_state):
             if getattr(holder, SPECULATOR, None) is not None:
                 delattr(holder, SPECULATOR)
 

@@ -45,3 +45,8 @@ class NextStep:
     positions: torch.Tensor | None = None
     has_trees: bool = False
     logits: tuple[torch.Tensor, Any] | None = None
+
+    @property
+    def rows(self) -> slice:
+        """The block of all slots from its first to its last."""
+        return slice(int(self.slots.min()), int(self.slots.max()) + 1)

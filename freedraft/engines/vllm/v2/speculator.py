@@ -48,12 +48,14 @@ class MethodSpeculator(BaseSpeculator):
     Attributes:
         host: in the drafting rank.
         matches: whether `match` verifies drafts, and not another method of vLLM chosen by the user.
+        least: draft tokens of a step that is not drafted for.
         usual_stage: at which steps get their drafts; next: the step that is prepared, and then run, until `propose`
             replaces it.
     """
 
     supports_mm_inputs = False
     draft_logits = None
+    least = 0
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         from vllm.distributed import get_tp_group
@@ -174,11 +176,11 @@ class MethodSpeculator(BaseSpeculator):
         if host is not None:
             host.steps += 1
         if dummy_run or is_profile:
-            return drafts
+            return self.under(drafts)
         if self.warming_up:
             if host is not None:  # its kernel is compiled, too
                 host.copy_gained(input_batch, num_sampled, drafts)
-            return drafts.zero_()
+            return self.under(drafts.zero_())
         if self.by_score is not None:
             self.by_score.end_step(input_batch)
         slots, on_device = input_batch.idx_mapping_np[:batch], input_batch.idx_mapping[:batch]
@@ -198,14 +200,19 @@ class MethodSpeculator(BaseSpeculator):
                 step.lengths = host.decide(batch)
         if not queued:
             drafts.copy_(last_sampled.view(-1)[on_device.long()][:, None].expand_as(drafts))
+        drafts = self.under(drafts)  # the host waits for none of it
         self.next, step.most = step, self.length if num_speculative_tokens is None else num_speculative_tokens
         at_once = self.usual_stage is Stage.SAMPLED or input_batch.has_structured_output_reqs
-        if step.most > 0 and over.any():  # which requests gained tokens is known after the wait
+        if step.most > self.least and over.any():  # which requests gained tokens is known after the wait
             step.due = Stage.SAMPLED if at_once else self.usual_stage
         if at_once:
             self._states.draft_tokens[on_device] = drafts  # as vLLM does with the result
             self.reach(Stage.SAMPLED)
             drafts = self._states.draft_tokens[on_device]
+        return drafts
+
+    def under(self, drafts: torch.Tensor) -> torch.Tensor:
+        """Placeholders for drafts, int64 [B, K]; or, of a drafter that ours are on top of, its drafts."""
         return drafts
 
     def begin_step(self, batch: Any, slot_mappings: torch.Tensor) -> None:
@@ -232,25 +239,29 @@ class MethodSpeculator(BaseSpeculator):
                 drafted = self.host.draft(step.most, step.batch)
         elif self.draft_model is not None:
             self.draft_model.serve(V2StepState(self.runner.block_tables, self._states, np.zeros(0, np.intp)).pages)
+        drafted = self._share(step, drafted)
         self._copy(step, drafted)
         if step.batch is not None:
             self._place(step.batch, drafted)
             if self.trees is not None:
                 self.trees.write_queries(step)
 
-    def _copy(self, step: NextStep, drafted: bool) -> None:
-        """Copy drafts to the device, on all ranks. The copy is one block of slots: a slot in it that was not in the
-        step gets the drafts that it has once more, or none."""
-        rows = slice(int(step.slots.min()), int(step.slots.max()) + 1)
+    def _share(self, step: NextStep, drafted: bool) -> bool:
+        """Pass drafts on to all ranks. Returns whether there are any."""
         if self._ranks.world_size > 1:  # by memory that they share: no kernel stands between tokens and launch
-            proposed = self._proposed.numpy()[rows]
+            proposed = self._proposed.numpy()[step.rows]
             sent = self._ranks.broadcast_object(proposed if drafted else None, src=0)
             if self.host is None and (drafted := sent is not None):
                 proposed[:] = sent
+        return drafted
+
+    def _copy(self, step: NextStep, drafted: bool) -> None:
+        """Copy drafts to the device, on all ranks. The copy is one block of slots: a slot in it that was not in the
+        step gets the drafts that it has once more, or none."""
         if drafted:
-            self._drafts[rows].copy_(self._proposed[rows], non_blocking=True)
+            self._drafts[step.rows].copy_(self._proposed[step.rows], non_blocking=True)
         else:  # chains of the token 0, on all ranks
-            self._drafts[rows].zero_()
+            self._drafts[step.rows].zero_()
 
     def _place(self, batch: Any, drafted: bool) -> None:
         """Write drafts among the input tokens of the step that verifies them. batch: vLLM's InputBatch."""

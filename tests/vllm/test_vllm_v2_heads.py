@@ -1,0 +1,192 @@
+"""Model runner V2: n-grams on top of a drafter that vLLM runs. See `v2_engines`, and `built_head` for the drafters."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from v2_engines import OFF, SMALL, run
+from vllm_cases import TINY, greedy_case, seeded_case, token_prompts
+
+from tests.support.built_head import save_glm_with_mtp, save_model_and_head
+from tests.support.models import continuations, save_byte_tokenizer
+from tests.support.prompts import random_ids
+
+K, TOKENS = 3, 20
+IDS = random_ids([12] * 6, 24, first=2, seed=3)
+ROOM = SMALL | {"max_num_seqs": 8}
+CRAMPED = {"max_num_batched_tokens": 100, "num_gpu_blocks_override": 9, "block_size": 32}
+# What a step launches in place of vLLM's verification: its sampler draws all tokens, and they are compared.
+SAMPLED, VERIFIED = ["argmax", "gather"], ["_gumbel_sample_kernel", "verify_kernel"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return save_model_and_head(tmp_path_factory.mktemp("built"), 0.3, **TINY)
+
+
+def on_top(head, **options):
+    return {"method": "sssd+eagle", "model": head, "num_speculative_tokens": K, "policy": "fixed"} | options
+
+
+def alone(head):
+    return {"method": "eagle", "model": head, "num_speculative_tokens": K}
+
+
+def per_verification(found):
+    return 1 + found["accepted"] / found["drafts"]
+
+
+def check_own_drafts(found, stock):
+    """Wherever both have drafted behind the same text, the other drafter has drafted what it drafts alone."""
+    known = {tuple(text): draft for text, draft in stock}
+    pairs = [(draft, known[tuple(text)]) for text, draft in found if tuple(text) in known]
+    assert len(pairs) > 10 and [draft for draft, _ in pairs] == [draft for _, draft in pairs]
+
+
+def check_nothing_is_left(engine):
+    assert engine["held"] == [0, 0, 0] and engine["class"] == "EagleSpeculator", "vLLM's own"
+
+
+def test_n_grams_go_on_behind_the_drafts_of_a_head(built):
+    model, head = built
+    asked = token_prompts(IDS[:3])
+    first, off = greedy_case(asked, TOKENS), greedy_case(asked, TOKENS, each=3 * [OFF])
+    stock = {"speculative_config": alone(head), "cases": {"first": first}}
+    ours = {"speculative_config": on_top(head), "cases": {"first": first, "again": first, "off": off}}
+    stock, found = run("on_top.py", [{"model": model, "own": K, **ROOM, **engine} for engine in (stock, ours)])
+    wanted = continuations(model, IDS[:3], TOKENS)
+    assert stock["first"]["answers"] == found["first"]["answers"] == found["again"]["answers"] == wanted
+    assert found["off"]["answers"] == wanted
+    for case in ("first", "again", "off"):
+        check_own_drafts(found[case]["own drafts"], stock["first"]["own drafts"])
+    assert 2 < per_verification(stock["first"]) <= per_verification(found["first"])
+    assert per_verification(found["again"]) > 1.3 * (1 + K), "more than the head can draft"
+    drafted, accepted = found["again"]["n-grams"]
+    assert drafted >= accepted > 30 and found["off"]["n-grams"] == [0, 0]
+    assert not any(found[case]["failures"] for case in ("first", "again", "off"))
+    check_nothing_is_left(found["engine"])
+
+
+@pytest.fixture(scope="module")
+def stressed(built):
+    """Engines with too little room, without drafts, with the head alone, and with n-grams on top of it."""
+    model, head = built
+    long = token_prompts([8 * tokens for tokens in IDS[:2]])  # together longer than what a step reads
+    greedy = greedy_case(token_prompts(IDS), TOKENS)
+    cases = {"greedy": greedy, "seeded": seeded_case(), "long": greedy_case(long, 3)}
+    more = {"long again": cases["long"], "aborted": greedy | {"abort": 5}, "fails": greedy | {"fails": True}}
+    more |= {"seeded, aborted": cases["seeded"] | {"abort": 6}}
+    plain = {"model": model, "cases": cases} | ROOM | {"max_model_len": 128}
+    room = plain | {"own": K} | CRAMPED
+    return run(
+        "on_top.py",
+        [
+            plain,
+            room | {"speculative_config": alone(head)},
+            room | {"cases": cases | more, "speculative_config": on_top(head)},
+        ],
+    )
+
+
+@pytest.mark.extended
+def test_answers_are_those_of_an_engine_without_drafts(stressed):
+    plain, stock, found = stressed
+    for case in ("greedy", "long", "seeded", "long again", "aborted", "fails", "seeded, aborted"):
+        assert found[case]["answers"] == plain[case.split(",")[0] if case in plain else CASES[case]]["answers"], case
+    assert stock["greedy"]["answers"] == plain["greedy"]["answers"]
+
+
+CASES = {"long again": "long", "aborted": "greedy", "fails": "greedy", "seeded, aborted": "seeded"}
+
+
+@pytest.mark.extended
+def test_the_head_follows_what_others_have_drafted(stressed):
+    """Through preemption, the prefix cache, prompts read in parts, aborts, and a drafter of ours that fails."""
+    _, stock, found = stressed
+    for case in ("greedy", "aborted", "fails"):
+        check_own_drafts(found[case]["own drafts"], stock["greedy"]["own drafts"])
+    assert sum(found[case]["preempted"] for case in ("greedy", "aborted", "seeded")) > 0
+    assert found["long again"]["cached"] > 0
+    assert found["fails"]["failures"] > 0 and found["greedy"]["failures"] == 0
+    assert per_verification(found["fails"]) >= per_verification(stock["greedy"]), "the head drafts on"
+    check_nothing_is_left(found["engine"])
+
+
+def more(found, stock, kind):
+    """What is launched more often, as often."""
+    return sorted((Counter(found[kind]) - Counter(stock[kind])).elements())
+
+
+@pytest.mark.extended
+def test_launches_of_a_step(built):
+    """Beside the head's own: tokens go to the host, and n-grams come behind its drafts, where there can be any."""
+    model, head = built
+    engines = [alone(head), on_top(head), on_top(head, ngram_tokens=K)]
+    given = {"model": model, "cases": {}, "launches": True, **ROOM}
+    stock, both, short = (
+        found["engine"]["launches"]
+        for found in run("on_top.py", [given | {"speculative_config": engine} for engine in engines])
+    )
+    for found, ours in ((both, ["extend_drafts_kernel", "newest_tokens_kernel"]), (short, ["newest_tokens_kernel"])):
+        assert more(found, stock, "kernels") == sorted([*VERIFIED, *ours])
+        assert more(found, stock, "eager") == SAMPLED
+        assert len(found["kernels"]) <= len(stock["kernels"])
+
+
+@pytest.mark.extended
+def test_lengths_are_learnt_with_the_head_inside(built):
+    """Where rows cost little, n-grams go on behind the head as soon as they are right; where they cost much, never, and
+    no step waits for them."""
+    model, head = built
+    case = greedy_case(token_prompts(IDS), 30)
+    cases = {"first": case, "again": case, "once more": case}
+    given = {"model": model, "cases": cases, "speculative_config": on_top(head, policy="auto"), **ROOM}
+    cheap, dear = run("on_top.py", [given | {"seconds": [0.02, 1e-5]}, given | {"seconds": [1e-3, 1e-2]}])
+    wanted = continuations(model, IDS, 30)
+    for found in (cheap, dear):
+        assert [found[name]["answers"] for name in cases] == 3 * [wanted]
+        assert 1 < found["engine"]["learnt"][0] < K, "accepted tokens of the head"
+    assert per_verification(cheap["once more"]) > 1.15 * per_verification(cheap["first"])
+    rows = [found["once more"]["drafted"] / found["once more"]["drafts"] for found in (cheap, dear)]
+    assert rows[0] > 2 * K and rows[1] < 1.4 * K, "but for some probes"
+    gained, expected = cheap["engine"]["learnt"][1:]
+    assert 0 < gained < expected, "both must agree"
+
+
+@pytest.mark.extended
+def test_an_mtp_layer_of_a_mixture_of_experts(tmp_path):
+    model = save_glm_with_mtp(tmp_path / "glm", 0.1)
+    cases = {"first": (case := greedy_case(token_prompts(IDS[:4]), TOKENS)), "again": case}
+    methods = [None, {"method": "mtp"}, {"method": "sssd+mtp", "policy": "fixed"}]
+    given = {"model": model, "cases": cases, **ROOM}
+    engines = [given | {"speculative_config": m and m | {"num_speculative_tokens": K}} for m in methods]
+    plain, stock, found = run("on_top.py", [engine | {"own": K * (i > 0)} for i, engine in enumerate(engines)])
+    for name in cases:
+        assert plain[name]["answers"] == stock[name]["answers"] == found[name]["answers"]
+        check_own_drafts(found[name]["own drafts"], stock["first"]["own drafts"])
+    assert per_verification(stock["first"]) > 1.5 and found["again"]["n-grams"][1] > 30
+    assert per_verification(found["again"]) > 1.2 * per_verification(stock["again"])
+
+
+@pytest.mark.extended
+def test_grammars(tmp_path, demo_model):
+    """With one, drafts of both go back to the scheduler, which cuts them."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path / "model"
+    vocab_size = save_byte_tokenizer(folder, (demo_model / "chat_template.jinja").read_text())
+    model, head = save_model_and_head(tmp_path, 0.3, **TINY | {"vocab_size": vocab_size})
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer("red, red, blue, red, red, ")["input_ids"]
+    asked = {"temperature": 0, "max_tokens": 16, "structured_outputs": {"choice": ["red, red, red", "blue"]}}
+    greedy = greedy_case(token_prompts([text, text[5:]]), 16)
+    cases = {"choice": {"prompts": [text, text], "parameters": asked}, "greedy": greedy, "again": greedy}
+    engine = {"model": model, "cases": cases, "speculative_config": on_top(head), "max_num_seqs": 2}
+    (found,) = run("on_top.py", [engine | {"max_model_len": 128}])
+    for answer in found["choice"]["answers"]:
+        assert tokenizer.decode(answer, skip_special_tokens=True) in ("red, red, red", "blue")
+    wanted = continuations(model, greedy["prompts"], 16)
+    assert found["greedy"]["answers"] == found["again"]["answers"] == wanted
+    assert not any(found[case]["failures"] for case in cases)
+    check_nothing_is_left(found["engine"])

@@ -1,0 +1,145 @@
+"""Engines with drafters of vLLM's own on model runner V2 in Triton's interpreter, one after the other: what each
+answers, as a list of JSON on the last line.
+
+    python on_top.py '[{"model": ..., "speculative_config": ..., "cases": {name: {"prompts": ..., ...}}, ...}, ...]'
+
+Cases are those of `serve.py`; with "fails", every other draft of ours raises. Of an engine, "own" is how many tokens
+its own drafter drafts, "seconds" what a step is measured to take, and each of its query tokens, "launches" counts those
+of steps. The rest are arguments of vLLM's `LLM`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+
+import pytest
+from vllm import LLM
+
+from bench.lib import launches
+from freedraft.engines.vllm.v2.requests import GainedTokens
+from freedraft.engines.vllm.v2.speculator import MethodSpeculator
+from tests.vllm.v2_interpreted import serve
+
+NAMES = {"drafts": "spec_decode_num_drafts", "drafted": "spec_decode_num_draft_tokens"}
+NAMES |= {"accepted": "spec_decode_num_accepted_tokens"}
+NAMES |= {"preempted": "num_preemptions", "cached": "prefix_cache_hits"}
+
+
+def figures(llm):
+    found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    return {name: found.get(f"vllm:{metric}", 0) for name, metric in NAMES.items()}
+
+
+def note_drafts(runner, own):
+    """A request's tokens, and the first `own` tokens drafted behind them."""
+    noted, propose = [], runner.speculator.propose
+
+    def proposed(batch, *args, **kwargs):
+        drafts, states = propose(batch, *args, **kwargs), runner.req_states
+        for row, slot in enumerate(batch.idx_mapping_np.tolist()):
+            length = int(states.total_len.gpu[slot])
+            if length > states.prefill_len.np[slot]:
+                text = states.all_token_ids.gpu[slot, :length].tolist()
+                noted.append((text, drafts[row, :own].tolist()))
+        return drafts
+
+    runner.speculator.propose = proposed
+    return noted
+
+
+def failing(method):
+    propose, calls = method.propose, [0]
+
+    def fails(*args):
+        calls[0] += 1
+        if calls[0] % 2:
+            raise RuntimeError("on purpose")
+        return propose(*args)
+
+    return fails
+
+
+def totals(llm):
+    """Operations and kernels of decoding steps: the most of any."""
+    engine, counter = llm.llm_engine, launches.Counter()
+    launches.add_requests(engine)
+    with counter.patches(), counter:
+        for step in range(launches.WARM + launches.STEPS):
+            if step >= launches.WARM:
+                counter.steps.append(launches.defaultdict(lambda: ([], [])))
+            engine.step()
+    engine.abort_request(["0", "1"])
+    for _ in range(3):
+        engine.step()
+    sums = [
+        [sorted(n for phase, kinds in step.items() if phase != "order" for n in kinds[i]) for step in counter.steps]
+        for i in (0, 1)
+    ]
+    return {"eager": max(sums[0], key=len), "kernels": max(sums[1], key=len)}
+
+
+def served(model, cases, speculative_config=None, *, own=0, seconds=(), launches=False, **given):
+    """What one engine says."""
+    if seconds:
+        time = serve.PATCH.setattr
+        time(GainedTokens, "seconds_since", lambda self, other: seconds[0] + seconds[1] * self.query_tokens)
+    given |= {"dtype": "float32", "enforce_eager": True, "seed": 0, "disable_log_stats": False}
+    llm = LLM(model, speculative_config=speculative_config, **{"gpu_memory_utilization": 0.2} | given)
+    try:
+        runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        ours = getattr(runner.speculator, "_freedraft_speculator", runner.speculator)
+        ours = ours if isinstance(ours, MethodSpeculator) else None
+        counted = totals(llm) if launches else {}
+        noted = note_drafts(runner, own) if own else []
+        waits = serve.note_waits()
+        found = {name: asked(llm, ours, noted, waits, **case) for name, case in cases.items()}
+        found["engine"] = {"launches": counted, "class": type(runner.speculator).__name__, "async": True}
+        if ours is not None:
+            core = llm.llm_engine.engine_core.engine_core
+            for _ in range(3):
+                core.step()
+            held, guarded = ours.host.requests, ours.guarded
+            left = len(held.slots) + len(held._preempted) + len(held.ended)
+            found["engine"]["held"] = [len(guarded.method.drafter), len(guarded.running), left]
+            found["engine"]["lookup"] = (core.scheduler.dynamic_sd_lookup or [])[:9]
+            controller = guarded.method.controller
+            found["engine"]["learnt"] = [getattr(controller, "_of_head", 0), *getattr(controller, "_tails", ())]
+        return found
+    finally:
+        serve.PATCH.undo()
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def asked(llm, ours, noted, waits, *, fails=False, **case):
+    """One case's answers, and what was drafted and accepted."""
+    before, first, waited = figures(llm), len(noted), waits[1]
+    guarded = getattr(ours, "guarded", None)
+    failures = guarded.metrics.failures._value.get() if ours else 0
+    mine = [m._value.get() for m in (guarded.metrics.drafted, guarded.metrics.accepted)] if ours else [0, 0]
+    with pytest.MonkeyPatch.context() as patch:
+        if fails:
+            patch.setattr(guarded.method, "propose", failing(guarded.method))
+        said = serve.answers(llm, **case)
+    found = {name: value - before[name] for name, value in figures(llm).items()}
+    found |= {"answers": said, "own drafts": noted[first:], "waits": waits[1] - waited}
+    if ours:
+        found["failures"] = guarded.metrics.failures._value.get() - failures
+        now = [m._value.get() for m in (guarded.metrics.drafted, guarded.metrics.accepted)]
+        found["n-grams"] = [b - a for a, b in zip(mine, now, strict=True)]
+    return found
+
+
+def main():
+    serve.take_any_mask()
+    serve.filter_as_on_cpus()
+    serve.schedule_asynchronously()
+    found = [served(**engine) for engine in json.loads(sys.argv[1])]
+    print("\n" + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
