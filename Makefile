@@ -58,7 +58,7 @@ help:
 	@echo 'make demo-sglang  the same on SGLang; longer: make demo DEMO_FLAGS="--minutes 30"'
 	@echo 'make check        lint, types, tests without an engine (3 minutes on two cores)'
 	@echo 'make test         lint, types, the tests of what must not break, on both engines (9 minutes on two cores)'
-	@echo 'make test-all     all tests: also several ranks, model families, fuzzing, a fresh install (35 minutes)'
+	@echo 'make test-all     all tests: also several ranks, model families, fuzzing, a fresh install (an hour)'
 	@echo 'make serve        start an OpenAI-compatible server with SSSD on 127.0.0.1:$(PORT), ENGINE=vllm or sglang; make stop ends it'
 	@echo 'make report       the page, pictures and tables of the measured results: docs/results.md, README.md'
 	@echo 'make compare      all kinds of request to plain and drafting servers of both engines: docs/compare.md (an hour)'
@@ -173,7 +173,7 @@ check: $(VLLM)/project.done $(MODEL)/config.json
 
 test: SELECT := not extended
 test: $(VLLM)/project.done $(MODEL)/config.json
-	@$(call lanes,test,lint test-vllm-v2 test-engineless,test-vllm test-sglang)
+	@$(call lanes,test,lint test-vllm test-engineless,test-vllm-v2 test-sglang)
 
 test-extended: SELECT := extended
 test-extended: $(VLLM)/project.done $(MODEL)/config.json

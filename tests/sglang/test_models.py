@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.sglang.conftest import read_counts, sglang_engine
+from tests.support.model_classes import by_class
 from tests.support.models import SHAPE, VOCAB_SIZE, save, tiny_model
 from tests.support.prompts import random_ids
 
@@ -58,7 +59,7 @@ def answers(engine):
     return [output["output_ids"] for output in outputs]
 
 
-@pytest.mark.parametrize("family", [n if n in ALWAYS else pytest.param(n, marks=pytest.mark.extended) for n in MODELS])
+@pytest.mark.parametrize("family", by_class(MODELS, ALWAYS))
 def test_says_what_it_says_without_drafts(tmp_path, family, record_property):
     """Asked again until whole answers are drafted; in trees, of which accepted nodes are moved."""
     model, counts = save(tiny_model(family, seed=5, **MODELS[family]), tmp_path / "model"), tmp_path / "counts.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ KIMI: dict[str, dict[str, Any]] = {
     | {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 2, "head_dim": 16}
        | {"short_conv_kernel_size": 4}} | EXPERTS,
 }  # fmt: skip
+# Another class has the same kinds of layers: tests of engines that take longest leave these out where time is short.
+RARE = ("Llama", "GPT2", "Phi3", "Olmoe", "Cohere2", "Gemma2", "DeepseekV2")
 # Quantised weights, by kind: a configuration as such models have it.
 MIDDLES = -0x77777778  # eight zero points of 8
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -67,6 +70,17 @@ QUANTISED: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True},
 }  # fmt: skip
 CLASSES = ATTENTION | RECURRENT | KIMI
+
+
+def by_class(names: Iterable[str], always: Container[str]) -> list[Any]:
+    """Parameters of a test of an engine that starts slowly. always: names that `make test` runs."""
+    import pytest
+
+    def marks(name: str) -> list[Any]:
+        extended = [] if name in always else [pytest.mark.extended]
+        return extended + [pytest.mark.rare] * (name in RARE)
+
+    return [pytest.param(name, marks=marks(name)) for name in names]
 
 
 def class_config(name: str) -> Any:

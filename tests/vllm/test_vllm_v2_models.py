@@ -8,7 +8,7 @@ import pytest
 from v2_engines import run, start
 from vllm_cases import class_case
 
-from tests.support.model_classes import ATTENTION, RECURRENT, save_class
+from tests.support.model_classes import ATTENTION, RECURRENT, by_class, save_class
 
 CHEAP = "Mixtral"
 # vLLM's rotation for CPUs takes heads that stand in a dimension of their own for tokens: PyTorch's, where there is one.
@@ -28,9 +28,7 @@ def served(model, name, cases, **few):
     return plain[first], found
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.extended] * (name != CHEAP)) for name in ATTENTION | RECURRENT]
-)
+@pytest.mark.parametrize("name", by_class(ATTENTION | RECURRENT, [CHEAP]))
 def test_a_class_of_models(name, tmp_path, record_property):
     """The first time and again, when what was said is known: the tokens of an engine without drafts."""
     plain, found = served(save_class(name, tmp_path), name, {"first": class_case(), "again": class_case()})
