@@ -29,7 +29,6 @@ MODELS = {
     "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "pad_token_id": 0, "num_key_value_heads": 4},
     "Qwen3Moe": EXPERTS,
     "GptOss": WINDOWS | {"num_local_experts": 4, "rope_parameters": YARN, "pad_token_id": 0},
-    "Gemma2": REPEATING | {"sliding_window": 8},
     "Gemma3": REPEATING | WINDOWS,
     "Cohere2": WINDOWS,
     "DeepseekV2": LATENT | {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "scoring_func": "softmax"},
