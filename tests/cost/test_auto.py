@@ -160,6 +160,40 @@ def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made(
     assert tokens[:-1] == pytest.approx(expected[:-1], abs=0.3)
 
 
+def on_top(verified: int, gained: int) -> BatchLengths:
+    """Of a head of 3 tokens, after steps that verify this many draft tokens and gain this many tokens: n-grams have the
+    first ones of 9, and then go wrong."""
+    lengths = BatchLengths(Measured(ROOFLINE), (3, 7, 15), head=3)
+    for _ in range(300):
+        lengths.learn_head(min(gained - 1, 3))
+        step = make_step(["a"], [[*range(1, gained), 99]], capacities=verified)
+        lengths.budget = 0
+        lengths.learn(step)
+        if asked := lengths.plan(step):
+            lengths.cut(chains([[0.9] * min(asked, 9)]))
+        lengths.settle()
+    return lengths
+
+
+def test_n_grams_on_top_of_a_head_bring_what_they_add() -> None:
+    """Where n-grams that are right follow a head that is, all they have; where it never is, nothing."""
+    assert on_top(15, 10).tokens() == pytest.approx([4, 8, 10], abs=0.7)
+    assert on_top(15, 3).tokens() == pytest.approx([3, 3, 3], abs=0.3)
+    assert on_top(0, 10).tokens()[2] > 8, "known before they are verified"
+
+
+def test_another_length_than_the_heads_must_win_by_three_percent() -> None:
+    lengths = on_top(15, 10)
+    tokens = lengths.tokens()
+    for gain, best in ((1.02, 3), (1.04, 15)):
+        seconds = tokens / tokens[-1] * np.array([gain, 2.0, 1.0])
+        assert lengths.best(seconds) == best
+        assert lengths.speedup == pytest.approx(gain if best > 3 else 1.0)
+    decided = {length for _ in range(50) for *_, length in lengths.decide(1, 100.0)}
+    assert decided <= {3, 7, 15}
+    assert len(lengths.seconds(10_000, 100.0)) == 1, "however large the batch is, the head's"
+
+
 @pytest.mark.parametrize(
     ("longest", "lengths"),
     [(1, (0, 1)), (2, (0, 1, 2)), (5, (0, 1, 3, 5)), (8, (0, 1, 3, 8)), (31, (0, 1, 3, 7, 15, 31))],

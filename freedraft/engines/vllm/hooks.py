@@ -205,9 +205,9 @@ HEAD_HOOKS = table("""
     vllm.config.SpeculativeConfig has draft_model_config, parallel_drafting, draft_sample_method
     vllm.v1.worker.gpu.model_runner.init_speculator(vllm_config, device, req_states)
     vllm.v1.worker.gpu.spec_decode.speculator.DraftModelSpeculator has draft_tokens, idx_mapping
-    vllm.v1.worker.gpu.spec_decode.eagle.speculator.EagleSpeculator.propose(num_speculative_tokens)
-    vllm.v1.worker.gpu.spec_decode.eagle.speculator.EagleSpeculator.capture
-    vllm.v1.worker.gpu.spec_decode.mtp.speculator.MTPSpeculator.propose(num_speculative_tokens)
+    vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator.TargetDependentARSpeculator.propose(input_batch,
+        num_speculative_tokens)
+    vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator.TargetDependentARSpeculator.capture
     vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorCudaGraphManager.capture(forward_fn,
         specialize_spec_tokens)
     vllm.v1.worker.gpu.input_batch.InputBuffers has input_ids
