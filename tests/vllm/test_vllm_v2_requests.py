@@ -167,6 +167,7 @@ def test_in_a_pause_no_drafts_are_scheduled():
     from vllm.v1.outputs import ModelRunnerOutput
 
     ours, served = HostDrafting.__new__(HostDrafting), V2(lambda batch, tokens: 0.01)
+    ours._head = 0
     ours.guarded = GuardedMethod(repeat_drafter.SPEC, repeat_drafter.RepeatOptions(), EngineContext())
     ours.lengths, ours.gained = served.controller, GainedTokens(SLOTS, NEWEST, torch.device("cpu"))
     ours.requests, scheduler = Requests(SLOTS, LENGTH, NEWEST), Scheduler.__new__(Scheduler)
