@@ -88,7 +88,7 @@ def test_newest_tokens_by_triton_are_what_lists_give(lengths: list[int], random,
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(st.integers(1, 5), st.integers(0, 12), st.randoms(use_true_random=False))
 def test_n_grams_by_triton_go_on_behind_drafts_that_they_begin_with(own: int, more: int, random) -> None:
-    length, slots, text = own + more, 6, [7] * 40
+    length, slots, text = own + more, 6, [7] * 100
     drafts, ngrams = ([[random.randint(0, 1) for _ in range(length)] for _ in range(slots)] for _ in range(2))
     chosen = random.sample(range(slots), 4)
     verified = [random.choice([0, own, length]) for _ in chosen]
