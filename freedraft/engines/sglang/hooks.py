@@ -33,6 +33,9 @@ HOOKS = table("""
     sglang.srt.speculative.spec_utils.commit_mamba_states_after_verify(target_worker, batch, accept_lens, accept_index,
         draft_token_num)
     sglang.srt.layers.attention.mamba.mamba.selective_state_update(cache_steps, intermediate_states_buffer)
+    sglang.srt.mem_cache.memory_pool.HybridLinearKVPool has full_kv_pool
+    sglang.srt.layers.attention.hybrid_linear_attn_backend.HybridLinearAttnBackend has full_attn_backend,
+        linear_attn_backend
     sglang.srt.runtime_context.get_spec
     sglang.srt.runtime_context.get_device
     sglang.srt.runtime_context.get_parallel
