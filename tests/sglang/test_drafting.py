@@ -68,6 +68,8 @@ def test_trees_are_cut_to_chains_and_verified_at_widths_that_could_be_prepared(n
 @pytest.mark.parametrize("places", [5, 1])
 def test_images_are_in_no_text(places):
     """SGLang puts hashes where images are; the drafter's text has the model's own mark, at one place or several."""
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
     mark, hashes, said = 96, [2**40 + i for i in range(5)], [11, 12, 13]
     prompt = [7, 8, *[mark] * places, *said, 9]
     asked = request(origin_input_ids_unpadded=array("q", prompt))
@@ -83,7 +85,7 @@ def test_images_are_in_no_text(places):
     # The last of `said` is the newest token, which is not in the KV cache.
     gained = Gained(np.array(said[-1:], np.int32), np.array([0]), np.array([1]), np.array([len(hashes) + 2 + 4 + 2]))
     _, tracked, drafted = drafting._look_up([asked], ["a"])
-    step = drafting._step(SimpleNamespace(reqs=[asked]), gained, tracked, drafted)
+    step = drafting._step(ScheduleBatch(reqs=[asked]), gained, tracked, drafted)
     assert step.contexts.tolist() == [len(prompt + said)] and step.history(0).tolist() == prompt + said
     assert (step.capacities >= NODES - 1).all() and tracked[0, 1] == 5 - places
     draft = guarded.step(step)

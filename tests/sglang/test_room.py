@@ -1,4 +1,4 @@
-"""How many draft tokens SGLang's memory holds: states of all requests fit, and what does not fit is told."""
+"""The default number of draft tokens on SGLang: states of all requests fit into its memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_replayed_states_take_no_memory_by_draft_token(args_of):
 
 
 def requests_of(args, config, left, nodes, monkeypatch):
-    """How many requests SGLang's own division of the memory that weights leave serves, with drafts of so many nodes."""
+    """The number of requests that SGLang itself finds room for. left: bytes beside the weights; nodes: of a draft."""
     from sglang.srt.mem_cache import kv_cache_configurator as sizing
 
     part = SimpleNamespace(

@@ -102,7 +102,11 @@ def test_backends_with_tree_masks_pass(resolved, backend):
         ({"model_path": {"architectures": ["MiniMaxM3SparseForCausalLM"]}}, "MiniMax-M3", "start without it"),
         ({"model_path": {"architectures": ["LlavaVidForCausalLM"]}}, "cannot verify several requests", "start without"),
         ({"model_path": GLM_IMAGE}, "next positions", "start without it"),
-        ({"linear_attn_verify_backend": "flashinfer"}, "of several lengths", "--linear-attn-verify-backend triton"),
+        (
+            {"linear_attn_verify_backend": "flashinfer"},
+            "does not go with --linear-attn-verify",
+            "use --linear-attn-verify-backend triton",
+        ),
     ],
 )
 def test_refused(resolved, weightless, tmp_path, monkeypatch, changed, reason, remedy):

@@ -173,7 +173,7 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
     if (architecture := config.hf_config.architectures[0]) in REFUSED_MODELS:
         refuse(f"does not serve {REFUSED_MODELS[architecture]}", "start without it")
     if args.linear_attn_verify_backend == "flashinfer":  # it reads and writes states as if all steps were as wide
-        refuse("verifies drafts of several lengths", "use --linear-attn-verify-backend triton")
+        refuse("does not go with --linear-attn-verify-backend flashinfer", "use --linear-attn-verify-backend triton")
     if os.environ.get("SGLANG_ENABLE_METADATA_GLUE_GRAPH", "0").lower() in ("1", "true", "yes", "y"):
         refuse("cannot read its trees from graphs of metadata", "unset SGLANG_ENABLE_METADATA_GLUE_GRAPH")
     thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)

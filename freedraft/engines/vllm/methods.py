@@ -203,9 +203,16 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
     stream_by_token()
     with rewritten(args, config):
         made = original(args, *others, **kwargs)
+    return _marked(made, args, spec, options, learnt, shape)
+
+
+def _marked(
+    made: Any, args: Any, spec: MethodSpec, options: PluginOptions, learnt: tuple[int, ...], shape: str, head: int = 0
+) -> Any:  # fmt: skip
+    """A SpeculativeConfig with our data. Arguments: see `Configured`."""
     given = options.model_dump(mode="json", exclude_none=True)
     graph_mode_given = args.compilation_config.cudagraph_mode is not None
-    setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given, shape))
+    setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given, shape, head))
     return made
 
 
@@ -245,10 +252,7 @@ def _with_head(
     except ConfigError as error:
         stop_start(error)
     stream_by_token()
-    graph_mode_given = args.compilation_config.cudagraph_mode is not None
-    given = options.model_dump(mode="json", exclude_none=True)
-    setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given, shape, own))
-    return made
+    return _marked(made, args, spec, options, learnt, shape, own)
 
 
 def _is_v1(_: Any, speculative_config: Any) -> bool:

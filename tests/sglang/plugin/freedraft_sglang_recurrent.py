@@ -16,6 +16,8 @@ def take_kernels():
     from sglang.srt.layers.attention.mamba import mamba
     from triton.runtime.autotuner import Autotuner
 
+    from tests.support.interpreter import take_any_mask
+
     take_any_mask()
     torch.cpu.device = lambda index: contextlib.nullcontext()
     Autotuner._bench = lambda self, *given, config, **named: [0.0]  # there is nothing to time
@@ -28,21 +30,6 @@ def take_kernels():
     fused_norm_gate.rms_norm_gated = rms_norm_gated
     gdn_triton.chunk_gated_delta_rule = gated_delta_rule
     kda_triton.chunk_kda = kimi_delta_attention
-
-
-def take_any_mask():
-    """The interpreter refuses masks that are no booleans, which a compiler takes."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    def with_booleans(original, at):
-        def masked(self, *given):
-            given[at].data = given[at].data.astype(bool)
-            return original(self, *given)
-
-        return masked
-
-    InterpreterBuilder.create_masked_load = with_booleans(InterpreterBuilder.create_masked_load, 1)
-    InterpreterBuilder.create_masked_store = with_booleans(InterpreterBuilder.create_masked_store, 2)
 
 
 def gated_delta_rule(q, k, v, g, beta, initial_state, initial_state_indices, cu_seqlens, **_):

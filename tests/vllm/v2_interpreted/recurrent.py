@@ -13,8 +13,9 @@ import sys
 
 import torch
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder
 from vllm.platforms import current_platform
+
+from tests.support.interpreter import take_any_mask
 
 OPS = "vllm.model_executor.layers.mamba.ops"
 PLATFORM = type(current_platform)
@@ -31,17 +32,6 @@ def as_on_a_device(work):
             PLATFORM.is_cpu = is_cpu
 
     return called
-
-
-def take_any_mask_of_loads():
-    """As `serve.take_any_mask` of stores."""
-    original = InterpreterBuilder.create_masked_load
-
-    def create_masked_load(self, ptrs, mask, *args):
-        mask.data = mask.data.astype(bool)
-        return original(self, ptrs, mask, *args)
-
-    InterpreterBuilder.create_masked_load = create_masked_load
 
 
 def call_by_name():
@@ -84,7 +74,7 @@ def begin_with_older_states():
 
 
 def main():
-    take_any_mask_of_loads()
+    take_any_mask()
     convolution = as_on_a_device(importlib.import_module)(f"{OPS}.causal_conv1d")
     as_on_a_device(importlib.import_module)(f"{OPS}.mamba_ssm")
     convolution.causal_conv1d_fn = importlib.import_module(f"{OPS}.cpu.causal_conv1d").causal_conv1d_fn_cpu

@@ -28,7 +28,6 @@ import numpy as np
 import pytest
 import torch
 from freedraft_kernels import KVPool
-from triton.runtime.interpreter import InterpreterBuilder
 from vllm import LLM, SamplingParams, envs
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.inputs import TokensPrompt
@@ -52,6 +51,7 @@ from freedraft.engines.vllm.v2.requests import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.engines.vllm.v2.trees import why_chains
 from tests.support.compiling import signatures
+from tests.support.interpreter import take_any_mask
 from tests.support.random_trees import path_to
 from tests.support.stores import documents_of
 from tests.support.triton_launches import record_launches
@@ -232,17 +232,6 @@ def schedule_asynchronously():
         vllm_config.scheduler_config.async_scheduling = True
 
     platform.check_and_update_config = classmethod(check_and_update_config)
-
-
-def take_any_mask():
-    """As compiled stores do: the interpreter refuses masks of integers, which vLLM's kernel for grammars has."""
-    original = InterpreterBuilder.create_masked_store
-
-    def create_masked_store(self, ptrs, value, mask, *args):
-        mask.data = mask.data.astype(bool)
-        return original(self, ptrs, value, mask, *args)
-
-    InterpreterBuilder.create_masked_store = create_masked_store
 
 
 def filter_as_on_cpus():

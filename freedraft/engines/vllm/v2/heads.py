@@ -1,8 +1,8 @@
 """`OnTop`: n-grams on top of a drafter that vLLM runs itself ("head").
 
-The head drafts after every step as it does alone: its KV and hidden states follow verified tokens, whoever drafted
-them. Its K tokens are always verified; an n-gram that begins with them goes on behind. So a step has at least the
-head's tokens. The host looks up n-grams while the passes of the head run, and steps that verify K tokens do not wait.
+The head drafts after every step, as it does alone. Its KV and hidden states are those of verified tokens. Its K tokens
+are always verified. An n-gram that begins with them goes on behind, so a step has at least the head's tokens. The host
+looks up n-grams while the passes of the head run, and steps that verify K tokens do not wait.
 """
 
 from __future__ import annotations
