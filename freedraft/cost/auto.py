@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from freedraft.cost.allocation import FREE, allocate, allocate_width
 from freedraft.cost.controller import Controller, holding
+from freedraft.cost.head import WORTH
 from freedraft.cost.measured import Measured
 from freedraft.cost.probes import Probes
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, row_of
@@ -36,9 +37,18 @@ class Auto(Controller):
         self.drafting_seconds = 0.0
         self._longest = float(self.max_draft_tokens)
         self._drafts_pay = False
+        self._tail = 0.0  # tokens of the last step that were expected behind a head's
+
+    def learn(self, step: Step) -> None:
+        super().learn(step)
+        if self.head is not None and self._tail > 0.0:
+            gained = np.clip(step.gained - 1 - self.head.length, 0, None).sum()
+            self.head.learn_tails(gained / step.batch_size, self._tail / step.batch_size)
+            self._tail = 0.0
 
     def rests(self) -> bool:
-        if self.measured.acceptance.follows or not self.probes.take_rest():
+        # A rest keeps one token of each request; with a head, steps without drafts of ours give more.
+        if self.head is not None or self.measured.acceptance.follows or not self.probes.take_rest():
             return False
         self.measured.skip()  # of the steps of a rest, one is timed
         return True
@@ -60,10 +70,14 @@ class Auto(Controller):
         draft = drafts[0]
         batch = draft.batch_size
         p, seconds = self.measured.acceptance.probabilities(draft), self._seconds(draft)
+        if self.head is not None:
+            p[:, : self.head.length + 1] = 0.0
         self.measured.acceptance.follow(*drafts)
         forced = self._probe(batch, seconds)
         chosen, gain, longest = self._allocate(p, draft.counts, seconds, forced)
         self.budget = chosen if self.widths is None else batch * (max(chosen, 1) - 1)
+        if self.head is not None:
+            self._tail = p[np.arange(draft.max_nodes) < draft.counts[:, None]].sum()
         if forced == FREE:
             self.gain += _GAIN_RATE * (gain - self.gain)
         self._drafts_pay = self.budget > 0
@@ -105,7 +119,10 @@ class Auto(Controller):
     ) -> tuple[int, float, int]:
         if self.widths is None:
             return allocate(p, counts, seconds, self.drafting_seconds, forced)
-        return allocate_width(p, counts, seconds, self.drafting_seconds, forced, self.widths)
+        if (head := self.head) is None:
+            return allocate_width(p, counts, seconds, self.drafting_seconds, forced, self.widths, 1.0, 1.0)
+        share, undrafted = head.share, 1.0 + head.accepted
+        return allocate_width(share * p, counts, seconds, self.drafting_seconds, forced, self.widths, undrafted, WORTH)
 
     def _probe(self, batch: int, seconds: NDArray[np.float64]) -> int:
         """Now and then, a random number of draft tokens (an index of widths) instead of the best."""

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.controller import Controller
+from freedraft.cost.head import WORTH, Head
 from freedraft.cost.measured import Measured
 from freedraft.cost.probes import Probes
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, context_bucket, row_of
@@ -25,8 +26,6 @@ from freedraft.step import Step
 _ENOUGH, _RATE = 2, 0.02  # times of a cell that are enough to use them alone; minimum weight of a new one
 _PRICE_EVERY = 4  # steps per range of batch sizes
 _MARGIN = 0.995  # share of the best ratio at which a shorter length is preferred
-_GAIN = 1.03  # rate at which a length other than a head's own is preferred
-_HEAD_RATE, _TAIL_MEMORY = 0.02, 0.98  # of what is learnt of a head, and of what goes on behind
 _REQUESTS = 2.0  # memory of expected acceptance, in requests
 
 # SSSD's chains on recorded answers of Llama-3.1-8B (bench/results/replay.json): tokens per step by nodes of a draft
@@ -62,20 +61,16 @@ class BatchLengths(Controller):
     """Policy "auto" on model runner V2: drafts the number of tokens that the engine has scheduled, and recommends the
     next one.
 
-    On top of another drafter ("head"), whose K tokens are verified first, n-grams bring what they add behind these: a
-    learnt share of their own expectation, since both must agree.
-
     Args:
-        lengths: draft tokens per request to choose from; head: K, the shortest; 0 without one.
+        lengths: draft tokens per request to choose from; the shortest are those of a `head`, if there is one.
     """
 
     measured: Measured
 
-    def __init__(self, measured: Measured, lengths: Sequence[int], head: int = 0) -> None:
-        super().__init__(measured.times.roofline.profile, max(lengths), measured=measured)
-        self.lengths: NDArray[np.int64] = np.unique([head, *lengths])
-        self.head, self._of_head = head, 0.7 * head  # accepted tokens
-        self._tails = np.full(2, 4.0)  # tokens behind a head's: gained, and expected
+    def __init__(self, measured: Measured, lengths: Sequence[int], head: Head | None = None) -> None:
+        super().__init__(measured.times.roofline.profile, max(lengths), measured=measured, head=head)
+        self._shortest = head.length if head else 0
+        self.lengths: NDArray[np.int64] = np.unique([self._shortest, *lengths])
         self.probes = Probes()
         # ln(measured / predicted) of steps, and their number, by range of batch sizes, length and bucket of contexts.
         # Step times by query tokens alone do not include waiting for drafts.
@@ -96,10 +91,6 @@ class BatchLengths(Controller):
     def learn(self, step: Step) -> None:
         self.settle()
         self._step = step
-
-    def learn_head(self, accepted: float) -> None:
-        """accepted: tokens of the head's draft in a step, on average."""
-        self._of_head += _HEAD_RATE * (accepted - self._of_head)
 
     def rests(self) -> bool:
         self.settle()
@@ -129,10 +120,10 @@ class BatchLengths(Controller):
             self.measured.accept(step)
             if self._newest is not None:  # earlier expectations are wrong by the same factor
                 draft, asked, expected = self._newest
-                if self._verified > self.head > 0:
+                if self.head is not None and self._verified > self._shortest:
                     at = np.searchsorted(self.lengths, self._verified)
-                    tail = np.clip(step.gained - 1 - self.head, 0, None).mean()
-                    self._tails = _TAIL_MEMORY * self._tails + (tail, expected[at] - expected[0])
+                    tail = np.clip(step.gained - 1 - self._shortest, 0, None).mean()
+                    self.head.learn_tails(float(tail), float(expected[at] - expected[0]))
                 self._gain *= self._expected(draft, asked) / np.maximum(expected, 1e-9)
                 self._newest = None
         if cut is not None:
@@ -185,13 +176,13 @@ class BatchLengths(Controller):
 
     def tokens(self) -> NDArray[np.float64]:
         """Expected tokens per step and request at present, for each of `lengths`."""
-        if self.head:
-            return 1.0 + self._of_head + self._tails[0] / self._tails[1] * (self._gain - self._gain[0])
+        if self.head is not None:
+            return 1.0 + self.head.accepted + self.head.share * (self._gain - self._gain[0])
         return 1.0 + self._gain
 
     def seconds(self, batch: int, context: float) -> NDArray[np.float64]:
         """float64: of a step of each of `lengths` that may be scheduled for a batch."""
-        lengths = self.lengths[batch * (1 + self.lengths) <= max(MAX_QUERY_TOKENS, batch * (1 + self.head))]
+        lengths = self.lengths[batch * (1 + self.lengths) <= max(MAX_QUERY_TOKENS, batch * (1 + self._shortest))]
         seconds = self.measured.times.seconds(batch, batch * (1 + lengths), context)
         uncorrected = self.measured.times.uncorrected(batch, batch * (1 + lengths), context)
         for i, length in enumerate(lengths.tolist()):
@@ -204,7 +195,7 @@ class BatchLengths(Controller):
         """The shortest length with about the most tokens per second, by the result of `seconds`."""
         rates = self.tokens()[: len(seconds)] / seconds
         best = int(np.flatnonzero(rates >= _MARGIN * rates.max())[0])
-        if self.head and rates[best] < _GAIN * rates[0]:
+        if self.head is not None and rates[best] < WORTH * rates[0]:
             best = 0
         self.speedup = float(rates[best] / rates[0])
         return int(self.lengths[best])
@@ -222,7 +213,7 @@ class BatchLengths(Controller):
             seconds, left = self.seconds(batch, context), _PRICE_EVERY
         self._prices[at] = _Price(seconds, left - 1)
         length = self.best(seconds)
-        if self.probes.due(row_of(batch, context), eager=length > self.head):
+        if self.probes.due(row_of(batch, context), eager=length > self._shortest):
             length, self._probed = self._probe(seconds, length), at
         return [*rows, (*at, length)]
 

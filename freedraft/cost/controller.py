@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.head import Head
 from freedraft.cost.measured import Measured
 from freedraft.draft import DraftBatch
 from freedraft.step import Step
@@ -31,6 +32,7 @@ class Controller(ABC):
         max_draft_tokens: most draft tokens per request, roots not counted.
         widths: see `EngineContext`.
         measured: what is learnt for decisions; None if nothing is.
+        head: of a drafter that ours are on top of, whose draft tokens are the least that is verified.
 
     Attributes:
         budget: draft tokens allowed in the last step, over the whole batch.
@@ -41,9 +43,9 @@ class Controller(ABC):
 
     def __init__(
         self, profile: HardwareProfile, max_draft_tokens: int, widths: Sequence[int] | None = None,
-        measured: Measured | None = None,
+        measured: Measured | None = None, head: Head | None = None,
     ) -> None:  # fmt: skip
-        self.profile, self.max_draft_tokens, self.measured = profile, max_draft_tokens, measured
+        self.profile, self.max_draft_tokens, self.measured, self.head = profile, max_draft_tokens, measured, head
         self.widths = None if widths is None else np.array(widths, np.int32)
         self.budget = 0
 

@@ -14,6 +14,7 @@ from freedraft.cost.auto import Auto
 from freedraft.cost.auto_by_batch import BatchLengths, Rows, candidate_lengths
 from freedraft.cost.controller import Controller, DrafterDecides, FullLength, Knee, Policy
 from freedraft.cost.hardware import choose_profile
+from freedraft.cost.head import Head
 from freedraft.cost.measured import Measured
 from freedraft.cost.roofline import knee_of, roofline_of
 from freedraft.step import EngineContext
@@ -47,15 +48,16 @@ def make_controller(
     """
     profile, most, widths = choose_profile(hardware, context.device), context.max_draft_tokens, context.widths
     controller: Controller | None = None
+    head = Head(context.head) if context.head else None
     if policy == "fixed" or (context.lengths is not None and (policy != "auto" or len(context.lengths) == 1)):
         controller = FullLength(profile, most, widths)  # the engine's table of lengths has the knee, if that decides
     elif policy == "auto":
         try:
             measured = Measured(roofline_of(context, profile), step_times)
             if context.lengths is not None:
-                controller = BatchLengths(measured, context.lengths, context.head)
+                controller = BatchLengths(measured, context.lengths, head)
             else:
-                controller = (DrafterDecides if drafter_decides else Auto)(profile, most, widths, measured)
+                controller = (DrafterDecides if drafter_decides else Auto)(profile, most, widths, measured, head)
         except ConfigError as error:
             logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
     return controller or Knee(profile, most, widths, knee or knee_of(context, profile))
@@ -75,7 +77,8 @@ def draft_lengths(
     learnt: tuple[int, ...] = ()
     if policy == "auto":
         with suppress(ConfigError):  # as in `make_controller`: the knee decides
-            model = BatchLengths(Measured(roofline_of(context, profile)), lengths, context.head)
+            head = Head(context.head) if context.head else None
+            model = BatchLengths(Measured(roofline_of(context, profile)), lengths, head)
             length_of, learnt = (lambda batch: model.best(model.seconds(batch, CONTEXT))), tuple(model.lengths.tolist())
     rows: Rows = []
     first = 1

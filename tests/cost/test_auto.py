@@ -16,6 +16,7 @@ from freedraft.cost.allocation import allocate, allocate_width
 from freedraft.cost.auto import Auto
 from freedraft.cost.auto_by_batch import BatchLengths, candidate_lengths
 from freedraft.cost.controller import FullLength, Knee
+from freedraft.cost.head import Head
 from freedraft.cost.measured import Measured
 from freedraft.cost.policies import make_controller
 from freedraft.draft import DraftBatch
@@ -163,9 +164,9 @@ def test_longer_drafts_are_expected_to_go_on_as_those_that_were_made(
 def on_top(verified: int, gained: int) -> BatchLengths:
     """Of a head of 3 tokens, after steps that verify this many draft tokens and gain this many tokens: n-grams have the
     first ones of 9, and then go wrong."""
-    lengths = BatchLengths(Measured(ROOFLINE), (3, 7, 15), head=3)
+    lengths = BatchLengths(Measured(ROOFLINE), (3, 7, 15), head=Head(3))
     for _ in range(300):
-        lengths.learn_head(min(gained - 1, 3))
+        lengths.head.learn(min(gained - 1, 3))
         step = make_step(["a"], [[*range(1, gained), 99]], capacities=verified)
         lengths.budget = 0
         lengths.learn(step)

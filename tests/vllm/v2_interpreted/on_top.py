@@ -104,8 +104,8 @@ def served(model, cases, speculative_config=None, *, own=0, seconds=(), launches
             left = len(held.slots) + len(held._preempted) + len(held.ended)
             found["engine"]["held"] = [len(guarded.method.drafter), len(guarded.running), left]
             found["engine"]["lookup"] = (core.scheduler.dynamic_sd_lookup or [])[:9]
-            controller = guarded.method.controller
-            found["engine"]["learnt"] = [getattr(controller, "_of_head", 0), *getattr(controller, "_tails", ())]
+            if (head := guarded.method.controller.head) is not None:
+                found["engine"]["learnt"] = [head.accepted, *head.tails.tolist()]
         return found
     finally:
         serve.PATCH.undo()

@@ -154,8 +154,8 @@ class HostDrafting:
         verified = self.gained.scheduled[taken.rows] >= k
         accepted = np.minimum(gained - 1, k)[verified]
         self.guarded.count_head(accepted)
-        if self.lengths is not None and len(accepted):
-            self.lengths.learn_head(float(accepted.mean()))
+        if (head := self.guarded.method.controller.head) is not None and len(accepted):
+            head.learn(float(accepted.mean()))
 
     def recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
         """Copy the logits at every node that the newest step verified, where we made the draft."""
