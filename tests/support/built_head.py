@@ -15,8 +15,13 @@ from typing import Any
 from tests.support.models import save, tiny_model, weaken
 
 
-def save_model_and_head(folder: Path, factor: float, **shape: Any) -> tuple[Path, Path]:
-    """The folders of a random Llama of two layers, and of its head."""
+SGLANG = "LlamaForCausalLMEagle"
+
+
+def save_model_and_head(
+    folder: Path, factor: float, *, architecture: str = "LlamaForCausalLM", **shape: Any
+) -> tuple[Path, Path]:
+    """The folders of a random Llama of two layers, and of its head, which SGLang has as an architecture of its own."""
     import torch
     from safetensors.torch import save_file
 
@@ -33,9 +38,11 @@ def save_model_and_head(folder: Path, factor: float, **shape: Any) -> tuple[Path
     }
     size = config["hidden_size"]
     weights["fc.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+    if architecture == SGLANG:
+        weights["fc.bias"] = torch.zeros(size)
     head.mkdir()
     save_file(weights, head / "model.safetensors")
-    (head / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    (head / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1, "architectures": [architecture]}))
     return saved, head
 
 

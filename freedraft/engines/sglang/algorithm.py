@@ -29,15 +29,17 @@ def published_config(args: Any) -> Any:
     return get_config(args.model_path, trust_remote_code=args.trust_remote_code, revision=args.revision)
 
 
-def context_at_start(args: Any) -> EngineContext:
-    """Build the context in the front-end process, from ServerArgs with this plugin's defaults applied."""
+def context_at_start(args: Any, head: int = 0) -> EngineContext:
+    """Build the context in the front-end process, from ServerArgs with this plugin's defaults applied. head: see
+    `EngineContext`."""
     config = published_config(args)
     nodes = args.speculative_num_draft_tokens
     return EngineContext(
         hf_config=config,
         vocab_size=getattr(config.get_text_config(), "vocab_size", None),
         max_draft_tokens=nodes - 1,
-        widths=widths_for(verify_backend(args) or "", nodes),
+        widths=widths_for(verify_backend(args) or "", nodes, least=head + 1),
+        head=head,
         kv_dtype=str(args.kv_cache_dtype),
         page_size=args.page_size,
         tensor_parallel=args.tp_size,
@@ -45,17 +47,17 @@ def context_at_start(args: Any) -> EngineContext:
     )
 
 
-def context_of_worker(target_worker: Any, widths: tuple[int, ...]) -> EngineContext:
-    """Build the context in a scheduler; each data-parallel replica has its own."""
+def context_of_worker(target_worker: Any, widths: tuple[int, ...], head: int) -> EngineContext:
+    """Build the context in a scheduler; each data-parallel replica has its own. head: see `EngineContext`."""
     from sglang.srt.runtime_context import get_parallel
 
     replica = get_parallel().dp_rank or 0
     runner, tokenizer = target_worker.model_runner, target_worker.tokenizer
     return EngineContext(
         hf_config=published_config(runner.server_args), vocab_size=runner.model_config.vocab_size,
-        max_draft_tokens=widths[-1] - 1, widths=widths,
+        max_draft_tokens=widths[-1] - 1, widths=widths, head=head,
         dtype=str(runner.model_config.dtype).removeprefix("torch."), kv_dtype=str(runner.kv_cache_dtype),
-        page_size=runner.page_size, tensor_parallel=runner.server_args.tp_size, rank=replica, gives_logits=True,
+        page_size=runner.page_size, tensor_parallel=runner.server_args.tp_size, rank=replica, gives_logits=head == 0,
         device=CPU if runner.device == "cpu" else None, hardware=hardware_name(str(runner.device)),
         tokenizer_fingerprint=partial(tokenizer_fingerprint, tokenizer) if tokenizer else lambda: None,
     )  # fmt: skip

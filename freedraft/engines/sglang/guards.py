@@ -77,6 +77,8 @@ REFUSED = {
     "attn_cp_size": ("does not run under context parallelism", "start without --attn-cp-size"),
 }
 
+OF_HEADS = ("speculative_draft_model_path", "speculative_eagle_topk", "speculative_num_steps")
+
 REFUSED_MODELS = {
     **dict.fromkeys(
         ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration"),
@@ -91,19 +93,20 @@ REFUSED_MODELS = {
 }
 
 
-def widths_for(backend: str, max_nodes: int, *, adapters: bool = False) -> tuple[int, ...]:
-    """Return the numbers of nodes per request, root included, that steps may have on this attention backend; ascending.
+def widths_for(backend: str, max_nodes: int, *, adapters: bool = False, least: int = 1) -> tuple[int, ...]:
+    """Return the numbers of nodes per request, root included, that steps may have on this attention backend, from
+    `least` on; ascending.
 
     A small set on GPUs (powers of four and the maximum): each needs CUDA graphs, and their memory, for all batch sizes;
     with LoRA adapters one, since SGLang keeps their inputs for graphs of one width. On a CPU there are no graphs and
     every node costs time, so every width is allowed.
     """
     if backend == CPU_BACKEND:
-        return tuple(range(1, max_nodes + 1))
+        return tuple(range(least, max_nodes + 1))
     if adapters:
         return (max_nodes,)
-    powers = [1 << i for i in range(0, max_nodes.bit_length(), 2) if 1 << i < max_nodes]
-    return (*powers, max_nodes)
+    powers = {1 << i for i in range(0, max_nodes.bit_length(), 2) if least < 1 << i < max_nodes}
+    return tuple(sorted(powers | {least, max_nodes}))
 
 
 def shape_for(name: str, backend: str, config: Any, window: int | None, page: int = 1) -> Shape:
@@ -133,9 +136,9 @@ def shape_for(name: str, backend: str, config: Any, window: int | None, page: in
     return shape
 
 
-def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
-    """Check SGLang's arguments for the speculative algorithm `name`. runs_model: see `MethodSpec`. Raises ConfigError:
-    an argument is incompatible with tree verification."""
+def refuse_unsupported(args: Any, name: str, *, runs_model: bool, head: bool = False) -> None:
+    """Check SGLang's arguments for the speculative algorithm `name`. runs_model: see `MethodSpec`; head: whether another
+    drafter runs, with its own settings. Raises ConfigError: an argument is incompatible with tree verification."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.server_args import ServerArgs
@@ -153,6 +156,8 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool) -> None:
         other = "sssd" if runs_model else "ngram"
         refuse("does not go with LoRA adapters", f"serve a merged model, or use --speculative-algorithm {other}")
     for option, (reason, remedy) in REFUSED.items():
+        if head and option in OF_HEADS:
+            continue
         given = getattr(args, option, None) or 0
         if given > 1 if option.endswith(("_size", "_num")) else given not in (0, "null"):
             refuse(reason, remedy)

@@ -133,6 +133,19 @@ LORA_HOOKS = table("""
     sglang.srt.model_executor.model_runner.ModelRunner has lora_manager
 """)
 
+HEAD_HOOKS = table("""
+    # n-grams on top of EAGLE and MTP
+    sglang.srt.server_args.ServerArgs.resolve_once
+    sglang.srt.arg_groups.speculative_hook._handle_eagle_family(server_args)
+    sglang.srt.arg_groups.overrides.record_foreign_defaults(server_args, source, resolve)
+    sglang.srt.arg_groups.overrides.resolution_result(server_args, field)
+    sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker(server_args)
+    sglang.srt.server_args.ServerArgs has speculative_adaptive, speculative_use_rejection_sampling,
+        enable_multi_layer_eagle
+    sglang.srt.runtime_context.RuntimeContext has server_args
+    sglang.srt.speculative.spec_utils.GrammarTree.from_linear_chain
+""")
+
 SESSION_HOOKS = table("""
     # sessions
     sglang.srt.session.session_controller.Session._concat_token_arrays(last_req, req, session_params)
@@ -147,7 +160,7 @@ STREAM_HOOKS = table("""
     sglang.srt.managers.schedule_batch.Req has update_finish_state, reasoning_tokens, finished_len
 """)
 
-OPTIONAL_HOOKS = CORPUS_HOOKS + ROOM_HOOKS + DEVICE_HOOKS + LORA_HOOKS + SESSION_HOOKS + STREAM_HOOKS
+OPTIONAL_HOOKS = CORPUS_HOOKS + ROOM_HOOKS + DEVICE_HOOKS + LORA_HOOKS + HEAD_HOOKS + SESSION_HOOKS + STREAM_HOOKS
 
 # Additional names for methods that run the target model.
 MODEL_HOOKS = table("""

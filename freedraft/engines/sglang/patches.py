@@ -9,6 +9,7 @@ from typing import Any
 
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import stop_start
+from freedraft.engines.sglang.heads import on_top
 from freedraft.engines.sglang.hooks import settings
 from freedraft.engines.sglang_cpu import selected
 from freedraft.method import METHODS, MethodSpec
@@ -26,10 +27,10 @@ def spec_of(algorithm: str | None) -> MethodSpec | None:
 
 
 def serves_ours() -> bool:
-    """Return whether this server's speculative algorithm is one of ours."""
-    from sglang.srt.runtime_context import get_spec
+    """Return whether this server's speculative algorithm is one of ours, or has one of ours on top."""
+    from sglang.srt.runtime_context import get_context, get_spec
 
-    return spec_of(get_spec().speculative_algorithm) is not None
+    return spec_of(get_spec().speculative_algorithm) is not None or on_top(get_context().server_args) is not None
 
 
 def room_for_drafts(original: Callable[[], int]) -> int:

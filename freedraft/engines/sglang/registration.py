@@ -7,12 +7,13 @@ from functools import cache, partial
 from typing import Any
 
 from freedraft.engines.hooks import check, installed_version
-from freedraft.engines.sglang import patches, streams
+from freedraft.engines.sglang import heads, patches, streams
 from freedraft.engines.sglang.hooks import (
     CORPUS_HOOKS,
     CPU_HOOKS,
     DEVICE_HOOKS,
     DISTRIBUTIONS,
+    HEAD_HOOKS,
     HOOKS,
     LORA_HOOKS,
     MODEL_HOOKS,
@@ -67,6 +68,10 @@ def _patch_once() -> None:
 
     HookRegistry.register(patches.ROW_ROOM, patches.room_for_drafts, HookType.AROUND)
     HookRegistry.register(patches.UPDATE_STATES, patches.keep_rows_of_states, HookType.AROUND)
+    if not check(HEAD_HOOKS):
+        HookRegistry.register(heads.RESOLVE, heads.rename, HookType.AROUND)
+        HookRegistry.register(heads.COMPLETE, heads.complete, HookType.AROUND)
+        HookRegistry.register(heads.CREATE_WORKER, heads.with_ngrams, HookType.AROUND)
     if not check(DEVICE_HOOKS):
         HookRegistry.register(patches.CHOOSE_DEVICE, patches.refuse_without_device, HookType.BEFORE)
         HookRegistry.register(patches.CHOOSE_DEVICE, choose_cpu, HookType.BEFORE)

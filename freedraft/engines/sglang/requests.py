@@ -69,11 +69,16 @@ def output_of(request: Any) -> NDArray[np.int32]:
 
 def drafted_from(request: Any) -> int:
     """Return how many tokens a request must generate before it may have drafts; `NEVER` for none at all, also where
-    its client has asked for that.
+    its client has asked for that."""
+    return NEVER if opted_out(extra_of(request)) else independent_from(request)
 
-    A draft tree needs distributions that do not depend on its own nodes. They do with penalties, which count tokens,
-    with custom logit processors, which may read them, and before `min_new_tokens`, which SGLang counts from the prefill
-    (a retraction restarts the count).
+
+def independent_from(request: Any) -> int:
+    """Return how many tokens a request must generate before its distributions do not depend on draft nodes; `NEVER` if
+    they always do.
+
+    They do with penalties, which count tokens, with custom logit processors, which may read them, and before
+    `min_new_tokens`, which SGLang counts from the prefill (a retraction restarts the count).
     """
     sampling = request.sampling_params
     looks_back = (
@@ -82,4 +87,4 @@ def drafted_from(request: Any) -> int:
         or sampling.repetition_penalty != 1.0
         or request.custom_logit_processor is not None
     )
-    return NEVER if looks_back or opted_out(extra_of(request)) else sampling.min_new_tokens
+    return NEVER if looks_back else sampling.min_new_tokens

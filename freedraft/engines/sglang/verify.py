@@ -58,10 +58,13 @@ class Ranks(DraftRanks):
 class TreeVerifier:
     """Verifies trees of B requests with n <= N nodes each. max_nodes: N; sampler: that of SGLang's ModelRunner."""
 
+    moves_states = True  # hidden states that clients ask for
+
     def __init__(self, max_nodes: int, ranks: Ranks, device: Any, allocator: Any, sampler: Any) -> None:
         self._max_nodes, self._ranks, self._device, self._allocator = max_nodes, ranks, device, allocator
         self._sampler = sampler
         self.moves = True  # accepted KV; that of chains is in its place, and some pools cannot move it
+        self.barrier: Any = None  # SGLang's, to wait for grammars of the step before
         self._pool: KVPool | None = None
         kv = allocator.get_kvcache()
         kv = kv.full_kv_pool if isinstance(kv, HybridLinearKVPool) else kv
@@ -108,7 +111,8 @@ class TreeVerifier:
             rows = self.flat(verified.accepted, width)
             if batch.return_logprob:
                 compute_spec_logprobs(batch, output, _by_node(verified), accept_index=rows)
-            if batch.return_hidden_states and output.hidden_states is not None:  # SGLang reads N rows for each request
+            # SGLang reads N rows for each request.
+            if self.moves_states and batch.return_hidden_states and output.hidden_states is not None:
                 output.hidden_states = output.hidden_states[rows.view(-1).clamp(min=0)]
 
     def _process_logits(self, batch: Any, logits: torch.Tensor, tree: DraftBatch) -> None:
@@ -129,14 +133,16 @@ class TreeVerifier:
         sanitize_nan_logits(logits, "verification of drafts")
 
     def _grammar_mask(self, batch: Any, tree: DraftBatch) -> Any:
-        child, sibling = tree_links(tree)
         return build_grammar_vocab_mask(
             reqs=batch.reqs,
-            tree=GrammarTree.from_host(child, sibling, torch.from_numpy(tree.tokens.astype(np.int64))),
+            tree=self._grammar_tree(tree),
             sampling_info=batch.sampling_info,
             device=self._device,
-            barrier=None,
+            barrier=self.barrier,
         )
+
+    def _grammar_tree(self, tree: DraftBatch) -> GrammarTree:
+        return GrammarTree.from_host(*tree_links(tree), torch.from_numpy(tree.tokens.astype(np.int64)))
 
     def _targets(self, batch: Any, host_tree: DraftBatch, tree: Any, logits: torch.Tensor) -> torch.Tensor:
         """Return the token that SGLang's sampler draws after each node, int64 [B * n]; undefined at padding. Seed and

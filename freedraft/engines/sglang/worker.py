@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -64,6 +64,11 @@ class TreeVerifyWorker(BaseSpecWorker):
     (`NgramVerifyInput.accept_tokens`) is not read.
     """
 
+    own = 0  # draft tokens of another drafter that each step verifies
+    drafting_type: type[BatchDrafting] = BatchDrafting
+    verifier_type: type[TreeVerifier] = TreeVerifier
+    captured: ClassVar[dict[str, Any]] = {}  # of SGLang's forward pass, besides logits
+
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any, *, spec: MethodSpec) -> None:
         super().__init__()
         self._spec = spec
@@ -91,7 +96,7 @@ class TreeVerifyWorker(BaseSpecWorker):
 
             self._window_rows = WindowRows(self.req_to_token_pool, self.model_runner.page_size or 1)
             self.model_runner.init_kv_index_translator()  # it holds the tensor of all rows
-        self._verifier = TreeVerifier(
+        self._verifier = self.verifier_type(
             self.max_nodes, self._ranks, self.device, self.token_to_kv_pool_allocator, self.model_runner.sampler
         )
         self._accepted = AcceptedTokens(len(self.req_to_token_pool.req_to_token), self.max_nodes)
@@ -99,7 +104,8 @@ class TreeVerifyWorker(BaseSpecWorker):
     def init_attention_backends(self) -> None:
         self._backend = verify_backend_of(self.model_runner)
         runner = self.model_runner
-        self.widths = widths_for(self._backend, self.max_nodes, adapters=runner.lora_manager is not None)
+        adapters = runner.lora_manager is not None
+        self.widths = widths_for(self._backend, self.max_nodes, adapters=adapters, least=self.own + 1)
         page, window = runner.page_size or 1, runner.sliding_window_size
         shape = shape_for(self._spec.name, self._backend, runner.model_config, window, page)
         self._trees = self._verifier.moves = shape != "chain" and get_spec().speculative_eagle_topk > 1
@@ -117,14 +123,14 @@ class TreeVerifyWorker(BaseSpecWorker):
             if self._draft_model is not None:
                 self._draft_model.serve()
             return
-        context = context_of_worker(self._target_worker, self.widths)
+        context = context_of_worker(self._target_worker, self.widths, self.own)
         guarded = GuardedMethod(self._spec, self._spec.options.read(), context)
         self._reads_states = self._ranks.agree(guarded.method.needs_prompt_states)
         if self._draft_model is not None:
             with self._ranks.leading(), guarded:
                 guarded.method.prepare(self._draft_model)
         running = runner.max_running_requests
-        self._drafting = BatchDrafting(guarded, self.widths, running, self._accepted, trees=self._trees)
+        self._drafting = self.drafting_type(guarded, self.widths, running, self._accepted, trees=self._trees)
         algorithm = algorithm_of(self._spec.name)
         assert isinstance(algorithm, TreeAlgorithm)
         algorithm.receive_step = self._drafting.receive_step
@@ -168,18 +174,14 @@ class TreeVerifyWorker(BaseSpecWorker):
     # -- one step ------------------------------------------------------------------------------------------------------
 
     def forward_batch_generation(
-        self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None = None, pp_proxy_tensors: Any = None
-    ) -> GenerationBatchResult:
+        self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None = None, pp_proxy_tensors: Any = None,
+        grammar_barrier: Any = None,
+    ) -> GenerationBatchResult:  # fmt: skip
         record_stream_for_v2_verify(batch, None, torch.get_device_module(self.device).current_stream())
+        self._verifier.barrier = grammar_barrier
         if batch.forward_mode.is_decode() and len(batch.reqs):
             return self._decode(batch, on_publish)
-        result = self._prefill(batch, pp_proxy_tensors)
-        tokens = torch.zeros(len(batch.reqs), self.max_nodes, dtype=torch.int32, device=self.device)
-        tokens[:, 0] = result.next_token_ids
-        lengths = torch.ones(len(batch.reqs), dtype=torch.int32, device=self.device)
-        published = self._publish(batch, result, tokens, lengths, batch.seq_lens.clone(), on_publish)
-        published.next_token_ids = result.next_token_ids
-        return published
+        return self._prefill(batch, on_publish, pp_proxy_tensors)
 
     def _publish(
         self, batch: Any, target: Any, tokens: torch.Tensor, lengths: torch.Tensor, new_seq_lens: torch.Tensor,
@@ -193,22 +195,41 @@ class TreeVerifyWorker(BaseSpecWorker):
             on_publish(new_seq_lens)
         relayed = {"new_seq_lens": new_seq_lens, "accept_lens": lengths}
         return GenerationBatchResult(
-            logits_output=target.logits_output,
-            next_token_ids=tokens.flatten(),
-            can_run_cuda_graph=target.can_run_cuda_graph,
-            next_draft_input=NgramVerifyInput(
-                draft_token_num=self.max_nodes, accept_tokens=tokens.flatten(), **relayed
-            ),
-            speculative_num_draft_tokens=self.max_nodes,
-            **relayed,
-        )
+            logits_output=target.logits_output, can_run_cuda_graph=target.can_run_cuda_graph,
+            **relayed, **self._relay(batch, tokens, relayed),
+        )  # fmt: skip
 
-    def _prefill(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
+    def _relay(self, batch: Any, tokens: torch.Tensor, relayed: dict[str, torch.Tensor]) -> dict[str, Any]:
+        """Return what the scheduler and the next step read, by SGLang's names."""
+        flat = tokens.flatten()
+        return {
+            "next_token_ids": flat,
+            "next_draft_input": NgramVerifyInput(draft_token_num=self.max_nodes, accept_tokens=flat, **relayed),
+            "speculative_num_draft_tokens": self.max_nodes,
+        }
+
+    def _begin(self, batch: Any) -> None:
+        if self._drafting is not None:
+            self._drafting.interrupt()
+            if batch.forward_mode.is_extend():
+                self._drafting.begin(batch.reqs)
+
+    def _first(self, next_token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tokens that prompts gain, int32 [B, N], padded with 0, and their number."""
+        lengths = torch.ones(len(next_token_ids), dtype=torch.int32, device=self.device)
+        return F.pad(next_token_ids.to(torch.int32)[:, None], (0, self.max_nodes - 1)), lengths
+
+    def _prefill(self, batch: Any, on_publish: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
+        self._begin(batch)
+        result = self._read_prompts(batch, pp_proxy_tensors)
+        published = self._publish(
+            batch, result, *self._first(result.next_token_ids), batch.seq_lens.clone(), on_publish
+        )
+        published.next_token_ids = result.next_token_ids
+        return published
+
+    def _read_prompts(self, batch: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
         drafting, extends = self._drafting, batch.forward_mode.is_extend()
-        if drafting is not None:
-            drafting.interrupt()
-            if extends:
-                drafting.begin(batch.reqs)
         forward = partial(self._target_worker.forward_batch_generation, batch, pp_proxy_tensors=pp_proxy_tensors)
         if not (extends and self._reads_states):
             return forward()
@@ -238,13 +259,33 @@ class TreeVerifyWorker(BaseSpecWorker):
             self.model_runner.shared_read_done_event = None
         return self._ranks.share_draft(drafted)
 
+    def _to_verify(self, batch: Any) -> tuple[DraftBatch, DraftBatch, TreeBatch | None]:
+        """Draft. Return the draft, and the trees of the step on the host and on the device; None: roots alone."""
+        draft, tree = self._draft(batch), None
+        if draft.max_nodes > 1:
+            parts = draft.tokens, draft.parents, draft.depths, draft.counts
+            tree = TreeBatch.from_numpy(*parts, self.device)
+        return draft, draft, tree
+
+    def _acceptable(self, batch: Any, tree: TreeBatch | None) -> TreeBatch | None:
+        return tree
+
+    def _verify_input(self, inputs: TreeInputs, width: int) -> Any:
+        return NgramVerifyInput(
+            draft_token=inputs.input_ids,
+            custom_mask=inputs.mask,
+            positions=inputs.positions,
+            draft_token_num=width,
+        )
+
+    def _follow(self, batch: Any, result: GenerationBatchResult) -> None:
+        """Do what another drafter does after each step."""
+
     def _decode(self, batch: Any, on_publish: Callable[[torch.Tensor], None] | None) -> GenerationBatchResult:
-        host_tree = self._draft(batch)
+        draft, host_tree, tree = self._to_verify(batch)
         size, width = host_tree.tokens.shape
-        seen, tree = int(batch.seq_lens_cpu.sum()), None
-        if width > 1:
-            drafted = host_tree.tokens, host_tree.parents, host_tree.depths, host_tree.counts
-            tree = TreeBatch.from_numpy(*drafted, self.device)
+        seen = int(batch.seq_lens_cpu.sum())
+        if tree is not None:
             # FA3 is given the cache's pages, and reads of the mask what nodes see of each other.
             inputs = tree_inputs(tree, batch.seq_lens, seen, cached=self._backend != "fa3")
         else:
@@ -258,12 +299,7 @@ class TreeVerifyWorker(BaseSpecWorker):
             start_offset=batch.seq_lens, end_offset=batch.seq_lens + width, batch_size=size, draft_token_num=width,
             device=self.device,
         )  # fmt: skip
-        batch.spec_info = NgramVerifyInput(
-            draft_token=inputs.input_ids,
-            custom_mask=inputs.mask,
-            positions=inputs.positions,
-            draft_token_num=width,
-        )
+        batch.spec_info = self._verify_input(inputs, width)
         if self._recurrent:
             prepare_mamba_track_for_verify(batch)
             if tree is not None:  # also of chains: graphs for trees read the links
@@ -271,11 +307,11 @@ class TreeVerifyWorker(BaseSpecWorker):
                 child, sibling = on_device(links.numpy(), batch.seq_lens.device)
                 batch.spec_info.retrieve_next_token, batch.spec_info.retrieve_next_sibling = child, sibling
         with self._graphs.use(width):
-            result = self._target_worker.forward_batch_generation(batch, is_verify=True)
+            result = self._target_worker.forward_batch_generation(batch, is_verify=True, **self.captured)
         logits, altered = result.logits_output.next_token_logits, alters_logits(batch)
         if self._drafting is not None and altered:
             self._drafting.copy_logits(batch, host_tree, logits)
-        verified = self._verifier.verify(batch, host_tree, tree, result.logits_output)
+        verified = self._verifier.verify(batch, host_tree, self._acceptable(batch, tree), result.logits_output)
         new_seq_lens = batch.seq_lens + verified.lengths
         tokens = F.pad(verified.tokens.clamp(min=0), (0, self.max_nodes - width))
         published = self._publish(batch, result, tokens, verified.lengths, new_seq_lens, on_publish)
@@ -286,10 +322,11 @@ class TreeVerifyWorker(BaseSpecWorker):
             accepted = self._verifier.flat(verified.accepted, self.max_nodes)
             with self._graphs.use(width):  # whose backend knows the states of this batch
                 commit_mamba_states_after_verify(self._target_worker, batch, verified.lengths, accepted, self.max_nodes)
+        self._follow(batch, published)
         self._verifier.keep(batch, verified, result.logits_output)
         batch.forward_mode = ForwardMode.DECODE
         if self._drafting is not None:
-            self._drafting.note(batch, host_tree)
+            self._drafting.note(batch, draft)
         return published
 
     # -- calls from the scheduler --------------------------------------------------------------------------------------

@@ -39,6 +39,10 @@ def register():
 
         take_pinned_memory_on_cpu()
         freedraft_sglang_recurrent.take_kernels()
+    if os.environ.get("TREE_TEST_HEADS"):
+        import freedraft_sglang_heads
+
+        freedraft_sglang_heads.take_heads()
     if os.environ.get("TREE_TEST_STATES"):
         keep_states_too_early()
     take_sinks_on_cpu()
