@@ -365,3 +365,62 @@ def test_nothing_registers_when_a_hook_is_renamed(monkeypatch, caplog):
     assert get_spec("doubled") is None and "doubled" not in METHODS
     (line,) = [r.getMessage() for r in caplog.records if "doubled" in r.getMessage()]
     assert "build_grammar_vocab_mask is missing" in line and "not registered" in line
+
+
+ON_HEAD = ON_GPU | {"speculative_algorithm": "sssd+eagle3"}
+
+
+@pytest.fixture
+def with_heads(resolved, monkeypatch):
+    """As `resolved`, where SGLang runs drafters."""
+    from freedraft.engines.sglang_cpu.platform import CpuTreePlatform
+
+    monkeypatch.setattr(CpuTreePlatform, "supports_speculative_algorithm", lambda *_: True)
+    return lambda **changed: resolved(**ON_HEAD | changed)
+
+
+def test_on_top_of_a_head(with_heads):
+    """Its settings mean what they mean without us; more nodes are those of n-grams."""
+    args = with_heads()
+    assert args.speculative_algorithm == "EAGLE3" and args.speculative_eagle_topk == 1
+    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (3, 16)
+    assert args.enable_mixed_chunk is False and args.max_running_requests == 48
+    args = with_heads(speculative_num_steps=5, speculative_num_draft_tokens=9)
+    assert (args.speculative_num_steps, args.speculative_num_draft_tokens) == (5, 9)
+    assert with_heads(speculative_algorithm="SSSD+NEXTN").speculative_algorithm == "EAGLE"
+    chain = {"speculative_num_steps": 3, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": 4}
+    assert with_heads(speculative_algorithm="EAGLE3", **chain).speculative_num_draft_tokens == 4
+
+
+def test_not_where_sglang_runs_no_drafters(resolved):
+    with pytest.raises(ConfigError, match="EAGLE3 speculative decoding is not supported by CpuTreePlatform"):
+        resolved(**ON_CPU | {"speculative_algorithm": "sssd+eagle3"})
+
+
+@pytest.mark.parametrize(
+    "changed, reason, remedy",
+    [
+        ({"speculative_algorithm": "sssd+nonsense"}, "no such drafter", "sssd+eagle3"),
+        ({"speculative_algorithm": "sssd+ngram"}, "no such drafter", "sssd+nextn"),
+        ({"speculative_algorithm": "layerskip+eagle"}, "only sssd drafts on top", "use sssd+eagle"),
+        ({"speculative_eagle_topk": 4}, "chains", "without --speculative-eagle-topk"),
+        ({"speculative_num_draft_tokens": 3}, "3 nodes with 3 draft tokens of the head", "4..64"),
+        ({"speculative_num_draft_tokens": 65}, "65 nodes", "4..64"),
+        ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle", "without it"),
+        ({"speculative_use_rejection_sampling": True}, "--speculative-use-rejection-sampling", "without it"),
+        ({"attention_backend": "dsa"}, "attention backend dsa", "--attention-backend"),
+        ({"pp_size": 2}, "pipeline parallelism", "--tp-size"),
+        ({"tp_size": 2, "attn_dp_size": 2}, "DP attention", "--attn-dp-size"),
+    ],
+)
+def test_refused_on_top_of_a_head(with_heads, changed, reason, remedy):
+    with pytest.raises(ConfigError) as error:
+        with_heads(**changed)
+    assert reason in str(error.value) and remedy in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name, value", [("FREEDRAFT_SHAPE", "tree"), ("FREEDRAFT_RECYCLE", "on")])
+def test_options_that_do_not_go_on_top_of_a_head(with_heads, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=name.removeprefix("FREEDRAFT_").lower()):
+        with_heads()

@@ -137,8 +137,8 @@ def shape_for(name: str, backend: str, config: Any, window: int | None, page: in
 
 
 def refuse_unsupported(args: Any, name: str, *, runs_model: bool, head: bool = False) -> None:
-    """Check SGLang's arguments for the speculative algorithm `name`. runs_model: see `MethodSpec`; head: whether another
-    drafter runs, with its own settings. Raises ConfigError: an argument is incompatible with tree verification."""
+    """Check SGLang's arguments for the speculative algorithm `name`. runs_model: see `MethodSpec`; head: whether
+    another drafter runs, with its own settings. Raises ConfigError: an argument does not go with tree verification."""
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.server_args import ServerArgs

@@ -77,12 +77,13 @@ def complete(original: Callable[[Any], None], server_args: Any) -> None:
     """Around SGLang's defaults for EAGLE: add ours."""
     from sglang.srt.arg_groups.overrides import record_foreign_defaults
 
-    original(server_args)
-    if (ours := on_top(server_args)) is not None:
-        try:
-            record_foreign_defaults(server_args, "freedraft", partial(_complete, ours))
-        except ValueError as error:
-            stop_start(ConfigError(str(error)))
+    if (ours := on_top(server_args)) is None:
+        return original(server_args)
+    try:
+        original(server_args)
+        record_foreign_defaults(server_args, "freedraft", partial(_complete, ours))
+    except ValueError as error:
+        stop_start(ConfigError(str(error)))
 
 
 def _complete(ours: OnTop, args: Any) -> None:

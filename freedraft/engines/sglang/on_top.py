@@ -93,6 +93,10 @@ class OnTopWorker(TreeVerifyWorker):
             self.head = head(server_args, gpu_id, nccl_port, target_worker)
 
     @property
+    def name(self) -> str:
+        return f"{self._spec.name}+{get_spec().speculative_algorithm.lower()}"
+
+    @property
     def draft_worker(self) -> Any:
         return self.head.draft_worker
 
@@ -129,7 +133,8 @@ class OnTopWorker(TreeVerifyWorker):
         super()._capture()
         graphs = self.draft_worker.cuda_graph_runner_for_draft_extend
         if graphs is not None or BACKENDS[self._backend].fixed_width:
-            self._extend = {width: self._capture_extend(width, graphs) for width in self.widths[1:]}
+            wide = [width for width in self.widths if width > self.own + 1]
+            self._extend = {width: self._capture_extend(width, graphs) for width in wide}
 
     def _capture_extend(self, width: int, graphs: Any) -> Captured:
         """Build what the head's pass over W verified nodes needs. graphs: those of K + 1 nodes, or None."""

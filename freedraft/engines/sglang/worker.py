@@ -86,6 +86,10 @@ class TreeVerifyWorker(BaseSpecWorker):
         self._graphs = WidthGraphs(self.model_runner)
 
     @property
+    def name(self) -> str:
+        return self._spec.name
+
+    @property
     def draft_worker(self) -> None:
         return None
 
@@ -107,7 +111,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         adapters = runner.lora_manager is not None
         self.widths = widths_for(self._backend, self.max_nodes, adapters=adapters, least=self.own + 1)
         page, window = runner.page_size or 1, runner.sliding_window_size
-        shape = shape_for(self._spec.name, self._backend, runner.model_config, window, page)
+        shape = shape_for(self.name, self._backend, runner.model_config, window, page)
         self._trees = self._verifier.moves = shape != "chain" and get_spec().speculative_eagle_topk > 1
         self._recurrent = mambaish_config(runner.model_config) is not None
         if self._spec.runs_model:
@@ -116,7 +120,7 @@ class TreeVerifyWorker(BaseSpecWorker):
             try:
                 self._draft_model = PagedDraftModel(runner, self._ranks, self._window_rows)
             except ConfigError as error:
-                raise ConfigError(f"--speculative-algorithm {self._spec.name} {error}") from None
+                raise ConfigError(f"--speculative-algorithm {self.name} {error}") from None
             self._draft_model.trees = self._trees
         if not self._ranks.first:
             self._reads_states = self._ranks.agree(True)
@@ -141,7 +145,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         self._capture()
         runner.init_decode_cuda_graph = partial(self._recapture, runner.init_decode_cuda_graph)
         if self._ranks.first:
-            logger.info(start_line(runner, self._spec.name, self._backend, self.widths, trees=self._trees))
+            logger.info(start_line(runner, self.name, self._backend, self.widths, trees=self._trees))
 
     def _capture(self) -> None:
         fixed_width, alone = BACKENDS[self._backend].fixed_width, not self._ranks.several

@@ -51,6 +51,27 @@ def take_heads():
     factory.create_draft_extend_backend = lambda self: TreeAttentionBackend(self.draft_model_runner)
     eagle_worker_common.assign_draft_cache_locs_contiguous_func = put_slots
     eagle_utils.build_tree_kernel_efficient_func = link
+    take_greedy_verification()
     overlap_utils.gather_spec_extras = gather
     speculative_hook._disable_overlap_schedule_for_cpu = lambda _: None
     CpuTreePlatform.supports_speculative_algorithm = lambda self, algorithm: True
+
+
+def take_greedy_verification():
+    """SGLang's own, for a head alone."""
+    import torch
+    from sglang.srt.speculative import eagle_utils, eagle_worker_common
+
+    def verify(predicts, accept_index, accept_token_num, candidates, target_predict, **_):
+        right = (candidates[:, 1:] == target_predict[:, :-1]).long().cumprod(1).sum(1)
+        nodes = torch.arange(candidates.shape[1])
+        index = torch.arange(candidates.numel()).view(candidates.shape)
+        predicts[:], accept_token_num[:] = target_predict.flatten(), right
+        accept_index[:] = torch.where(nodes <= right[:, None], index, -1)
+        return predicts, accept_index, accept_token_num
+
+    def fill(tokens, lengths, out, stride, size):
+        out[:] = tokens.view(size, stride).gather(1, lengths[:, None].long() - 1).flatten()
+
+    eagle_utils.verify_tree_greedy_func = verify
+    eagle_worker_common.fill_bonus_tokens_func = fill

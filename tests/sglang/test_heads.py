@@ -1,0 +1,114 @@
+"""N-grams on top of a drafter that SGLang runs. See `built_head` for the drafters, and `freedraft_sglang_heads` for what
+stands in for kernels of GPUs."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sglang.conftest import give_up, ids, read_counts, sglang_engine
+from tests.support.built_head import SGLANG, save_model_and_head
+from tests.support.models import continuations, save_byte_tokenizer
+from tests.support.prompts import random_ids
+
+K, TOKENS = 3, 24
+IDS = random_ids([12] * 4, 24, first=2, seed=3)
+OFF = {"custom_params": {"freedraft": "off"}}
+DEFAULTS = {"TREE_TEST_HEADS": "1", "FREEDRAFT_SCORING": None, "FREEDRAFT_LIVE": None}
+GREEDY = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+
+
+def on_top(model, head, algorithm="SSSD+EAGLE", counts=None, env=None, **options):
+    options |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(head)}
+    return sglang_engine(model, counts, env=DEFAULTS | (env or {}), **{"skip_tokenizer_init": True} | options)
+
+
+def verified(outputs):
+    """Verifications, and accepted draft tokens."""
+    metas = [output["meta_info"] for output in outputs]
+    return sum(meta["spec_verify_ct"] for meta in metas), sum(meta["spec_num_correct_drafts"] for meta in metas)
+
+
+def per_verification(outputs):
+    count, accepted = verified(outputs)
+    return 1 + accepted / count
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    shape = {"vocab_size": 32, "max_position_embeddings": 512}
+    return save_model_and_head(tmp_path_factory.mktemp("built"), 0.3, architecture=SGLANG, **shape)
+
+
+def test_n_grams_go_on_behind_the_drafts_of_a_head(built, tmp_path):
+    """Without them, the head drafts on."""
+    with on_top(*built, counts=tmp_path / "counts.json") as engine:
+        first, again = (engine.generate(input_ids=IDS, sampling_params=GREEDY) for _ in range(2))
+        counts = read_counts(tmp_path / "counts.json")
+        off = engine.generate(input_ids=IDS, sampling_params=GREEDY | OFF)
+    assert ids(first) == ids(again) == ids(off) == continuations(built[0], IDS, TOKENS)
+    assert 2 < per_verification(off) <= per_verification(first) + 0.1
+    assert per_verification(off) < 1 + K < per_verification(again), "more than the head can draft"
+    assert counts["accepted"] > 20, "of n-grams"
+    assert read_counts(tmp_path / "counts.json")["held"] == 0
+
+
+@pytest.mark.extended
+def test_the_head_drafts_what_it_drafts_alone(built):
+    with on_top(*built, algorithm="EAGLE", speculative_num_steps=K, speculative_eagle_topk=1,
+                speculative_num_draft_tokens=K + 1) as engine:  # fmt: skip
+        alone = engine.generate(input_ids=IDS, sampling_params=GREEDY)
+    with on_top(*built) as engine:
+        off = engine.generate(input_ids=IDS, sampling_params=GREEDY | OFF)
+    found = [[output["meta_info"]["spec_verify_ct"] for output in each] for each in (alone, off)]
+    assert ids(alone) == ids(off) and found[0] == found[1]
+
+
+
+RETRACTS = {"SGLANG_TEST_RETRACT": "1"}
+CASES = {
+    "seeded": [GREEDY | {"temperature": 0.9, "sampling_seed": i, "top_p": 0.95} for i in range(4)],
+    "penalties": [GREEDY | {"frequency_penalty": 0.7}, GREEDY, GREEDY | {"repetition_penalty": 1.3}, GREEDY],
+    "bias": [GREEDY | {"logit_bias": {"5": 4.0}}, GREEDY | {"min_new_tokens": 9}, GREEDY | OFF, GREEDY],
+    "long": [GREEDY | {"max_new_tokens": 400} for _ in range(4)],
+}
+
+
+@pytest.fixture(scope="module")
+def answers(demo_model, tmp_path_factory):
+    """What an engine without drafts answers, and where its model and a head are."""
+    folder = tmp_path_factory.mktemp("stressed")
+    vocab_size = save_byte_tokenizer(folder / "tokenizer", (demo_model / "chat_template.jinja").read_text())
+    shape = {"vocab_size": vocab_size, "max_position_embeddings": 256}
+    built = save_model_and_head(folder, 0.3, architecture=SGLANG, **shape)
+    with sglang_engine(built[0], enable_deterministic_inference=True, skip_tokenizer_init=True) as engine:
+        return built, {name: asked(engine, name) for name in CASES}
+
+
+def asked(engine, name):
+    outputs = engine.generate(
+        input_ids=IDS, sampling_params=CASES[name], return_logprob=True, top_logprobs_num=2, logprob_start_len=-1
+    )
+    return ids(outputs), [[p for p, *_ in output["meta_info"]["output_token_logprobs"]] for output in outputs]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "options", [{"page_size": 16}, {"disable_overlap_schedule": True}], ids=["overlap, pages", "synchronous, auto"]
+)
+def test_answers_are_those_of_an_engine_without_drafts(answers, options, tmp_path):
+    """Through retraction, aborts, prompts read in parts and the end of the context."""
+    auto = options.get("disable_overlap_schedule", False)
+    built, expected = answers
+    cramped = {"chunked_prefill_size": 16, "max_total_tokens": 1024, "enable_deterministic_inference": True}
+    counts = tmp_path / "counts.json"
+    with on_top(*built, counts=counts, env=RETRACTS | {"FREEDRAFT_POLICY": None if auto else "fixed"}, **cramped, **options) as engine:
+        engine.loop.run_until_complete(give_up(engine, IDS, GREEDY | {"max_new_tokens": 200}))
+        for name, (tokens, logprobs) in expected.items():
+            for _ in range(2):
+                found = asked(engine, name)
+                assert found[0] == tokens, name
+                for row, wanted in zip(found[1], logprobs, strict=True):
+                    assert row == pytest.approx(wanted, abs=1e-4), name
+        outputs = engine.generate(input_ids=IDS, sampling_params=GREEDY)
+    assert sum(output["meta_info"]["cached_tokens"] for output in outputs) > 0
+    assert read_counts(counts)["held"] == 0 and read_counts(counts)["accepted"] > (0 if auto else 50)
