@@ -1,5 +1,5 @@
-"""N-grams on top of a drafter that SGLang runs. See `built_head` for the drafters, and `freedraft_sglang_heads` for what
-stands in for kernels of GPUs."""
+"""N-grams on top of a drafter that SGLang runs. See `built_head` for the drafters, and `freedraft_sglang_heads` for
+what stands in for kernels of GPUs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,6 @@ def test_the_head_drafts_what_it_drafts_alone(built):
     assert ids(alone) == ids(off) and found[0] == found[1]
 
 
-
 RETRACTS = {"SGLANG_TEST_RETRACT": "1"}
 CASES = {
     "seeded": [GREEDY | {"temperature": 0.9, "sampling_seed": i, "top_p": 0.95} for i in range(4)],
@@ -101,7 +100,9 @@ def test_answers_are_those_of_an_engine_without_drafts(answers, options, tmp_pat
     built, expected = answers
     cramped = {"chunked_prefill_size": 16, "max_total_tokens": 1024, "enable_deterministic_inference": True}
     counts = tmp_path / "counts.json"
-    with on_top(*built, counts=counts, env=RETRACTS | {"FREEDRAFT_POLICY": None if auto else "fixed"}, **cramped, **options) as engine:
+    with on_top(
+        *built, counts=counts, env=RETRACTS | {"FREEDRAFT_POLICY": None if auto else "fixed"}, **cramped, **options
+    ) as engine:
         engine.loop.run_until_complete(give_up(engine, IDS, GREEDY | {"max_new_tokens": 200}))
         for name, (tokens, logprobs) in expected.items():
             for _ in range(2):

@@ -371,12 +371,18 @@ ON_HEAD = ON_GPU | {"speculative_algorithm": "sssd+eagle3"}
 
 
 @pytest.fixture
-def with_heads(resolved, monkeypatch):
-    """As `resolved`, where SGLang runs drafters."""
+def with_heads(resolved, weightless, tmp_path, monkeypatch):
+    """As `resolved`, where SGLang runs drafters, with one."""
     from freedraft.engines.sglang_cpu.platform import CpuTreePlatform
 
+    def resolve(vocab_size=64, **changed):
+        config = json.loads((weightless / "config.json").read_text())
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "vocab_size": vocab_size}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return resolved(**ON_HEAD | {"speculative_draft_model_path": str(tmp_path)} | changed)
+
     monkeypatch.setattr(CpuTreePlatform, "supports_speculative_algorithm", lambda *_: True)
-    return lambda **changed: resolved(**ON_HEAD | changed)
+    return resolve
 
 
 def test_on_top_of_a_head(with_heads):
@@ -408,6 +414,8 @@ def test_not_where_sglang_runs_no_drafters(resolved):
         ({"speculative_num_draft_tokens": 65}, "65 nodes", "4..64"),
         ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle", "without it"),
         ({"speculative_use_rejection_sampling": True}, "--speculative-use-rejection-sampling", "without it"),
+        ({"speculative_draft_model_path": None}, "the model is no drafter", "set --speculative-draft-model-path"),
+        ({"vocab_size": 63}, "a vocabulary of 63, the model of 64", "a drafter of this model"),
         ({"attention_backend": "dsa"}, "attention backend dsa", "--attention-backend"),
         ({"pp_size": 2}, "pipeline parallelism", "--tp-size"),
         ({"tp_size": 2, "attn_dp_size": 2}, "DP attention", "--attn-dp-size"),

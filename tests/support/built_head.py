@@ -14,7 +14,6 @@ from typing import Any
 
 from tests.support.models import save, tiny_model, weaken
 
-
 SGLANG = "LlamaForCausalLMEagle"
 
 

@@ -96,16 +96,34 @@ def _complete(ours: OnTop, args: Any) -> None:
             flag = f"--{option.replace('_', '-')}"
             raise _error(ours.name, head, f"n-grams on top do not go with {flag}", "start without it")
     refuse_unsupported(args, f"{ours.name}+{head}", runs_model=False, head=True)
-    options, own = spec.options.read(), args.speculative_num_steps
+    options: Any = spec.options.read()
+    own = args.speculative_num_steps
     if options.shape == "tree" or options.recycle == "on":
         name = "shape" if options.shape == "tree" else "recycle"
         raise _error(ours.name, head, "n-grams on top are chains by text alone", f"leave option '{name}' out")
+    _check_drafter(args, ours.name, head)
     # A recurrent model keeps a state for each node: longer drafts cost more than they bring.
     few = mambaish_config(model_config_of(args)) is not None and not args.enable_linear_replayssm_spec
     args.speculative_num_draft_tokens = ours.nodes or (own + 1 if few else max(own + 1, NODES))
     args.enable_mixed_chunk = False
     args.linear_attn_verify_backend = args.linear_attn_verify_backend or "triton"
     spec.check(options, context_at_start(args, own))
+
+
+def _check_drafter(args: Any, name: str, head: str) -> None:
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.configs.model_config import ModelConfig
+
+    path, model = args.speculative_draft_model_path, model_config_of(args)
+    made = ModelConfig.from_server_args(
+        args, model_path=path, model_revision=args.speculative_draft_model_revision, is_draft_model=True
+    )
+    if made.hf_config.architectures == model.hf_config.architectures:
+        remedy = "set --speculative-draft-model-path to the folder or name of one"
+        raise _error(name, head, f"{path or 'the model'} is no drafter and brings none", remedy)
+    if made.vocab_size != model.vocab_size:
+        reason = f"the drafter has a vocabulary of {made.vocab_size}, the model of {model.vocab_size}"
+        raise _error(name, head, reason, "use a drafter of this model")
 
 
 def with_ngrams(create_worker: Callable[..., Any], algorithm: Any, server_args: Any) -> Any:

@@ -121,7 +121,7 @@ class OnTopWorker(TreeVerifyWorker):
         with nodes(self.own + 1):
             self.head.init_attention_backends()
         super().init_attention_backends()
-        if self._drafting is not None:
+        if isinstance(self._drafting, OnTopDrafting):
             self._drafting.head = self.own
 
     def init_cuda_graphs(self) -> None:
@@ -193,13 +193,14 @@ class OnTopWorker(TreeVerifyWorker):
         chain, on_host = self._chains[size, width]
         tree = TreeBatch(tokens.to(torch.int32), *chain)
         if batch.has_grammar:
+            assert isinstance(self._verifier, OnTopVerifier)
             self._verifier.grammar_chain = GrammarTree.from_linear_chain(tokens)
         return draft, on_host, tree
 
-    def _acceptable(self, batch: Any, tree: TreeBatch) -> TreeBatch:
+    def _acceptable(self, batch: Any, tree: TreeBatch | None) -> TreeBatch | None:
         """Without the draft tokens of requests that may have none, which no target equals."""
         none = [len(request.output_ids) < independent_from(request) for request in batch.reqs]
-        if not any(none):
+        if tree is None or not any(none):
             return tree
         tokens = tree.tokens.masked_fill(on_device(np.array(none), tree.device)[:, None], -1)
         return TreeBatch(tokens, tree.parents, tree.depths, tree.counts)

@@ -33,8 +33,8 @@ def take_heads():
     def put_slots(rows, req_to_token, starts, out, topk, columns, positions=None, mrope=None):
         assert topk == 1
         out[:] = verify_cache_locs(
-            req_pool_indices=rows, req_to_token=req_to_token, start_offset=starts, end_offset=None, batch_size=len(rows),
-            draft_token_num=columns, device=rows.device,
+            req_pool_indices=rows, req_to_token=req_to_token, start_offset=starts, end_offset=None, device=rows.device,
+            batch_size=len(rows), draft_token_num=columns,
         )  # fmt: skip
 
     def link(parents, scores, lengths, mask, positions, index, child, sibling, topk, steps, nodes, mode):
