@@ -76,10 +76,10 @@ CASES = {
 def answers(demo_model, tmp_path_factory):
     """What an engine without drafts answers, and where its model and a head are."""
     folder = tmp_path_factory.mktemp("stressed")
-    vocab_size = save_byte_tokenizer(folder / "tokenizer", (demo_model / "chat_template.jinja").read_text())
+    vocab_size = save_byte_tokenizer(folder / "model", (demo_model / "chat_template.jinja").read_text())
     shape = {"vocab_size": vocab_size, "max_position_embeddings": 256}
     built = save_model_and_head(folder, 0.3, architecture=SGLANG, **shape)
-    with sglang_engine(built[0], enable_deterministic_inference=True, skip_tokenizer_init=True) as engine:
+    with sglang_engine(built[0], enable_deterministic_inference=True) as engine:
         return built, {name: asked(engine, name) for name in CASES}
 
 
@@ -98,7 +98,8 @@ def test_answers_are_those_of_an_engine_without_drafts(answers, options, tmp_pat
     """Through retraction, aborts, prompts read in parts and the end of the context."""
     auto = options.get("disable_overlap_schedule", False)
     built, expected = answers
-    cramped = {"chunked_prefill_size": 16, "max_total_tokens": 1024, "enable_deterministic_inference": True}
+    cramped = {"chunked_prefill_size": 16, "max_total_tokens": 1024, "skip_tokenizer_init": False}
+    cramped |= {"enable_deterministic_inference": True}
     counts = tmp_path / "counts.json"
     with on_top(
         *built, counts=counts, env=RETRACTS | {"FREEDRAFT_POLICY": None if auto else "fixed"}, **cramped, **options

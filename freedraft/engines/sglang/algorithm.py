@@ -85,8 +85,10 @@ class TreeAlgorithm(CustomSpecAlgo):
     """
 
     spec: MethodSpec
-    # Called with the batch of each overlapped decoding step while the previous step is still running; set by the worker
+    # Set by the worker. Called with the batch of each overlapped decoding step while the previous step is still running
     receive_step: Callable[[Any], Any] | None = None
+    # Called with a batch of prompts that another server has read, and their first tokens, int64 [B]
+    take_prompts: Callable[[Any, Any], Any]
 
     def is_ngram(self) -> bool:
         return True
@@ -101,6 +103,16 @@ class TreeAlgorithm(CustomSpecAlgo):
 
     def carries_draft_hidden_states(self) -> bool:
         return False
+
+    def build_disagg_draft_input(self, batch: Any, last_tokens_tensor: Any, future_map: Any) -> Any:
+        from sglang.srt.managers.overlap_utils import RelayPayload
+
+        made = self.take_prompts(batch, last_tokens_tensor)
+        if batch.enable_overlap:
+            made.future_indices = batch.req_pool_indices
+            future_map.publish(made.future_indices, batch.seq_lens)
+            future_map.stash(made.future_indices, RelayPayload.from_ngram(made))
+        return made
 
     def create_future_map(self, device: Any, *args: Any, **kwargs: Any) -> Any:
         from freedraft.engines.sglang.future_map import EarlyFutureMap

@@ -156,7 +156,7 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool, head: bool = F
         other = "sssd" if runs_model else "ngram"
         refuse("does not go with LoRA adapters", f"serve a merged model, or use --speculative-algorithm {other}")
     for option, (reason, remedy) in REFUSED.items():
-        if head and option in OF_HEADS:
+        if (head and option in OF_HEADS) or (option == "disaggregation_mode" and not (head or runs_model)):
             continue
         given = getattr(args, option, None) or 0
         if given > 1 if option.endswith(("_size", "_num")) else given not in (0, "null"):

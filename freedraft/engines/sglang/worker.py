@@ -17,7 +17,7 @@ from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_f
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.runtime_context import get_device, get_parallel, get_spec
+from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 from sglang.srt.speculative.spec_registry import get_spec as algorithm_of
@@ -114,6 +114,11 @@ class TreeVerifyWorker(BaseSpecWorker):
         shape = shape_for(self.name, self._backend, runner.model_config, window, page)
         self._trees = self._verifier.moves = shape != "chain" and get_spec().speculative_eagle_topk > 1
         self._recurrent = mambaish_config(runner.model_config) is not None
+        algorithm = algorithm_of(self._spec.name)
+        assert isinstance(algorithm, TreeAlgorithm)
+        algorithm.take_prompts = self.take_prompts
+        if get_disagg().disaggregation_mode == "prefill":  # it decodes nothing
+            return
         if self._spec.runs_model:
             from freedraft.engines.sglang.draft_model import PagedDraftModel
 
@@ -135,8 +140,6 @@ class TreeVerifyWorker(BaseSpecWorker):
                 guarded.method.prepare(self._draft_model)
         running = runner.max_running_requests
         self._drafting = self.drafting_type(guarded, self.widths, running, self._accepted, trees=self._trees)
-        algorithm = algorithm_of(self._spec.name)
-        assert isinstance(algorithm, TreeAlgorithm)
         algorithm.receive_step = self._drafting.receive_step
 
     def init_cuda_graphs(self) -> None:
@@ -222,6 +225,15 @@ class TreeVerifyWorker(BaseSpecWorker):
         """Return the tokens that prompts gain, int32 [B, N], padded with 0, and their number."""
         lengths = torch.ones(len(next_token_ids), dtype=torch.int32, device=self.device)
         return F.pad(next_token_ids.to(torch.int32)[:, None], (0, self.max_nodes - 1)), lengths
+
+    def take_prompts(self, batch: Any, tokens: torch.Tensor) -> NgramVerifyInput:
+        """Take prompts that another server has read, and their first tokens, int64 [B]. Drafts begin with the next
+        step."""
+        first, lengths = self._first(tokens)
+        if self._drafting is not None:
+            self._accepted.put(batch.req_pool_indices_cpu, first, lengths, batch.seq_lens)
+        gained = {"accept_tokens": first.flatten(), "accept_lens": lengths, "new_seq_lens": batch.seq_lens}
+        return NgramVerifyInput(draft_token_num=self.max_nodes, **gained)
 
     def _prefill(self, batch: Any, on_publish: Any, pp_proxy_tensors: Any) -> GenerationBatchResult:
         self._begin(batch)

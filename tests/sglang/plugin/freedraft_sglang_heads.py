@@ -42,6 +42,8 @@ def take_heads():
         positions[:] = (lengths[:, None] + torch.arange(nodes)).flatten()
         index[:] = torch.arange(index.numel()).view(index.shape)
         child[:, :-1] = torch.arange(1, nodes)
+        seen = [torch.ones(nodes, nodes + length, dtype=torch.bool).tril(length) for length in lengths.tolist()]
+        torch.cat([each.flatten() for each in seen], out=mask)
 
     def gather(rows, *buffers):
         return tuple(buffer if buffer is None else buffer[rows] for buffer in buffers)
