@@ -164,6 +164,8 @@ def main() -> int:
     device, known = gpu().get("gpu", ""), ARMS[args.engine]
     named = {name: text for name, _, text in (arm.partition("=") for arm in args.arms or known)}
     try:
+        if not 1 >= args.head[0] >= args.head[-1] >= 0 or args.head != sorted(args.head, reverse=True):
+            raise ValueError(f"--head must be falling shares from 1 to 0, not {args.head}")
         if strange := [name for name, text in named.items() if not (text or name in known)]:
             raise ValueError(f"no arm {', '.join(strange)}: {', '.join(known)}, or NAME=JSON")
         wanted = {name: json.loads(text) if text else known[name] for name, text in named.items()}
@@ -171,8 +173,6 @@ def main() -> int:
         shape = json.loads(args.shape.read_text()) if args.shape else (LLAMA if device else TINY)
         if vocabulary > shape["vocab_size"]:
             raise ValueError(f"the shape has {shape['vocab_size']} tokens, the tokenizer {vocabulary}")
-        if not 1 >= args.head[0] >= args.head[-1] >= 0 or args.head != sorted(args.head, reverse=True):
-            raise ValueError(f"--head must be falling shares, not {args.head}")
         asked = cells(args.batches, args.rounds, len(texts)).values()
         texts = texts[: max(numbers.stop for numbers in asked) + max(args.batches)]
     except (KeyError, OSError, ValueError) as error:

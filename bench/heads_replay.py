@@ -42,7 +42,8 @@ from freedraft.step import EngineContext, Step
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-NGRAMS, CONTEXT, LAG, LEAST_STEPS = 15, 1024, 2, 1000  # draft tokens; tokens per request; steps; steps of a cell
+NGRAMS, CONTEXT, LAG = 15, 1024, 2  # draft tokens; tokens per request; steps until a length is used
+LEAST_STEPS, LEAST_TOKENS = 1000, 20_000  # that the speed of a cell is taken from
 BATCHES = (1, 8, 32)
 SURE = {0.8: 0.985, 0.0: 0.9}  # from this score of a right n-gram token on, a correlated head is right so often
 NODES = ("tokens", "parents", "depths", "scores", "kinds")
@@ -214,7 +215,7 @@ def chosen(text: Text, head: Ints, *, agree: bool) -> Ints:
 
 
 class Decoding:
-    """Steps of a batch that is kept full: all answers, and again until there were enough steps. at: int64 [B], where
+    """Steps of a batch that is kept full: answers from the first on, all of them again if need be. at: int64 [B], where
     requests are in the text; gained: int64 [B], their newest tokens."""
 
     def __init__(self, text: Text, batch: int) -> None:
@@ -231,7 +232,7 @@ class Decoding:
 
     @property
     def over(self) -> bool:
-        return self.steps >= LEAST_STEPS and self.produced >= len(self.text.tokens)
+        return self.steps >= LEAST_STEPS and self.produced >= LEAST_TOKENS
 
     def step(self, accepted: Ints, seconds: float, rows: int, waits: bool) -> None:
         """accepted: int64 [B]; rows: draft tokens that were verified; waits: whether for n-grams."""
@@ -258,6 +259,13 @@ class Recorded(Method):
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         self.clock[0] += HOST[self.run.batch]
         return of_rows(self.run.text.chains, self.run.at, 1 + max_draft_len)
+
+
+def head_alone(text: Text, batch: int, machine: Machine, accepted: Ints, k: int, passes: int) -> dict[str, float]:
+    run, seconds = Decoding(text, batch), float(machine.seconds(batch, batch * (1 + k)))
+    while not run.over:
+        run.step(accepted[run.at], seconds + passes * machine.one_pass[batch], batch * k, False)
+    return run.figures()
 
 
 def by_length(text: Text, batch: int, machine: Machine, accepted: Ints, k: int, passes: int) -> dict[str, float]:
@@ -327,13 +335,13 @@ def texts(arguments: argparse.Namespace) -> Iterator[tuple[str, Text]]:
     for path in arguments.sessions:
         sessions = Sessions.load(path, arguments.tokenizer)
         live, learn = learning(sessions.vocab_size)
-        rows = [row for turns in sessions.turns.values() for row in turns][: arguments.answers]
+        rows = [row for turns in sessions.turns.values() for row in turns]
         yield path.name, recorded(rows, make(cell, [], sessions.vocab_size, None, live), learn)
         live.close()
 
 
 def tables(text: Text, heads: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield rows of "tokens", tokens per step, and of "speed", relative to the head alone."""
+    """Yield rows of "tokens", tokens per step, and of "speed", of correlated errors relative to the head alone."""
     ngrams = text.right(text.ngrams)
     plain = {(name, b): by_length(text, b, m, ngrams, 0, 0) for name, m in MACHINES.items() for b in BATCHES}
     for name, errors in product(heads, ("correlated", "independent")):
@@ -345,10 +353,9 @@ def tables(text: Text, heads: Sequence[str]) -> Iterator[tuple[str, dict[str, An
         accepted |= {"tail": tails, "agree": chosen(text, head, agree=True), "oracle": np.maximum(right, ngrams)}
         row: dict[str, Any] = {"head": name, "errors": errors}
         yield "tokens", row | {arm: text.tokens_per_step(of_arm) for arm, of_arm in accepted.items()}
-        for (machine, batch), alone in plain.items():
+        for (machine, batch), alone in plain.items() if errors == "correlated" else ():
             known = text, batch, MACHINES[machine]
-            seconds = float(known[2].seconds(batch, batch * (1 + k))) + passes * known[2].one_pass[batch]
-            rate = batch * text.tokens_per_step(right) / seconds
+            rate = head_alone(*known, right, k, passes)["rate"]
             arms = {"n-grams alone": alone, "one length": by_length(*known, tails, k, passes)}
             arms |= {"by score": by_score(*known, head, tails, passes)}
             arms |= {"head by score": by_score(*known, head, None, passes)}
@@ -365,7 +372,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=Path, nargs="*", default=[], help='JSONL with "session" and "messages"')
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
     parser.add_argument("--heads", choices=list(HEADS), nargs="+", default=list(HEADS))
-    parser.add_argument("--answers", type=int, help="of each text, at most")
+    parser.add_argument("--answers", type=int, help="of the trace, at most")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if not (data := [path for path in (arguments.trace, *arguments.sessions) if path]):
@@ -376,7 +383,7 @@ def main() -> None:
         for table, row in tables(text, arguments.heads):
             figures[table].append(rounded({"text": name, "answer tokens": len(text.tokens)} | row, 3))
             print(figures[table][-1], flush=True)
-    form = "text={text} | head={head} | errors={errors} | machine={machine}"
+    form = "text={text} | head={head} | machine={machine}"
     for arm in ("n-grams alone", "one length", "by score", "head by score"):
         print(f"{arm}: speed over the head alone, by requests")
         print(pivot(figures["speed"], form, "requests", f"{{{arm}:.2f}}"))

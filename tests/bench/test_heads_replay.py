@@ -10,7 +10,19 @@ import numpy as np
 import pytest
 
 from bench import heads_replay
-from bench.heads_replay import HEADS, MACHINES, NGRAMS, Text, by_length, by_score, chosen, head_tokens, recorded, tail
+from bench.heads_replay import (
+    HEADS,
+    MACHINES,
+    NGRAMS,
+    Text,
+    by_length,
+    by_score,
+    chosen,
+    head_alone,
+    head_tokens,
+    recorded,
+    tail,
+)
 from bench.lib.rivals import Cell
 from bench.replay import learning, make
 
@@ -72,15 +84,17 @@ def test_tail_never_accepts_less_than_the_head_and_agree_is_below_the_oracle(tex
 def test_speed_is_that_of_the_known_step_times(monkeypatch: pytest.MonkeyPatch, text: Text) -> None:
     """Of a head whose n-grams cost nothing, and of one whose n-grams cost so much that none should be taken."""
     monkeypatch.setattr(heads_replay, "LEAST_STEPS", 300)
+    monkeypatch.setattr(heads_replay, "LEAST_TOKENS", 2 * len(text.tokens))
     head = head_tokens(text, HEADS["mtp"][0], correlated=True)
     right, tails = text.right(head), text.right(tail(head, text.ngrams))
     free, dear = (MACHINES["8B"]._replace(seconds=lambda b, n, ms=ms: 0.005 + ms * n) for ms in (1e-9, 1e-2))
-    alone = 8 * text.tokens_per_step(right)
     for machine, least, most in (
         (free, 1.05, text.tokens_per_step(tails) / text.tokens_per_step(right)),
         (dear, 0.9, 1.01),
     ):
-        stock = alone / float(machine.seconds(8, 32) + 3 * machine.one_pass[8])
+        stock = head_alone(text, 8, machine, right, 3, 3)["rate"]
+        per_step = 8 / float(machine.seconds(8, 32) + 3 * machine.one_pass[8])
+        assert stock == pytest.approx(text.tokens_per_step(right) * per_step, rel=0.05)
         found = by_length(text, 8, machine, tails, 3, 3)
         assert least < found["rate"] / stock <= 1.01 * most
     rows = by_score(text, 8, free, head, tails, 3)
