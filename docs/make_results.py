@@ -433,7 +433,7 @@ def on_top(replayed: Any, built: Any) -> Screen:
         f"By simulation, agents are {min(agents):.2f} to {max(agents):.2f} times as fast "
         f"as with three MTP tokens alone, chat {chat:.2f} times.",
         lines(
-            "Behind a head, n-grams speed up agents with few requests and cost chat nothing",
+            "Behind a head, n-grams speed up agents at few requests and hardly cost chat anything",
             "speed over an MTP head of three tokens alone: an 8B on an H200, simulated",
             panels, names=arms, across="requests", scale="times the head alone", reference=1.0,
         ),
