@@ -6,9 +6,10 @@
 Every arm answers the same requests with the recorded tokens (`bench/lib/forcing.py`); a difference is an error. So
 drafts are accepted as by the model that gave the answers, and time is the engine's. Only recycled logits are those of
 random weights, but for the recorded token. An arm is an engine in its own process, with its defaults but for vLLM's
-torch.compile (--compiled); NAME=JSON is one with this speculative configuration. Without a GPU the model is a tiny one,
-whose times say nothing about a GPU. Texts are asked once, in the order of the file; of sessions, first turns come
-first. Before each batch size as many other texts are asked, which are not measured.
+torch.compile (--compiled); NAME=JSON is one with this speculative configuration. Arm `head` has an EAGLE layer of
+random weights, whose tokens are right at random, as often as --head says; `sssd+head` has n-grams on top. Without a
+GPU the model is a tiny one, whose times say nothing about a GPU. Texts are asked once, in the order of the file; of
+sessions, first turns come first. Before each batch size as many other texts are asked, which are not measured.
 """
 
 import argparse
@@ -42,6 +43,7 @@ LLAMA |= {"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_he
 LLAMA |= {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "torch_dtype": "bfloat16"}
 TINY = LLAMA | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
 TINY |= {"num_key_value_heads": 1, "vocab_size": 49152, "torch_dtype": "float32"}
+HEAD = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}  # of the shape otherwise
 GRAPHS = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
 OWN = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}  # variables of an engine on a GPU
 CHAIN, TREE = ({"method": "sssd", "shape": shape} for shape in ("chain", "tree"))
@@ -49,6 +51,7 @@ NGRAM, SUFFIX, NGRAM_OF_SGLANG = (PRESETS[name].speculative or {} for name in ("
 ARMS: dict[str, dict[str, Any]] = {name: {"plain": None, "chain": CHAIN, "tree": TREE} for name in ("vllm", "sglang")}
 ARMS["vllm"] |= {"ngram": NGRAM, "ngram_gpu": NGRAM | {"method": "ngram_gpu"}, "suffix": SUFFIX}
 ARMS["vllm"] |= {"rows": CHAIN | {"enable_adaptive_verification": True}}
+ARMS["vllm"] |= {"head": {"method": "eagle"}, "sssd+head": {"method": "sssd+eagle"}}
 ARMS["sglang"] |= {"ngram": NGRAM_OF_SGLANG}
 LEAST, WARM_UP_TOKENS = 8, 32  # requests of a batch size at least
 ARCTIC = ROOT / "build" / "arctic"  # built by bench/arctic.sh
@@ -58,8 +61,17 @@ def why_not(speculative: dict[str, Any], cuda: bool) -> str | None:
     """Return what an arm lacks here, in words for the user; None if it can run."""
     if speculative.get("method") == "suffix" and not (ARCTIC.is_dir() or importlib.util.find_spec("arctic_inference")):
         return "arctic-inference is not installed: bench/arctic.sh build/arctic"
-    needs = speculative.get("method") in ("ngram_gpu", "NGRAM") or speculative.get("enable_adaptive_verification")
+    method = speculative.get("method", "")
+    needs = method in ("ngram_gpu", "NGRAM") or speculative.get("enable_adaptive_verification")
+    needs = needs or (method.endswith("eagle") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1")
     return "it needs a GPU" if needs and not cuda else None
+
+
+def with_head(speculative: dict[str, Any] | None, folder: Path, tokens: int) -> dict[str, Any] | None:
+    """Return the configuration of an arm. Arms with EAGLE get the head in the folder, which drafts so many tokens."""
+    if not (speculative or {}).get("method", "").endswith("eagle"):
+        return speculative
+    return {"model": str(folder / "head"), "num_speculative_tokens": tokens} | (speculative or {})
 
 
 def recorded(args: argparse.Namespace) -> tuple[list[forcing.Text], int]:
@@ -125,7 +137,7 @@ def measure(args: argparse.Namespace, speculative: dict[str, Any] | None, folder
     env = os.environ | OWN if cuda else in_process_environment() if args.engine == "vllm" else environment("sglang")
     paths = [plugin(folder / "plugin", "bench.lib.forcing:hook_sglang"), ROOT, ROOT / "kernels", ARCTIC]
     env |= {forcing.FOLDER: str(folder), "PYTHONPATH": os.pathsep.join([*map(str, paths), env.get("PYTHONPATH", "")])}
-    given = json.dumps(vars(args) | {"speculative": speculative}, default=str)
+    given = json.dumps(vars(args) | {"speculative": with_head(speculative, folder, len(args.head))}, default=str)
     return dict(in_process(__file__, "--one", given, env=env), speculative=speculative)
 
 
@@ -145,12 +157,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="requests of a batch size, for each one at a time")
     parser.add_argument("--tokens", type=int, default=256, help="half to one and a half of them of each answer")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens of a prompt at most; others are left out")
+    parser.add_argument("--head", type=float, nargs="+", default=[0.85, 0.7, 0.6], help="of each token: share accepted")
     parser.add_argument("--compiled", action="store_true", help="vLLM's default compilation, which takes minutes")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device, known = gpu().get("gpu", ""), ARMS[args.engine]
     named = {name: text for name, _, text in (arm.partition("=") for arm in args.arms or known)}
     try:
+        if not 1 >= args.head[0] >= args.head[-1] >= 0 or args.head != sorted(args.head, reverse=True):
+            raise ValueError(f"--head must be falling shares from 1 to 0, not {args.head}")
         if strange := [name for name, text in named.items() if not (text or name in known)]:
             raise ValueError(f"no arm {', '.join(strange)}: {', '.join(known)}, or NAME=JSON")
         wanted = {name: json.loads(text) if text else known[name] for name, text in named.items()}
@@ -163,12 +178,14 @@ def main() -> int:
     except (KeyError, OSError, ValueError) as error:
         parser.error(str(error))
     figures = {"engine": args.engine, "device": device or machine()["cpu"], "versions": versions(*PACKAGES)}
-    figures |= {"shape": shape, "texts": len(texts), "arms": {}, "errors": {}, "skipped": {}}
+    figures |= {"shape": shape, "head": args.head, "texts": len(texts), "arms": {}, "errors": {}, "skipped": {}}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         (folder / "config.json").write_text(json.dumps(shape))
         (folder / "texts.json").write_text(json.dumps(texts))
-        forcing.save_texts(folder, texts)
+        (folder / "head").mkdir()
+        (folder / "head" / "config.json").write_text(json.dumps(shape | HEAD))
+        forcing.save_texts(folder, texts, args.head)
         for name, speculative in wanted.items():
             kind, said = "skipped", why_not(speculative or {}, bool(device))
             if not said:

@@ -2,7 +2,7 @@
 # The measured page of a machine with one NVIDIA GPU: stock vLLM and SGLang, an 8B model, and all rivals.
 #
 #   bench/gpu.sh minutes   about 15: where a step's time goes; kernels; tokens and logits against plain vLLM; speed with
-#                          recorded answers (TRACE). Each part has a limit, and costs no other one if it hangs
+#                          recorded answers (TRACE), on top of a head, too. Parts have limits: none costs another
 #   bench/gpu.sh hour      the same with all drafters and SGLang; plain and sssd, served, at 1, 16 and 64 requests
 #   bench/gpu.sh           everything, a night: about 18 hours on an H100 by our estimate
 #   REPEATS=1 LIMIT=16 CONCURRENCY='1 16 64' bench/gpu.sh      three hours; MODEL=meta-llama/Llama-3.1-8B-Instruct for one
@@ -127,7 +127,7 @@ forced() { # engine, python, further options: random weights of the model's shap
     limited 300 "$python" bench/forced.py --engine "$name" --trace "$TRACE" --tokenizer "$folder" --shape "$folder/config.json" \
         --json "$OUT/forced-$name.json" "$@" || failed=1
 }
-[ "$WHAT" = minutes ] && { forced vllm "$VLLM/bin/python" --arms plain chain tree; exit "$failed"; }
+[ "$WHAT" = minutes ] && { forced vllm "$VLLM/bin/python" --rounds 2 --arms plain chain head sssd+head; exit "$failed"; }
 forced vllm "$VLLM/bin/python" --batches 1 8 32 128 --rounds 2
 forced sglang "$SGLANG/bin/python" --batches 1 8 32 128 --rounds 2
 

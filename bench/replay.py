@@ -136,17 +136,23 @@ def of_copies(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield cell._asdict() | {"kind": kind, "context": length} | replay(copies(text, length, kind, COPIES), draft)
 
 
+def learning(vocab_size: int) -> tuple[LiveStore, Callable[[Tokens, Tokens], None]]:
+    """Return an empty store, and the function that lets it learn a prompt with its answer."""
+    live = LiveStore(vocab_size, isolation="shared")
+
+    def learn(prompt: Tokens, answer: Tokens) -> None:
+        live.insert(to_learn(prompt, answer, LEADING))
+        live.runs.settle()
+
+    return live, learn
+
+
 def of_sessions(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     sessions = Sessions.load(path, arguments.tokenizer)
     if unable := {*arguments.drafter} - {"sssd", *LIMITS}:
         raise ValueError(f"--sessions is for drafters that learn, which {', '.join(unable)} does not")
     for cell in cells(arguments):
-        live = LiveStore(sessions.vocab_size, isolation="shared")
-
-        def learn(prompt: Tokens, answer: Tokens, live: LiveStore = live) -> None:
-            live.insert(to_learn(prompt, answer, LEADING))
-            live.runs.settle()
-
+        live, learn = learning(sessions.vocab_size)
         draft = make(cell, [], sessions.vocab_size, arguments.weights, live)
         found = {
             session: {"turns": len(turns)} | replay(turns, draft, name=session, finished=learn)

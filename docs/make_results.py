@@ -30,10 +30,10 @@ HEAD = """\
 
 """
 INTRODUCTION = """\
-Unless it says GPU, a figure comes from two CPU cores: gains on a GPU will differ. Plain means the same engine without
-freedraft. A ratio compares arms that took turns in one run. Lines through a mark are intervals. Files are CSV, beside
-the benchmarks' JSON. [files.csv](../bench/results/files.csv) has commit, date, machine, versions and command of each.
-The scripts behind [earlier.csv](../bench/results/earlier.csv) are in the history. How to measure yours:
+Unless it says GPU, a figure comes from two CPU cores: gains there differ. Plain is the same engine without freedraft. A
+ratio compares arms that took turns in one run. Lines through a mark are intervals. Files are CSV, beside the
+benchmarks' JSON. [files.csv](../bench/results/files.csv) has commit, date, machine, versions and command of each. The
+scripts behind [earlier.csv](../bench/results/earlier.csv) are in the history. How to measure yours:
 [benchmarks](benchmarks.md).
 """
 
@@ -119,7 +119,7 @@ def one_request(*results: Any) -> Screen:
             "speed over plain, one request at a time, on the slower machine; lines: up to the faster one",
             ordered, names=["vLLM", "SGLang"], scale="times plain", bars=True, log=False,
         ),
-        "`make demo` and `make demo-sglang`: SmolLM2-135M in fp32, one request at a time, prompt included, 8 draft "
+        "`make demo` and `make demo-sglang`: SmolLM2-135M in fp32, prompt included, 8 draft "
         f"tokens, a datastore of Python's library, answers of {' or '.join(lengths)} tokens. Machines: "
         f"{', '.join(machines)}. vLLM checks chains, SGLang trees; {same}. A step of vLLM with drafts takes "
         f"{min(longer):.1f} to {max(longer):.1f} times as long as one without.",
@@ -188,7 +188,7 @@ def concurrency(served: Any, simulated: Any) -> Screen:
 
 @question(
     "How good are the drafts?", "drafts", "replay.json replay-paper.json replay-reference.json",
-    "replay-stores.json sessions.json long-copies.json long-copies-paper.json heads.json",
+    "replay-stores.json sessions.json long-copies.json long-copies-paper.json",
 )  # fmt: skip
 def drafts(rows: Any, paper: Any, reference: Any) -> Screen:
     names = {("sssd", "learned"): "sssd", ("suffix", None): "suffix decoding", ("lookup", None): "prompt lookup"}
@@ -216,7 +216,7 @@ def drafts(rows: Any, paper: Any, reference: Any) -> Screen:
         ),
         "Replayed without an engine, the same on every machine; answers end where they ended. The datastore holds "
         f"other answers of that model: without it `sssd` yields {alone:.2f}. The scorer was trained on other rows. "
-        "The files also have Qwen2-72B, agents' sessions, whose text is in the store, and 128,000-token copies: "
+        "The files also have Qwen2-72B, agents' sessions and 128,000-token copies: "
         f"{copies['tokens_per_step']:.1f} tokens per step.",
     )  # fmt: skip
 
@@ -271,9 +271,8 @@ def layers(vllm: Any, sglang: Any, *windows: Any) -> Screen:
             "requests at once",
         ),
         "Above: bf16, `lookahead: cost`, compiled on vLLM. The model built for it is synthetic: each layer is followed "
-        f"by a copy that hardly changes the text. {COPIES} Below: windows chosen among 512, 2,048 and 8,192 tokens by "
-        "measured times; 512 tokens were as fast in turns (earlier.csv). SGLang's last cell was measured twice: "
-        f"{again['value']} is the later figure, the file has the first.",
+        "by a copy that hardly changes the text. Below: windows chosen among 512, 2,048 and 8,192 tokens by measured "
+        "times. SGLang's last cell was measured twice: the file has the first figure.",
     )  # fmt: skip
 
 
@@ -343,8 +342,8 @@ def gpu(hour: Any) -> Screen:
             log=False, reference=None,
         ),
         f"An earlier version, {hour['device']}, vLLM 0.32, CUDA graphs. In bf16 `auto` gave plain's tokens in {auto} "
-        f"answers, trees in {tree}. No control ran there, plain against plain at another batch size. The weights are "
-        "random and the end of a sequence is ignored, so these steps say what drafts cost and not what they gain. "
+        f"answers, trees in {tree}. No control ran there, plain against plain at another batch size. Weights are "
+        "random: these steps say what drafts cost, not what they gain. "
         "[More](gpu.md).",
     )  # fmt: skip
 
@@ -409,7 +408,42 @@ def experts(found: Any) -> Screen:
         "A roofline of H100s in bf16; experts are taken to be chosen independently. "
         f"{mixed} has {awake[1]:.0%} of them at work on one token, {awake[8]:.0%} on 8 and {awake[64]:.0%} on 64. "
         f"At best it is {best['speedup']:.2f} times as fast, with {best['requests']} requests and "
-        f"{best['draft_tokens']} draft tokens. Both engines start from this estimate; `auto` then measures.",
+        f"{best['draft_tokens']} draft tokens.",
+    )  # fmt: skip
+
+
+@question("What do n-grams add to a trained drafter?", "heads", "heads-replay.json heads.json")
+def on_top(replayed: Any, built: Any) -> Screen:
+    texts = {"replay_llama31_8b.jsonl": "chat", "agent_java_dev.jsonl": "agents: Java"}
+    texts |= {"agent_airline_dev.jsonl": "agents: airline"}
+    shown, arms = ("mtp", "correlated", "8B"), ["n-grams alone", "one length", "by score"]
+    panels: dict[str, dict[str, dict[float, Value]]] = {name: {} for name in texts.values()}
+    for row in replayed["speed"]:
+        if (row["head"], row["errors"], row["machine"]) == shown:
+            for arm in arms:
+                panels[texts[row["text"]]].setdefault(arm, {})[row["requests"]] = Value(row[arm])
+    chat, *agents = (of_text["one length"][1].at for of_text in panels.values())
+    tokens = [row for row in replayed["tokens"] if row["head"] == "mtp" and row["text"] == "agent_java_dev.jsonl"]
+    (related,), (random,) = ([r for r in tokens if r["errors"] == kind] for kind in ("correlated", "independent"))
+    (shares,) = (row["accepted"] for row in replayed["assumptions"]["heads"] if row["head"] == "mtp")
+    shares = ", ".join(f"{share:.2f}" for share in shares)
+    alone, both = (built["factors"]["0.1"][arm] for arm in ("head", "sssd+head"))
+    step = "tokens per verification"
+    return Screen(
+        f"By simulation, agents are {min(agents):.2f} to {max(agents):.2f} times as fast "
+        f"as with three MTP tokens alone, chat {chat:.2f} times.",
+        lines(
+            "Behind a head, n-grams speed up agents at few requests and hardly cost chat anything",
+            "speed over an MTP head of three tokens alone: an 8B on an H200, simulated",
+            panels, names=arms, across="requests", scale="times the head alone", reference=1.0,
+        ),
+        f"A **simulation**: recorded answers, estimated times, a head that is right at random ({shares}), mostly where "
+        "n-grams are. The product has one length for all requests; rows by score are an estimate. On Java a step "
+        f"yields {related['head alone']:.2f} tokens with the head, {related['tail']:.2f} with n-grams behind it, never "
+        f"fewer. Replacing its tokens, too, would yield {related['agree']:.2f}; if errors were independent, "
+        f"{random['agree']:.2f} instead of {random['tail']:.2f}. On a **synthetic model** vLLM V2 yields "
+        f"{alone['first'][step]:.2f} with the head, {both['first'][step]:.2f} with n-grams, {both['again'][step]:.2f} "
+        "when asked again.",
     )  # fmt: skip
 
 
@@ -427,7 +461,7 @@ def worst(*_: Any) -> Screen:
         ),
         f"Of {count} cells, all with policies that switch drafts off by themselves, {below} are below 0.95. The H200 "
         "ran before `auto` learnt to stop after drafts that are never accepted. This change has not been measured on a "
-        "GPU. Groups over HTTP have three questions each, so their intervals are wide.",
+        "GPU.",
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Recorded answers forced on an engine: at every row of logits, the recorded token gets a logit above all others.
 
 A row's token is found by its request and its position, for draft tokens as for roots; in a tree the position is the
-depth. The small kernels that do it run in every arm, plain too. The hooks are this benchmark's: vLLM's are set in this
+depth. The small kernels that do it run in every arm, plain too. Drafts of vLLM's EAGLE become recorded tokens and wrong
+ones, so that random weights are right as often as is asked. The hooks are this benchmark's: vLLM's are set in this
 process, SGLang's by a plugin in the process of its scheduler. Requests are named "NUMBER-...", by their text.
 """
 
@@ -21,17 +22,20 @@ from typing import Any
 import numpy as np
 import torch
 
-FOLDER, TEXTS, LOG = "FORCED_FOLDER", "texts.npy", "steps.jsonl"  # variable with the folder of these files
+# variable with the folder of these files
+FOLDER, TEXTS, HEAD, LOG = "FORCED_FOLDER", "texts.npy", "head.npy", "steps.jsonl"
 HIGH, SLOTS, BEYOND = 1e4, 8192, 256  # logit; requests at most; positions behind the longest text that have rows
 Text = tuple[list[int], list[int]]  # token ids of a prompt and of its answer
 
 
-def save_texts(folder: Path, texts: Sequence[Text]) -> None:
-    """Write the token ids of texts, by the position before each token."""
+def save_texts(folder: Path, texts: Sequence[Text], head: Sequence[float] = ()) -> None:
+    """Write the token ids of texts, by the position before each token, and how many drafted there by a head are right.
+    head: the share of positions at which each of its tokens is accepted."""
     table = np.zeros((len(texts), max(len(p) + len(a) for p, a in texts) + BEYOND), np.int64)
     for row, (prompt, answer) in zip(table, texts, strict=True):
         row[: len(prompt) + len(answer) - 1] = [*prompt[1:], *answer]
     np.save(folder / TEXTS, table)
+    np.save(folder / HEAD, (np.random.default_rng(0).random((*table.shape, 1)) < np.array(head)).sum(2))
 
 
 class Forcing:
@@ -49,7 +53,8 @@ class Forcing:
 
     def load(self, folder: Path) -> None:
         """Take the texts that were saved last."""
-        self._texts = torch.from_numpy(np.load(folder / TEXTS)).to(self.which.device)
+        tables = (torch.from_numpy(np.load(folder / name)).to(self.which.device) for name in (TEXTS, HEAD))
+        self._texts, self._right = tables
 
     def begin(self, slot: int, request: str) -> None:
         """Note which text a request has. An engine's own requests, as for its warm-up, have other names."""
@@ -69,6 +74,18 @@ class Forcing:
             print(json.dumps({"scores": list(rows)}), file=self._log)
         logits.scatter_(1, tokens, HIGH)
         print(json.dumps({"step": [time.perf_counter(), *counts, len(logits)]}), file=self._log)
+
+    def draft(self, drafts: Any, slots: Any, lengths: Any) -> None:
+        """Replace a head's drafts, int [B, K]. slots, lengths: int [B], of the requests, and tokens that they have."""
+        if not self.on:
+            return
+        texts, last, nodes = (
+            self.which[slots.long()],
+            lengths.long() - 1,
+            torch.arange(drafts.shape[1], device=drafts.device),
+        )
+        tokens = self._texts[texts[:, None], last[:, None] + nodes]
+        drafts.copy_(torch.where(nodes < self._right[texts, last][:, None], tokens, (tokens - 1).abs()))
 
 
 def logged(folder: Path, kind: str) -> list[list[Any]]:
@@ -117,10 +134,28 @@ def hook_vllm(llm: Any, folder: Path) -> Forcing:
         texts, counts = forcing.which[batch.expanded_idx_mapping], (batch.num_reqs, int(decoding.sum()))
         forcing.force(logits, texts, batch.positions[at], batch.input_ids[at], counts)
 
+    if getattr(llm.llm_engine.vllm_config.speculative_config, "method", None) == "eagle":
+        _hook_head(forcing, runner)
     before(type(runner), "update_requests", begin)  # called once new requests have slots
     for owner in (Sampler, RejectionSampler):
         before(owner, "__call__", force)
     return forcing
+
+
+def _hook_head(forcing: Forcing, runner: Any) -> None:
+    from freedraft.engines.vllm.v2.install import SPECULATOR
+
+    ours = getattr(runner.speculator, SPECULATOR, None)  # with n-grams on top, which has the head's own `propose`
+    owner, name = (runner.speculator, "propose") if ours is None else (ours, "_propose")
+    original = getattr(owner, name)
+
+    def propose(batch: Any, *args: Any, num_speculative_tokens: int | None = None, **kwargs: Any) -> Any:
+        drafts = original(batch, *args, num_speculative_tokens=num_speculative_tokens, **kwargs)
+        slots = batch.idx_mapping[: len(drafts)]
+        forcing.draft(drafts[:, :num_speculative_tokens], slots, runner.req_states.total_len.gpu[slots.long()])
+        return drafts
+
+    setattr(owner, name, propose)
 
 
 def _force_v1(forcing: Forcing, runner: Any, logits: torch.Tensor, drafts: Any) -> None:

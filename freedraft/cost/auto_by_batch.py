@@ -26,6 +26,7 @@ from freedraft.step import Step
 _ENOUGH, _RATE = 2, 0.02  # times of a cell that are enough to use them alone; minimum weight of a new one
 _PRICE_EVERY = 4  # steps per range of batch sizes
 _MARGIN = 0.995  # share of the best ratio at which a shorter length is preferred
+_HIDDEN = 0.25  # share of a step that drafting takes at most beside a head's
 _REQUESTS = 2.0  # memory of expected acceptance, in requests
 
 # SSSD's chains on recorded answers of Llama-3.1-8B (bench/results/replay.json): tokens per step by nodes of a draft
@@ -129,7 +130,8 @@ class BatchLengths(Controller):
         if cut is not None:
             draft, asked, seconds = cut
             draft = draft.copy()
-            self.probes.begin_rest(seconds, self._step_seconds)
+            if not self.head or seconds > _HIDDEN * self._step_seconds:  # else it is hidden behind the head's passes
+                self.probes.begin_rest(seconds, self._step_seconds)
             self.measured.acceptance.follow(draft)
             self._newest = draft, asked, self._expected(draft, asked)
             self._verified = asked if self.budget else 0

@@ -183,6 +183,26 @@ def test_n_grams_on_top_of_a_head_bring_what_they_add() -> None:
     assert on_top(0, 10).tokens()[2] > 8, "known before they are verified"
 
 
+@pytest.mark.parametrize(("head", "drafting", "most"), [(0, 0.001, 10), (3, 0.001, 100), (3, 0.1, 10)])
+def test_n_grams_beside_the_passes_of_a_head_are_looked_up_after_every_step(
+    head: int, drafting: float, most: int
+) -> None:
+    """Of 100 steps of 20 ms that verify none. What takes longer than can be hidden is as rare as without a head."""
+    now = [0.0]
+    lengths = BatchLengths(Measured(ROOFLINE, clock=lambda: now[0]), (head, 7, 15), Head(head) if head else None)
+    lengths.record_step(1, 1 + head, 100.0, 0.02)
+    found = 0
+    for _ in range(100):
+        step = make_step(["a"], [[99]], capacities=0)
+        lengths.learn(step)
+        if asked := lengths.plan(step):
+            found += 1
+            now[0] += drafting
+            lengths.cut(chains([[0.5] * asked]))
+        lengths.settle()
+    assert found == most if most == 100 else 0 < found <= most
+
+
 def test_another_length_than_the_heads_must_win_by_three_percent() -> None:
     lengths = on_top(15, 10)
     tokens = lengths.tokens()

@@ -106,6 +106,10 @@ def test_n_grams_by_triton_go_on_behind_drafts_that_they_begin_with(own: int, mo
     where, ends_, rows_ = (torch.tensor(x, dtype=torch.int32).to(DEVICE) for x in (chosen, ends, rows))
     extend_drafts(found, torch.tensor(ngrams).to(DEVICE), where, tokens, ends_, rows_, own)
     assert found.tolist() == wanted and tokens.tolist() == inputs
+    from bench.heads_replay import NONE, tail
+
+    merged = tail(np.array(drafts)[:, :own], np.array(ngrams))  # as the replay has it, which marks what is left alone
+    assert np.where(merged == NONE, drafts, merged)[chosen].tolist() == [wanted[slot] for slot in chosen]
     nowhere = torch.zeros_like(rows_)
     extend_drafts(found, torch.tensor(ngrams).to(DEVICE), where, tokens, nowhere, nowhere, own)
     assert tokens.tolist() == inputs
