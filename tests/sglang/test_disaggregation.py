@@ -53,6 +53,8 @@ class Pair:
         )
         server.command[:] += ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", "mooncake"]
         server.command[:] += ["--disaggregation-bootstrap-port", str(self.port), "--skip-tokenizer-init"]
+        if mode == "decode":  # the default takes memory of a GPU's driver
+            server.command[:] += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
         paths = [] if importlib.util.find_spec("mooncake") else [str(STAND_IN)]
         server.env |= {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
         server.env["PYTHONPATH"] = os.pathsep.join([*paths, server.env.get("PYTHONPATH", "")])
