@@ -57,15 +57,16 @@ class Metrics:
         self.failures = one("Counter", "failures", failures)
         # Functions of a label's value: the number of accepted draft tokens; the reason.
         self.accepted_lengths = by("length", "accepted_lengths", "Drafts verified, by number of accepted tokens")
-        heads = "Drafts verified of the model's own drafter, by number of accepted tokens"
-        self.head_lengths = by("length", "head_accepted_lengths", heads)
+        below = "Drafts verified of the drafter that n-grams are on top of, by number of accepted tokens"
+        heads = functools.partial(_family, "Counter", "head_accepted_lengths", below, "drafter", "length")
+        self.head_lengths = functools.cache(lambda drafter, length: heads().labels(method, drafter, length))
         self.undrafted = by("reason", "undrafted_requests", undrafted)
 
-    def add(self, step: Step, rows: Any = slice(None)) -> None:
-        """Count the tokens that a step gave the requests at `rows`, an index of [B]."""
-        drafted, accepted = step.drafted[rows].tolist(), step.accepted[rows].tolist()
+    def add(self, step: Step) -> None:
+        """Count the tokens that a step gave."""
+        drafted, accepted = step.drafted.tolist(), step.accepted.tolist()
         self.request_steps.inc(len(drafted))
-        self.tokens.inc(sum(step.gained[rows].tolist()))
+        self.tokens.inc(sum(step.gained.tolist()))
         if not any(drafted):
             return
         self.drafted.inc(sum(drafted))
