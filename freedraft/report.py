@@ -37,8 +37,8 @@ class _Sums:
 
 
 class Report:
-    """Sums up the steps of a method. clock: seconds; below: the drafter that it is on top of, "" for none; alone: whether
-    speedups are over that drafter alone."""
+    """Sums up the steps of a method. below: the drafter that it is on top of, "" for none; alone: whether speedups are
+    over that drafter alone; clock: seconds."""
 
     def __init__(
         self, method: str, below: str = "", *, alone: bool = False, clock: Callable[[], float] = time.monotonic

@@ -85,8 +85,8 @@ def numbers(now: Samples, before: Samples, seconds: float) -> dict[str, dict[str
         }
 
     by_method = {label: of(label) for name, label in sorted(now) if name == "request_steps_total"}
-    titles = next(iter(by_method.values()), {})
-    return {title: {method: values[title] for method, values in by_method.items()} for title in titles}
+    titles = dict.fromkeys(title for values in by_method.values() for title in values)
+    return {title: {method: values.get(title, math.nan) for method, values in by_method.items()} for title in titles}
 
 
 def by_position(gained: Samples, method: str) -> dict[str, float]:
@@ -97,7 +97,8 @@ def by_position(gained: Samples, method: str) -> dict[str, float]:
             drafter, length, _ = labels.split("/")
             found[drafter][int(length)] = drafts
     return {
-        f"  token {i} of '{drafter}'": sum(d for n, d in lengths.items() if n >= i) / (sum(lengths.values()) or math.nan)
+        f"  token {i} of '{drafter}'": sum(d for n, d in lengths.items() if n >= i)
+        / (sum(lengths.values()) or math.nan)
         for drafter, lengths in found.items()
         for i in range(1, max(lengths) + 1)
     }

@@ -218,8 +218,8 @@ class LayerSkipMethod(Method):
         return self.lookahead if isinstance(self.lookahead, Cost) else None
 
     def _begin_round(self) -> None:
-        """Decide the recipe of this step by `Cost`, which has to time steps without drafts, too: one that is expected to
-        pay, one to try, or None."""
+        """Decide the recipe of this step by `Cost`, which has to time steps without drafts, too: one that is expected
+        to pay, one to try, or None."""
         if (cost := self._cost) is None:
             return
         if cost.scheduled:  # the engine has decided to draft, and times steps without drafts

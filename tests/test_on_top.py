@@ -53,7 +53,7 @@ def test_a_chain_goes_on_where_it_begins_with_all_of_the_other() -> None:
 class Noting(Method):
     """Drafts the same tokens for everyone, and notes what was verified of them."""
 
-    tokens = [11, 12, 13, 14, 15]
+    tokens = (11, 12, 13, 14, 15)
 
     def __init__(self, options: Any, context: EngineContext, controller: Any = None) -> None:
         super().__init__(options, context, controller or make_controller(context, "fixed"), "noting")
@@ -95,7 +95,7 @@ def make() -> tuple[GuardedMethod, OnTop]:
 def test_each_hears_what_was_verified_of_its_own() -> None:
     guarded, method = make()
     draft = guarded.step(make_step(list("abcd"), [[1]] * 4, capacities=[5, 5, 5, 1]))
-    assert draft is not None and [draft.chain(b) for b in range(4)] == [Noting.tokens] * 3 + [[11]]
+    assert draft is not None and [draft.chain(b) for b in range(4)] == [[*Noting.tokens]] * 3 + [[11]]
     assert method.below.asked == [2] and method.above.asked == [5]  # type: ignore[attr-defined]
     # All right; right up to the third; wrong at the second; and one token only.
     texts = [[11, 12, 13, 14, 15, 9], [11, 12, 13, 9], [11, 9], [11, 9]]

@@ -157,7 +157,7 @@ class Acceptance:
         return bool(self._trend[0] > _RISES)
 
     def follow(self, draft: DraftBatch | None) -> None:
-        """Register drafts, verified or not, for the next `update` to learn from; None: forget them. Their arrays, except
+        """Register drafts, verified or not, for the next `update` to learn from; None: none. Their arrays, except
         counts, must not change until then."""
         self._followed = None if draft is None else _nodes(draft, draft.counts.copy())
 

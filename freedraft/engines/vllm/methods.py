@@ -300,8 +300,8 @@ def _keep_lengths_of_replicas(original: Callable[..., Any], vllm_config: Any) ->
 
 
 def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
-    """Whether model runner V2 serves this method: if vLLM would use it without speculation. Raises ConfigError: an option
-    does not go with the runner."""
+    """Whether model runner V2 serves this method: if vLLM would use it without speculation. Raises ConfigError: an
+    option does not go with the runner."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
     from vllm.utils import platform_utils

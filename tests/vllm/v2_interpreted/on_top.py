@@ -129,7 +129,9 @@ def asked(llm, ours, noted, waits, *, fails=False, **case):
     found |= {"answers": said, "own drafts": noted[first:], "waits": waits[1] - waited}
     if ours:
         found["failures"] = guarded.metrics.failures._value.get() - failures
-        drafted, accepted, *lengths = [b - a for a, b in zip(mine, counted(guarded.metrics, guarded._below), strict=True)]
+        drafted, accepted, *lengths = [
+            b - a for a, b in zip(mine, counted(guarded.metrics, guarded._below), strict=True)
+        ]
         found |= {"n-grams": [drafted, accepted], "below": lengths}
     return found
 
