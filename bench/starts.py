@@ -46,7 +46,7 @@ def arms(engine: str) -> dict[str, Arm]:
     found = {}
     for *values, lora in product(METHODS, RUNNERS[engine], ATTENTION[engine], SHAPES, LENGTHS, (False, True)):
         arm = dict(zip(("method", "runner", "attention", "shape", "length"), values, strict=True))
-        if "+" in arm["method"] and arm["shape"] == "tree":
+        if "+" in str(arm["method"]) and arm["shape"] == "tree":
             continue  # chains only
         requests = None if lora and arm["length"] is None else 8  # with LoRA, defaults must go together
         name = " ".join(map(str, [engine, *values])) + " lora" * lora

@@ -53,7 +53,7 @@ def on_top(above: MethodSpec, below: MethodSpec) -> MethodSpec:
     """The method of both."""
     name = f"{above.name}+{below.name}"
 
-    class Options(BothOptions, above.options, below.options):  # type: ignore[name-defined, misc]
+    class Options(BothOptions, above.options, below.options):  # type: ignore[name-defined]
         source_name: ClassVar[str] = name
         specs: ClassVar[tuple[MethodSpec, MethodSpec]] = above, below
 
