@@ -55,11 +55,11 @@ class Metrics:
         self.accepted = one("Counter", "accepted_tokens", "Draft tokens accepted by the target")
         self.seconds = one("Summary", "drafting_seconds", "Time spent drafting, per step")
         self.failures = one("Counter", "failures", failures)
-        # Functions of a label's value: the number of accepted draft tokens; the reason.
+        # Functions of labels' values: the number of accepted draft tokens; the drafter below, and that; the reason.
         self.accepted_lengths = by("length", "accepted_lengths", "Drafts verified, by number of accepted tokens")
         below = "Drafts verified of the drafter that n-grams are on top of, by number of accepted tokens"
-        heads = functools.partial(_family, "Counter", "head_accepted_lengths", below, "drafter", "length")
-        self.head_lengths = functools.cache(lambda drafter, length: heads().labels(method, drafter, length))
+        heads = _family("Counter", "head_accepted_lengths", below, "drafter", "length")
+        self.head_lengths = functools.cache(functools.partial(heads.labels, method))
         self.undrafted = by("reason", "undrafted_requests", undrafted)
 
     def add(self, step: Step) -> None:

@@ -73,6 +73,7 @@ def test_n_grams_go_on_behind_the_drafts_of_a_head(built):
     check_nothing_is_left(found["engine"])
 
 
+@pytest.mark.extended
 def test_n_grams_go_on_behind_draft_passes(tmp_path):
     """The drafter below is the model without some layers."""
     made, skipped = tiny_model(seed=7, **TINY | {"num_hidden_layers": 4}), (1, 2)
@@ -88,7 +89,6 @@ def test_n_grams_go_on_behind_draft_passes(tmp_path):
     plain, found = run(
         "on_top.py", [given | {"cases": {"seeded": seeded}}, given | {"cases": cases, "speculative_config": method}]
     )
-    print(found)
     assert found["first"]["answers"] == found["again"]["answers"] == continuations(model, IDS[:3], 16)
     assert found["seeded"]["answers"] == found["seeded, aborted"]["answers"] == plain["seeded"]["answers"]
     assert not any(found[case]["failures"] for case in cases) and found["engine"]["held"] == [0, 0, 0]
