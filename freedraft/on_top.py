@@ -84,7 +84,9 @@ class OnTop(Method):
         self.metrics = self.above.metrics
         self._most: int = min(options.length or OWN, context.max_draft_tokens)
         inner = replace(context, max_draft_tokens=self._most)
-        self.below: Method = below.make(options.of(below), inner, self.controller)
+        # One that measures nothing would leave it without prices where steps have no scheduled length.
+        shared = (self.controller,) if self.controller.measured is not None or context.lengths is not None else ()
+        self.below: Method = below.make(options.of(below), inner, *shared)
         self.learns, self.needs_logits = self.above.learns, self.above.needs_logits
         self.needs_prompt_states = self.below.needs_prompt_states
         self._drafted: tuple[list[str], NDArray[np.int32]] = [], np.zeros(0, np.int32)  # by the one below

@@ -41,13 +41,13 @@ def save_model_and_head(folder: Path, factor: float, **shape: Any) -> tuple[Path
 
 def save_model_and_eagle3(folder: Path, factor: float, **shape: Any) -> tuple[Path, Path]:
     """The folders of a random Llama of two layers, and of an EAGLE-3 head, whose layer sees a token's embedding and, as
-    its stream, what `fc` makes of two of the model's hidden states one token before: little here. The model's first
-    layer adds so much to the stream that the embedding does not matter there."""
+    its stream, what `fc` makes of two of the model's hidden states one token before: little here. To the stream, in
+    which the head has no embedding, the model's first layer adds so much that this does not matter."""
     import torch
     from safetensors.torch import save_file
 
     model = tiny_model("Llama", **{"seed": 11, "num_hidden_layers": 2} | shape)
-    weaken(model, [0], 6.0)
+    weaken(model, [0], 12.0)
     weaken(model, [1], factor)
     saved, head = save(model, folder / "model"), folder / "head"
     config, layer = json.loads((saved / "config.json").read_text()), model.model.layers[0]
@@ -56,7 +56,7 @@ def save_model_and_eagle3(folder: Path, factor: float, **shape: Any) -> tuple[Pa
     for name in ("q", "k", "v"):
         own = weights[f"midlayer.self_attn.{name}_proj.weight"]
         weights[f"midlayer.self_attn.{name}_proj.weight"] = torch.cat((own, 0.02 * torch.randn_like(own)), 1)
-    weights |= {"fc.weight": 0.02 * torch.randn(size, 2 * size), "midlayer.hidden_norm.weight": torch.ones(size)}
+    weights |= {"fc.weight": 0.002 * torch.randn(size, 2 * size), "midlayer.hidden_norm.weight": torch.ones(size)}
     weights |= {"norm.weight": model.model.norm.weight.detach().clone()}
     weights |= {"lm_head.weight": model.lm_head.weight.detach().clone()}
     head.mkdir()
@@ -66,7 +66,7 @@ def save_model_and_eagle3(folder: Path, factor: float, **shape: Any) -> tuple[Pa
         "num_hidden_layers": 1,
         "draft_vocab_size": config["vocab_size"],
     }
-    own |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}
+    own |= {"norm_output": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}
     (head / "config.json").write_text(json.dumps(config | own))
     return saved, head
 

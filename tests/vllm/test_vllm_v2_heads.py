@@ -228,6 +228,7 @@ def test_eagle3(tmp_path):
     """Its head reads hidden states of several of the model's layers, and has a vocabulary table of its own."""
     model, head = save_model_and_eagle3(tmp_path, 0.3, **TINY)
     greedy, seeded = greedy_case(token_prompts(IDS[:4]), TOKENS), seeded_case()
+    seeded |= {name: seeded[name][:4] for name in ("prompts", "each")}
     cases = {"first": greedy, "again": greedy, "aborted": greedy | {"abort": 5}, "seeded": seeded}
     cases["off"] = greedy_case(token_prompts(IDS[:4]), TOKENS, each=4 * [OFF])
     own = {"model": head, "num_speculative_tokens": K}
