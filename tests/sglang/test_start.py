@@ -181,6 +181,20 @@ def test_adapters_go_with_drafts_of_the_host(resolved, monkeypatch):
         resolved(**adapters)
 
 
+def test_what_replaces_the_hybrid_method(resolved):
+    with pytest.raises(ConfigError, match=r"no method 'hybrid' any more: use 'sssd\+layerskip'"):
+        resolved(**ON_GPU, speculative_algorithm="hybrid")
+
+
+def test_n_grams_on_top_of_draft_passes_are_chains(resolved, monkeypatch):
+    monkeypatch.setenv("FREEDRAFT_WINDOW", "512")
+    args = resolved(**ON_GPU, speculative_algorithm="sssd+layerskip")
+    assert args.speculative_algorithm == "SSSD+LAYERSKIP" and args.speculative_eagle_topk == 1
+    monkeypatch.setenv("FREEDRAFT_NGRAM_TOKENS", "20")
+    with pytest.raises(ConfigError, match=r"'ngram_tokens' is --speculative-num-draft-tokens here"):
+        resolved(**ON_GPU, speculative_algorithm="sssd+layerskip")
+
+
 @pytest.mark.parametrize("name", ["sssd", "layerskip"])
 def test_chains_do_without_the_second_call_of_fa3(resolved, monkeypatch, name):
     if name != "sssd":

@@ -77,9 +77,9 @@ def save_qwen3_next_with_mtp(folder: Path, factor: float, **shape: Any) -> Path:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from tests.support.model_classes import RECURRENT
+    from tests.support.model_classes import RECURRENT, SHAPE
 
-    given = RECURRENT["Qwen3Next"] | {"layer_types": ["full_attention", "linear_attention"]} | shape
+    given = SHAPE | RECURRENT["Qwen3Next"] | {"layer_types": ["full_attention", "linear_attention"]} | shape
     model = tiny_model("Qwen3Next", **{"seed": 11, "num_hidden_layers": 2} | given)
     embeddings = model.model.embed_tokens.weight.data
     embeddings /= embeddings.pow(2).mean(1, keepdim=True).sqrt()
