@@ -2,7 +2,6 @@
 
     python bench/layer_skip.py --model build/model --json build/layer-skip.json
     python bench/layer_skip.py --engine sglang --json build/layer-skip-sglang.json      # in SGLang's environment
-    python bench/layer_skip.py --only hybrid --json build/hybrid.json
     python bench/layer_skip.py --only windows --contexts 4000 --json build/windows.json
 
 Parts, each in its own engine, bf16, compiled on vLLM; prefill is not timed:
@@ -12,8 +11,6 @@ Parts, each in its own engine, bf16, compiled on vLLM; prefill is not timed:
   steps; and the share reached of M alpha / ((M - 1) c + alpha).
 - demo (vLLM): the demo model, too small for layer skipping to pay: the controller has to switch drafting off.
 - windows (on request, alone): the demo model with `window: 512`, at prompts of --contexts tokens.
-- hybrid (vLLM, on request): method "hybrid" on both models, by kind of prompt: no drafts, n-grams only, layer
-  skipping only and both, alternating prompt by prompt.
 """
 
 import argparse
@@ -27,16 +24,13 @@ from typing import Any
 import numpy as np
 
 from bench.lib.deep_model import SKIP_SET, build
-from bench.lib.engine import SKIP_SET_OF_DEMO, Run, VllmEngine, engine_of, in_process
+from bench.lib.engine import SKIP_SET_OF_DEMO, Run, engine_of, in_process
 from bench.lib.machine import rounded, versions
-from bench.lib.prompts import BY_KIND, PROMPTS, chats, long_chats
+from bench.lib.prompts import BY_KIND, chats, long_chats
 from bench.lib.results import ROOT, write_json
-from freedraft.draft import DraftBatch
-from freedraft.hybrid.method import HybridMethod
 
-K, HYBRID_K = 5, 8
+K = 5
 PARTS = {"vllm": ["deep", "demo"], "sglang": ["deep"]}
-ARMS = {"plain": (), "sssd": ("sssd",), "layerskip": ("layerskip",), "both": ("sssd", "layerskip")}
 
 
 def row(baseline: list[Run], drafting: list[Run], batch: int) -> dict[str, Any]:
@@ -94,41 +88,6 @@ def settled(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def hybrid(args: argparse.Namespace) -> dict[str, Any]:
-    """Return ratios to plain decoding by kind of prompt: medians over prompts and rounds, with quartiles."""
-    speculative = {"method": "hybrid", "live": "off", "num_speculative_tokens": HYBRID_K}
-    engine = VllmEngine(args.model, speculative | {"skip_set": str(args.skip_set)})
-    method: HybridMethod = engine.method
-    off = {
-        "sssd": (method.ngrams, "propose", lambda step, max_draft_len: DraftBatch.roots(step.roots)),
-        "layerskip": (method.passes, "capacities", lambda step: np.zeros(step.batch_size, np.int32)),
-    }
-
-    def answer(prompt: list[int], arm: str) -> Run:
-        for name, (part, attribute, nothing) in off.items():
-            vars(part).pop(attribute, None)
-            if name not in ARMS[arm]:
-                setattr(part, attribute, nothing)
-        return engine.generate([prompt], args.tokens, drafting=arm != "plain")
-
-    prompts = {kind: chats(args.model, texts) for kind, texts in PROMPTS.items()}
-    for arm in ARMS:  # warm-up: the controllers learn times of steps and passes
-        for of_kind in prompts.values():
-            answer(of_kind[0], arm)
-    result: dict[str, Any] = {}
-    for kind, of_kind in prompts.items():
-        ratios: dict[str, list[float]] = {arm: [] for arm in ARMS if arm != "plain"}
-        for turn in range(args.rounds):
-            for prompt in of_kind:
-                runs = {arm: answer(prompt, arm) for arm in list(ARMS)[:: 1 if turn % 2 == 0 else -1]}
-                for arm, of_arm in ratios.items():
-                    of_arm.append(runs[arm].speed / runs["plain"].speed)
-        result[kind] = {
-            arm: {"ratio": median(r), "quarters": np.quantile(r, (0.25, 0.75)).tolist()} for arm, r in ratios.items()
-        }
-    return result
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=tuple(PARTS), default="vllm")
@@ -139,12 +98,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="output tokens per prompt")
     parser.add_argument("--rounds", type=int, default=3, help="repeats of each group of prompts, both ways")
     parser.add_argument("--contexts", type=int, nargs="+", default=[4000], help="tokens of each prompt, part windows")
-    parser.add_argument("--only", nargs="*", choices=(*PARTS["vllm"], "hybrid", "windows"), help="parts")
+    parser.add_argument("--only", nargs="*", choices=(*PARTS["vllm"], "windows"), help="parts")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        print(json.dumps((hybrid if args.part == "hybrid" else settled)(args)), flush=True)
+        print(json.dumps(settled(args)), flush=True)
         return
     if not (args.deep_model / "config.json").is_file():
         build(args.model, args.deep_model)
@@ -157,9 +116,7 @@ def main() -> None:
 
     figures: dict[str, Any] = {"output_tokens": args.tokens}
     for part in args.only or PARTS[args.engine]:
-        if part == "hybrid":
-            figures |= {"demo model": measured(part, *demo), "deep model": measured(part, *deep)}
-        elif part == "windows":
+        if part == "windows":
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")  # GiB
             by_context = {context: measured(part, *demo, "--contexts", context) for context in args.contexts}
             cells = [(context, row) for context, each in by_context.items() for row in each]

@@ -30,11 +30,11 @@ SHAPE: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "l
 SHAPE |= {"intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9, "num_key_value_heads": 3}
 SHAPE |= {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e5, "torch_dtype": "bfloat16"}
 SHAPE |= {"vocab_size": 49152, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 64}
-METHODS, SHAPES, LENGTHS = ("sssd", "layerskip", "hybrid"), ("chain", "tree"), (8, None)
+METHODS, SHAPES, LENGTHS = ("sssd", "layerskip", "sssd+layerskip"), ("chain", "tree"), (8, None)
 RUNNERS = {"vllm": ("V2", "V1"), "sglang": ("-",)}
 ATTENTION = {"vllm": ("FLASH_ATTN", "TRITON_ATTN"), "sglang": ("fa3", "triton")}
 TREES = ("TRITON_ATTN", "triton")  # attention that verifies trees by default
-SAID = re.compile(r"freedraft: method '\w+': .*?drafts are (trees|chains)")
+SAID = re.compile(r"freedraft: method '[\w+]+': .*?drafts are (trees|chains)")
 ERROR = re.compile(r"^.*?(\w*(?:Error|Exception): .+)$", re.MULTILINE)
 VALUE = re.compile(r".*?Value error, (.*?) \[type=.*", re.DOTALL)  # as pydantic says what a validator raised
 Arm = dict[str, Any]
@@ -46,6 +46,8 @@ def arms(engine: str) -> dict[str, Arm]:
     found = {}
     for *values, lora in product(METHODS, RUNNERS[engine], ATTENTION[engine], SHAPES, LENGTHS, (False, True)):
         arm = dict(zip(("method", "runner", "attention", "shape", "length"), values, strict=True))
+        if "+" in str(arm["method"]) and arm["shape"] == "tree":
+            continue  # chains only
         requests = None if lora and arm["length"] is None else 8  # with LoRA, defaults must go together
         name = " ".join(map(str, [engine, *values])) + " lora" * lora
         usual = (arm["length"] is None) == (arm["method"] == "sssd") and not lora  # the others have no default

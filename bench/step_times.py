@@ -38,6 +38,8 @@ from bench.lib.tables import markdown
 SSSD = {"method": "sssd"}
 ARMS: dict[str, dict[str, Any] | None] = {"plain": None, "auto": SSSD}
 ARMS |= {"fixed": SSSD | {"policy": "fixed", "num_speculative_tokens": 7}}
+ARMS |= {"head": {"method": "eagle"}, "sssd+head": {"method": "sssd+eagle", "policy": "fixed"}}  # a random head of K
+K = 3
 INTERPRETED = ROOT / "tests" / "vllm" / "v2_interpreted"
 WARM, MOST = 10, 32  # steps of a cell before those that are measured; tokens of a step at most
 WINDOW = "wake-up", "append", "draft", "write", "launch"
@@ -263,6 +265,7 @@ def of_engine(given: dict[str, Any], own: Any, folder: str, options: dict[str, A
     from bench.lib import launches
 
     started = time.perf_counter()
+    own = own and own | ({"model": f"{folder}/head"} if "model" in own else {})
     llm = LLM(folder, speculative_config=own, **options)
     result: dict[str, Any] = {"speculative": own, "start_s": time.perf_counter() - started}
     meter = Meter(cuda)
@@ -323,11 +326,16 @@ def main() -> int:
     drafts, arms = "tree" if args.trees else "chain", dict[str, Any]()
     for name in args.arms:
         own = ARMS[name]
+        if own and "head" in name:
+            arms[name] = own | {"model": "head", "num_speculative_tokens": K}
+            continue
         for length in args.lengths if own and args.lengths else [None]:
             more = {} if length is None else {"num_speculative_tokens": length}
             arms[name if length is None else f"{name} {length}"] = own and own | {"shape": drafts} | more
     with tempfile.TemporaryDirectory() as temporary:
-        (Path(temporary) / "config.json").write_text(json.dumps(shape))
+        for folder, layers in ((Path(temporary), {}), (Path(temporary) / "head", {"num_hidden_layers": 1})):
+            folder.mkdir(exist_ok=True)
+            (folder / "config.json").write_text(json.dumps(shape | layers))
         for names in [[name] for name in arms] if device else [[*arms]]:  # an engine takes all of a device's memory
             try:
                 given = vars(args) | {"arms": [arms[name] for name in names]}

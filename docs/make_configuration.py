@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from freedraft.config import CONFIG_VARIABLE, PREFIX, PluginOptions
-from freedraft.hybrid.options import NAME as HYBRID
+from freedraft.on_top import DEFAULT, NGRAMS
 from layerskip_plugin.method import SPEC as LAYERSKIP
 from sssd_plugin.method import SPEC as SSSD
 
@@ -53,12 +53,11 @@ datastore: /data/store
 [How much of it a step drafts](design.md#cost-model).
 """
 
-HYBRID_SECTION = f"""
-## {HYBRID}
+ON_TOP = f"""
+## sssd+layerskip, sssd+mtp, ...
 
-`"method": "{HYBRID}"`, in SGLang `--speculative-algorithm {HYBRID}`, takes the options of both methods.
-`policy` must be `auto`, without a `knee`, and `lookahead` must be `cost`.
-One `metrics_port` and one `shape` serve both.
+Options of both, and on vLLM `{NGRAMS}`: most tokens of a draft ({DEFAULT}). The drafter below drafts
+`num_speculative_tokens` of them, on SGLang `length` (5). Drafts are chains.
 """
 
 BASIC = {
@@ -136,7 +135,7 @@ def page() -> str:
                 parts.append(
                     f"| `{name}` | {value} | {default(fields[name])} | {meaning.replace('|', chr(92) + '|')} |\n"
                 )
-    return "".join([*parts, HYBRID_SECTION])
+    return "".join([*parts, ON_TOP])
 
 
 def main() -> int:

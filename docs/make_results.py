@@ -245,7 +245,7 @@ def learning(live: Any, shared: Any) -> Screen:
 @question(
     "Does layer skipping help?", "layers",
     "layer-skip-vllm-cpu.json layer-skip-sglang-cpu.json windowed-vllm-cpu.json windowed-vllm-cpu-bf16.json "
-    "windowed-sglang-cpu.json", "hybrid-vllm-cpu.json windowed-acceptance.json lookahead.json",
+    "windowed-sglang-cpu.json", "windowed-acceptance.json lookahead.json",
 )  # fmt: skip
 def layers(vllm: Any, sglang: Any, *windows: Any) -> Screen:
     deep, demo = (vllm[f"{model} model, bf16, compiled"] for model in ("deep", "demo"))
@@ -376,11 +376,6 @@ def cells() -> Iterator[tuple[str, Value, str]]:
         if isinstance(found, dict) and "bf16" in model:
             for at, r in found.items():
                 yield f"{model.split(',')[0]}, {at.removeprefix('batch ')}", of(r, "ratio_quarters"), "layerskip"
-    for model in ("demo model", "deep model"):
-        for kind, arms in result("hybrid-vllm-cpu.json")[model].items():
-            for arm, r in arms.items():
-                named = {"both": "hybrid"}.get(arm, arm)
-                yield f"{model}, {kind}, 1", of(r, "quarters"), named
 
 
 @question("What do experts change?", "experts", "expert-steps.json", "recurrent-states.json")
@@ -457,7 +452,7 @@ def worst(*_: Any) -> Screen:
             "The ten slowest cells of all results",
             "speed over plain, number of requests behind the comma; lines: intervals, where there are some",
             [(name, {kind: value}) for name, value, kind in found[:10]],
-            names=["sssd", "layerskip", "hybrid", "simulation"], scale="times plain (logarithmic)",
+            names=["sssd", "layerskip", "simulation"], scale="times plain (logarithmic)",
         ),
         f"Of {count} cells, all with policies that switch drafts off by themselves, {below} are below 0.95. The H200 "
         "ran before `auto` learnt to stop after drafts that are never accepted. This change has not been measured on a "

@@ -204,7 +204,8 @@ def explain(
         "An estimate: real steps are slower than the profile's peak speeds say. SSSD's rule and the best length count "
         "nodes per request, root included. Tokens per step are taken to be "
         + ", ".join(f"{t:g} for {n} nodes" for n, t in CURVES[shape].items() if n > 1)
-        + " (--shape). While serving, policy 'auto' measures both."
+        + " (--shape). While serving, policy 'auto' measures both. On top of another drafter ('sssd+mtp'), of whose K"
+        " tokens all are verified, n-grams add nodes from 2 + K on."
     )
     if max_num_seqs is not None:
         found = rooms(config, roofline, max_num_seqs, memory and memory * 1e9, data_parallel)

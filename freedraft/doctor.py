@@ -56,7 +56,7 @@ def examine(engine: str) -> EngineReport:
     if given and "freedraft" not in map(str.strip, given.split(",")):
         problems.append(f"{plugins} is set and omits freedraft: add it")
     if of_model:
-        notes.append(f"'sssd' can draft, 'layerskip' and 'hybrid' cannot: {'; '.join(of_model)}")
+        notes.append(f"'sssd' can draft, 'layerskip' and what runs with it cannot: {'; '.join(of_model)}")
     notes += [f"{problem}: no {hook.purpose}" for hook in table.OPTIONAL_HOOKS if (problem := hook.problem())]
     found = installed_version(table.DISTRIBUTIONS)
     if not is_tested(found, table.TESTED_VERSIONS):

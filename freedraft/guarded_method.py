@@ -65,7 +65,9 @@ class GuardedMethod:
         serve(options.metrics_port, context.rank, options.metrics_host)
         self.method: Method = spec.make(options, context)
         self.method.controller.warm_up()
-        self.metrics, self._report = self.method.metrics, Report(spec.name)
+        name, _, inner = spec.name.partition("+")
+        self._below = context.below or inner  # the drafter that ours are on top of
+        self.metrics, self._report = self.method.metrics, Report(name, self._below, alone=context.head > 0)
         self.running, self.in_prompt, self._opted_out = set[str](), set[str](), set[str]()
         self._paused = 0
         self._next_pause = FIRST_PAUSE
@@ -210,9 +212,12 @@ class GuardedMethod:
         with self:
             controller.settle()
         with self:
-            self.method.record_acceptance(step)
+            own, below = self.method.split(step)
+            self.method.record_acceptance(own)
             self.metrics.speedup.set(controller.speedup)
-            self._report.add(step, controller.speedup)
+            self._report.add(own, controller.speedup)
+            if below is not None:
+                self.count_head(below)
         if undrafted:
             self._count_undrafted(step, undrafted)
         else:
@@ -223,7 +228,7 @@ class GuardedMethod:
     def count_head(self, accepted: NDArray[np.int64]) -> None:
         """Count accepted tokens of the drafter that ours are on top of: [B], of each of its drafts."""
         for length, drafts in Counter(accepted.tolist()).items():
-            self.metrics.head_lengths(str(length)).inc(drafts)
+            self.metrics.head_lengths(self._below, str(length)).inc(drafts)
         self._report.add_head(accepted)
 
     def _count_reasons(self, step: Step, draft: DraftBatch) -> None:

@@ -95,11 +95,13 @@ class Method:
         controller.budget, verifies = 0, step.capacities.any()
         max_draft_len = controller.plan(step) if verifies or self.on_host else 0
         self.unmatched = np.zeros(step.batch_size, np.bool_)
-        draft, *unverified = self.proposals(step, max_draft_len)
+        draft = self.propose(step, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
+        if max_draft_len and self.on_host:
+            self.unmatched = draft.counts <= 1
         if verifies:
             draft.limit(step.capacities, step.trees)
-        if max_draft_len or draft.max_nodes > 1:
-            controller.cut(draft, *unverified)
+        if max_draft_len:
+            controller.cut(draft)
         controller.done(step)
         return draft
 
@@ -111,20 +113,14 @@ class Method:
         batch, whose arrays are writable; it stays valid until the next call."""
         raise NotImplementedError
 
-    def proposals(self, step: Step, max_draft_len: int) -> Sequence[DraftBatch]:
-        """The result of `propose`, or roots for a `max_draft_len` of 0. Methods of several drafters override it, and
-        may add drafts of the same requests that are only learnt from."""
-        if not max_draft_len:
-            return (DraftBatch.roots(step.roots),)
-        draft = self.propose(step, max_draft_len)
-        if self.on_host:
-            self.unmatched = draft.counts <= 1
-        return (draft,)
+    def split(self, step: Step) -> tuple[Step, NDArray[np.int64] | None]:
+        """The last step, of which `drafted` is what it verified of this method's own drafts; and for a method on top of
+        another one, int64 [R], accepted tokens of each draft of that one."""
+        return step, None
 
-    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
-        """Count tokens and accepted drafts of the last step, for the metrics; called after `draft` or `update`.
-        rows: bool [B], requests to count; None: all."""
-        self.metrics.add(step, slice(None) if rows is None else rows)
+    def record_acceptance(self, step: Step) -> None:
+        """Count tokens and accepted drafts of the last step, for the metrics; called after `draft` or `update`."""
+        self.metrics.add(step)
 
     def finish(self, request_id: str, output: NDArray[np.int32] | None) -> None:
         """Remove a request that has ended or was aborted; the id may be unknown. output: int32 [n], its output up to
@@ -164,10 +160,10 @@ class MethodSpec:
         if self.checks is not None:
             self.checks(options, context)
 
-    def make(self, options: PluginOptions, context: EngineContext) -> Any:
-        """Build the `Method`. Raises ValueError: it cannot work."""
+    def make(self, options: PluginOptions, context: EngineContext, *controller: Controller) -> Any:
+        """Build the `Method`. controller: one that it shares with another method. Raises ValueError: it cannot work."""
         module, _, name = self.factory.partition(":")
-        return getattr(importlib.import_module(module), name)(options, context)
+        return getattr(importlib.import_module(module), name)(options, context, *controller)
 
 
 def register_installed(register: Callable[[MethodSpec], object]) -> None:
@@ -178,6 +174,8 @@ def register_installed(register: Callable[[MethodSpec], object]) -> None:
         except Exception:
             logging.getLogger(__name__).exception("freedraft: no method '%s': %s failed", point.name, point.value)
 
+
+REPLACED = {"hybrid": "there is no method 'hybrid' any more: use 'sssd+layerskip', which takes its options"}
 
 # Registered methods by name; each engine's adapter adds the ones that it serves.
 METHODS: dict[str, MethodSpec] = {}

@@ -55,17 +55,18 @@ class Metrics:
         self.accepted = one("Counter", "accepted_tokens", "Draft tokens accepted by the target")
         self.seconds = one("Summary", "drafting_seconds", "Time spent drafting, per step")
         self.failures = one("Counter", "failures", failures)
-        # Functions of a label's value: the number of accepted draft tokens; the reason.
+        # Functions of labels' values: the number of accepted draft tokens; the drafter below, and that; the reason.
         self.accepted_lengths = by("length", "accepted_lengths", "Drafts verified, by number of accepted tokens")
-        heads = "Drafts verified of the model's own drafter, by number of accepted tokens"
-        self.head_lengths = by("length", "head_accepted_lengths", heads)
+        below = "Drafts verified of the drafter that n-grams are on top of, by number of accepted tokens"
+        heads = _family("Counter", "head_accepted_lengths", below, "drafter", "length")
+        self.head_lengths = functools.cache(functools.partial(heads.labels, method))
         self.undrafted = by("reason", "undrafted_requests", undrafted)
 
-    def add(self, step: Step, rows: Any = slice(None)) -> None:
-        """Count the tokens that a step gave the requests at `rows`, an index of [B]."""
-        drafted, accepted = step.drafted[rows].tolist(), step.accepted[rows].tolist()
+    def add(self, step: Step) -> None:
+        """Count the tokens that a step gave."""
+        drafted, accepted = step.drafted.tolist(), step.accepted.tolist()
         self.request_steps.inc(len(drafted))
-        self.tokens.inc(sum(step.gained[rows].tolist()))
+        self.tokens.inc(sum(step.gained.tolist()))
         if not any(drafted):
             return
         self.drafted.inc(sum(drafted))

@@ -37,10 +37,14 @@ class _Sums:
 
 
 class Report:
-    """Sums up the steps of a method. clock: seconds."""
+    """Sums up the steps of a method. below: the drafter that it is on top of, "" for none; alone: whether speedups are
+    over that drafter alone; clock: seconds."""
 
-    def __init__(self, method: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._method, self._clock = method, clock
+    def __init__(
+        self, method: str, below: str = "", *, alone: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._method, self._below, self._clock = method + f"+{below}" * bool(below), below, clock
+        self._alone = f"'{below}' alone" if alone else "without drafts"
         self._reported, self._at = "", -math.inf  # the state that was last reported, and when
         self._sums: _Sums | None = None
 
@@ -80,12 +84,11 @@ class Report:
         else:
             brings = f"{sums.tokens / sums.requests:.2f} tokens per step, "
             brings += f"{sums.accepted / max(sums.draft_tokens, 1):.0%} of draft tokens accepted"
-            alone = "without drafts"
             if sums.head_drafts:
-                alone, of_head = "the model's own drafter alone", sums.head_accepted / sums.head_drafts
-                brings = f"{brings.replace('draft', 'n-gram')}, {of_head:.2f} tokens of it per step"
+                of_head = sums.head_accepted / sums.head_drafts
+                brings = f"{brings.replace('draft', 'n-gram')}, {of_head:.2f} tokens of '{self._below}' per draft"
             if sums.compared:
-                brings = f"about {speedup:.2f} times as fast as {alone}; {brings}"
+                brings = f"about {speedup:.2f} times as fast as {self._alone}; {brings}"
         level = logging.WARNING if state == "slow" else logging.INFO
         minutes = (self._clock() - sums.since) / 60
         logger.log(level, "freedraft: %s, last %.0f minutes: %s", self._method, minutes, brings)

@@ -98,6 +98,7 @@ class EngineContext:
     widths: tuple[int, ...] | None = None
     lengths: tuple[int, ...] | None = None
     head: int = 0  # draft tokens of another drafter that each step verifies first; 0 for none
+    below: str = ""  # its name
     dtype: str = "bfloat16"  # the engine's
     kv_dtype: str = "auto"  # of the KV cache, e.g. "fp8_e4m3"; "auto" for the model's
     page_size: int | None = None  # tokens per page of the KV cache; None if unknown

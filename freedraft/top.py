@@ -62,14 +62,13 @@ def numbers(now: Samples, before: Samples, seconds: float) -> dict[str, dict[str
     """What is shown, by title and method: the drafter's activity since `before`, `seconds` ago. NaN is not known."""
     gained: defaultdict[tuple[str, str], float] = defaultdict(float)
     gained.update({key: value - before.get(key, 0.0) for key, value in now.items()})
-    requests = sum(value for (name, _), value in gained.items() if name == "request_steps_total") or math.nan
     reasons = sorted({label.partition("/")[2] for name, label in now if name == "undrafted_requests_total"})
 
     def of(method: str) -> dict[str, float]:
         def ratio(above: str, below: str) -> float:
             return gained[above, method] / (gained[below, method] or math.nan)
 
-        # Those of a hybrid's parts are its own, so they are shares of the requests of all methods.
+        requests = gained["request_steps_total", method] or math.nan
         undrafted = [gained["undrafted_requests_total", f"{method}/{reason}"] / requests for reason in reasons]
         return {
             SPEEDUP: now.get(("speedup", method), math.nan),
@@ -77,6 +76,7 @@ def numbers(now: Samples, before: Samples, seconds: float) -> dict[str, dict[str
             "tokens per second": gained["tokens_total", method] / seconds,
             "running requests": now.get(("requests", method), 0),
             ACCEPTED: ratio("accepted_tokens_total", "draft_tokens_total"),
+            **by_position(gained, method),
             UNDRAFTED: sum(undrafted),
             **{f"  {REASONS.get(r, r)}": share for r, share in zip(reasons, undrafted, strict=True)},
             "draft tokens allowed per step": now.get(("budget_tokens", method), 0),
@@ -85,8 +85,23 @@ def numbers(now: Samples, before: Samples, seconds: float) -> dict[str, dict[str
         }
 
     by_method = {label: of(label) for name, label in sorted(now) if name == "request_steps_total"}
-    titles = next(iter(by_method.values()), {})
-    return {title: {method: values[title] for method, values in by_method.items()} for title in titles}
+    titles = dict.fromkeys(title for values in by_method.values() for title in values)
+    return {title: {method: values.get(title, math.nan) for method, values in by_method.items()} for title in titles}
+
+
+def by_position(gained: Samples, method: str) -> dict[str, float]:
+    """Shares of the drafts below n-grams that were right up to each of their tokens, by title."""
+    found: defaultdict[str, dict[int, float]] = defaultdict(dict)
+    for (name, labels), drafts in sorted(gained.items()):
+        if name == "head_accepted_lengths_total" and labels.endswith(f"/{method}"):
+            drafter, length, _ = labels.split("/")
+            found[drafter][int(length)] = drafts
+    return {
+        f"  token {i} of '{drafter}'": sum(d for n, d in lengths.items() if n >= i)
+        / (sum(lengths.values()) or math.nan)
+        for drafter, lengths in found.items()
+        for i in range(1, max(lengths) + 1)
+    }
 
 
 def view(now: Samples, before: Samples, seconds: float) -> Table:

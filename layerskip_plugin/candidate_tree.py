@@ -66,17 +66,16 @@ def _put(trees: DraftBatch, row: Any, node: Any, parent: Any, tokens: Any, score
 
 
 def cut_to_width(
-    trees: DraftBatch, chains: NDArray[np.int32], least: int, widths: NDArray[np.int32], prices: NDArray[np.float64]
+    trees: DraftBatch, chains: NDArray[np.int32], widths: NDArray[np.int32], prices: NDArray[np.float64]
 ) -> None:
     """Keep the nodes of `candidate_tree` with the best gain minus verification cost, if all requests have the width of
     the largest: siblings are free up to the width of the longest chain.
 
     Args:
         chains: int32 [B], tokens of each chain.
-        least: nodes of the largest of the batch's other drafts.
         widths: int32 [W], possible numbers of nodes, ascending; prices: float64 [W], step times in tokens.
     """
-    first = np.searchsorted(widths, max(1 + int(chains.max(initial=0)), least))
+    first = np.searchsorted(widths, 1 + int(chains.max(initial=0)))
     widths, prices = widths[first:], prices[first:]
     if not len(widths):
         return

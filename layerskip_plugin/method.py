@@ -23,7 +23,7 @@ from layerskip_plugin.candidate_tree import MAX_CANDIDATES, candidate_tree, cut_
 from layerskip_plugin.lookahead.cost import Cost
 from layerskip_plugin.lookahead.records import JUDGED, Recorder
 from layerskip_plugin.options import LayerSkipOptions, check
-from layerskip_plugin.rounds import Candidate, DraftPassEstimate, OtherRequests, Round
+from layerskip_plugin.rounds import Candidate, Round
 from layerskip_plugin.selection.online_search import OnlineSearch
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 
@@ -144,13 +144,20 @@ class LayerSkipMethod(Method):
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         if self.capacities(step).any():
-            self.begin_round()
+            self._begin_round()
         limits = np.minimum(self.capacities(step), max_draft_len)
         rows = np.flatnonzero(limits > 0)
         if not len(rows):
             return DraftBatch.roots(step.roots)
-        others = step.batch_size - len(rows)
-        return self.propose_for(step, rows, limits[rows], OtherRequests(others, others, None))
+        round_ = self._last = self._run(step, rows, limits[rows])
+        tree = candidate_tree(round_, step.roots, int(limits.max()) + 1, siblings=self.trees)
+        if self.trees and (cost := self._cost) is not None:
+            # All requests are verified at the width of the largest.
+            widths = np.asarray(cost.widths)
+            seconds = cost.measured.step_seconds(tree.batch_size, tree.batch_size * widths)
+            cut_to_width(tree, round_.drafted, widths, cost.rate * seconds)
+        tree.kinds[:, 1:] = self.lookahead.kind
+        return tree
 
     def update(self, step: Step) -> None:
         """Learn from the last round, continue a search, and choose the recipe of this step."""
@@ -202,10 +209,6 @@ class LayerSkipMethod(Method):
         lengths = self.selection.max_lengths(step.contexts)
         return capacities if lengths is None else np.minimum(capacities, lengths)
 
-    def estimate(self, requests: int, max_draft_len: int) -> DraftPassEstimate:
-        assert self._cost is not None and self.recipe is not None
-        return self._cost.estimate(self.recipe, requests, max_draft_len)
-
     @property
     def _first(self) -> SkipSet:
         return next(iter(self.recipes.values()))
@@ -214,36 +217,21 @@ class LayerSkipMethod(Method):
     def _cost(self) -> Cost | None:
         return self.lookahead if isinstance(self.lookahead, Cost) else None
 
-    def begin_round(self, *, pays: bool | None = None) -> bool:
-        """Whether to run draft passes in this step, because they are expected to pay or as a trial; decides the recipe.
-        Called at most once per step. pays: expectation of the hybrid; None: by `Cost`, which has to time steps without
-        drafts, too."""
-        if (cost := self._cost) is not None:
-            longest = np.clip(cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
-            known = cost.measured.baseline_known(self._batch, self.context.widths)
-            plain = pays is None and (not known or self._baseline.due(self._batch, longest=float(longest)))
-            if cost.scheduled:  # the engine has decided to draft, and times steps without drafts
-                plain, pays = False, True
-            self.recipe = None if plain else cost.recipe_of_round(pays=pays)
-        return self.recipe is not None
+    def _begin_round(self) -> None:
+        """Decide the recipe of this step by `Cost`, which has to time steps without drafts, too: one that is expected
+        to pay, one to try, or None."""
+        if (cost := self._cost) is None:
+            return
+        if cost.scheduled:  # the engine has decided to draft, and times steps without drafts
+            self.recipe = cost.recipe_of_round(pays=True)
+            return
+        longest = np.clip(cost.margin * RAREST_BASELINE, FIRST_BASELINE, RAREST_BASELINE)
+        known = cost.measured.baseline_known(self._batch, self.context.widths)
+        plain = not known or self._baseline.due(self._batch, longest=float(longest))
+        self.recipe = None if plain else cost.recipe_of_round()
 
-    def propose_for(
-        self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], others: OtherRequests
-    ) -> DraftBatch:
-        """Draft for the requests at `rows` of the step (intp [R]), at most `limits` tokens each (int32 [R]), none above
-        its capacity; other requests get only their roots. Called after `update`. others: the other requests."""
-        round_ = self._last = self._run(step, rows, limits, others)
-        max_nodes = int(limits.max(initial=0)) + 1
-        tree = candidate_tree(round_, step.roots, max_nodes, siblings=self.trees)
-        if self.trees and (cost := self._cost) is not None:
-            # All requests are verified at the width of the largest.
-            widths = np.asarray(cost.widths)
-            seconds = cost.measured.step_seconds(tree.batch_size, tree.batch_size * widths)
-            cut_to_width(tree, round_.drafted, others.most_nodes, widths, cost.rate * seconds)
-        tree.kinds[:, 1:] = self.lookahead.kind
-        return tree
-
-    def _run(self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32], others: OtherRequests) -> Round:
+    def _run(self, step: Step, rows: NDArray[np.intp], limits: NDArray[np.int32]) -> Round:
+        """Draft for the requests at `rows` of the step (intp [R]), at most `limits` tokens each (int32 [R])."""
         model, lookahead, recipe = self._model, self.lookahead, self.recipe
         assert model is not None and recipe is not None
         clock = time.perf_counter if self.measured is None else self.measured.clock
@@ -252,7 +240,7 @@ class LayerSkipMethod(Method):
         result = Round(step.request_ids, recipe, depth, self.outputs.top)
         allowed, place, latest = np.zeros(batch, np.int32), np.zeros(batch, np.int32), step.roots.copy()
         allowed[rows], place[rows] = limits, np.arange(len(rows))
-        lookahead.begin(len(rows), recipe, depth, others)
+        lookahead.begin(len(rows), recipe, depth, batch - len(rows))
         if recipe not in self.draft_passes:  # found by a search, but not built
             self.build(recipe, optimize=False)
         draft_round = model.start(step, self.draft_passes[recipe], rows, depth)

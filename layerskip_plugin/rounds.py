@@ -21,15 +21,6 @@ _MEMORY = 64.0  # rounds of a recipe after which a round's weight is 1/e
 _PRIOR_WEIGHT = 6.0  # weight of the prior, in rounds
 
 
-class OtherRequests(NamedTuple):
-    """The requests of a step that take no part in a round of draft passes."""
-
-    requests: int
-    query_tokens: int  # in the verifying step
-    rate: float | None  # expected tokens per second of the whole step; None without an estimate
-    most_nodes: int = 1  # of any one of their drafts, root included
-
-
 class DraftPassEstimate(NamedTuple):
     """Expected gain and time of a round of draft passes, by maximum draft length m = 1 .. M."""
 

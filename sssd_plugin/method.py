@@ -177,8 +177,8 @@ class SssdMethod(Method):
                 self.drafter.set_tenant(request_ids[row], next(self._alone))
             self.drafter.replace(request_ids[row], step.history(row))
 
-    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
-        super().record_acceptance(step, rows)
+    def record_acceptance(self, step: Step) -> None:
+        super().record_acceptance(step)
         self.source_metrics.add(self.drafter.sourced)
 
     def rests(self) -> bool:

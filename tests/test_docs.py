@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docker/*.md")])
 COMMAND_PAGES = [page for page in PAGES if page.name != "results.md"]
 OPTIONS = {"sssd": {*SssdOptions.model_fields}, "layerskip": {*LayerSkipOptions.model_fields}}
-OPTIONS["hybrid"] = OPTIONS["sssd"] | OPTIONS["layerskip"]
+OPTIONS["sssd+layerskip"] = OPTIONS["sssd"] | OPTIONS["layerskip"] | {"ngram_tokens"}
 ENGINE_KEYS = {"method", "num_speculative_tokens", "num_speculative_tokens_per_batch_size"}
 
 
@@ -208,7 +208,9 @@ def test_options_of_methods(page: Path) -> None:
         options = {"method": None} if "..." in config else json.loads(config)
         if options["method"] in OPTIONS:
             assert options.keys() <= OPTIONS[options["method"]] | ENGINE_KEYS, config
-    every = {f"{PREFIX}{name.upper()}" for name in OPTIONS["hybrid"] | {*repeat_drafter.RepeatOptions.model_fields}}
+    every = {
+        f"{PREFIX}{name.upper()}" for name in OPTIONS["sssd+layerskip"] | {*repeat_drafter.RepeatOptions.model_fields}
+    }
     every |= {f"{PREFIX}{name}" for name in ("CONFIG", "DEBUG", "CACHE", "TEST_MODEL")}
     named = {name for name in re.findall(rf"\b{PREFIX}[A-Z_]+\b", text) if not name.endswith("_")}
     assert named <= every, named - every

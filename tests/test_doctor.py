@@ -75,7 +75,7 @@ def test_what_not_all_drafting_needs_is_told_and_no_failure(engine: types.Module
     code, text = diagnose()
     assert code == 0 and "OK, it has all 3 functions" in text and "profile '" in text
     assert "toy_engine.Newer is missing: no drafting in newer runners" in text
-    assert "'sssd' can draft, 'layerskip' and 'hybrid' cannot: toy_engine.Runner.draft_pass is missing" in text
+    assert "'sssd' can draft, 'layerskip' and what runs with it cannot: toy_engine.Runner.draft_pass is missing" in text
 
 
 @pytest.mark.parametrize(

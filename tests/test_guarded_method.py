@@ -48,8 +48,8 @@ class Fragile(Method):
         self._call("propose")
         return DraftBatch.roots(step.roots)
 
-    def record_acceptance(self, step: Step, rows: Any = None) -> None:
-        super().record_acceptance(step, rows)
+    def record_acceptance(self, step: Step) -> None:
+        super().record_acceptance(step)
         self._call("record_acceptance")
 
     def finish(self, request_id: str, output: Any) -> None:

@@ -103,17 +103,16 @@ def test_importing_the_packages_is_light() -> None:
 
 def test_the_metrics_library_is_loaded_with_a_drafter() -> None:
     """Not with the plugins, after which SGLang sets the mode that the library asks for when it is loaded."""
-    methods = [f"{package}.method" for package in ("freedraft.hybrid", *PLUGINS)]
+    methods = [f"{package}.method" for package in PLUGINS]
     assert imported_with([*methods, "freedraft.engines.sglang.registration"], ("prometheus_client",)) == []
 
 
 def test_arrows_point_one_way_and_only_the_seam_imports_an_engine() -> None:
-    """kernels <- freedraft <- plugins; the plugins do not know each other; `freedraft/hybrid` alone knows both."""
+    """kernels <- freedraft <- plugins, which do not know each other."""
     allowed = {"freedraft_kernels": {"freedraft_kernels"}, "freedraft": {"freedraft", "freedraft_kernels"}}
     allowed |= {plugin: {plugin, "freedraft", "freedraft_kernels"} for plugin in PLUGINS}
     for name, path in MODULES.items():
         may = allowed[name.partition(".")[0]] | (set(ENGINES) if is_engine_seam(path) else set())
-        may |= set(PLUGINS) if name.startswith("freedraft.hybrid.") else set()
         assert tops(path) & {*SOURCE_ROOTS, *ENGINES} <= may, name
 
 

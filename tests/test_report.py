@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 
+import numpy as np
 import pytest
 
 from freedraft.report import FEWEST_STEPS, SECONDS, Report
@@ -41,3 +42,18 @@ def test_it_says_what_drafting_brings_when_that_changes(caplog: pytest.LogCaptur
         assert serve([4, 4], 2, 1.1) == []
         now[0] += 86_400.0
         assert len(serve([4, 4], 2, 1.1)) == 1, "a day later"
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_it_names_the_drafter_below_n_grams(caplog: pytest.LogCaptureFixture, alone: bool) -> None:
+    now = [0.0]
+    report = Report("sssd", "mtp", alone=alone, clock=lambda: now[0])
+    with caplog.at_level(logging.INFO, logger="freedraft.report"):
+        for _ in range(FEWEST_STEPS):
+            now[0] += 1.0
+            report.add(make_step(["a", "b"], [[1] * 5, [1] * 2], drafted=[8, 0]), 1.2)
+            report.add_head(np.array([3, 1]))
+    (line,) = caplog.messages
+    compared = "'mtp' alone" if alone else "without drafts"
+    assert "sssd+mtp, last 8 minutes" in line and f"1.20 times as fast as {compared}; 3.50 tokens per step" in line
+    assert line.endswith("50% of n-gram tokens accepted, 2.00 tokens of 'mtp' per draft")

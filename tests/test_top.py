@@ -28,9 +28,12 @@ def test_rates_between_two_readings_and_the_command() -> None:
         getattr(drafter, counter).inc(more)
     drafter.undrafted("no match").inc(10)
     drafter.seconds.observe(3e-4)
+    for length, drafts in ((0, 2), (1, 3), (3, 5)):
+        drafter.head_lengths("mtp", str(length)).inc(drafts)
     shown = {title: values["topped"] for title, values in top.numbers(top.read(url), before, 4.0).items()}
     expected = {"running requests": 3, "tokens per second": 22.5, "tokens per step (1 without drafts)": 2.25,
                 "draft tokens accepted": 0.5, "speed-up, estimated": 1.25, "requests without a draft": 0.25,
+                "  token 1 of 'mtp'": 0.8, "  token 2 of 'mtp'": 0.5, "  token 3 of 'mtp'": 0.5,
                 "  nothing similar found": 0.25, "ms to draft, per step": 0.3}  # fmt: skip
     assert {title: shown[title] for title in expected} == pytest.approx(expected)
     done = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, ["top", str(port()), "--once"])

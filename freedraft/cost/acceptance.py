@@ -126,7 +126,7 @@ class Acceptance:
         self.bias, self.odds = np.zeros(SIZE), np.ones(SIZE)
         self._trend = np.zeros(1)
         self._request_ids: list[str] = []
-        self._followed: list[_Nodes] = []
+        self._followed: _Nodes | None = None
 
     @staticmethod
     def warm_up() -> None:
@@ -149,26 +149,25 @@ class Acceptance:
     @property
     def follows(self) -> bool:
         """Whether the outcome of drafts is still to be learnt."""
-        return bool(self._followed)
+        return self._followed is not None
 
     @property
     def rises(self) -> bool:
         """Whether the newest steps accepted more than expected."""
         return bool(self._trend[0] > _RISES)
 
-    def follow(self, *drafts: DraftBatch) -> None:
-        """Register drafts, verified or not, for the next `update` to learn from. Their arrays, except counts, must not
-        change until then."""
-        self._followed = [_nodes(draft, draft.counts.copy()) for draft in drafts]
+    def follow(self, draft: DraftBatch | None) -> None:
+        """Register drafts, verified or not, for the next `update` to learn from; None: none. Their arrays, except
+        counts, must not change until then."""
+        self._followed = None if draft is None else _nodes(draft, draft.counts.copy())
 
     def update(self, step: Step) -> None:
         """Learn the outcome of the drafts that `follow` was given."""
-        if self._followed:
+        if self._followed is not None:
             rows = rows_in(step.request_ids, self._request_ids)
             gained = _Gained(rows, step.tokens, step.starts, step.ends)
-            for nodes in self._followed:
-                _learn(self.bias, self.odds, self._trend, nodes, gained)
-            self._followed = []
+            _learn(self.bias, self.odds, self._trend, self._followed, gained)
+            self._followed = None
         self._request_ids = list(step.request_ids)
 
     def probabilities(self, draft: DraftBatch) -> NDArray[np.float64]:

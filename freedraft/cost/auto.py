@@ -66,13 +66,12 @@ class Auto(Controller):
         draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max()), wanted)
         return self._fitting(min(draft_len, MAX_QUERY_TOKENS // batch - 1))
 
-    def cut(self, *drafts: DraftBatch) -> None:
-        draft = drafts[0]
+    def cut(self, draft: DraftBatch) -> None:
         batch = draft.batch_size
         p, seconds = self.measured.acceptance.probabilities(draft), self._seconds(draft)
         if self.head is not None:
             p[:, : self.head.length + 1] = 0.0
-        self.measured.acceptance.follow(*drafts)
+        self.measured.acceptance.follow(draft)
         forced = self._probe(batch, seconds)
         chosen, gain, longest = self._allocate(p, draft.counts, seconds, forced)
         self.budget = chosen if self.widths is None else batch * (max(chosen, 1) - 1)
@@ -94,18 +93,6 @@ class Auto(Controller):
             if self.gain < 0.0 and not measured.acceptance.rises:
                 self.probes.begin_rest(self.drafting_seconds, float(measured.step_seconds(batch, batch)))
         super().done(step)
-
-    def exclude(self, seconds: float) -> None:
-        """These seconds since `learn` were draft passes. They do not count as n-gram drafting."""
-        self.measured.began += seconds
-
-    def estimate(self, draft: DraftBatch) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-        """Preview `cut` without changing the draft. Returns float64 [B, N], the estimated probability of each draft
-        node, 0 elsewhere; int32 [B], nodes that would be kept, roots included."""
-        p, counts = self.measured.acceptance.probabilities(draft), draft.counts.copy()
-        self._allocate(p, counts, self._seconds(draft))
-        nodes = np.arange(draft.max_nodes)
-        return np.where((nodes > 0) & (nodes < draft.counts[:, None]), p, 0.0), counts
 
     def _seconds(self, draft: DraftBatch) -> NDArray[np.float64]:
         """Step time by number of verified draft nodes; with widths, of a step without drafts and of each width."""

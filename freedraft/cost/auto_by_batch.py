@@ -109,9 +109,9 @@ class BatchLengths(Controller):
             self._asked = 0 if waits else self.max_draft_tokens
         return self._asked
 
-    def cut(self, *drafts: DraftBatch) -> None:
+    def cut(self, draft: DraftBatch) -> None:
         """Cuts nothing: the engine has decided the length."""
-        self._cut = drafts[0], self._asked, self.measured.clock() - self.measured.began
+        self._cut = draft, self._asked, self.measured.clock() - self.measured.began
 
     def settle(self) -> None:
         """Learn from the step that `learn` was given, then from the draft that `cut` was. Both must not have changed;

@@ -69,9 +69,9 @@ class Controller(ABC):
         are only learnt from."""
 
     @abstractmethod
-    def cut(self, *drafts: DraftBatch) -> None:
-        """Shorten the first of these drafts of the same requests (its counts, in place) to the nodes to verify, and
-        remember all of them for `learn`. Their arrays must not change until then."""
+    def cut(self, draft: DraftBatch) -> None:
+        """Shorten drafts (their counts, in place) to the nodes to verify, and remember them for `learn`. Their arrays
+        must not change until then."""
 
     def done(self, step: Step) -> None:
         """The drafts of this step are decided; its time starts."""
@@ -111,9 +111,9 @@ class DrafterDecides(Controller):
     def plan(self, step: Step) -> int:
         return min(self.max_draft_tokens, int(step.capacities.max(initial=0)))
 
-    def cut(self, *drafts: DraftBatch) -> None:
-        self.measured.acceptance.follow(*drafts)
-        self.budget = drafts[0].draft_tokens
+    def cut(self, draft: DraftBatch) -> None:
+        self.measured.acceptance.follow(draft)
+        self.budget = draft.draft_tokens
 
 
 class FullLength(Controller):
@@ -128,9 +128,9 @@ class FullLength(Controller):
         self.budget = max(0, min(free, step.batch_size * draft_len))
         return draft_len if self.budget else 0
 
-    def cut(self, *drafts: DraftBatch) -> None:
-        if self.widths is None and drafts[0].draft_tokens > self.budget:
-            self._keep_likeliest(drafts[0])
+    def cut(self, draft: DraftBatch) -> None:
+        if self.widths is None and draft.draft_tokens > self.budget:
+            self._keep_likeliest(draft)
 
     def warm_up(self) -> None:
         (draft := DraftBatch.roots(np.zeros(1, np.int32))).limit(draft.counts, draft.counts > 0)

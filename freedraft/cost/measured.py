@@ -62,7 +62,7 @@ class Measured:
     def interrupt(self) -> None:
         """Steps follow that nobody tells of."""
         self._ended = None
-        self.acceptance.follow()
+        self.acceptance.follow(None)
 
     def baseline_known(self, batch: int, widths: Sequence[int] | None = None) -> bool:
         """Whether steps without drafts were timed often enough for a comparison. widths: see `EngineContext`."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from freedraft.cost.acceptance import PASS_KINDS
 from freedraft.draft_model import PassOutputs
-from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, OtherRequests, Outcome
+from layerskip_plugin.rounds import Candidate, Flags, Floats, Ints, Outcome
 from layerskip_plugin.skip_set import SkipSet
 
 LEN_RATE = 0.1  # weight of the newest round in the mean length of rounds
@@ -41,9 +41,9 @@ class Lookahead(ABC):
         per step, with its batch size and mean context."""
         return max(candidates, key=lambda candidate: candidate.votes).recipe if candidates else None
 
-    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, others: OtherRequests) -> None:
+    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, others: int) -> None:
         """Start a round. Each request drafts at most `max_draft_len` tokens. `rows` in `should_continue` index the
-        round's requests. others: the other requests of the step."""
+        round's requests. others: number of other requests in the step."""
         self.max_draft_len, self.read = max_draft_len, 0
 
     def expected_len(self) -> int:

@@ -22,7 +22,6 @@ from layerskip_plugin.rounds import (
     Flags,
     Floats,
     Ints,
-    OtherRequests,
     Outcome,
     RecipeRecord,
 )
@@ -137,10 +136,10 @@ class Cost(Lookahead):
         self._steps_left -= 1
         return self._best
 
-    def recipe_of_round(self, *, pays: bool | None = None) -> SkipSet | None:
+    def recipe_of_round(self, *, pays: bool = False) -> SkipSet | None:
         """The recipe of this step: the best one if it is expected to beat no drafting, else one to try, or None. Called
-        at most once per step. pays: expectation; None: as determined by `choose`."""
-        self.on = self._pays if pays is None else pays
+        at most once per step. pays: the engine has decided so, whatever `choose` has found."""
+        self.on = self._pays or pays
         if self._best is None:
             return None
         if self.on:
@@ -149,25 +148,22 @@ class Cost(Lookahead):
 
     # -- a round -------------------------------------------------------------------------------------------------------
 
-    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, others: OtherRequests) -> None:
+    def begin(self, requests: int, recipe: SkipSet, max_draft_len: int, others: int) -> None:
         super().begin(requests, recipe, min(max_draft_len, self.longest), others)
-        record, batch = self.records[recipe], requests + others.requests
+        record, batch = self.records[recipe], requests + others
         rates = self.rates(recipe, requests, batch)
         self._mean_len = max(int(rates.argmax()), 1)
-        self.rate = float(rates.max()) if others.rate is None else others.rate
-        self.margin = float(rates.max() / rates[0]) - 1
+        self.rate = float(rates.max())
+        self.margin = self.rate / float(rates[0]) - 1
         self.kind = record.kind
         self.survival = np.ones(requests)
         self.tokens = requests
         # Prices for the decisions of this round, by number of requests and by number of query tokens.
         self.pass_price = self.measured.pass_seconds(recipe, np.arange(1, requests + 1))
         if self.widths is None:
-            query_tokens = others.query_tokens + np.maximum(
-                np.arange(requests * (self.max_draft_len + 1) + 1), requests
-            )
+            query_tokens = others + np.maximum(np.arange(requests * (self.max_draft_len + 1) + 1), requests)
         else:  # by nodes of the largest draft
-            nodes = np.maximum(np.arange(self.max_draft_len + 2), others.most_nodes)
-            query_tokens = batch * holding(nodes, self.widths)
+            query_tokens = batch * holding(np.maximum(np.arange(self.max_draft_len + 2), 1), self.widths)
         self.step_price = self.measured.step_seconds(batch, query_tokens)
         if self.scheduled:  # as measured, with the passes of such a round
             seconds = float(self.measured.step_seconds(batch, batch * (1 + self.max_draft_len)))

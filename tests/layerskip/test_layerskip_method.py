@@ -199,7 +199,7 @@ def test_siblings_as_many_as_pay_at_the_widths_that_there_are(widths, kept):
     tree = candidate_tree(made, np.zeros(1, np.int32), 8)
     assert tree.counts[0] == 8
     prices = np.array(widths, np.float64)  # a token for each node
-    cut_to_width(tree, np.array([2], np.int32), 1, np.array(widths, np.int32), prices)
+    cut_to_width(tree, np.array([2], np.int32), np.array(widths, np.int32), prices)
     assert tree.counts.tolist() == [kept]
 
 

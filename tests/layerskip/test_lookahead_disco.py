@@ -11,7 +11,6 @@ from lookahead_tools import RECIPE, outcome
 from layerskip_plugin.calibrate.disco import Prices, RecordedRounds, train
 from layerskip_plugin.lookahead.disco import Disco
 from layerskip_plugin.lookahead.records import Recorder, Verifications
-from layerskip_plugin.rounds import OtherRequests
 from tests.support.disks import full_disk
 
 sklearn = pytest.importorskip("sklearn")
@@ -63,7 +62,7 @@ def test_the_policy_stops_below_the_threshold() -> None:
     classifier, _ = train(records("entropy", 4000), Prices(0.1, 0.0))
     assert 0.1 < classifier.threshold < 0.8 and classifier.max_length > 2
     policy = Disco(classifier)
-    policy.begin(3, RECIPE, 40, OtherRequests(0, 0, None))
+    policy.begin(3, RECIPE, 40, 0)
     assert policy.expected_len() == classifier.max_length, "no passes are run ahead that nobody reads"
     top = np.full((3, 10), 0.1, np.float32)
     more = policy.should_continue(0, np.arange(3, dtype=np.int32), top, np.array([0.1, 2.9, 0.2], np.float32))

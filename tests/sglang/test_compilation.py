@@ -9,7 +9,7 @@ import pytest
 from tests.sglang.conftest import ENVIRONMENT, GREEDY, read_counts, sglang_engine
 from tests.support.conformance import PROMPTS, make_model
 
-METHODS = ("layerskip", "hybrid")
+METHODS = ("layerskip", "sssd+layerskip")
 UNSET = dict.fromkeys(name for name in ENVIRONMENT if name.startswith("FREEDRAFT_"))
 
 

@@ -172,7 +172,7 @@ def test_adapters_go_with_drafts_of_the_host(resolved, monkeypatch):
     adapters = ON_GPU | {"enable_lora": True, "lora_paths": ["a=b"]}
     args = resolved(**adapters)
     assert args.enable_lora and args.speculative_algorithm == "SSSD"
-    for name in ("layerskip", "hybrid"):
+    for name in ("layerskip", "sssd+layerskip"):
         with pytest.raises(ConfigError, match="--speculative-algorithm sssd") as caught:
             resolved(**adapters, speculative_algorithm=name)
         assert "LoRA" in str(caught.value) and "\n" not in str(caught.value)
@@ -181,7 +181,21 @@ def test_adapters_go_with_drafts_of_the_host(resolved, monkeypatch):
         resolved(**adapters)
 
 
-@pytest.mark.parametrize("name", ["sssd", "layerskip", "hybrid"])
+def test_what_replaces_the_hybrid_method(resolved):
+    with pytest.raises(ConfigError, match=r"no method 'hybrid' any more: use 'sssd\+layerskip'"):
+        resolved(**ON_GPU, speculative_algorithm="hybrid")
+
+
+def test_n_grams_on_top_of_draft_passes_are_chains(resolved, monkeypatch):
+    monkeypatch.setenv("FREEDRAFT_WINDOW", "512")
+    args = resolved(**ON_GPU, speculative_algorithm="sssd+layerskip")
+    assert args.speculative_algorithm == "SSSD+LAYERSKIP" and args.speculative_eagle_topk == 1
+    monkeypatch.setenv("FREEDRAFT_NGRAM_TOKENS", "20")
+    with pytest.raises(ConfigError, match=r"'ngram_tokens' is --speculative-num-draft-tokens here"):
+        resolved(**ON_GPU, speculative_algorithm="sssd+layerskip")
+
+
+@pytest.mark.parametrize("name", ["sssd", "layerskip"])
 def test_chains_do_without_the_second_call_of_fa3(resolved, monkeypatch, name):
     if name != "sssd":
         monkeypatch.setenv("FREEDRAFT_WINDOW", "512")
@@ -229,13 +243,13 @@ def test_the_backend_that_does_not_verify_may_be_any(resolved):
 
 
 def test_ranks(resolved, monkeypatch):
-    for name, nodes in {"sssd": 32, "layerskip": 16, "hybrid": 16}.items():
+    for name, nodes in {"sssd": 32, "layerskip": 16, "sssd+layerskip": 16}.items():
         if name != "sssd":
             monkeypatch.setenv("FREEDRAFT_WINDOW", "512")
         args = resolved(**ON_GPU, tp_size=2, speculative_algorithm=name)
         assert args.tp_size == 2 and args.speculative_num_draft_tokens == nodes
     monkeypatch.setenv("FREEDRAFT_SELECTION", "swift")
-    for name in ("layerskip", "hybrid"):
+    for name in ("layerskip", "sssd+layerskip"):
         with pytest.raises(ValueError, match=r"selection 'swift'.* rank only, not 2: .*'knn'"):
             resolved(**ON_GPU, tp_size=2, speculative_algorithm=name)
 
@@ -244,7 +258,7 @@ def test_cpu_platform_takes_its_own_backend_and_no_drafts_with_the_whole_model(r
     assert resolved(**ON_CPU | {"page_size": 16}).page_size == 16
     with pytest.raises(ConfigError, match="torch_native"):
         resolved(**ON_CPU | {"attention_backend": "triton"})
-    for name in ("layerskip", "hybrid"):
+    for name in ("layerskip", "sssd+layerskip"):
         with pytest.raises(ConfigError, match=r"the whole model: set option 'skip_set', 'window' or"):
             resolved(**ON_CPU, speculative_algorithm=name)
 

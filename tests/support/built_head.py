@@ -45,6 +45,66 @@ def save_model_and_head(
     return saved, head
 
 
+def save_model_and_eagle3(folder: Path, factor: float, **shape: Any) -> tuple[Path, Path]:
+    """The folders of a random Llama of two layers, and of an EAGLE-3 head, whose layer sees a token's embedding and, as
+    its stream, what `fc` makes of two of the model's hidden states one token before: little here. To the stream, in
+    which the head has no embedding, the model's first layer adds so much that this does not matter."""
+    import torch
+    from safetensors.torch import save_file
+
+    model = tiny_model("Llama", **{"seed": 11, "num_hidden_layers": 2} | shape)
+    weaken(model, [0], 12.0)
+    weaken(model, [1], factor)
+    saved, head = save(model, folder / "model"), folder / "head"
+    config, layer = json.loads((saved / "config.json").read_text()), model.model.layers[0]
+    size = config["hidden_size"]
+    weights = {f"midlayer.{name}": weight.detach().clone() for name, weight in layer.named_parameters()}
+    for name in ("q", "k", "v"):
+        own = weights[f"midlayer.self_attn.{name}_proj.weight"]
+        weights[f"midlayer.self_attn.{name}_proj.weight"] = torch.cat((own, 0.02 * torch.randn_like(own)), 1)
+    weights |= {"fc.weight": 0.002 * torch.randn(size, 2 * size), "midlayer.hidden_norm.weight": torch.ones(size)}
+    weights |= {"norm.weight": model.model.norm.weight.detach().clone()}
+    weights |= {"lm_head.weight": model.lm_head.weight.detach().clone()}
+    head.mkdir()
+    save_file(weights, head / "model.safetensors")
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": config["vocab_size"],
+    }
+    own |= {"norm_output": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}
+    (head / "config.json").write_text(json.dumps(config | own))
+    return saved, head
+
+
+def save_qwen3_next_with_mtp(folder: Path, factor: float, **shape: Any) -> Path:
+    """A random Qwen3-Next of a layer with attention and a weakened recurrent one, whose multi-token prediction layer is
+    the first one again."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from tests.support.model_classes import RECURRENT, SHAPE
+
+    given = SHAPE | RECURRENT["Qwen3Next"] | {"layer_types": ["full_attention", "linear_attention"]} | shape
+    model = tiny_model("Qwen3Next", **{"seed": 11, "num_hidden_layers": 2} | given)
+    embeddings = model.model.embed_tokens.weight.data
+    embeddings /= embeddings.pow(2).mean(1, keepdim=True).sqrt()
+    for name, weight in model.model.layers[1].named_parameters():
+        if "out_proj" in name or "down_proj" in name:
+            weight.data *= factor
+    (file,) = save(model, folder).glob("*.safetensors")
+    weights, size = load_file(file), model.config.hidden_size
+    first = {name: weight for name, weight in weights.items() if name.startswith("model.layers.0.")}
+    weights |= {name.replace("model.", "mtp.", 1): weight.clone() for name, weight in first.items()}
+    weights["mtp.fc.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
+    weights |= {f"mtp.pre_fc_norm_{of}.weight": torch.zeros(size) for of in ("hidden", "embedding")}
+    weights["mtp.norm.weight"] = weights["model.norm.weight"].clone()
+    save_file(weights, file, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    return folder
+
+
 def save_glm_with_mtp(folder: Path, factor: float, *, size: int = 64, inner: int = 96, vocab_size: int = 24) -> Path:
     """A random GLM4-MoE of a dense layer and a weakened one of experts, whose multi-token prediction layer (the third)
     is the first one again: its experts add nothing, and its shared expert is the first layer's MLP."""

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from freedraft.hybrid import SPEC as HYBRID
 from freedraft.tenants import tenant_key
 from layerskip_plugin.skip_set import SkipSet, model_fingerprint
 from sssd_plugin.datastore.disk.format import LIVE
@@ -49,11 +48,11 @@ def methods(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         "sssd": {"method": "sssd"},
         "layerskip": {"method": "layerskip"} | one_set,
-        "hybrid": {"method": HYBRID.name} | one_set,
+        "both": {"method": "sssd+layerskip"} | one_set,
         "fixed": {"method": "sssd", "policy": "fixed"},
         "passes": skipping | {"lookahead": "confidence", "threshold": 0.0},
         "windows": skipping | {"lookahead": "fixed", "window": 40, "sinks": 16},
-        "any": {"method": "any"} | one_set,
+        "both, fixed": {"method": "sssd+layerskip", "policy": "fixed", "lookahead": "fixed", "length": 2} | one_set,
         "failing": {"method": "repeat", "fail_every": 60},
         "learning": {"method": "sssd", "policy": "fixed", "recycle": "off", "live": "store"}
         | {"datastore": str(folder / "store")},
@@ -119,7 +118,7 @@ def greedy(tokens: int = TOKENS, **more: Any) -> dict[str, Any]:
 class Conformance:
     """An engine's file has the fixture `served`."""
 
-    @pytest.mark.parametrize("method", ["sssd", "layerskip", "hybrid", "fixed", "passes", "windows", "any"])
+    @pytest.mark.parametrize("method", ["sssd", "layerskip", "both", "fixed", "passes", "windows", "both, fixed"])
     def test_answers_are_the_models_own(self, served: Served, method: str) -> None:
         """In chunks, through preemptions and alone. By default a method may find that no draft pays."""
         before, sets = served.counts(), ["weak", "weak", "mixed", "none such", ["weak"]]
@@ -129,8 +128,8 @@ class Conformance:
         for i in (0, 9, 13):
             assert served.ask(PROMPTS[i : i + 1], each[i : i + 1], method=method) == served.expected[i : i + 1]
         done = served.counts() - before
-        assert method in ("sssd", "layerskip", "hybrid") or done["drafted"] > done["accepted"] > 30, done
-        assert method != "any" or min(done["of n-grams"], done["of passes"]) > 0
+        assert method in ("sssd", "layerskip", "both") or done["drafted"] > done["accepted"] > 30, done
+        assert method != "both, fixed" or min(done["of n-grams"], done["of passes"]) > 0
         assert not done["failures"]
         served.check_nothing_is_left()
 
@@ -150,7 +149,7 @@ class Conformance:
             assert served.ask(PROMPTS[-3:], greedy(), method=method) == served.expected[-3:]
         assert served.counts()["cached"] > before
 
-    @pytest.mark.parametrize("method", ["fixed", "passes", "any"])
+    @pytest.mark.parametrize("method", ["fixed", "passes", "both, fixed"])
     def test_aborted_requests_are_forgotten(self, served: Served, method: str) -> None:
         served.abort(PROMPTS[:4], method)
         assert served.ask(PROMPTS[2:6], greedy(), method=method) == served.expected[2:6]
@@ -167,7 +166,7 @@ class Conformance:
             near, other = served.ask([prompt, PROMPTS[0]], asked, method=method)
             assert near == answer[: len(near)] and len(near) >= room - 2 and other == served.expected[0]
 
-    @pytest.mark.parametrize("method", ["fixed", "any"])
+    @pytest.mark.parametrize("method", ["fixed", "both, fixed"])
     @pytest.mark.parametrize(
         "asked",
         [
@@ -194,7 +193,7 @@ class Conformance:
         """Without seeds, with n-grams and draft passes; greedy requests among them stay greedy."""
         setting, before = {"temperature": 1.5, "top_p": 0.95, "top_k": 5}, served.counts()
         each = [greedy(3) | (setting if i % 10 else {}) for i in range(SAMPLES * 10 // 9)]
-        outputs = [tuple(tokens) for tokens in served.ask(PROMPTS[3:4] * len(each), each, method="any")]
+        outputs = [tuple(tokens) for tokens in served.ask(PROMPTS[3:4] * len(each), each, method="both, fixed")]
         expected = enumerate_outputs(served.folder, PROMPTS[3], 3, **setting)
         assert len(set(outputs[::10])) == 1
         assert_distribution([output for i, output in enumerate(outputs) if i % 10], expected)

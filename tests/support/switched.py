@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.config import PluginOptions
-from freedraft.hybrid import SPEC as HYBRID
 from freedraft.method import METHODS, MethodSpec
 from freedraft.metrics import Metrics
 from freedraft.step import EngineContext, Step
@@ -57,9 +55,9 @@ class Switched:
         self.running.discard(request_id)
         self.now.finish(request_id, output)
 
-    def record_acceptance(self, step: Step, rows: NDArray[np.bool_] | None = None) -> None:
+    def record_acceptance(self, step: Step) -> None:
         self.metrics.add(step)
-        self.now.record_acceptance(step, rows)
+        self.now.record_acceptance(step)
 
     def close(self) -> None:
         for part in self.parts.values():
@@ -69,14 +67,20 @@ class Switched:
 def kept_by(method: Any) -> int:
     """How many requests a method, or a part of it, still knows."""
     parts = getattr(method, "parts", {"": method}).values()
-    every = [one for part in parts for one in (part, getattr(part, "ngrams", ()), getattr(part, "passes", ()))]
+    every = [one for part in parts for one in (part, getattr(part, "above", ()), getattr(part, "below", ()))]
     selections = [getattr(getattr(one, "selection", ()), "requests", ()) for one in every]
     texts = [getattr(one, "drafter", ()) for one in every]
     return sum(map(len, (*texts, *selections, *(getattr(one, "_running", ()) for one in every))))
 
 
-SPECS = {"any": replace(HYBRID, factory="tests.support.any_hybrid:AnyHybrid"), "repeat": repeat_drafter.SPEC}
+SPECS = {"repeat": repeat_drafter.SPEC}
 SPEC = MethodSpec("switched", f"{__name__}:Switched", SwitchedOptions, runs_model=True, takes_corpora=True)
+
+
+def by_source(metrics: Metrics) -> dict[str, int]:
+    """Of n-grams on top of draft passes: their tokens, and drafts of passes."""
+    below = sum(int(metrics.head_lengths("layerskip", str(n))._value.get()) for n in range(64))
+    return {"of n-grams": int(Metrics("sssd").drafted._value.get()), "of passes": below}
 
 
 def make(context: EngineContext, method: str, **options: Any) -> Any:

@@ -110,8 +110,7 @@ class OnV1(Served):
         names |= {"cached": "prefix_cache_hits", "preempted": "num_preemptions"}
         found = Counter({name: int(metric(self.llm, f"vllm:{of}")) for name, of in names.items()})
         found["failures"] = int(self.proposer.guarded.metrics.failures._value.get())
-        found["of n-grams"], found["of passes"] = self.method.parts["any"].by_kind
-        return found
+        return found + Counter(switched.by_source(self.method.metrics))
 
     def forget_prefixes(self):
         self.llm.reset_prefix_cache()

@@ -24,7 +24,7 @@ from tests.support.stores import build_store
 
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
 SKIPPING = {"method": "layerskip", "num_speculative_tokens": 3, "window": 512}
-BOTH = SKIPPING | {"method": "hybrid"}
+BOTH = SKIPPING | {"method": "sssd+layerskip"}
 TWO_RANKS = {"tensor_parallel_size": 2}
 KV_TRANSFER = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
@@ -167,8 +167,6 @@ def test_a_runner_that_the_method_cannot_have(tiny_model, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert config_of(tiny_model, dict(GOOD)).speculative_config.method == "custom_class"
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    message = refusal(tiny_model, BOTH)
-    assert "'hybrid'" in message and "VLLM_USE_V2_MODEL_RUNNER" in message and "custom_class" not in message
     monkeypatch.setattr(methods, "V2_HOOKS", (*methods.V2_HOOKS, Hook("vllm.no_such_module", purpose="a test")))
     message = refusal(tiny_model, dict(GOOD))
     assert "'sssd'" in message and "vllm.no_such_module" in message and "VLLM_USE_V2_MODEL_RUNNER" in message
@@ -185,14 +183,26 @@ def as_with_triton(monkeypatch):
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
 
 
-def test_methods_are_served_by_v2_where_vllm_has_it_but_for_both_at_once(tiny_model, as_with_triton, line):
-    for options in ({}, {"selection": "knapsack"}):
-        config = config_of(tiny_model, SKIPPING | options)
+def test_methods_are_served_by_v2_where_vllm_has_it(tiny_model, as_with_triton):
+    for given in (SKIPPING, SKIPPING | {"selection": "knapsack"}, BOTH):
+        config = config_of(tiny_model, dict(given))
         assert config.use_v2_model_runner and config.speculative_config.method == methods.V2_METHOD
-        assert methods.configured(config).options.items() >= options.items()
-    config = config_of(tiny_model, BOTH)
-    assert not config.use_v2_model_runner and config.speculative_config.method == "custom_class"
-    assert all(word in line() for word in ["'hybrid'", "runner V1", "async scheduling is off", "run on V2"])
+        assert methods.configured(config).options.items() >= {"window": 512}.items()
+
+
+def test_n_grams_on_top_of_draft_passes_have_room_behind_these(tiny_model, as_with_triton):
+    for given, own, most in (({}, 3, 15), ({"num_speculative_tokens": 20}, 20, 20), ({"ngram_tokens": 9}, 3, 9)):
+        config = config_of(tiny_model, BOTH | given)
+        ours = methods.configured(config)
+        assert ours.name == "sssd+layerskip" and ours.options["length"] == own and ours.head == 0
+        assert config.speculative_config.num_speculative_tokens == most and ours.lengths[0] == 0
+    message = refusal(tiny_model, BOTH | {"ngram_tokens": 2})
+    assert "'ngram_tokens' must be at least the 3 tokens of 'layerskip', not 2" in message
+
+
+def test_what_replaces_the_hybrid_method(tiny_model):
+    for given, arguments in ((BOTH | {"method": "hybrid"}, {}), (None, {"spec_method": "hybrid", "spec_tokens": 3})):
+        assert "'sssd+layerskip'" in refusal(tiny_model, given, **arguments)
 
 
 @pytest.mark.parametrize("given", [SKIPPING, BOTH])

@@ -6,10 +6,15 @@ from collections import Counter
 
 import pytest
 from v2_engines import OFF, SMALL, run
-from vllm_cases import TINY, greedy_case, seeded_case, token_prompts
+from vllm_cases import TINY, greedy_case, save_sets, seeded_case, token_prompts
 
-from tests.support.built_head import save_glm_with_mtp, save_model_and_head
-from tests.support.models import continuations, save_byte_tokenizer
+from tests.support.built_head import (
+    save_glm_with_mtp,
+    save_model_and_eagle3,
+    save_model_and_head,
+    save_qwen3_next_with_mtp,
+)
+from tests.support.models import continuations, save, save_byte_tokenizer, tiny_model, weaken
 from tests.support.prompts import random_ids
 
 K, TOKENS = 3, 20
@@ -66,6 +71,32 @@ def test_n_grams_go_on_behind_the_drafts_of_a_head(built):
     assert drafted >= accepted > 30 and found["off"]["n-grams"] == [0, 0]
     assert not any(found[case]["failures"] for case in ("first", "again", "off"))
     check_nothing_is_left(found["engine"])
+
+
+@pytest.mark.extended
+def test_n_grams_go_on_behind_draft_passes(tmp_path):
+    """The drafter below is the model without some layers."""
+    made, skipped = tiny_model(seed=7, **TINY | {"num_hidden_layers": 4}), (1, 2)
+    weaken(made, skipped, 0.3)
+    model = save(made, tmp_path / "model")
+    (file,) = save_sets(model, tmp_path, two=(skipped, skipped))
+    greedy, seeded = greedy_case(token_prompts(IDS[:3]), 16), seeded_case()
+    seeded |= {name: seeded[name][2:4] for name in ("prompts", "each")}
+    method = {"method": "sssd+layerskip", "num_speculative_tokens": K, "skip_set": file}
+    method |= {"policy": "fixed", "lookahead": "fixed"}
+    cases = {"first": greedy, "again": greedy, "seeded": seeded, "seeded, aborted": seeded | {"abort": 4}}
+    given = {"model": model, **SMALL, "max_num_seqs": 4}
+    plain, found = run(
+        "on_top.py", [given | {"cases": {"seeded": seeded}}, given | {"cases": cases, "speculative_config": method}]
+    )
+    assert found["first"]["answers"] == found["again"]["answers"] == continuations(model, IDS[:3], 16)
+    assert found["seeded"]["answers"] == found["seeded, aborted"]["answers"] == plain["seeded"]["answers"]
+    assert not any(found[case]["failures"] for case in cases) and found["engine"]["held"] == [0, 0, 0]
+    first, again = (found[case]["below"] for case in ("first", "again"))
+    assert sum(first) > 0 < sum(n * drafts for n, drafts in enumerate(first)), "drafts of passes, by accepted tokens"
+    drafted, accepted = found["again"]["n-grams"]
+    assert drafted >= accepted > 20 and sum(again) < sum(first)
+    assert per_verification(found["again"]) > 1.3 * per_verification(found["first"])
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +221,58 @@ def test_grammars(tmp_path, demo_model):
     assert found["greedy"]["answers"] == found["again"]["answers"] == wanted
     assert not any(found[case]["failures"] for case in cases)
     check_nothing_is_left(found["engine"])
+
+
+@pytest.mark.extended
+def test_eagle3(tmp_path):
+    """Its head reads hidden states of several of the model's layers, and has a vocabulary table of its own."""
+    model, head = save_model_and_eagle3(tmp_path, 0.3, **TINY)
+    greedy, seeded = greedy_case(token_prompts(IDS[:4]), TOKENS), seeded_case()
+    seeded |= {name: seeded[name][:4] for name in ("prompts", "each")}
+    cases = {"first": greedy, "again": greedy, "aborted": greedy | {"abort": 5}, "seeded": seeded}
+    cases["off"] = greedy_case(token_prompts(IDS[:4]), TOKENS, each=4 * [OFF])
+    own = {"model": head, "num_speculative_tokens": K}
+    ours = own | {"method": "sssd+eagle3", "policy": "fixed"}
+    given = {"model": model, **ROOM, "max_model_len": 128, "own": K}
+    few = {name: cases[name] for name in ("first", "seeded")}
+    plain, stock, found = run(
+        "on_top.py",
+        [
+            given | {"cases": few, "own": 0},
+            given | {"cases": few, "speculative_config": own | {"method": "eagle3"}},
+            given | CRAMPED | {"cases": cases, "speculative_config": ours},
+        ],
+    )  # fmt: skip
+    for case in cases:
+        assert found[case]["answers"] == plain["seeded" if case == "seeded" else "first"]["answers"], case
+    assert stock["first"]["answers"] == plain["first"]["answers"]
+    for case in ("first", "again", "off"):
+        check_own_drafts(found[case]["own drafts"], stock["first"]["own drafts"])
+    assert per_verification(stock["first"]) > 1.2 and found["again"]["n-grams"][1] > 20
+    assert sum(found["off"]["below"]) > 0 and found["off"]["n-grams"] == [0, 0]
+    assert per_verification(found["again"]) > 1.3 * per_verification(stock["first"])
+    check_nothing_is_left(found["engine"])
+
+
+@pytest.mark.extended
+def test_an_mtp_layer_of_a_model_with_recurrent_layers(tmp_path, monkeypatch):
+    """By default drafts are no longer than the head's, so that no state is added, and no step waits for n-grams."""
+    monkeypatch.setenv("ON_TOP", "1")
+    model = save_qwen3_next_with_mtp(tmp_path / "model", 0.2, vocab_size=TINY["vocab_size"])
+    case = greedy_case(token_prompts(IDS[:3]), 16)
+    cases = {"first": case, "again": case, "aborted": case | {"abort": 4}}
+    own = {"num_speculative_tokens": 2, "policy": "fixed"}
+    methods = [None, {"method": "mtp", "num_speculative_tokens": 2}]
+    methods += [{"method": "sssd+mtp"} | own, {"method": "sssd+mtp", "ngram_tokens": 6} | own]
+    given = {"model": model, **SMALL, "max_num_seqs": 4, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    engines = [given | {"cases": cases if i > 1 else {"first": case}, "own": 2 * (i > 0)} for i in range(4)]
+    engines = [engine | {"speculative_config": method} for engine, method in zip(engines, methods, strict=True)]
+    plain, stock, short, longer = run("recurrent.py", engines)
+    for found in (short, longer):
+        assert [found[name]["answers"] for name in cases] == 3 * [plain["first"]["answers"]]
+        for name in cases:
+            check_own_drafts(found[name]["own drafts"], stock["first"]["own drafts"])
+    assert per_verification(stock["first"]) > 1.3
+    assert short["again"]["waits"] == 0 < longer["again"]["waits"]
+    assert short["again"]["accepted"] == short["first"]["accepted"] == stock["first"]["accepted"]
+    assert per_verification(longer["again"]) > 1.3 * per_verification(stock["first"])

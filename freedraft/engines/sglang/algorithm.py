@@ -18,7 +18,7 @@ from freedraft.engines.sglang.guards import BACKENDS, refuse_unsupported, state_
 from freedraft.engines.sglang.hooks import DISTRIBUTIONS, TESTED_VERSIONS
 from freedraft.engines.sglang.room import fitting_nodes
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
-from freedraft.method import MethodSpec
+from freedraft.method import REPLACED, MethodSpec
 from freedraft.step import EngineContext
 
 
@@ -75,6 +75,13 @@ def start_line(runner: Any, method: str, backend: str, widths: Sequence[int], *,
     ranks = {"tensor": args.tp_size, "pipeline": args.pp_size, "data": args.dp_size}
     lengths = f"{'trees' if trees else 'chains'} of up to {widths[-1] - 1} draft tokens, {len(widths)} sizes"
     return hooks.start_line(method, "SGLang", version, TESTED_VERSIONS, parts, ranks, [lengths])
+
+
+class Replaced(CustomSpecAlgo):
+    """An algorithm that there is no more."""
+
+    def handle_server_args(self, server_args: Any) -> None:
+        stop_start(ConfigError(REPLACED[self.name.lower()]))
 
 
 class TreeAlgorithm(CustomSpecAlgo):

@@ -20,7 +20,8 @@ from freedraft.engines.sglang.hooks import (
     SESSION_HOOKS,
 )
 from freedraft.engines.sglang_cpu import choose_cpu, register_platform, selected
-from freedraft.method import METHODS, MethodSpec, register_installed
+from freedraft.method import METHODS, REPLACED, MethodSpec, register_installed
+from freedraft.on_top import on_top
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 def register_all() -> None:
     """Entry point of `sglang.srt.plugins`: runs in every process of SGLang."""
     register_installed(register)
+    if "sssd" in METHODS and "layerskip" in METHODS:
+        register(on_top(METHODS["sssd"], METHODS["layerskip"]))
 
 
 def register(spec: MethodSpec) -> bool:
@@ -63,9 +66,15 @@ def register(spec: MethodSpec) -> bool:
 
 @cache
 def _patch_once() -> None:
-    """Register patches in SGLang's hook registry, which applies them after all plugins are loaded."""
+    """Register what replaces algorithms, and patches in SGLang's hook registry, which applies them after all plugins
+    are loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
+    from freedraft.engines.sglang.algorithm import Replaced
+
+    for name in REPLACED:
+        SpeculativeAlgorithm.register(name.upper(), supports_overlap=True, spec_class=Replaced)(lambda _: object)
     HookRegistry.register(patches.ROW_ROOM, patches.room_for_drafts, HookType.AROUND)
     HookRegistry.register(patches.UPDATE_STATES, patches.keep_rows_of_states, HookType.AROUND)
     if not check(HEAD_HOOKS):

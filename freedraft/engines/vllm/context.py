@@ -63,6 +63,7 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
     # Replicas that share experts step together, padded to the widest: one length for all.
     together = parallel.data_parallel_size > 1 and getattr(vllm_config.model_config, "is_moe", False)
     lengths, head = (most,) if together else None, configured(vllm_config).head
+    below = vllm_config.speculative_config.method if head else ""
     return _context(
         vllm_config.model_config,
         most,
@@ -73,6 +74,7 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
         gives_logits=v2_lengths is not None and not head,  # only the device knows which tokens of a head were verified
         lengths=v2_lengths or lengths,
         head=head,
+        below=below,
     )
 
 

@@ -7,11 +7,10 @@ from typing import Any
 from freedraft.config import ConfigError
 from freedraft.engines.vllm.context import ADAPTIVE, SCHEDULE
 from freedraft.method import MethodSpec
+from freedraft.on_top import DEFAULT, MOST, NGRAMS
 
 HEADS = ("mtp", "eagle", "eagle3")  # they draft one token after the other
 AUTO = "auto"  # vLLM detects it
-NGRAMS = "ngram_tokens"  # most n-gram tokens of a draft, the head's included
-DEFAULT, MOST = 15, 63
 _ALONE = {"draft_sample_method": "greedy", "rejection_sample_method": "standard", "parallel_drafting": False}
 _ALONE |= {ADAPTIVE: False, SCHEDULE: None}  # settings of the head that n-grams need as vLLM has them by default
 

@@ -235,7 +235,12 @@ def settings() -> list[str]:
     from vllm.triton_utils import HAS_TRITON
 
     if HAS_TRITON and not check(V2_HOOKS):
-        return ["'sssd' and 'layerskip': model runner V2, with async scheduling; 'hybrid': model runner V1, without it"]
+        below = (
+            ""
+            if check(HEAD_HOOKS)
+            else "; also 'sssd+mtp', 'sssd+eagle' and 'sssd+eagle3', on top of vLLM's own drafters"
+        )
+        return [f"all methods: model runner V2, with async scheduling{below}"]
     why = "model runner V2 lacks what is hooked" if HAS_TRITON else "no Triton for this device"
     return [f"{why}: all methods are served by model runner V1, without async scheduling"]
 

@@ -52,7 +52,8 @@ from freedraft.engines.vllm.patching import (
 from freedraft.engines.vllm.room import USAGE
 from freedraft.engines.vllm.streams import stream_by_token
 from freedraft.engines.vllm.v2.lengths import receive_lengths
-from freedraft.method import METHODS, MethodSpec, register_installed
+from freedraft.method import METHODS, REPLACED, MethodSpec, register_installed
+from freedraft.on_top import BothOptions, on_top
 from freedraft.step import EngineContext
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,8 @@ LOSSY = ("fly", "synthetic")  # verification methods of vLLM
 def register_all() -> None:
     """Entry point of `vllm.general_plugins`: runs in every process of vLLM."""
     register_installed(register)
+    if "sssd" in METHODS and "layerskip" in METHODS:
+        register(on_top(METHODS["sssd"], METHODS["layerskip"]))
 
 
 def register(spec: MethodSpec) -> bool:
@@ -115,8 +118,8 @@ def register(spec: MethodSpec) -> bool:
 
 def _install_v2(_: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Hook model runner V2 only in workers that use it: importing it takes seconds."""
-    on_top = configured(vllm_config).head > 0
-    if _is_ours(vllm_config) and (on_top or vllm_config.speculative_config.method == V2_METHOD):
+    has_head = configured(vllm_config).head > 0
+    if _is_ours(vllm_config) and (has_head or vllm_config.speculative_config.method == V2_METHOD):
         from freedraft.engines.vllm.v2.install import install
 
         install()
@@ -166,14 +169,21 @@ def _warn(spec: MethodSpec, missing: list[str], consequence: str) -> None:
 
 def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwargs: Any) -> Any:
     given = {str(key).replace("-", "_"): value for key, value in (args.speculative_config or {}).items()}
-    name, on_top, head = str(given.get("method") or getattr(args, "spec_method", None)).lower().partition("+")
+    name = str(given.get("method") or getattr(args, "spec_method", None)).lower()
+    if name in REPLACED:
+        stop_start(ConfigError(REPLACED[name]))
     if (spec := METHODS.get(name)) is None:
-        return original(args, *others, **kwargs)
-    if on_top:
+        name, plus, head = name.partition("+")
+        if not plus or (spec := METHODS.get(name)) is None:
+            return original(args, *others, **kwargs)
         return _with_head(original, args, others, kwargs, spec, head, given)
     try:
         config, options = _split(args, spec, given)
+        chosen = K in given or getattr(args, "spec_tokens", None) is not None
         v2 = runs_v2(args, spec)
+        if isinstance(options, BothOptions):
+            chosen = options.ngram_tokens is not None
+            options, config[K] = options.engine_tokens(config[K])
     except ConfigError as error:
         stop_start(error)
     config = ENGINE_METHOD[v2] | config
@@ -185,7 +195,6 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
             return original(args, *others, **kwargs)
     try:
         model_config, parallel_config = signature_of(original).bind(args, *others, **kwargs).args[1:3]
-        chosen = K in given or getattr(args, "spec_tokens", None) is not None
         shape = getattr(options, "shape_at_one_length", getattr(options, "shape", "chain"))
         if shape == "auto" and guards.unseen_platform():
             shape = "chain"
@@ -291,8 +300,8 @@ def _keep_lengths_of_replicas(original: Callable[..., Any], vllm_config: Any) ->
 
 
 def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
-    """Whether model runner V2 serves this method: if vLLM would use it without speculation, and the method supports it.
-    Raises ConfigError: the method does not support an option."""
+    """Whether model runner V2 serves this method: if vLLM would use it without speculation. Raises ConfigError: an
+    option does not go with the runner."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
     from vllm.utils import platform_utils
@@ -301,10 +310,6 @@ def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
     missing = check(V2_HOOKS) if HAS_TRITON or asked else ["Triton"]
     if not missing and not platform_utils.is_uva_available():
         missing = ["pinned memory, through which tokens and drafts go"]
-    v1_only = spec.runs_model and spec.schedule is None
-    if asked and v1_only:
-        remedy = "unset VLLM_USE_V2_MODEL_RUNNER, or use method 'sssd' or 'layerskip'"
-        raise _error(spec, f"it drafts in model runner V1 only: {remedy}")
     if asked and missing:
         lacks = f"lacks what it needs ({'; '.join(missing)})"
         raise _error(spec, f"model runner V2 of vLLM {vllm_version()} {lacks}: unset VLLM_USE_V2_MODEL_RUNNER")
@@ -313,10 +318,7 @@ def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
         or getattr(engine_args, "ubatch_size", 0)
         or getattr(engine_args, "distributed_executor_backend", None) == "external_launcher"
     )
-    if v1_only and stock and not missing and asked is None:
-        line = "freedraft: async scheduling is off: '%s' runs on model runner V1 ('sssd' and 'layerskip' run on V2)"
-        logger.warning(line, spec.name)
-    v2 = not missing and (stock and not v1_only if asked is None else asked)
+    v2 = not missing and (stock if asked is None else asked)
     if not v2 and getattr(engine_args, "async_scheduling", None):
         reason = "model runner V1, which serves it here, has no async scheduling for it"
         raise _error(spec, f"{reason}: leave --async-scheduling out")

@@ -51,7 +51,6 @@ def register():
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle"))
     register(MethodSpec("wild", f"{__name__}:make_wild", SssdOptions))
     register(switched.SPEC)
-    register(dataclasses.replace(switched.SPECS["any"], name="any"))
     if os.environ.get("TREE_TEST_COUNTS"):
         count_work(Path(os.environ["TREE_TEST_COUNTS"]))
     if os.environ.get("TREE_TEST_COMPILED"):
@@ -134,7 +133,7 @@ def count_work(path):
     from freedraft.engines.sglang.drafting import BatchDrafting
     from freedraft.engines.sglang.verify import TreeVerifier
     from freedraft.files import write_json_atomically
-    from tests.support.switched import kept_by
+    from tests.support.switched import by_source, kept_by
 
     totals = collections.Counter()
     verify, step_of, draft, finish = TreeVerifier.verify, BatchDrafting._step, BatchDrafting.draft, BatchDrafting.finish
@@ -173,8 +172,7 @@ def count_work(path):
             totals[name] = int(getattr(metrics, name)._value.get())
         if not totals["failures"] and (drafter := getattr(method, "drafter", None)) is not None:
             totals["wrong texts"] += sum(drafter.tokens(name).tolist() != text for name, text in self.texts.items())
-        hybrid = getattr(method, "parts", {}).get("any", method)
-        totals["of n-grams"], totals["of passes"] = getattr(hybrid, "by_kind", (0, 0))
+        dict.update(totals, by_source(metrics))
         return tree
 
     def sweeping(self, ids):

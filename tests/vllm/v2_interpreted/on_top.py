@@ -20,6 +20,7 @@ from vllm import LLM
 from bench.lib import launches
 from freedraft.engines.vllm.v2.requests import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
+from tests.support.switched import kept_by
 from tests.vllm.v2_interpreted import serve
 
 NAMES = {"drafts": "spec_decode_num_drafts", "drafted": "spec_decode_num_draft_tokens"}
@@ -102,7 +103,7 @@ def served(model, cases, speculative_config=None, *, own=0, seconds=(), launches
                 core.step()
             held, guarded = ours.host.requests, ours.guarded
             left = len(held.slots) + len(held._preempted) + len(held.ended)
-            found["engine"]["held"] = [len(guarded.method.drafter), len(guarded.running), left]
+            found["engine"]["held"] = [kept_by(guarded.method), len(guarded.running), left]
             found["engine"]["lookup"] = (core.scheduler.dynamic_sd_lookup or [])[:9]
             if (head := guarded.method.controller.head) is not None:
                 found["engine"]["learnt"] = [head.accepted, *head.tails.tolist()]
@@ -119,7 +120,7 @@ def asked(llm, ours, noted, waits, *, fails=False, **case):
     before, first, waited = figures(llm), len(noted), waits[1]
     guarded = getattr(ours, "guarded", None)
     failures = guarded.metrics.failures._value.get() if ours else 0
-    mine = [m._value.get() for m in (guarded.metrics.drafted, guarded.metrics.accepted)] if ours else [0, 0]
+    mine = counted(guarded.metrics, guarded._below) if ours else []
     with pytest.MonkeyPatch.context() as patch:
         if fails:
             patch.setattr(guarded.method, "propose", failing(guarded.method))
@@ -128,9 +129,17 @@ def asked(llm, ours, noted, waits, *, fails=False, **case):
     found |= {"answers": said, "own drafts": noted[first:], "waits": waits[1] - waited}
     if ours:
         found["failures"] = guarded.metrics.failures._value.get() - failures
-        now = [m._value.get() for m in (guarded.metrics.drafted, guarded.metrics.accepted)]
-        found["n-grams"] = [b - a for a, b in zip(mine, now, strict=True)]
+        drafted, accepted, *lengths = [
+            b - a for a, b in zip(mine, counted(guarded.metrics, guarded._below), strict=True)
+        ]
+        found |= {"n-grams": [drafted, accepted], "below": lengths}
     return found
+
+
+def counted(metrics, below):
+    """Tokens of n-grams that were drafted, and accepted; drafts of which they are on top, by accepted tokens."""
+    below = [metrics.head_lengths(below, str(n)) for n in range(8)]
+    return [int(one._value.get()) for one in (metrics.drafted, metrics.accepted, *below)]
 
 
 def main():

@@ -1,7 +1,7 @@
 """As `serve.py`, for models with recurrent layers: kernels of devices, which vLLM's CPU platform has replacements of.
 
 In place of those that the interpreter does not run, of prompts, are the replacements. WRONG_STATES=1: where drafts were
-accepted, the next step begins with the state of one token before.
+accepted, the next step begins with the state of one token before. ON_TOP=1: as `on_top.py`.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def main():
     call_by_name()
     if os.environ.get("WRONG_STATES"):
         begin_with_older_states()
-    from tests.vllm.v2_interpreted import serve
+    from tests.vllm.v2_interpreted import on_top, serve
 
     model_runner.initialize_mamba_ssu_backend = as_on_a_device(model_runner.initialize_mamba_ssu_backend)
-    serve.main()
+    (on_top if os.environ.get("ON_TOP") else serve).main()
 
 
 if __name__ == "__main__":
