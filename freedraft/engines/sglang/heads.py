@@ -42,9 +42,9 @@ def on_top(args: Any) -> OnTop | None:
 
 def rename(resolve: Callable[[Any], None], args: Any) -> None:
     """Around `ServerArgs.resolve_once`: give SGLang the name of the head."""
-    name, plus, head = (args.speculative_algorithm or "").partition("+")
+    name, plus, head = (whole := args.speculative_algorithm or "").partition("+")
     try:
-        if plus and (spec := METHODS.get(name.lower())) is not None:
+        if plus and whole.lower() not in METHODS and (spec := METHODS.get(name.lower())) is not None:
             _rename(args, spec, head.upper())
         resolve(args)
         if (ours := on_top(args)) is not None:

@@ -144,6 +144,7 @@ HEAD_HOOKS = table("""
         enable_multi_layer_eagle
     sglang.srt.runtime_context.RuntimeContext has server_args
     sglang.srt.speculative.spec_utils.GrammarTree.from_linear_chain
+    sglang.srt.managers.schedule_batch.Req has retracted_stain
 """)
 
 SESSION_HOOKS = table("""

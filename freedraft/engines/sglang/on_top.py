@@ -29,7 +29,7 @@ from freedraft.engines.draft_round import on_device
 from freedraft.engines.sglang.drafting import BatchDrafting, Gained
 from freedraft.engines.sglang.graphs import Captured
 from freedraft.engines.sglang.guards import BACKENDS
-from freedraft.engines.sglang.requests import independent_from
+from freedraft.engines.sglang.requests import rests_on_drafts
 from freedraft.engines.sglang.verify import TreeVerifier
 from freedraft.engines.sglang.worker import TreeVerifyWorker
 from freedraft.step import Step
@@ -139,12 +139,13 @@ class OnTopWorker(TreeVerifyWorker):
     def _capture_extend(self, width: int, graphs: Any) -> Captured:
         """Build what the head's pass over W verified nodes needs. graphs: those of K + 1 nodes, or None."""
         drafter = self.draft_worker
-        with nodes(width), self._of_head():
+        with nodes(width), self._of_head(width):
             backend = DraftBackendFactory(
                 drafter.draft_runner, 1, self.own,
                 seed_dsa_topk_from_draft_extend=drafter.seed_dsa_topk_from_draft_extend,
                 qsa_profile=eagle.parse_qsa_profile(drafter.draft_runner.model_config.hf_config),
             ).create_draft_extend_backend()  # fmt: skip
+            backend = drafter.draft_runner.attn_backend = backend or drafter.draft_runner.attn_backend
             return Captured(backend, graphs and type(graphs)(drafter, draft_extend_attn_backend=backend))
 
     @contextmanager
@@ -199,7 +200,7 @@ class OnTopWorker(TreeVerifyWorker):
 
     def _acceptable(self, batch: Any, tree: TreeBatch | None) -> TreeBatch | None:
         """Without the draft tokens of requests that may have none, which no target equals."""
-        none = [len(request.output_ids) < independent_from(request) for request in batch.reqs]
+        none = [rests_on_drafts(request) for request in batch.reqs]
         if tree is None or not any(none):
             return tree
         tokens = tree.tokens.masked_fill(on_device(np.array(none), tree.device)[:, None], -1)

@@ -88,3 +88,10 @@ def independent_from(request: Any) -> int:
         or request.custom_logit_processor is not None
     )
     return NEVER if looks_back else sampling.min_new_tokens
+
+
+def rests_on_drafts(request: Any) -> bool:
+    """Return whether the next distributions of a request depend on draft nodes; with `min_new_tokens`, also after a
+    retraction."""
+    restarted = request.retracted_stain and request.sampling_params.min_new_tokens > 0
+    return restarted or len(request.output_ids) < independent_from(request)
