@@ -22,7 +22,8 @@ from tests.support.waiting import wait_until
 TOKENS = 25
 PROMPTS = random_ids([9, 40, 17, 130, 12, 66, 9, 25, 31, 8, 14, 90], 48, first=5, seed=2)
 GREEDY = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-STAND_IN = Path(__file__).parent / "transfer"
+STAND_IN, PLUGIN = Path(__file__).parent / "transfer", Path(__file__).parent / "plugin"
+PINNED = {"TREE_TEST_ADAPTERS": "1"}  # SGLang pins memory here
 
 
 def post(server, asked, enough=1 << 30):
@@ -56,8 +57,8 @@ class Pair:
         if mode == "decode":  # the default takes memory of a GPU's driver
             server.command[:] += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
         paths = [] if importlib.util.find_spec("mooncake") else [str(STAND_IN)]
-        server.env |= {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"}
-        server.env["PYTHONPATH"] = os.pathsep.join([*paths, server.env.get("PYTHONPATH", "")])
+        server.env |= {"MC_FORCE_TCP": "1", "MOONCAKE_PROTOCOL": "tcp"} | PINNED
+        server.env["PYTHONPATH"] = os.pathsep.join([*paths, str(PLUGIN), server.env.get("PYTHONPATH", "")])
         return server
 
     def ask(self, prompt, enough=1 << 30):
