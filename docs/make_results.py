@@ -429,7 +429,7 @@ def on_top(replayed: Any, built: Any) -> Screen:
     alone, both = (built["factors"]["0.1"][arm] for arm in ("head", "sssd+head"))
     step = "tokens per verification"
     return Screen(
-        f"By simulation, agents are {min(agents):.2f} to {max(agents):.2f} times as fast "
+        f"By simulation, with one request agents are {min(agents):.2f} to {max(agents):.2f} times as fast "
         f"as with three MTP tokens alone, chat {chat:.2f} times.",
         lines(
             "N-grams behind a head speed up agents, and cost chat at most 1 %",
@@ -437,12 +437,12 @@ def on_top(replayed: Any, built: Any) -> Screen:
             panels, names=arms, across="requests", scale="times the head alone", reference=1.0,
         ),
         f"A **simulation**: recorded answers, estimated times, a head that is right at random ({shares}), mostly where "
-        "n-grams are. The product has one length for all requests; rows by score are an estimate. On Java a step "
+        "n-grams are. The product has one length for all; rows by score are an estimate. On Java a step "
         f"yields {related['head alone']:.2f} tokens with the head, {related['tail']:.2f} with n-grams behind it, never "
-        f"fewer. Replacing its tokens, too, would yield {related['agree']:.2f}; if errors were independent, "
+        f"fewer. Replacing its tokens would yield {related['agree']:.2f}; if errors were independent, "
         f"{random['agree']:.2f} instead of {random['tail']:.2f}. On a **synthetic model** vLLM V2 yields "
         f"{alone['first'][step]:.2f} with the head, {both['first'][step]:.2f} with n-grams, {both['again'][step]:.2f} "
-        "when asked again.",
+        "asked again.",
     )  # fmt: skip
 
 
