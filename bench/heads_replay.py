@@ -216,11 +216,12 @@ def chosen(text: Text, head: Ints, *, agree: bool) -> Ints:
 
 
 class Decoding:
-    """Steps of a batch that is kept full: answers from the first on, all of them again if need be. at: int64 [B], where
+    """Steps of a batch that is kept full: answers in random order, all of them again if need be. at: int64 [B], where
     requests are in the text; gained: int64 [B], their newest tokens."""
 
     def __init__(self, text: Text, batch: int) -> None:
-        self.text, self.batch, self._waiting = text, batch, enumerate(cycle(text.first.tolist()))
+        order = np.random.default_rng(0).permutation(text.first).tolist()
+        self.text, self.batch, self._waiting = text, batch, enumerate(cycle(order))
         self.ids, self.at, self.gained = [""] * batch, np.zeros(batch, np.int64), np.zeros(batch, np.int64)
         self.produced = self.steps = self.waits = self.rows = 0
         self.seconds = 0.0
@@ -342,7 +343,7 @@ def texts(arguments: argparse.Namespace) -> Iterator[tuple[str, Text]]:
 
 
 def tables(text: Text, heads: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield rows of "tokens", tokens per step, and of "speed", of correlated errors relative to the head alone."""
+    """Yield rows of "tokens", tokens per step, and of "speed", relative to the head alone."""
     ngrams = text.right(text.ngrams)
     plain = {(name, b): by_length(text, b, m, ngrams, 0, 0) for name, m in MACHINES.items() for b in BATCHES}
     for name, errors in product(heads, ("correlated", "independent")):
@@ -354,7 +355,7 @@ def tables(text: Text, heads: Sequence[str]) -> Iterator[tuple[str, dict[str, An
         accepted |= {"tail": tails, "agree": chosen(text, head, agree=True), "oracle": np.maximum(right, ngrams)}
         row: dict[str, Any] = {"head": name, "errors": errors}
         yield "tokens", row | {arm: text.tokens_per_step(of_arm) for arm, of_arm in accepted.items()}
-        for (machine, batch), alone in plain.items() if errors == "correlated" else ():
+        for (machine, batch), alone in plain.items():
             known = text, batch, MACHINES[machine]
             rate = head_alone(*known, right, k, passes)["rate"]
             arms = {"n-grams alone": alone, "one length": by_length(*known, tails, k, passes)}
@@ -384,7 +385,7 @@ def main() -> None:
         for table, row in tables(text, arguments.heads):
             figures[table].append(rounded({"text": name, "answer tokens": len(text.tokens)} | row, 3))
             print(figures[table][-1], flush=True)
-    form = "text={text} | head={head} | machine={machine}"
+    form = "text={text} | head={head} | errors={errors} | machine={machine}"
     for arm in ("n-grams alone", "one length", "by score", "head by score"):
         print(f"{arm}: speed over the head alone, by requests")
         print(pivot(figures["speed"], form, "requests", f"{{{arm}:.2f}}"))

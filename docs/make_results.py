@@ -30,11 +30,10 @@ HEAD = """\
 
 """
 INTRODUCTION = """\
-Unless it says GPU, a figure comes from two CPU cores: gains there differ. Plain is the same engine without freedraft. A
-ratio compares arms that took turns in one run. Lines through a mark are intervals. Files are CSV, beside the
-benchmarks' JSON. [files.csv](../bench/results/files.csv) has commit, date, machine, versions and command of each. The
-scripts behind [earlier.csv](../bench/results/earlier.csv) are in the history. How to measure yours:
-[benchmarks](benchmarks.md).
+Figures are of two CPU cores unless they say GPU, where gains differ. Plain is the same engine without freedraft. Ratios
+compare arms that took turns in one run. Lines through a mark are intervals. Files are CSV, beside JSON.
+[files.csv](../bench/results/files.csv) has commit, date, machine, versions and command of each. Scripts of
+[earlier.csv](../bench/results/earlier.csv) are in the history. [Measure yours](benchmarks.md).
 """
 
 
@@ -58,7 +57,7 @@ class Question(NamedTuple):
 
 QUESTIONS: list[Question] = []
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
-COPIES = "Answers run to a given length: the end of a sequence is ignored, which lets a small model repeat itself."
+COPIES = "The end of a sequence is ignored, which lets a small model repeat itself."
 
 
 def question(title: str, picture: str, files: str, more: str = "") -> Callable[[Callable[..., Screen]], Any]:
@@ -102,7 +101,7 @@ def one_request(*results: Any) -> Screen:
     rows = over_machines(results, "ratio")
     ordered = sorted(rows.items(), key=lambda item: -item[1]["vLLM"].at)
     same = (
-        "every answer is plain's, token by token"
+        "every answer is plain's"
         if all(row["identical"] for one in results for row in one["rows"])
         else "some answers differ from plain's"
     )
@@ -214,7 +213,7 @@ def drafts(rows: Any, paper: Any, reference: Any) -> Screen:
             {"": found}, names=["sssd", "suffix decoding", "scoring: paper", "SSSD's authors' code", "prompt lookup"],
             across="draft tokens", scale="tokens per step (1 without drafts)", log=(True, False), reference=1.0,
         ),
-        "Replayed without an engine, the same on every machine; answers end where they ended. The datastore holds "
+        "Replayed without an engine; answers end where they ended. The datastore holds "
         f"other answers of that model: without it `sssd` yields {alone:.2f}. The scorer was trained on other rows. "
         "The files also have Qwen2-72B, agents' sessions and 128,000-token copies: "
         f"{copies['tokens_per_step']:.1f} tokens per step.",
@@ -293,7 +292,7 @@ def cost(measured: Any) -> Screen:
             "time of one draft for the whole batch, 16 draft tokens, two threads; bars: 5 to 95 %",
             {"": found}, names=list(found), across="requests", scale="milliseconds",
         ),
-        "AMD EPYC, two threads. A step of vLLM's V1 took the host "
+        "AMD EPYC. A step of vLLM's V1 took the host "
         f"{longer['1']} ms longer with one request, {longer['32']} ms with 32. A store takes "
         f"{min(measured['store_bytes_per_token'].values()):.1f} bytes per token. {streamed()}",
     )  # fmt: skip
@@ -342,7 +341,7 @@ def gpu(hour: Any) -> Screen:
             log=False, reference=None,
         ),
         f"An earlier version, {hour['device']}, vLLM 0.32, CUDA graphs. In bf16 `auto` gave plain's tokens in {auto} "
-        f"answers, trees in {tree}. No control ran there, plain against plain at another batch size. Weights are "
+        f"answers, trees in {tree}. No control ran there. Weights are "
         "random: these steps say what drafts cost, not what they gain. "
         "[More](gpu.md).",
     )  # fmt: skip
@@ -393,14 +392,14 @@ def experts(found: Any) -> Screen:
     best = max((row for row in found["lengths"] if row["model"] == mixed), key=lambda row: row["speedup"])
     awake = {row["query_tokens"]: row["share_of_experts"] for row in found["steps"] if row["model"] == mixed}
     return Screen(
-        f"More query tokens wake more experts: by estimate, drafts pay from {paying[mixed]} requests on with {mixed}, "
+        f"By estimate, drafts pay from {paying[mixed]} requests on with {mixed}, "
         f"from {paying[large]} with {large}.",
         lines(
             "With few requests, draft tokens of a mixture of experts are not free",
             "predicted step time by query tokens of a step, which are requests times (draft tokens + 1)",
             {"": panel}, names=list(panel), across="query tokens", scale="times the step of one token", reference=1.0,
         ),
-        "A roofline of H100s in bf16; experts are taken to be chosen independently. "
+        "A roofline of H100s in bf16, experts chosen independently. "
         f"{mixed} has {awake[1]:.0%} of them at work on one token, {awake[8]:.0%} on 8 and {awake[64]:.0%} on 64. "
         f"At best it is {best['speedup']:.2f} times as fast, with {best['requests']} requests and "
         f"{best['draft_tokens']} draft tokens.",
@@ -425,20 +424,20 @@ def on_top(replayed: Any, built: Any) -> Screen:
     alone, both = (built["factors"]["0.1"][arm] for arm in ("head", "sssd+head"))
     step = "tokens per verification"
     return Screen(
-        f"By simulation, agents are {min(agents):.2f} to {max(agents):.2f} times as fast "
+        f"By simulation, with one request agents are {min(agents):.2f} to {max(agents):.2f} times as fast "
         f"as with three MTP tokens alone, chat {chat:.2f} times.",
         lines(
-            "Behind a head, n-grams speed up agents at few requests and hardly cost chat anything",
+            "N-grams behind a head speed up agents, and cost chat at most 1 %",
             "speed over an MTP head of three tokens alone: an 8B on an H200, simulated",
             panels, names=arms, across="requests", scale="times the head alone", reference=1.0,
         ),
         f"A **simulation**: recorded answers, estimated times, a head that is right at random ({shares}), mostly where "
-        "n-grams are. The product has one length for all requests; rows by score are an estimate. On Java a step "
+        "n-grams are. The product has one length for all; rows by score are an estimate. On Java a step "
         f"yields {related['head alone']:.2f} tokens with the head, {related['tail']:.2f} with n-grams behind it, never "
-        f"fewer. Replacing its tokens, too, would yield {related['agree']:.2f}; if errors were independent, "
+        f"fewer. Replacing its tokens would yield {related['agree']:.2f}; if errors were independent, "
         f"{random['agree']:.2f} instead of {random['tail']:.2f}. On a **synthetic model** vLLM V2 yields "
         f"{alone['first'][step]:.2f} with the head, {both['first'][step]:.2f} with n-grams, {both['again'][step]:.2f} "
-        "when asked again.",
+        "asked again.",
     )  # fmt: skip
 
 
@@ -454,9 +453,8 @@ def worst(*_: Any) -> Screen:
             [(name, {kind: value}) for name, value, kind in found[:10]],
             names=["sssd", "layerskip", "simulation"], scale="times plain (logarithmic)",
         ),
-        f"Of {count} cells, all with policies that switch drafts off by themselves, {below} are below 0.95. The H200 "
-        "ran before `auto` learnt to stop after drafts that are never accepted. This change has not been measured on a "
-        "GPU.",
+        f"Of {count} cells, whose policies switch drafts off, {below} are below 0.95. The H200 "
+        "ran before `auto` learnt to stop after drafts that are never accepted, which no GPU has run.",
     )  # fmt: skip
 
 
