@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from freedraft.compiled import compiled
+from freedraft.cost.head import WORTH
 
 FREE = -1  # no forced number of tokens
 
@@ -89,19 +90,21 @@ def allocate(p, counts, seconds, drafting, forced):
 
 
 @compiled(nogil=True)
-def allocate_width(p, counts, seconds, drafting, forced, widths, undrafted=1.0, worth=1.0):
+def allocate_width(p, counts, seconds, drafting, forced, widths, undrafted):
     """Truncate all drafts to the one of `widths` (int32, ascending) with the most expected tokens per second; every
     request then costs that number of query tokens. The rest is as for `allocate`, but that the width is returned.
 
     Args:
         seconds: float64 [1 + W], step times without drafts and with each width.
         forced: an index of widths, or `FREE`.
-        undrafted: expected tokens of a request without drafts; worth: rate of drafts that are preferred to none.
+        undrafted: expected tokens of a request without drafts; above 1, drafts must win by `WORTH`.
     """
     batch, largest = len(counts), counts.max()
     tokens = best_tokens = batch * undrafted
     baseline = tokens / seconds[0]
-    done, best, best_rate, best_seconds = 1, 1, worth * baseline, seconds[0]
+    done, best, best_rate, best_seconds = 1, 1, baseline, seconds[0]
+    if undrafted > 1.0:
+        best_rate *= WORTH
     for k in range(len(widths)):
         width = widths[k]
         if width <= 1:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from freedraft.cost.allocation import FREE, allocate, allocate_width
 from freedraft.cost.controller import Controller, holding
-from freedraft.cost.head import WORTH
 from freedraft.cost.measured import Measured
 from freedraft.cost.probes import Probes
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, row_of
@@ -107,9 +106,9 @@ class Auto(Controller):
         if self.widths is None:
             return allocate(p, counts, seconds, self.drafting_seconds, forced)
         if (head := self.head) is None:
-            return allocate_width(p, counts, seconds, self.drafting_seconds, forced, self.widths, 1.0, 1.0)
+            return allocate_width(p, counts, seconds, self.drafting_seconds, forced, self.widths, 1.0)
         share, undrafted = head.share, 1.0 + head.accepted
-        return allocate_width(share * p, counts, seconds, self.drafting_seconds, forced, self.widths, undrafted, WORTH)
+        return allocate_width(share * p, counts, seconds, self.drafting_seconds, forced, self.widths, undrafted)
 
     def _probe(self, batch: int, seconds: NDArray[np.float64]) -> int:
         """Now and then, a random number of draft tokens (an index of widths) instead of the best."""

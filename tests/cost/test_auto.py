@@ -64,7 +64,7 @@ def test_the_width_is_the_best_of_all(p: list[list[float]], growth: list[float])
     seconds = np.cumprod(1 + np.array(growth)) * 0.02  # by query tokens
     candidates = [w for i, w in enumerate(widths) if i == 0 or widths[i - 1] < before.max()]
     rates = {w: path[:, :w].sum() / seconds[batch * w] for w in candidates}
-    width, gain, longest = allocate_width(path, counts, seconds[batch * np.array([1, *widths])], 0.0, -1, widths)
+    width, gain, longest = allocate_width(path, counts, seconds[batch * np.array([1, *widths])], 0.0, -1, widths, 1.0)
     assert rates[width] == pytest.approx(max(rates.values()))
     assert gain == pytest.approx(rates[width] / rates[1] - 1)
     assert np.array_equal(counts, np.minimum(before, width)) and longest == counts.max()

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import stop_start
-from freedraft.engines.sglang.algorithm import context_at_start
 from freedraft.engines.sglang.guards import refuse_unsupported
 from freedraft.method import METHODS, MethodSpec
 
@@ -89,6 +88,8 @@ def complete(original: Callable[[Any], None], server_args: Any) -> None:
 def _complete(ours: OnTop, args: Any) -> None:
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    from freedraft.engines.sglang.algorithm import context_at_start
 
     spec, head = METHODS[ours.name], args.speculative_algorithm
     for option in _REFUSED:
