@@ -3,10 +3,13 @@ what stands in for kernels of GPUs."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.sglang.conftest import give_up, ids, read_counts, sglang_engine
-from tests.support.built_head import SGLANG, save_model_and_head
+from tests.sglang.test_tensor_parallel import BINDING
+from tests.support.built_head import SGLANG, save_model_and_eagle3, save_model_and_head
 from tests.support.models import continuations, save_byte_tokenizer
 from tests.support.prompts import random_ids
 
@@ -61,6 +64,23 @@ def test_the_head_drafts_what_it_drafts_alone(built):
         off = engine.generate(input_ids=IDS, sampling_params=GREEDY | OFF)
     found = [[output["meta_info"]["spec_verify_ct"] for output in each] for each in (alone, off)]
     assert ids(alone) == ids(off) and found[0] == found[1]
+
+
+@pytest.mark.extended
+def test_eagle_3_on_two_ranks(tmp_path):
+    """Drafts are made on each rank, n-grams on the first; all verify the same."""
+    shape = {"vocab_size": 32, "max_position_embeddings": 512, "num_key_value_heads": 2}
+    model, head = save_model_and_eagle3(tmp_path, 0.2, first=-1, **shape)
+    ranks = {"env": {"TREE_TEST_RANKS": str(tmp_path), "SGLANG_CPU_OMP_THREADS_BIND": BINDING}, "tp_size": 2}
+    with on_top(model, head, algorithm="sssd+eagle3", **ranks) as engine:
+        first, again = (engine.generate(input_ids=IDS, sampling_params=GREEDY) for _ in range(2))
+        sampled = engine.generate(input_ids=IDS, sampling_params=GREEDY | {"temperature": 1.0})
+    assert ids(first) == ids(again) == continuations(model, IDS, TOKENS)
+    assert per_verification(first) > 1.3 and per_verification(again) > 1 + K
+    assert all(len(tokens) == TOKENS for tokens in ids(sampled))
+    steps = [path.read_text().splitlines() for path in tmp_path.glob("steps-*")]
+    accepted = [[json.loads(step)[4:] for step in rank] for rank in steps]
+    assert len(accepted) == 2 and accepted[0] == accepted[1] and len(accepted[0]) > 10
 
 
 RETRACTS = {"SGLANG_TEST_RETRACT": "1"}

@@ -45,10 +45,11 @@ def save_model_and_head(
     return saved, head
 
 
-def save_model_and_eagle3(folder: Path, factor: float, **shape: Any) -> tuple[Path, Path]:
+def save_model_and_eagle3(folder: Path, factor: float, *, first: int = 0, **shape: Any) -> tuple[Path, Path]:
     """The folders of a random Llama of two layers, and of an EAGLE-3 head, whose layer sees a token's embedding and, as
     its stream, what `fc` makes of two of the model's hidden states one token before: little here. To the stream, in
-    which the head has no embedding, the model's first layer adds so much that this does not matter."""
+    which the head has no embedding, the model's first layer adds so much that this does not matter. first: number of
+    the states before the first layer; SGLang has -1."""
     import torch
     from safetensors.torch import save_file
 
@@ -72,7 +73,7 @@ def save_model_and_eagle3(folder: Path, factor: float, **shape: Any) -> tuple[Pa
         "num_hidden_layers": 1,
         "draft_vocab_size": config["vocab_size"],
     }
-    own |= {"norm_output": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}}
+    own |= {"norm_output": True, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [first, first + 1]}}
     (head / "config.json").write_text(json.dumps(config | own))
     return saved, head
 
