@@ -65,21 +65,31 @@ def answers(engine):
     return [output["output_ids"] for output in outputs]
 
 
-@pytest.mark.parametrize("family", by_class(MODELS, ALWAYS))
-def test_says_what_it_says_without_drafts(tmp_path, family, record_property):
+def check_as_plain(model, folder, note, **more):
     """Asked again until whole answers are drafted; in trees, of which accepted nodes are moved."""
-    model, counts = save(tiny_model(family, seed=5, **MODELS[family]), tmp_path / "model"), tmp_path / "counts.json"
-    with sglang_engine(model, env=USUAL, **OPTIONS) as engine:
+    saved, counts, given = save(model, folder / "model"), folder / "counts.json", OPTIONS | more
+    with sglang_engine(saved, env=USUAL, **given) as engine:
         expected = answers(engine)
     assert len({*map(tuple, expected)}) > 2 * len(PROMPTS), "seeds are not heeded"
-    with sglang_engine(model, counts, USUAL, **OPTIONS, speculative_algorithm="sssd") as engine:
+    with sglang_engine(saved, counts, USUAL, **given, speculative_algorithm="sssd") as engine:
         for _ in range(ROUNDS):
             assert answers(engine) == expected
             done = read_counts(counts)
             if done["accepted"] > 100 and done["compacted"]:
-                record_property("drafts", f"{done['accepted']}/{done['drafted']}")
+                note("drafts", f"{done['accepted']}/{done['drafted']}")
                 return
     raise AssertionError(f"hardly anything was drafted: {done}")
+
+
+@pytest.mark.parametrize("family", by_class(MODELS, ALWAYS))
+def test_says_what_it_says_without_drafts(tmp_path, family, record_property):
+    check_as_plain(tiny_model(family, seed=5, **MODELS[family]), tmp_path, record_property)
+
+
+@pytest.mark.extended
+@pytest.mark.rare
+def test_a_quantised_kv_cache(tmp_path, record_property):
+    check_as_plain(tiny_model(seed=5), tmp_path, record_property, kv_cache_dtype="fp8_e5m2")
 
 
 @pytest.mark.extended
