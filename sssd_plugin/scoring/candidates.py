@@ -111,7 +111,7 @@ def scratch(max_nodes, max_sub_indices):
 
 @compiled(nogil=True)
 def _row(state, entries, candidates, counts, token, may_add):
-    """Return the row of `token`, added if allowed and possible; -1 for none, and for `OUTSIDE`."""
+    """Return the row of `token`, added if allowed and possible; -1 for none, and for images."""
     if token < 0:
         return np.int64(-1)
     h = np.int64(((np.uint64(token) * np.uint64(2654435761)) & np.uint64(0xFFFFFFFF)) >> np.uint64(32 - _HASH_BITS))

@@ -188,6 +188,18 @@ def test_nothing_outside_of_the_vocabulary_is_drafted(
     assert shape == "chain" or followed <= set(tokens.tolist())
 
 
+@pytest.mark.parametrize("mark", [40, 60, -1])
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_images_are_not_drafted_and_match_no_others(scoring: str, mark: int) -> None:
+    """What follows the same word most often is drafted, and not what followed it behind another image."""
+    drafter = Drafter(vocab_size=50, max_nodes=8, scoring=scoring, marks=[40])  # type: ignore[arg-type]
+    image = [7, mark, mark, mark, 1]
+    replace(drafter, {"a": [*image, 2, 9, 1, 3, 9, 1, 3, 9, *image], "b": [*image, 2, 7]})
+    assert drafter.draft(["a"], max_nodes=2, shape="chain").tokens[0, :2].tolist() == [1, 3]
+    draft = drafter.draft(["b"], max_nodes=8)
+    assert 40 not in draft.tokens[0, : draft.counts[0]].tolist()
+
+
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_a_batch_over_several_threads(scoring: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,11 @@ what stands in for kernels of GPUs."""
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
-from tests.sglang.conftest import give_up, ids, read_counts, sglang_engine
+from tests.sglang.conftest import HERE, give_up, ids, read_counts, sglang_engine
 from tests.sglang.test_tensor_parallel import BINDING
 from tests.support.built_head import SGLANG, save_model_and_eagle3, save_model_and_head
 from tests.support.models import continuations, save_byte_tokenizer
@@ -18,6 +19,15 @@ IDS = random_ids([12] * 4, 24, first=2, seed=3)
 OFF = {"custom_params": {"freedraft": "off"}}
 DEFAULTS = {"TREE_TEST_HEADS": "1", "FREEDRAFT_SCORING": None, "FREEDRAFT_LIVE": None}
 GREEDY = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def heads_in_this_process():
+    """Where front ends run, which load plugins once."""
+    sys.path.append(str(HERE / "plugin"))
+    import freedraft_sglang_heads
+
+    freedraft_sglang_heads.take_heads()
 
 
 def on_top(model, head, algorithm="SSSD+EAGLE", counts=None, env=None, **options):

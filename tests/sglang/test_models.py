@@ -3,9 +3,15 @@ say without."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.sglang.conftest import read_counts, sglang_engine
+from tests.support.images import add_torchvision, save_image_model
 from tests.support.model_classes import by_class
 from tests.support.models import SHAPE, VOCAB_SIZE, save, tiny_model
 from tests.support.prompts import random_ids
@@ -40,11 +46,12 @@ MODELS = {
 ALWAYS = ("Qwen3Moe", "DeepseekV3")
 ROUNDS = 6
 
+ROOT = Path(__file__).parents[2]
 USUAL = dict.fromkeys(("FREEDRAFT_POLICY", "FREEDRAFT_SCORING", "FREEDRAFT_LIVE"))  # not the tests' own
 USUAL["TORCHDYNAMO_DISABLE"] = "1"  # SGLang would compile its sampler with a C++ compiler
 # Seeds are heeded under deterministic inference alone; the platform has no pool for windows of their own.
 OPTIONS = {"enable_deterministic_inference": True, "disable_radix_cache": True, "disable_hybrid_swa_memory": True}
-OPTIONS |= {"skip_tokenizer_init": True, "enable_multimodal": False}  # images need torchvision
+OPTIONS |= {"skip_tokenizer_init": True, "enable_multimodal": False}
 
 PROMPTS = random_ids((5, 23, 40), VOCAB_SIZE)
 SAID = {"max_new_tokens": 40, "ignore_eos": True}
@@ -58,18 +65,42 @@ def answers(engine):
     return [output["output_ids"] for output in outputs]
 
 
-@pytest.mark.parametrize("family", by_class(MODELS, ALWAYS))
-def test_says_what_it_says_without_drafts(tmp_path, family, record_property):
+def check_as_plain(model, folder, note, **more):
     """Asked again until whole answers are drafted; in trees, of which accepted nodes are moved."""
-    model, counts = save(tiny_model(family, seed=5, **MODELS[family]), tmp_path / "model"), tmp_path / "counts.json"
-    with sglang_engine(model, env=USUAL, **OPTIONS) as engine:
+    saved, counts, given = save(model, folder / "model"), folder / "counts.json", OPTIONS | more
+    with sglang_engine(saved, env=USUAL, **given) as engine:
         expected = answers(engine)
     assert len({*map(tuple, expected)}) > 2 * len(PROMPTS), "seeds are not heeded"
-    with sglang_engine(model, counts, USUAL, **OPTIONS, speculative_algorithm="sssd") as engine:
+    with sglang_engine(saved, counts, USUAL, **given, speculative_algorithm="sssd") as engine:
         for _ in range(ROUNDS):
             assert answers(engine) == expected
             done = read_counts(counts)
             if done["accepted"] > 100 and done["compacted"]:
-                record_property("drafts", f"{done['accepted']}/{done['drafted']}")
+                note("drafts", f"{done['accepted']}/{done['drafted']}")
                 return
     raise AssertionError(f"hardly anything was drafted: {done}")
+
+
+@pytest.mark.parametrize("family", by_class(MODELS, ALWAYS))
+def test_says_what_it_says_without_drafts(tmp_path, family, record_property):
+    check_as_plain(tiny_model(family, seed=5, **MODELS[family]), tmp_path, record_property)
+
+
+@pytest.mark.extended
+@pytest.mark.rare
+def test_a_quantised_kv_cache(tmp_path, record_property):
+    check_as_plain(tiny_model(seed=5), tmp_path, record_property, kv_cache_dtype="fp8_e5m2")
+
+
+@pytest.mark.extended
+def test_images(tmp_path, monkeypatch, record_property):
+    """Asked again until whole answers are drafted."""
+    add_torchvision(monkeypatch)
+    command = [sys.executable, "-m", "tests.sglang.images", str(save_image_model(tmp_path / "model")), "4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["drafted"] == [found["plain"]] * 4
+    assert found["plain"][0] != found["plain"][-1], "another image has the same answer"
+    assert found["accepted"] > 200
+    record_property("drafts", f"{found['accepted']}/{found['proposed']}")

@@ -25,6 +25,8 @@ FILES = {
     "test_models": ("SGLang", "sglang", "torch_native"),
     "test_recurrent": ("SGLang", "sglang", "torch_native, Triton's interpreter"),
 }
+# Of tests of one class.
+CLASSES = {"test_images": "Qwen2_5_VL", "test_an_encoder": "Whisper", "test_a_quantised_kv_cache": "fp8_e5m2"}
 
 
 def outcome(case: ET.Element) -> str:
@@ -41,6 +43,7 @@ def rows_of(path: Path) -> Iterable[dict[str, Any]]:
         noted = {each.attrib["name"]: each.attrib["value"] for each in case.iter("property")}
         if name.startswith("Deepseek") and runner.startswith("V2"):
             noted["drafts decoded"] = "as on devices"
+        name = name or CLASSES.get(test, "")
         row = {"class": name, "engine": engine, "version": metadata.version(package), "runner": runner, "test": test}
         row |= {"outcome": outcome(case), "accepted/drafted": noted.pop("drafts", "")}
         row |= {"seconds": round(float(case.attrib["time"])), "note": ", ".join(map(" ".join, noted.items()))}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from v2_engines import check_images
 from vllm_cases import class_case, generate, metric, parameters, token_prompts
 from vllm_engines import check_nothing_is_left, engine
 
 from tests.support.model_classes import ATTENTION, QUANTISED, quantise, save_class
+from tests.support.speech import save_speech_model, speech_prompt
 
 CHEAP = "Mixtral"
 # vLLM's rotation for CPUs takes heads that stand in a dimension of their own for tokens: PyTorch's, where there is one.
@@ -14,22 +16,23 @@ ROTATED = {"custom_ops": ["-rotary_embedding"]}
 SMALL = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 8, "compilation_config": ROTATED}
 
 
-def answers(llm):
-    """To the requests of `class_case`."""
+def answers(llm, speech=False):
+    """To the requests of `class_case`, behind speech or not."""
     case = class_case(tokens=24)
     asked = [parameters(**case["parameters"] | {"detokenize": False} | one) for one in case["each"]]
-    return generate(llm, token_prompts(case["prompts"]), asked)
+    heard = [speech_prompt(tokens, number) for number, tokens in enumerate(case["prompts"])] if speech else ()
+    return generate(llm, heard or token_prompts(case["prompts"]), asked)
 
 
-def check_as_plain(model, note, **arguments):
+def check_as_plain(model, note, speech=False, options=None, **arguments):
     """By default, the first time and when what was said is known: the tokens of an engine without drafts."""
     with engine(model, **SMALL | arguments) as llm:
-        plain = answers(llm)
-        rounding = largest_difference(llm)
+        plain = answers(llm, speech)
+        rounding = 0.0 if speech else largest_difference(llm)
     assert min(len(set(tokens)) for tokens in plain) > 2, "else most of what could go wrong would not show"
-    with engine(model, speculative_config={"method": "sssd"}, **SMALL | arguments) as llm:
+    with engine(model, speculative_config={"method": "sssd"} | (options or {}), **SMALL | arguments) as llm:
         for _ in range(9):  # by default it may find that no draft pays
-            assert answers(llm) == plain
+            assert answers(llm, speech) == plain
             drafted, accepted = (metric(llm, f"vllm:spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted"))
             if accepted > 60:
                 break
@@ -75,3 +78,15 @@ def test_quantised_weights(kind, tmp_path, record_property):
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
 def test_a_quantised_kv_cache(kind, tmp_path, record_property):
     assert check_as_plain(save_class("Llama", tmp_path), record_property, kv_cache_dtype=kind) < 1e-3
+
+
+@pytest.mark.extended
+def test_images(tmp_path, monkeypatch, record_property):
+    check_images(tmp_path / "model", monkeypatch, record_property, v2=False)
+
+
+@pytest.mark.extended
+def test_an_encoder(tmp_path, record_property):
+    """Its KV is that of the speech. By default it finds that no draft pays in so short answers."""
+    model = save_speech_model(tmp_path / "model")
+    check_as_plain(model, record_property, speech=True, options={"policy": "fixed"}, skip_tokenizer_init=False)

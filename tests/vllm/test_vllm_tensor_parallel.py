@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
-from v2_engines import start
+from transformers import AutoTokenizer
+from v2_engines import FOLDER, ROOT, start
 from vllm_cases import two_skip_sets
-from vllm_server import clients_that_go_away, complete, metric, metrics, serving
+from vllm_server import TOKENS, clients_that_go_away, complete, metric, metrics, serving
 
 from tests.support.built_head import save_model_and_head
 from tests.support.models import continuations, save, tiny_model
@@ -73,6 +76,18 @@ def test_two_ranks_draw_as_one_does_plainly(model):
     assert found["accepted"] > 40, "the second time they are drafted from what was learnt"
 
 
+@pytest.mark.extended
+@pytest.mark.parametrize("changed", [{}, pytest.param(INTERPRETED, marks=pytest.mark.rare)], ids=["V1", "V2"])
+def test_experts_of_two_ranks(changed, tmp_path):
+    """Each has half of them. vLLM's kernel for CPUs knows no other experts than a rank's own."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    model = save(tiny_model("Qwen3Moe", seed=7, **SHAPE | experts), tmp_path)
+    changed = {"SPLIT_EXPERTS": "1"} | changed
+    found = answers(model, 2, changed, speculative_config=SSSD, enable_expert_parallel=True)
+    assert found["answers"] == 2 * [continuations(model, PROMPTS, 30)]
+    assert found["accepted"] > 60
+
+
 @pytest.fixture(scope="module")
 def layerskip(model, tmp_path_factory):
     """A method whose first set skips nothing, which some requests get, and whose second one something."""
@@ -131,6 +146,26 @@ def test_two_data_parallel_replicas(demo_model, tmp_path):
     with serving(model, tmp_path, speculative, *replicas, drafters=2, **environment) as server:
         before = metric(server, "freedraft_accepted_tokens_total")
         assert complete(server.port, SHORT[0]) and metric(server, "freedraft_accepted_tokens_total") > before
+
+
+@pytest.mark.extended
+def test_replicas_that_share_experts(demo_model, tmp_path):
+    """Each steps with the other, also while it has no request: with as many draft tokens, of which few are the
+    default."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "vocab_size": 49152}
+    model = save(tiny_model("Qwen3Moe", seed=7, **SHAPE | experts), tmp_path / "model", demo_model)
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, CORES[:2])), "VLLM_USE_AOT_COMPILE": "0"}
+    environment |= {"SPLIT_EXPERTS": "1", "PYTHONPATH": os.pathsep.join([str(FOLDER), str(ROOT)])}
+    flags, method = ("--data-parallel-size", "2", "--enable-expert-parallel"), {"method": "sssd", "policy": "fixed"}
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    said = continuations(model, [tokenizer(prompt)["input_ids"] for prompt in SHORT[:4]], TOKENS)
+    with serving(model, tmp_path, method, *flags, drafters=2, **environment) as server:
+        ask = partial(complete, server.port)
+        for answer in (map, ThreadPoolExecutor(4).map):  # alone, while the other replica is idle, and together
+            assert list(answer(ask, 2 * SHORT[:4])) == 2 * tokenizer.batch_decode(said)
+        assert metric(server, "freedraft_accepted_tokens_total") > 20
+        assert min(metrics(server, "freedraft_draft_tokens_total")) > 0, "both draft"
+        assert "up to 3 draft tokens per request by default: ranks that share experts" in server.log.read_text()
 
 
 @pytest.mark.extended

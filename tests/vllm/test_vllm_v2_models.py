@@ -5,21 +5,23 @@ from __future__ import annotations
 import json
 
 import pytest
-from v2_engines import run, start
+from v2_engines import check_images, run, start
 from vllm_cases import class_case
 
 from tests.support.model_classes import ATTENTION, RECURRENT, by_class, save_class
+from tests.support.speech import save_speech_model
 
 CHEAP = "Mixtral"
 # vLLM's rotation for CPUs takes heads that stand in a dimension of their own for tokens: PyTorch's, where there is one.
 ROTATED = {"custom_ops": ["-rotary_embedding"]}
 SMALL = {"skip_tokenizer_init": True, "max_model_len": 192, "max_num_seqs": 8, "compilation_config": ROTATED}
+HEARING = SMALL | {"skip_tokenizer_init": False, "max_model_len": 128}
 STEPS = {"seconds": [0.02, 1e-4]}  # with those of the interpreter it may find that no draft pays
 
 
 def served(model, name, cases, **few):
     """What an engine without drafts says to the first case, and one with drafts, by default but for `few`, to all."""
-    given, first = SMALL | {"model": model}, next(iter(cases))
+    given, first = (HEARING if name == "Whisper" else SMALL) | {"model": model}, next(iter(cases))
     drafting = given | STEPS | {"cases": cases, "speculative_config": {"method": "sssd"}}
     script = "recurrent.py" if name in RECURRENT else "latent.py" if name.startswith("Deepseek") else "serve.py"
     plain, found = run(script, [given | {"cases": {first: cases[first]}}, drafting | few])
@@ -67,3 +69,20 @@ def test_wrong_states_are_seen(tmp_path, monkeypatch):
     name = "GraniteMoeHybrid"
     plain, found = served(save_class(name, tmp_path), name, {"first": class_case(), "again": class_case()})
     assert found["again"] != plain and found["engine"]["accepted"] > 0
+
+
+@pytest.mark.extended
+@pytest.mark.rare
+def test_an_encoder(tmp_path, record_property):
+    cases = {name: class_case(speech=True) for name in ("first", "again")}
+    fixed = {"method": "sssd", "policy": "fixed"}  # by default it finds that no draft pays
+    plain, found = served(save_speech_model(tmp_path / "model"), "Whisper", cases, speculative_config=fixed)
+    assert found["first"] == found["again"] == plain
+    drafted, accepted = found["engine"]["counts"]["again"]
+    record_property("drafts", f"{accepted:.0f}/{drafted:.0f}")
+    assert drafted >= accepted > 30
+
+
+@pytest.mark.extended
+def test_images(tmp_path, monkeypatch, record_property):
+    check_images(tmp_path / "model", monkeypatch, record_property, v2=True)

@@ -20,6 +20,7 @@ from vllm_cases import TINY, greedy_case, save_sets, seeded_case, token_prompts,
 
 from freedraft.recipe import Window
 from tests.support import prompts
+from tests.support.images import IMAGE, VIDEO, add_torchvision, save_image_model
 from tests.support.models import save, save_byte_tokenizer, tiny_model, weaken
 
 FOLDER = Path(__file__).parent / "v2_interpreted"
@@ -48,6 +49,22 @@ def run(script, given, attention="", v2=True):
     done = start(script, json.dumps(given, default=str), **runner)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def check_images(folder, patch, note, v2):
+    """What is said about images is said with drafts, in rounds that draft what was said before."""
+    add_torchvision(patch)
+    done = start("images.py", save_image_model(folder), 4, VLLM_USE_V2_MODEL_RUNNER=str(int(v2)))
+    assert done.returncode == 0, done.stderr[-4000:]
+    plain, found = json.loads(done.stdout.splitlines()[-1])
+    (said,) = plain["answers"]
+    assert found["answers"] == [said] * 4
+    assert said[0] != said[-2], "another image has the same answer"
+    assert not {IMAGE, VIDEO} & {token for answer in said for token in answer}, "else they may be drafted"
+    (accepted, drafted), positions = found["drafts"], found["positions"]
+    note("drafts", f"{accepted:.0f}/{drafted:.0f}")
+    assert drafted >= accepted > 200 and found["marks drafted"] == []
+    assert positions["wrong"] == plain["positions"]["wrong"] == 0 < positions["drafts"]
 
 
 def serve(model, attention="", script="serve.py", **given):

@@ -368,6 +368,7 @@ def _check(
     config: dict[str, Any], shape: str, *, v2: bool, given: bool, head: int = 0,
 ) -> EngineContext:  # fmt: skip
     """The engine's context; `config` gets a length that fits. Raises ConfigError for settings that would fail later."""
+    share_logging()  # vLLM sets up its own once plugins are loaded
     try:
         guards.check_ranks(engine_args)
         guards.check_states(model_config, v2=v2)

@@ -7,19 +7,54 @@ import os
 
 
 def install():
-    """SERVED_AS_ON_GPUS: what an API server needs to run model runner V2 here as on GPUs."""
+    """SERVED_AS_ON_GPUS: what an API server needs to run model runner V2 here as on GPUs.
+    SPLIT_EXPERTS: experts that are split between ranks."""
     if os.environ.get("SERVED_AS_ON_GPUS") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
         from tests.vllm.v2_interpreted import serve
 
         serve.take_any_mask()
         serve.filter_as_on_cpus()
         serve.schedule_asynchronously()
+    if os.environ.get("SPLIT_EXPERTS"):
+        compute_own_experts()
     if os.environ.get("ADAPTIVE"):
         import by_score
 
         by_score.install()
     if os.environ.get("FAILING"):
         fail_on_a_rank(*os.environ["FAILING"].split())
+
+
+def compute_own_experts():
+    """In place of vLLM's kernel of experts for CPUs, which takes all of them to be on each rank; and collectives over
+    different numbers of tokens, which its communicator of CPUs lacks."""
+    import torch
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    def apply(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *, expert_map, **more):
+        output.zero_()
+        for expert in range(len(w1)):
+            weight = torch.where(expert_map[topk_ids.long()] == expert, topk_weights, 0).sum(1, keepdim=True)
+            gate, up = (hidden_states @ w1[expert].T).chunk(2, 1)
+            output += weight * ((torch.nn.functional.silu(gate) * up) @ w2[expert].T)
+
+    def all_gatherv(self, given, dim=0, sizes=None):
+        if isinstance(given, list):
+            return [all_gatherv(self, one, dim, sizes) for one in given]
+        padded = given.new_zeros(max(sizes), *given.shape[1:])
+        padded[: len(given)] = given
+        parts = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(parts, padded, group=self.device_group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatterv(self, given, dim=-1, sizes=None):
+        torch.distributed.all_reduce(total := given.clone(), group=self.device_group)
+        return total.split(sizes)[self.rank_in_group]
+
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
+    CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
+    CPUUnquantizedExperts.apply = apply
 
 
 def fail_on_a_rank(part, time, rank):

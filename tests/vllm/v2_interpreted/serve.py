@@ -5,7 +5,8 @@ last line.
 
 Cases come one after the other: all prompts of one at once. "parameters" are those of all requests, "each" has others of
 each; "abort" is a number of steps after which each request is given up, and asked anew under the same id; "chains" are
-the requests with parameters that allow no trees; "salt" stands in front of the prompts' own. Of an engine, "by_score"
+the requests with parameters that allow no trees; "salt" stands in front of the prompts' own; "speech" stands before
+prompts. Of an engine, "by_score"
 verifies by score, "kv" notes the KV of all steps, "drafts" those of chains, "launches" what a step launches, "graphs"
 runs draft passes as CUDA graphs do, "graph_sizes" are those of vLLM's own, "warm_up" compiles kernels as vLLM does on
 devices, and notes which of ours are launched that were not then, "rows" is how many rows of logits are verified at
@@ -53,6 +54,7 @@ from freedraft.engines.vllm.v2.trees import why_chains
 from tests.support.compiling import signatures
 from tests.support.interpreter import take_any_mask
 from tests.support.random_trees import path_to
+from tests.support.speech import speech_prompt
 from tests.support.stores import documents_of
 from tests.support.triton_launches import record_launches
 
@@ -195,12 +197,13 @@ def note_gone(runner):
     return counts, left
 
 
-def answers(llm, prompts, parameters, each=(), abort=0, chains=(), salt=""):
+def answers(llm, prompts, parameters, each=(), abort=0, chains=(), salt="", speech=False):
     engine = llm.llm_engine
     found = {}
 
     def add(i):
         prompt = TokensPrompt(prompt_token_ids=prompts[i], cache_salt=f"{salt}salt {i % 2}")
+        prompt = speech_prompt(prompts[i], i) if speech else prompt
         asked = parameters | (each[i] if each else {}) | ({"logprobs": 1} if i in chains else {})
         if "structured_outputs" in asked:
             asked["structured_outputs"] = StructuredOutputsParams(**asked["structured_outputs"])

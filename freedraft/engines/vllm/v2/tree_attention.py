@@ -18,7 +18,8 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
-ATTRIBUTE = "_freedraft_trees"  # Attribute of vLLM's VllmConfig: `TreeBuffers`, from where the backend gets them
+# Attribute of vLLM's SpeculativeConfig, since VllmConfig is rebuilt from its fields for models of several parts.
+ATTRIBUTE = "_freedraft_trees"  # `TreeBuffers`, from where the backend gets them
 
 
 class TreeBuffers:
@@ -69,7 +70,7 @@ class TreeMetadata:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._buffers: TreeBuffers | None = getattr(self.vllm_config, ATTRIBUTE, None)
+        self._buffers: TreeBuffers | None = getattr(self.vllm_config.speculative_config, ATTRIBUTE, None)
         self._scratch: torch.Tensor | None = None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:

@@ -56,7 +56,7 @@ class Trees:
         self._parents = torch.zeros(tokens, dtype=torch.int32, device=device)
         self._counts = torch.zeros(slots, dtype=torch.int32, device=device)
         self._pool: KVPool | None = None
-        setattr(vllm_config, ATTRIBUTE, self.buffers)
+        setattr(vllm_config.speculative_config, ATTRIBUTE, self.buffers)
         register(flash=self._asked)  # its own kernel is faster without trees, and perhaps with them
 
     def prepare(self, runner: Any) -> bool:
