@@ -259,15 +259,15 @@ def test_an_mtp_layer_of_a_model_with_recurrent_layers(tmp_path, monkeypatch):
     """By default drafts are no longer than the head's, so that no state is added, and no step waits for n-grams."""
     monkeypatch.setenv("ON_TOP", "1")
     model = save_qwen3_next_with_mtp(tmp_path / "model", 0.2, vocab_size=TINY["vocab_size"])
-    first = greedy_case(token_prompts(IDS[:2]), 10)
+    first = greedy_case(token_prompts(IDS[:3]), 14)
     own = {"num_speculative_tokens": 2, "policy": "fixed"}
-    given = {"model": model, **SMALL, "max_num_seqs": 2, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    given = {"model": model, **SMALL, "max_num_seqs": 4, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
     engines = [({"method": "mtp", "num_speculative_tokens": 2}, {"first": first})]
     engines += [({"method": "sssd+mtp"} | own, {"first": first, "again": first | {"abort": 3}})]
     engines += [({"method": "sssd+mtp", "ngram_tokens": 6} | own, {"first": first, "again": first})]
     engines = [given | {"own": 2, "speculative_config": method, "cases": cases} for method, cases in engines]
     stock, short, longer = run("recurrent.py", engines)
-    wanted = continuations(model, IDS[:2], 10)
+    wanted = continuations(model, IDS[:3], 14)
     for found in (stock, short, longer):
         for case in found.keys() - {"engine"}:
             assert found[case]["answers"] == wanted
