@@ -273,6 +273,8 @@ def test_an_mtp_layer_of_a_model_with_recurrent_layers(tmp_path, monkeypatch):
             assert found[case]["answers"] == wanted
             check_own_drafts(found[case]["own drafts"], stock["first"]["own drafts"], least=5)
     assert per_verification(stock["first"]) > 1.3
-    assert short["again"]["waits"] == 0 < longer["again"]["waits"]
+    assert short["again"]["waited for"] == 0 < longer["again"]["waited for"], (
+        "steps before whose launch the host drafts"
+    )
     assert short["first"]["accepted"] == stock["first"]["accepted"]
     assert per_verification(longer["again"]) > 1.3 * per_verification(stock["first"])
