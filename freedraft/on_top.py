@@ -66,7 +66,7 @@ def on_top(above: MethodSpec, below: MethodSpec) -> MethodSpec:
 
     schedule = above.schedule
     return MethodSpec(
-        name, f"{__name__}:OnTop", Options, check, runs_model=True,
+        name, f"{__name__}:OnTop", Options, check, runs_model=True, takes_corpora=above.takes_corpora,
         schedule=schedule and (lambda options, context: schedule(options.of(above), context)),
     )  # fmt: skip
 
@@ -89,6 +89,9 @@ class OnTop(Method):
         self.below: Method = below.make(options.of(below), inner, *shared)
         self.learns, self.needs_logits = self.above.learns, self.above.needs_logits
         self.needs_prompt_states = self.below.needs_prompt_states
+        if above.takes_corpora:
+            self.add_corpus, self.remove_corpus = self.above.add_corpus, self.above.remove_corpus
+            self.corpora = self.above.corpora
         self._drafted: tuple[list[str], NDArray[np.int32]] = [], np.zeros(0, np.int32)  # by the one below
         self._last: tuple[Step, Step, NDArray[np.int64]] | None = None  # see `split`
 

@@ -79,7 +79,8 @@ SPEC = MethodSpec("switched", f"{__name__}:Switched", SwitchedOptions, runs_mode
 
 def by_source(metrics: Metrics) -> dict[str, int]:
     """Of n-grams on top of draft passes: their tokens, and drafts of passes."""
-    below = sum(int(metrics.head_lengths("layerskip", str(n))._value.get()) for n in range(64))
+    names = "layerskip", ""  # none where a method of several is named
+    below = sum(int(metrics.head_lengths(name, str(n))._value.get()) for name in names for n in range(64))
     return {"of n-grams": int(Metrics("sssd").drafted._value.get()), "of passes": below}
 
 

@@ -13,7 +13,7 @@ from freedraft.config import ConfigError
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm import methods
 from freedraft.engines.vllm.context import context_of_engine, start_line
-from freedraft.engines.vllm.hooks import HEAD_HOOKS, V2_HOOKS
+from freedraft.engines.vllm.hooks import HEAD_HOOKS, V2_HOOKS, settings
 from tests.support.built_head import save_glm_with_mtp, save_model_and_head
 
 K = "num_speculative_tokens"
@@ -57,9 +57,14 @@ def test_the_head_keeps_its_settings_and_gets_room_for_n_grams(built):
     assert ours.lengths == (3, 7, 15)
     assert {length for *_, length in made.num_speculative_tokens_per_batch_size} <= {3, 7, 15}
     context = context_of_engine(config, v2_lengths=ours.lengths)
-    assert context.head == 3 and not context.gives_logits
+    assert (context.head, context.below) == (3, "eagle") and not context.gives_logits
     said = start_line(config, "sssd", v2=True)
     assert "method 'sssd+eagle'" in said and "3 draft tokens of 'eagle', continued by n-grams" in said
+
+
+def test_doctor_names_what_n_grams_go_on_top_of():
+    (said,) = settings()
+    assert "model runner V2" in said and all(f"'sssd+{name}'" in said for name in ("mtp", "eagle", "eagle3"))
 
 
 def test_short_flags_and_fixed_lengths(built):

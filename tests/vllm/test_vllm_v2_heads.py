@@ -42,11 +42,11 @@ def per_verification(found):
     return 1 + found["accepted"] / found["drafts"]
 
 
-def check_own_drafts(found, stock):
+def check_own_drafts(found, stock, least=11):
     """Wherever both have drafted behind the same text, the other drafter has drafted what it drafts alone."""
     known = {tuple(text): draft for text, draft in stock}
     pairs = [(draft, known[tuple(text)]) for text, draft in found if tuple(text) in known]
-    assert len(pairs) > 10 and [draft for draft, _ in pairs] == [draft for _, draft in pairs]
+    assert len(pairs) >= least and [draft for draft, _ in pairs] == [draft for _, draft in pairs]
 
 
 def check_nothing_is_left(engine):
@@ -259,20 +259,22 @@ def test_an_mtp_layer_of_a_model_with_recurrent_layers(tmp_path, monkeypatch):
     """By default drafts are no longer than the head's, so that no state is added, and no step waits for n-grams."""
     monkeypatch.setenv("ON_TOP", "1")
     model = save_qwen3_next_with_mtp(tmp_path / "model", 0.2, vocab_size=TINY["vocab_size"])
-    case = greedy_case(token_prompts(IDS[:3]), 16)
-    cases = {"first": case, "again": case, "aborted": case | {"abort": 4}}
+    first = greedy_case(token_prompts(IDS[:2]), 10)
     own = {"num_speculative_tokens": 2, "policy": "fixed"}
-    methods = [None, {"method": "mtp", "num_speculative_tokens": 2}]
-    methods += [{"method": "sssd+mtp"} | own, {"method": "sssd+mtp", "ngram_tokens": 6} | own]
     given = {"model": model, **SMALL, "max_num_seqs": 4, "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-    engines = [given | {"cases": cases if i > 1 else {"first": case}, "own": 2 * (i > 0)} for i in range(4)]
-    engines = [engine | {"speculative_config": method} for engine, method in zip(engines, methods, strict=True)]
-    plain, stock, short, longer = run("recurrent.py", engines)
-    for found in (short, longer):
-        assert [found[name]["answers"] for name in cases] == 3 * [plain["first"]["answers"]]
-        for name in cases:
-            check_own_drafts(found[name]["own drafts"], stock["first"]["own drafts"])
+    engines = [({"method": "mtp", "num_speculative_tokens": 2}, {"first": first})]
+    engines += [({"method": "sssd+mtp"} | own, {"first": first, "again": first | {"abort": 3}})]
+    engines += [({"method": "sssd+mtp", "ngram_tokens": 6} | own, {"first": first, "again": first})]
+    engines = [given | {"own": 2, "speculative_config": method, "cases": cases} for method, cases in engines]
+    stock, short, longer = run("recurrent.py", engines)
+    wanted = continuations(model, IDS[:2], 10)
+    for found in (stock, short, longer):
+        for case in found.keys() - {"engine"}:
+            assert found[case]["answers"] == wanted
+            check_own_drafts(found[case]["own drafts"], stock["first"]["own drafts"], least=5)
     assert per_verification(stock["first"]) > 1.3
-    assert short["again"]["waits"] == 0 < longer["again"]["waits"]
-    assert short["again"]["accepted"] == short["first"]["accepted"] == stock["first"]["accepted"]
+    assert short["again"]["waited for"] == 0 < longer["again"]["waited for"], (
+        "steps before whose launch the host drafts"
+    )
+    assert short["first"]["accepted"] == stock["first"]["accepted"]
     assert per_verification(longer["again"]) > 1.3 * per_verification(stock["first"])

@@ -53,7 +53,7 @@ from freedraft.engines.vllm.room import USAGE
 from freedraft.engines.vllm.streams import stream_by_token
 from freedraft.engines.vllm.v2.lengths import receive_lengths
 from freedraft.method import METHODS, REPLACED, MethodSpec, register_installed
-from freedraft.on_top import BothOptions, on_top
+from freedraft.on_top import DEFAULT, BothOptions, on_top
 from freedraft.step import EngineContext
 
 logger = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
         chosen = K in given or getattr(args, "spec_tokens", None) is not None
         v2 = runs_v2(args, spec)
         if isinstance(options, BothOptions):
-            chosen = options.ngram_tokens is not None
+            chosen = options.ngram_tokens is not None or config[K] > DEFAULT
             options, config[K] = options.engine_tokens(config[K])
     except ConfigError as error:
         stop_start(error)

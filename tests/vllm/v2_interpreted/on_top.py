@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+from unittest.mock import Mock
 
 import pytest
 from vllm import LLM
@@ -124,6 +125,8 @@ def asked(llm, ours, noted, waits, *, fails=False, **case):
     with pytest.MonkeyPatch.context() as patch:
         if fails:
             patch.setattr(guarded.method, "propose", failing(guarded.method))
+        if ours:
+            patch.setattr(ours.host, "draft", calls := Mock(wraps=ours.host.draft))
         said = serve.answers(llm, **case)
     found = {name: value - before[name] for name, value in figures(llm).items()}
     found |= {"answers": said, "own drafts": noted[first:], "waits": waits[1] - waited}
@@ -132,7 +135,7 @@ def asked(llm, ours, noted, waits, *, fails=False, **case):
         drafted, accepted, *lengths = [
             b - a for a, b in zip(mine, counted(guarded.metrics, guarded._below), strict=True)
         ]
-        found |= {"n-grams": [drafted, accepted], "below": lengths}
+        found |= {"n-grams": [drafted, accepted], "below": lengths, "waited for": calls.call_count}
     return found
 
 
