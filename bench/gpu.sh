@@ -161,7 +161,7 @@ if [ "$WHAT" = hour ]; then
 fi
 on_gpu='{"method": "ngram_gpu", "num_speculative_tokens": 5, "prompt_lookup_max": 5, "prompt_lookup_min": 2}'
 run serve-vllm plain ngram "ngram_gpu=$on_gpu" suffix sssd "fixed1=$(fixed vllm 1)" "fixed2=$(fixed vllm 2)" "fixed4=$(fixed vllm 4)" \
-    "fixed8=$(fixed vllm 8)" "layerskip=$(layers layerskip 5 2048)" "hybrid=$(layers hybrid 8 2048)"
+    "fixed8=$(fixed vllm 8)" "layerskip=$(layers layerskip 5 2048)" "sssd+layerskip=$(layers sssd+layerskip 5 2048)"
 run serve-sglang sglang sglang-ngram sglang-sssd "sglang-fixed4=$(fixed sglang 4)" "sglang-fixed8=$(fixed sglang 8)" \
     "sglang-fixed16=$(fixed sglang 16)"
 "$VLLM/bin/python" docs/make_results.py "$OUT"
