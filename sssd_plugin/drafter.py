@@ -76,7 +76,7 @@ class Drafter:
         self._weights = None
         if scoring == "learned":
             loaded = Weights.load(weights)
-            self._weights = loaded.layer, loaded.out
+            self._weights = loaded.layer, loaded.out, loaded.copies
         self.sourced, self._source_of = np.zeros((2, len(SOURCES)), np.int64), _sources_of_kinds(scoring)
         self._drafted_for: Sequence[str] = ()
         self._entries = recycled_logits.entries(recycle_megabytes)
