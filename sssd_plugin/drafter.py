@@ -33,6 +33,7 @@ SOURCES = ("request", "store", "other")  # of draft tokens
 _REQUEST, _STORE, _OTHER = range(len(SOURCES))
 MAX_NODES = 256
 MAX_THREADS = 8
+MOST_INDEXED = 1 << 14  # tokens of prompts per step, so that a long one does not keep others waiting
 MIN_NODES = 128  # fewest of a thread's trees together; waking it takes as long as drafting these
 
 
@@ -82,7 +83,7 @@ class Drafter:
         self._entries = recycled_logits.entries(recycle_megabytes)
         self._recycle_clock = np.zeros(1, np.int64)
         self._tenants: dict[str, int] = {}  # tenants, by request
-        self._index = RequestIndex()
+        self._index, self._may_index = RequestIndex(), MOST_INDEXED
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
         self._batch = self._out = DraftBatch.empty(1, max_nodes)
@@ -139,15 +140,20 @@ class Drafter:
                 out, step = self._out, (drafted, tokens, starts, ends)
                 draft, rows = (out.tokens, out.parents, out.counts, out.kinds), rows_in(self._drafted_for, request_ids)
                 _count_sources(self.sourced, self._source_of, draft, rows, step)
+            self._may_index = MOST_INDEXED
+            if self._index.behind:
+                self._index.catch_up(MOST_INDEXED // 2)
+                self._may_index //= 2
             return self._index.update(self._index.slot_ids(request_ids), tokens, starts, ends, contexts)
 
     def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
-        """Set the tokens (int32 [n]) of a request, known or not."""
+        """Set the tokens (int32 [n]) of a request, known or not. Long ones are indexed over the next calls of `update`,
+        MOST_INDEXED tokens in each."""
         tokens = np.ascontiguousarray(tokens, np.int32)
         if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= self.vocab_size):
             tokens = np.where((tokens >= 0) & (tokens < self.vocab_size), tokens, np.int32(OUTSIDE))
         with self._lock:
-            self._index.replace(request_id, tokens)
+            self._may_index -= self._index.replace(request_id, tokens, self._may_index)
 
     def draft(self, request_ids: Sequence[str], *, max_nodes: int, shape: Shape = "tree") -> DraftBatch:
         """Draft the best trees, or chains, for these requests.

@@ -68,7 +68,7 @@ def _replay(
 ):  # fmt: skip
     """Replay one request, adding examples from index `filled` on; return where its slot has to grow, and their number.
     If `recycled` has entries, the logits before `truth[start + i]` are `top_tokens[i]` and `top_log_probs[i]`."""
-    while position < len(truth) and ingest(slots, s, truth, 0, position):
+    while position < len(truth) and ingest(slots, s, truth, 0, position, position):
         sources = Sources(request_at(slots, s), store, recycled)
         scratch.matches[:, 0, 0] = UNSEEN
         n = draft_tree(sources, weights, limits, tree, scratch)
@@ -77,8 +77,8 @@ def _replay(
         while position + accepted < len(truth):
             token = truth[position + accepted]
             if scratch.matches[current, 0, 0] != UNSEEN and scratch.places[current].text == NOWHERE:
-                filled = look_back(sources, tree, scratch, current, parent)
-                size, _ = expand(sources, weights, scratch, current, parent, effort, filled)
+                known = look_back(sources, tree, scratch, current, parent)
+                size, _ = expand(sources, weights, scratch, current, parent, effort, known)
                 examples.node_inputs[filled] = scratch.node_inputs[0]
                 examples.inputs[filled, :size] = scratch.inputs[:size]
                 examples.sizes[filled], examples.labels[filled] = size, -1
@@ -108,7 +108,7 @@ def _replay(
 def _count_copies(slots, s, truth, position, store, tree, scratch, seen):
     """Count, before each token of a request, the places that it may be copied on from, and those that bring the token:
     int64 [2, COPY_ROWS, MAX_MATCH + 1]. Returns where its slot has to grow."""
-    while position < len(truth) and ingest(slots, s, truth, 0, position):
+    while position < len(truth) and ingest(slots, s, truth, 0, position, position):
         request, places = request_at(slots, s), (scratch.places[0], scratch.place[0])
         sources = Sources(request, store, WITHOUT_LOGITS)
         start(sources, scratch)

@@ -29,7 +29,7 @@ DEEP_SAMPLES = 8  # suffixes sampled per range below the root (at the root MAX_S
 FEW_NODES = 16  # larger trees use more candidates and samples
 FEW_CANDIDATES, CHAIN_CANDIDATES = 10, 3
 SURE = 0.95  # share of a copy's score from which on nothing else is looked at
-CHOICE, CHAIN_CHOICE = 0.015, 0.04  # path scores below which drafts are only copied on
+CHOICE, CHAIN_CHOICE = 0.015, 0.03  # path scores below which drafts are only copied on
 FLOOR = 0.002  # path score below which nothing is drafted any more
 STORE_DISCOUNT = 0.7
 REQUEST_DISCOUNT = 0.4
@@ -257,7 +257,7 @@ def draft_tree(sources, weights, limits, tree, scratch):
                 token, value = next_token(sources.request, table, place), path_scores[current] * share_of(place, copies)
                 if token >= 0:
                     pending = _insert(frontier, pending, capacity, value, current, token, kind_of(place))
-            else:
+            elif path_scores[current] >= effort[3]:
                 m, kind = expand(sources, weights, scratch, current, parent, effort, filled)
                 first = 0
                 if chain and m > 0:

@@ -23,7 +23,7 @@ SHORT_OCCURRENCES = 16  # newest occurrences of a single token to visit
 
 PLACE = record(
     at="i8",  # position of the node's own token in the text
-    back="i8",  # tokens between the request's end and the place: where a copy of itself goes on
+    back="i8",  # tokens from the place to the end of a request that goes on with a copy of its end; 0: it ends there
     text="i4",
     length="i4",  # of the match, at most MAX_MATCH
     row="i4",  # of the table of scores
@@ -55,7 +55,7 @@ def find_in_request(request, matches, context, filled, depth, place):
             if match > length:
                 length, at = match, np.int64(i)
             i = request.previous[i]
-    _set(place, REQUEST if length > 0 else NOWHERE, at, length, agree, end + depth - at)
+    _set(place, REQUEST if length > 0 else NOWHERE, at, length, agree, end - at if depth == 0 else 0)
 
 
 @compiled(nogil=True)
@@ -90,7 +90,9 @@ def next_token(request, table, place):
     """Return the token after a place, negative if its text ends there."""
     if place.text == REQUEST:
         at = place.at + 1
-        return request.tokens[at if at < len(request.tokens) else at - place.back]
+        if at >= len(request.tokens):
+            return request.tokens[at - place.back] if place.back > 0 else np.int32(-1)
+        return request.tokens[at]
     text, _ = suffixes_of(table, place.text)
     return text[place.at + 1]
 

@@ -27,6 +27,7 @@ def random_weights(seed: int) -> Weights:
     """Around sensible ones, so that every input and unit counts, as precise as a weights file."""
     rng, start = np.random.default_rng(seed), initial_weights()
     values = start.layer + rng.normal(0, 0.15, start.layer.shape), rng.normal(0, 0.3, start.out.shape)
+    values += (rng.uniform(0, 0.999, start.copies.shape),)
     return Weights(*(np.array([float(f"{v:.5g}") for v in x.flat], np.float32).reshape(x.shape) for x in values))
 
 
