@@ -30,7 +30,6 @@ OUTSIDE = -2  # replaces ids outside the vocabulary, e.g. of images: in no store
 
 _SMALLEST = 64, 64, 16  # by _SIZES
 _MIN_SPARE = 64  # tokens of capacity beyond the present length
-_AT_ONCE = 1024  # a request with more tokens to index waits for `RequestIndex.catch_up`
 
 
 class Request(NamedTuple):
@@ -182,7 +181,8 @@ def _update(slots, slot_ids, tokens, spans, stale, resumed):
             stale[stale[0]] = b
         else:
             target = np.int64(contexts[b])
-            stop = target if target - slots[s, INDEXED] <= _AT_ONCE else 0
+            before = target - (ends[b] - starts[b])  # a request that is behind waits for `RequestIndex.catch_up`
+            stop = target if slots[s, INDEXED] >= before else 0
             if not ingest(slots, s, tokens, ends[b] - contexts[b], target, stop):
                 return b
     return -1

@@ -114,7 +114,7 @@ def _count_copies(slots, s, truth, position, store, tree, scratch, seen):
         start(sources, scratch)
         filled = look_back(sources, tree, scratch, 0, 0)
         find_in_request(request, scratch.matches[0], scratch.context, filled, 0, places[0])
-        find_in_store(store.table, scratch.ranges[0], scratch.many[0], places[1])
+        find_in_store(store.table, scratch.ranges[0], scratch.many[0], True, places[1])
         for place in places:
             if place.text != NOWHERE:
                 seen[0, place.row, place.length] += 1

@@ -169,7 +169,7 @@ def _count_store(scratch, table, ranges, many, skip, max_samples):
         columns[column].distinct = distinct
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, inline="always")
 def write_matches(request, scratch, node, parent, context_length):
     """Write the matches and alignments of a node; its context is in `scratch`."""
     own, about = scratch.matches[node], scratch.about[0]

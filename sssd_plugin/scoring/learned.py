@@ -188,7 +188,7 @@ def effort_of(max_nodes, chain):
     return SHORTLIST, SHORTLIST, 2 * DEEP_SAMPLES, CHOICE
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, inline="always")
 def look_back(sources, tree, scratch, node, parent):
     """Write the context, ranges (below the root) and matches of a node; return the length of the context."""
     request = sources.request
@@ -207,18 +207,19 @@ def expand(sources, weights, scratch, node, parent, effort, filled):
     return score(sources, scratch, node, order, below if node else at_root, weights)
 
 
-@compiled(nogil=True)
+@compiled(nogil=True, inline="always")
 def _place(sources, copies, tree, scratch, node, filled, choice):
     """Write the place that a node is copied on from, the surer one of request and store; NOWHERE if it is in doubt, and
-    the path's score at least `choice`."""
+    the path's score at least `choice`: then only long matches are looked at."""
     place, other, request = scratch.places[node], scratch.place[0], sources.request
-    find_in_request(request, scratch.matches[node], scratch.context, filled, tree.depths[node], place)
-    find_in_store(sources.store.table, scratch.ranges[node], scratch.many[node], other)
+    any_length = scratch.path_scores[node] < choice
+    find_in_request(request, scratch.matches[node], scratch.context, filled if any_length else 0, tree.depths[node], place)
+    find_in_store(sources.store.table, scratch.ranges[node], scratch.many[node], any_length, other)
     share = share_of(place, copies)
     if share_of(other, copies) > share:
         scratch.places[node] = other
         share = share_of(other, copies)
-    if share < SURE and scratch.path_scores[node] >= choice:
+    if share < SURE and not any_length:
         place.text = NOWHERE
 
 

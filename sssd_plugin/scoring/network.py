@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from freedraft.compiled import compiled
 from sssd_plugin.recycled_logits import SCALE
@@ -19,6 +24,8 @@ LIKELY = 4.0  # -ln p of a token without evidence by recycled logits
 _LOG_COUNT = np.log(np.arange(512) + 0.1)
 _LOG_TOTAL = np.log(np.arange(512) + 1.0)
 _LOG_MATCH = np.log(np.maximum(np.arange(MAX_MATCH + 1), 6) / 6)
+
+_VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
 
 _NUMBER, _COLUMNS = CandidateInputs(), Columns()
 # First input, first column and number of the inputs that are counts.
@@ -111,15 +118,45 @@ def write_inputs(request, scratch, node, m):
             x[CANDIDATE.recycled_log_prob] = LIKELY - candidate.cost * (1 / SCALE)
 
 
-@compiled(nogil=True)
-def _add_rows(total, layer, first, values):
-    """Add values[0] * layer[first] + values[1] * layer[first + 1] + ..., in this order, to float32 [WIDTH]."""
-    for f in range(len(values)):
-        value = values[f]
-        if value != 0:  # most inputs are
-            row = layer[first + f]
-            for k in range(WIDTH):
-                total[k] += value * row[k]
+# Vectors: short loops over arrays that may overlap are not vectorised.
+
+
+def _array(context, builder, form, value):
+    return context.make_array(form)(context, builder, value)
+
+
+def _row(context, builder, array, row):
+    """The address of a row of `WIDTH` numbers."""
+    place = builder.gep(array.data, [builder.mul(row, context.get_constant(types.intp, WIDTH))])
+    return builder.bitcast(place, _VECTOR.as_pointer())
+
+
+@intrinsic
+def add_rows(typingctx, start, layer, first, values, row, target):
+    """Write target = start + values[row, 0] * layer[first] + values[row, 1] * layer[first + 1] + ..., in this order.
+
+    start, target: float32 [WIDTH]; layer: float32 [R, WIDTH]; values: float32 [N, F]; all contiguous.
+    """
+
+    def codegen(context, builder, signature, args):
+        make, at = partial(_array, context, builder), partial(_row, context, builder)
+        begin, rows, numbers, end = (make(signature.args[i], args[i]) for i in (0, 1, 3, 5))
+        zero = context.get_constant(types.intp, 0)
+        columns = cgutils.unpack_tuple(builder, numbers.shape)[1]
+        own = builder.gep(numbers.data, [builder.mul(args[4], columns)])
+        total = cgutils.alloca_once(builder, _VECTOR)
+        builder.store(builder.load(at(begin, zero), align=4), total)
+        with cgutils.for_range(builder, columns) as loop:
+            value = builder.load(builder.gep(own, [loop.index]))
+            splat = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+            mask = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH)
+            splat = builder.shuffle_vector(splat, splat, mask)
+            weights = builder.load(at(rows, builder.add(args[2], loop.index)), align=4)
+            builder.store(builder.fadd(builder.load(total), builder.fmul(splat, weights)), total)
+        builder.store(builder.load(total), at(end, zero), align=4)
+        return context.get_dummy_value()
+
+    return types.void(start, layer, types.intp, values, types.intp, target), codegen
 
 
 @compiled(nogil=True, inline="always")
@@ -131,12 +168,10 @@ def evaluate(scratch, m, layer, out):
     for i in range(1, m):
         for k in range(INPUTS):
             largest[0, k] = max(largest[0, k], inputs[i, k])
-    common[:] = layer[ROW.bias]
-    _add_rows(common, layer, ROW.node, scratch.node_inputs[0])
-    _add_rows(common, layer, ROW.largest, largest[0])
+    add_rows(layer[ROW.bias], layer, ROW.node, scratch.node_inputs, 0, common)
+    add_rows(common, layer, ROW.largest, largest, 0, common)
     for i in range(m):
-        hidden[:] = common
-        _add_rows(hidden, layer, ROW.candidate, inputs[i])
+        add_rows(common, layer, ROW.candidate, inputs, i, hidden)
         for k in range(WIDTH):  # the last unit is linear
             hidden[k] = (hidden[k] if k == WIDTH - 1 else max(hidden[k], np.float32(0.0))) * out[k]
         half = WIDTH // 2

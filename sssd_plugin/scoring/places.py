@@ -38,14 +38,14 @@ def _set(place, text, at, length, row, back):
 @compiled(nogil=True)
 def find_in_request(request, matches, context, filled, depth, place):
     """Write the place of a node's longest match, the newest of these; without `matches`, of the last one to three
-    tokens. depth: of the node. The text is NOWHERE if there is none."""
+    tokens, none if `filled` is 0. depth: of the node. The text is NOWHERE if there is none."""
     tokens = request.tokens
     end, length, at, agree = len(tokens) - 1, 0, np.int64(-1), 1
     for m in range(1, 1 + matches[0, 0]):
         agree &= tokens[matches[m, POSITION] + 1] == tokens[matches[1, POSITION] + 1]
         if matches[m, LENGTH] > length:
             length, at = matches[m, LENGTH], np.int64(matches[m, POSITION])
-    if length == 0:
+    if length == 0 and filled > 0:
         i, seen, agree = request.heads[find(request, context[0])], 0, 0
         while i >= 0 and seen < SHORT_OCCURRENCES and length < SHORT_ORDERS:
             seen += 1
@@ -59,10 +59,12 @@ def find_in_request(request, matches, context, filled, depth, place):
 
 
 @compiled(nogil=True)
-def find_in_store(table, ranges, many, place):
+def find_in_store(table, ranges, many, any_length, place):
     """Write the place of the longest context of a node in the store: in the middle of its range, where the likeliest
-    next token probably is. ranges: int32 [J, STORE_ORDERS + 1, 2]. The text is NOWHERE if there is none."""
+    next token probably is; any_length: also of four tokens or fewer. ranges: int32 [J, STORE_ORDERS + 1, 2]. The text is NOWHERE if there is none."""
     k, length, j = (MANY, many, 0) if many > 0 else (STORE_ORDERS - 1, STORE_ORDERS, 0)
+    if many == 0 and not any_length:
+        k = -1
     while k >= 0:
         j = len(table) - 1
         while j >= 0 and ranges[j, k, 0] >= ranges[j, k, 1]:

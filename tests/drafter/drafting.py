@@ -125,6 +125,7 @@ class Pair:
         """Draft with both; the compiled drafter's batch, once it has proved equal."""
         names = list(self.requests) if names is None else list(names)
         options = {"max_nodes": self.drafter.max_nodes, **options}
+        self.drafter._index.catch_up(1 << 30)  # as after some steps
         batch = self.drafter.draft(names, **options)
         requests = [self.requests.get(name, []) for name in names]
         if self.scoring == "paper":

@@ -210,12 +210,16 @@ class Place:
         return Place(self.text, at, self.back, self.length + 1, self.row)
 
 
-def place_of(store: OracleStore, request: list[int], context: list[int], copies: Copies, weights: Weights):
-    """The likelier one of the places of the longest match in the request and in the store, None without any."""
+def place_of(
+    store: OracleStore, request: list[int], context: list[int], copies: Copies, weights: Weights, any_length: bool
+):
+    """The likelier one of the places of the longest match in the request and in the store, None without any; of matches
+    of four tokens or more, in the store of more, or of any length.
+    """
     end, found, agree = len(request) - 1, list(copies.matches), False
     if found:
         agree = len({request[i + 1] for i, _ in found}) == 1
-    else:
+    elif any_length:
         positions = [i for i in range(end, -1, -1) if request[i] == context[-1]][:16]
         for i in [i for i in positions if i < end]:
             match = 1
@@ -226,7 +230,7 @@ def place_of(store: OracleStore, request: list[int], context: list[int], copies:
     if found:
         at, length = max(found, key=lambda entry: entry[1])
         places.append(Place(request, at, end - at if len(context) == len(request) else 0, length, int(agree)))
-    for k in ([copies.many] if copies.many else []) + [4, 3, 2, 1]:
+    for k in ([copies.many] if copies.many else []) + ([4, 3, 2, 1] if any_length else []):
         last = [j for j in range(len(store.sub_indices)) if len(context) >= k and store.range(j, context[-k:])]
         if last:
             text, members = store.sub_indices[last[-1]], store.range(last[-1], context[-k:])
@@ -465,7 +469,7 @@ class Oracle:
                 if place is None:
                     if current:
                         copies[current] = copies[tree.parents[current]].child(self.store, self.request, context)
-                    place = place_of(self.store, self.request, context, copies[current], self.weights)
+                    place = place_of(self.store, self.request, context, copies[current], self.weights, base < choice)
                     if (place.share(self.weights.copies) if place else 0) < SURE and base >= choice:
                         place = None
                 if place is not None:
