@@ -252,8 +252,8 @@ class RequestIndex:
         return self._stale[1 : self._stale[0] + 1].tolist()
 
     def replace(self, request_id: str, tokens: NDArray[np.int32], most: int | None = None) -> int:
-        """Set the tokens of a request, known or not, and index at most the first `most`, and the others as `catch_up` is
-        called; return the number of these. What is not indexed is found by no draft."""
+        """Set the tokens of a request, known or not, and index at most the first `most`, the others in `catch_up`.
+        Returns how many were indexed. No draft finds what is not."""
         self.finish([request_id])
         if not self._free:
             old = len(self.slots)

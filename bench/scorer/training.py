@@ -132,8 +132,9 @@ def shares_of_copies(lessons: Iterator[Lesson]) -> NDArray[np.float32]:
         index, position = RequestIndex(1), len(answer.prompt)
         while position < len(truth):
             index.replace("r", truth[:position])
-            row = Tree(*(a[0] for a in (tree.tokens, tree.parents, tree.depths, tree.scores, tree.kinds)))
-            position = _count_copies(index.slots, index.slot_ids(["r"])[0], truth, position, store, row, space, seen)
+            row = Tree(tree.tokens[0], tree.parents[0], tree.depths[0], tree.scores[0], tree.kinds[0])
+            slot = index.slot_ids(["r"])[0]
+            position = _count_copies(index.slots, slot, truth, position, store, row, space, seen)
     shares = np.zeros(seen.shape[1:], np.float32)
     for length in range(1, MAX_MATCH + 1):
         shorter = shares[:, length - 1]
@@ -159,8 +160,8 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
         index.replace("r", truth[:position])
         position, filled = _replay(
             index.slots, index.slot_ids(["r"])[0], truth, position, store, (max_nodes, is_chain),
-            (weights.layer, weights.out, weights.copies), tree, space, lesson.recycled, len(answer.prompt), answer.top_tokens,
-            answer.top_log_probs, examples, filled,
+            (weights.layer, weights.out, weights.copies), tree, space, lesson.recycled, len(answer.prompt),
+            answer.top_tokens, answer.top_log_probs, examples, filled,
         )  # fmt: skip
     node_inputs, of_candidates = (part[:filled].astype(np.float16) for part in examples[:2])
     return Examples(node_inputs, of_candidates, examples.sizes[:filled].copy(), examples.labels[:filled].copy())
@@ -213,7 +214,7 @@ def collect(lessons: Iterator[Lesson], weights: Weights) -> Examples:
     return Examples(*map(np.concatenate, zip(*found, strict=True)))
 
 
-def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0) -> tuple[NDArray[np.float32], ...]:
     """Train a network, layer and out, on the log-loss of the next token, among the first CANDIDATES of each node."""
     import torch
 

@@ -213,7 +213,9 @@ def _place(sources, copies, tree, scratch, node, filled, choice):
     the path's score at least `choice`: then only long matches are looked at."""
     place, other, request = scratch.places[node], scratch.place[0], sources.request
     any_length = scratch.path_scores[node] < choice
-    find_in_request(request, scratch.matches[node], scratch.context, filled if any_length else 0, tree.depths[node], place)
+    find_in_request(
+        request, scratch.matches[node], scratch.context, filled if any_length else 0, tree.depths[node], place
+    )
     find_in_store(sources.store.table, scratch.ranges[node], scratch.many[node], any_length, other)
     share = share_of(place, copies)
     if share_of(other, copies) > share:
@@ -292,8 +294,8 @@ def draft_batch(arrays, slots, view, entries, limits, weights):
         arrays: int64 [B] each, slots, groups in the view, tenants; those of the `DraftBatch`.
         slots: `RequestIndex.slots`.
         view: see `views.store_of`, then `View.widest`; entries: of recycled logits, none to draft without.
-        limits: as of `draft_tree`; weights: layer, out and copies, as in `Weights`; None: by the paper's scorer. Only one of
-            the scorers is compiled.
+        limits: as of `draft_tree`; weights: layer, out and copies, as in `Weights`; None: by the paper's scorer. Only
+            one of the scorers is compiled.
     """
     slot_ids, groups, tenants, tokens, parents, depths, scores, counts, kinds = arrays
     if weights is None:

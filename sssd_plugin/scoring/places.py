@@ -61,7 +61,8 @@ def find_in_request(request, matches, context, filled, depth, place):
 @compiled(nogil=True)
 def find_in_store(table, ranges, many, any_length, place):
     """Write the place of the longest context of a node in the store: in the middle of its range, where the likeliest
-    next token probably is; any_length: also of four tokens or fewer. ranges: int32 [J, STORE_ORDERS + 1, 2]. The text is NOWHERE if there is none."""
+    next token probably is; any_length: also of four tokens or fewer. ranges: int32 [J, STORE_ORDERS + 1, 2]. The text
+    is NOWHERE if there is none."""
     k, length, j = (MANY, many, 0) if many > 0 else (STORE_ORDERS - 1, STORE_ORDERS, 0)
     if many == 0 and not any_length:
         k = -1

@@ -54,8 +54,8 @@ class Weights:
             data = json.loads(source.read_text())
             if data["format"] != FORMAT:
                 raise ValueError(f"format {data['format']!r}")
-            arrays = (np.array(data[name], np.float32) for name in ("layer", "out", "copies"))
-            return cls(*arrays, dict(data["trained_on"]), str(data["recipe"]))
+            layer, out, copies = (np.array(data[name], np.float32) for name in ("layer", "out", "copies"))
+            return cls(layer, out, copies, dict(data["trained_on"]), str(data["recipe"]))
         except FileNotFoundError:
             raise ValueError(f"weights: {source} does not exist; train one with bench/scorer") from None
         except (KeyError, TypeError, ValueError, OSError) as error:
