@@ -33,6 +33,7 @@ SOURCES = ("request", "store", "other")  # of draft tokens
 _REQUEST, _STORE, _OTHER = range(len(SOURCES))
 MAX_NODES = 256
 MAX_THREADS = 8
+MOST_INDEXED = 1 << 14  # tokens of prompts per step, so that a long one does not keep others waiting
 MIN_NODES = 128  # fewest of a thread's trees together; waking it takes as long as drafting these
 
 
@@ -77,13 +78,13 @@ class Drafter:
         self._weights = None
         if scoring == "learned":
             loaded = Weights.load(weights)
-            self._weights = loaded.layer, loaded.out
+            self._weights = loaded.layer, loaded.out, loaded.copies
         self.sourced, self._source_of = np.zeros((2, len(SOURCES)), np.int64), _sources_of_kinds(scoring)
         self._drafted_for: Sequence[str] = ()
         self._entries = recycled_logits.entries(recycle_megabytes)
         self._recycle_clock = np.zeros(1, np.int64)
         self._tenants: dict[str, int] = {}  # tenants, by request
-        self._index = RequestIndex()
+        self._index, self._may_index = RequestIndex(), MOST_INDEXED
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
         self._batch = self._out = DraftBatch.empty(1, max_nodes)
@@ -140,16 +141,21 @@ class Drafter:
                 out, step = self._out, (drafted, tokens, starts, ends)
                 draft, rows = (out.tokens, out.parents, out.counts, out.kinds), rows_in(self._drafted_for, request_ids)
                 _count_sources(self.sourced, self._source_of, draft, rows, step)
+            self._may_index = MOST_INDEXED
+            if self._index.behind:
+                self._index.catch_up(MOST_INDEXED // 2)
+                self._may_index //= 2
             return self._index.update(self._index.slot_ids(request_ids), tokens, starts, ends, contexts)
 
     def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
-        """Set the tokens (int32 [n]) of a request, known or not."""
+        """Set the tokens (int32 [n]) of a request, known or not. Long ones are indexed over the next calls of `update`,
+        MOST_INDEXED tokens in each."""
         tokens = np.ascontiguousarray(tokens, np.int32)
         images = (tokens < 0) | (tokens >= self.vocab_size) | np.isin(tokens, self._marks)
         if images.any():  # each gets an id of its own
             tokens = np.where(images, OUTSIDE - np.cumsum(np.diff(images, prepend=False), dtype=np.int32), tokens)
         with self._lock:
-            self._index.replace(request_id, tokens)
+            self._may_index -= self._index.replace(request_id, tokens, self._may_index)
 
     def draft(self, request_ids: Sequence[str], *, max_nodes: int, shape: Shape = "tree") -> DraftBatch:
         """Draft the best trees, or chains, for these requests.

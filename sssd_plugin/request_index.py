@@ -21,8 +21,8 @@ from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at, uint16_at
 
 # Columns of the slot table: address of a request's memory; tokens held, and capacity; sizes of both hash tables;
-# distinct tokens held; seed of the hash functions.
-ADDRESS, LENGTH, CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE, DISTINCT, SEED = range(7)
+# tokens in them, distinct ones among these; seed of the hash functions.
+ADDRESS, LENGTH, CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE, INDEXED, DISTINCT, SEED = range(8)
 _SIZES = [CAPACITY, TABLE_SIZE, GRAM_TABLE_SIZE]
 
 GRAM = 4  # tokens that `gram_heads` hashes
@@ -138,32 +138,32 @@ def _link_gram(request, i):
 
 
 @compiled(nogil=True)
-def ingest(slots, s, new, shift, target):
-    """Append until the request has `target` tokens, position i being `new[i + shift]`; False if the slot must grow and
-    the call be repeated."""
+def ingest(slots, s, new, shift, target, stop):
+    """Append until the request has `target` tokens, position i being `new[i + shift]`, and index those below `stop`.
+    False if the slot must grow and the call be repeated."""
     if target > slots[s, CAPACITY]:
         return False
-    n, distinct = slots[s, LENGTH], slots[s, DISTINCT]
+    n, distinct = slots[s, INDEXED], slots[s, DISTINCT]
     request = _request(slots, s, slots[s, CAPACITY])
     tokens, previous, heads, counts = request.tokens, request.previous, request.heads, request.counts
-    max_distinct = len(heads) - (len(heads) >> 3)  # past 7/8 full, probing slows down
-    while n < target:
-        token = new[n + shift]
-        i = find(request, token)
+    for i in range(slots[s, LENGTH], target):
+        tokens[i] = new[i + shift]
+    slots[s, LENGTH] = target
+    max_distinct, stop = len(heads) - (len(heads) >> 3), min(stop, target)  # past 7/8 full, probing slows down
+    while n < stop:
+        i = find(request, tokens[n])
         if heads[i] < 0:
             if distinct >= max_distinct:
                 break
             distinct += 1
-        tokens[n] = token
         previous[n] = heads[i]
         heads[i] = n
         if counts[i] < 65535:
             counts[i] += 1
         _link_gram(request, n)
         n += 1
-    slots[s, LENGTH] = n
-    slots[s, DISTINCT] = distinct
-    return n >= target
+    slots[s, INDEXED], slots[s, DISTINCT] = max(n, slots[s, INDEXED]), distinct
+    return n >= stop
 
 
 @compiled(nogil=True)
@@ -179,33 +179,35 @@ def _update(slots, slot_ids, tokens, spans, stale, resumed):
         if b != resumed and (s < 0 or slots[s, LENGTH] + ends[b] - starts[b] != contexts[b]):
             stale[0] += 1
             stale[stale[0]] = b
-        elif not ingest(slots, s, tokens, ends[b] - contexts[b], np.int64(contexts[b])):
-            return b
+        else:
+            target = np.int64(contexts[b])
+            before = target - (ends[b] - starts[b])  # a request that is behind waits for `RequestIndex.catch_up`
+            stop = target if slots[s, INDEXED] >= before else 0
+            if not ingest(slots, s, tokens, ends[b] - contexts[b], target, stop):
+                return b
     return -1
 
 
 @compiled(nogil=True)
 def _fill(slots, s, old):
     """Copy the contents of slot s to its new memory; old: its former row, int64 [1, C]."""
-    n = slots[s, LENGTH]
+    n, indexed = slots[s, LENGTH], slots[s, INDEXED]
     request, before = _request(slots, s, n), _request(old, 0, n)
     request.heads[:] = -1
     request.counts[:] = 0
-    for i in range(n):
-        request.tokens[i], request.previous[i] = before.tokens[i], before.previous[i]
+    request.tokens[:] = before.tokens
+    request.previous[:indexed] = before.previous[:indexed]
     for k in range(len(before.heads)):
         if before.heads[k] >= 0:
             i = find(request, request.tokens[before.heads[k]])
             request.heads[i] = before.heads[k]
             request.counts[i] = before.counts[k]
     if len(request.gram_heads) == len(before.gram_heads):
-        for i in range(len(before.gram_heads)):
-            request.gram_heads[i] = before.gram_heads[i]
-        for i in range(n):
-            request.gram_previous[i] = before.gram_previous[i]
+        request.gram_heads[:] = before.gram_heads
+        request.gram_previous[:indexed] = before.gram_previous[:indexed]
     else:
         request.gram_heads[:] = -1
-        for i in range(n):
+        for i in range(indexed):
             _link_gram(request, i)
 
 
@@ -215,7 +217,10 @@ class RequestIndex:
     Attributes:
         slots: int64 [S, C], a row per request; compiled code reads it.
         seed: of the hash functions; None: random.
+        behind: requests with tokens to index, first come, first served.
     """
+
+    _NOTHING = np.zeros(0, np.int32)
 
     def __init__(self, max_requests: int = 64, seed: int | None = None) -> None:
         self.seed = secrets.randbits(62) if seed is None else seed
@@ -224,6 +229,7 @@ class RequestIndex:
         self._free = list(range(len(self.slots) - 1, -1, -1))
         self._memory: dict[int, NDArray[np.uint8]] = {}  # by slot
         self._stale = np.zeros(len(self.slots) + 1, np.int64)
+        self.behind: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._slot_of)
@@ -245,7 +251,9 @@ class RequestIndex:
             self._grow(int(slot_ids[b]), int(contexts[b]))
         return self._stale[1 : self._stale[0] + 1].tolist()
 
-    def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
+    def replace(self, request_id: str, tokens: NDArray[np.int32], most: int | None = None) -> int:
+        """Set the tokens of a request, known or not, and index at most the first `most`, the others in `catch_up`.
+        Returns how many were indexed. No draft finds what is not."""
         self.finish([request_id])
         if not self._free:
             old = len(self.slots)
@@ -254,8 +262,24 @@ class RequestIndex:
         slot = self._slot_of[request_id] = self._free.pop()
         self.slots[slot, SEED] = self.seed
         self._allocate(slot, _SMALLEST)
-        while not ingest(self.slots, slot, tokens, 0, len(tokens)):
-            self._grow(slot, len(tokens))
+        return self._ingest(request_id, tokens, len(tokens), len(tokens) if most is None else most)
+
+    def _ingest(self, request_id: str, tokens: NDArray[np.int32], target: int, most: int) -> int:
+        slot = self._slot_of[request_id]
+        before = int(self.slots[slot, INDEXED])
+        while not ingest(self.slots, slot, tokens, 0, target, before + most):
+            self._grow(slot, target)
+        self.behind[request_id] = None
+        if (indexed := int(self.slots[slot, INDEXED])) == target:
+            del self.behind[request_id]
+        return indexed - before
+
+    def catch_up(self, most: int) -> None:
+        """Index at most `most` tokens of those that were put off."""
+        for request_id in [*self.behind]:
+            if most > 0:
+                slot = self._slot_of[request_id]
+                most -= self._ingest(request_id, self._NOTHING, int(self.slots[slot, LENGTH]), most)
 
     def request_ids(self) -> list[str]:
         return list(self._slot_of)
@@ -275,6 +299,7 @@ class RequestIndex:
                 self.slots[slot] = 0
                 del self._memory[slot]
                 self._free.append(slot)
+                self.behind.pop(request_id, None)
 
     def nbytes(self) -> int:
         return sum(memory.nbytes for memory in self._memory.values())
@@ -295,7 +320,7 @@ class RequestIndex:
             table_size = max(table_size, (target - int(row[LENGTH])) >> 2)  # text repeats at least that much
         else:
             # The rest of a text may repeat itself as little as what has been read.
-            distinct = int(row[DISTINCT]) * target // max(1, int(row[LENGTH]))
+            distinct = int(row[DISTINCT]) * target // max(1, int(row[INDEXED]))
             table_size = max(table_size + (table_size >> 2), 8 * min(distinct, target) // 7 + 1)
         if capacity >> 5 > gram_table_size:  # chains would become long
             gram_table_size = capacity >> 4

@@ -4,6 +4,7 @@ An example is a node on the true path of a draft: the inputs of its candidates, 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -24,7 +25,10 @@ from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
 from sssd_plugin.scoring.candidates import SHORTLIST, scratch
 from sssd_plugin.scoring.inputs import INPUTS, NODE_INPUTS, ROW, ROWS
-from sssd_plugin.scoring.learned import FEW_CANDIDATES, Sources, draft_tree, effort_of, expand
+from sssd_plugin.scoring.learned import FEW_CANDIDATES, Sources, draft_tree, effort_of, expand, look_back, start
+from sssd_plugin.scoring.matches import MAX_MATCH
+from sssd_plugin.scoring.places import NOWHERE, find_in_request, find_in_store, next_token
+from sssd_plugin.scoring.places import ROWS as COPY_ROWS
 from sssd_plugin.scoring.views import Tree, store_of, write_context
 from sssd_plugin.scoring.weights import WIDTH, Weights
 
@@ -34,6 +38,7 @@ UNSEEN = -1  # number of matches of a node that a draft does not expand
 WITHOUT_LOGITS = Recycled(entries(0), np.int64(0))
 SHAPES = ((16, False), (32, False), (16, True))  # (nodes, chain) of drafts, in turns
 FOLDS, STORE_EVERY, RECYCLED_MEGABYTES = 4, 16, 64
+RARE = 8  # times that a length was seen, below which the next shorter one counts more
 LONG_ROWS, REPEATED = 2, 3  # recorded answers per answer over a long prompt; turns per turn that is repeated, edited
 ROUNDS, EPOCHS, BATCH, RATE, CANDIDATES = 2, 14, 1024, 6e-3, FEW_CANDIDATES
 """The second round replays with the network of the first, so that examples come from the scorer's own drafts."""
@@ -63,16 +68,17 @@ def _replay(
 ):  # fmt: skip
     """Replay one request, adding examples from index `filled` on; return where its slot has to grow, and their number.
     If `recycled` has entries, the logits before `truth[start + i]` are `top_tokens[i]` and `top_log_probs[i]`."""
-    while position < len(truth) and ingest(slots, s, truth, 0, position):
+    while position < len(truth) and ingest(slots, s, truth, 0, position, position):
         sources = Sources(request_at(slots, s), store, recycled)
         scratch.matches[:, 0, 0] = UNSEEN
         n = draft_tree(sources, weights, limits, tree, scratch)
         current, parent, accepted = 0, len(scratch.ranges) - 1 if position > 1 else -1, 0
-        effort = effort_of(limits[0])
+        effort = effort_of(limits[0], False)  # of chains, too, all candidates are examples
         while position + accepted < len(truth):
             token = truth[position + accepted]
-            if scratch.matches[current, 0, 0] != UNSEEN:
-                size, _ = expand(sources, weights, tree, scratch, current, parent, effort)
+            if scratch.matches[current, 0, 0] != UNSEEN and scratch.places[current].text == NOWHERE:
+                known = look_back(sources, tree, scratch, current, parent)
+                size, _ = expand(sources, weights, scratch, current, parent, effort, known)
                 examples.node_inputs[filled] = scratch.node_inputs[0]
                 examples.inputs[filled, :size] = scratch.inputs[:size]
                 examples.sizes[filled], examples.labels[filled] = size, -1
@@ -98,6 +104,44 @@ def _replay(
     return position, filled
 
 
+@compiled(nogil=True)
+def _count_copies(slots, s, truth, position, store, tree, scratch, seen):
+    """Count, before each token of a request, the places that it may be copied on from, and those that bring the token:
+    int64 [2, COPY_ROWS, MAX_MATCH + 1]. Returns where its slot has to grow."""
+    while position < len(truth) and ingest(slots, s, truth, 0, position, position):
+        request, places = request_at(slots, s), (scratch.places[0], scratch.place[0])
+        sources = Sources(request, store, WITHOUT_LOGITS)
+        start(sources, scratch)
+        filled = look_back(sources, tree, scratch, 0, 0)
+        find_in_request(request, scratch.matches[0], scratch.context, filled, 0, places[0])
+        find_in_store(store.table, scratch.ranges[0], scratch.many[0], True, places[1])
+        for place in places:
+            if place.text != NOWHERE:
+                seen[0, place.row, place.length] += 1
+                seen[1, place.row, place.length] += next_token(request, store.table, place) == truth[position]
+        position += 1
+    return position
+
+
+def shares_of_copies(lessons: Iterator[Lesson]) -> NDArray[np.float32]:
+    """Return `Weights.copies`; rare lengths take over from the next shorter one."""
+    seen, tree = np.zeros((2, COPY_ROWS, MAX_MATCH + 1), np.int64), DraftBatch.empty(1, 2)
+    for view, answer, _ in lessons:
+        store, space = store_of((view.table, view.bounds, view.static_rows), 0), scratch(1, len(view.table))
+        truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
+        index, position = RequestIndex(1), len(answer.prompt)
+        while position < len(truth):
+            index.replace("r", truth[:position])
+            row = Tree(tree.tokens[0], tree.parents[0], tree.depths[0], tree.scores[0], tree.kinds[0])
+            slot = index.slot_ids(["r"])[0]
+            position = _count_copies(index.slots, slot, truth, position, store, row, space, seen)
+    shares = np.zeros(seen.shape[1:], np.float32)
+    for length in range(1, MAX_MATCH + 1):
+        shorter = shares[:, length - 1]
+        shares[:, length] = (seen[1, :, length] + RARE * shorter) / (seen[0, :, length] + RARE)
+    return shares
+
+
 def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> Examples:
     """Return the examples of one answer."""
     view, answer, n = lesson.view, lesson.answer, max_nodes + 1
@@ -116,8 +160,8 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
         index.replace("r", truth[:position])
         position, filled = _replay(
             index.slots, index.slot_ids(["r"])[0], truth, position, store, (max_nodes, is_chain),
-            (weights.layer, weights.out), tree, space, lesson.recycled, len(answer.prompt), answer.top_tokens,
-            answer.top_log_probs, examples, filled,
+            (weights.layer, weights.out, weights.copies), tree, space, lesson.recycled, len(answer.prompt),
+            answer.top_tokens, answer.top_log_probs, examples, filled,
         )  # fmt: skip
     node_inputs, of_candidates = (part[:filled].astype(np.float16) for part in examples[:2])
     return Examples(node_inputs, of_candidates, examples.sizes[:filled].copy(), examples.labels[:filled].copy())
@@ -170,8 +214,8 @@ def collect(lessons: Iterator[Lesson], weights: Weights) -> Examples:
     return Examples(*map(np.concatenate, zip(*found, strict=True)))
 
 
-def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0) -> Weights:
-    """Train a network on the log-loss of the next token, among the first CANDIDATES of each node."""
+def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0) -> tuple[NDArray[np.float32], ...]:
+    """Train a network, layer and out, on the log-loss of the next token, among the first CANDIDATES of each node."""
     import torch
 
     torch.manual_seed(seed)
@@ -204,7 +248,7 @@ def fit(examples: Examples, *, epochs: int = EPOCHS, seed: int = 0) -> Weights:
             optimizer.step()
             schedule.step()
     linear = torch.cat([out, torch.ones(1)])
-    return Weights((layer / scale).detach().numpy().copy(), linear.detach().numpy().copy())
+    return (layer / scale).detach().numpy().copy(), linear.detach().numpy().copy()
 
 
 def train(
@@ -214,10 +258,14 @@ def train(
     """Train on all of these. Raises ValueError: a trace has too few rows, or there is no training data at all."""
     if not (traces or sessions or recordings):
         raise ValueError("there is nothing to train on: give a trace, sessions or answers with logits")
-    weights = initial_weights()
+
+    def lessons() -> Iterator[Lesson]:
+        each = [lessons_of_rows(rows, vocab_size) for rows in traces]
+        each += [lessons_of_sessions(one) for one in sessions]
+        return chain(*each, *(lessons_of_recordings(one, vocab_size) for one in recordings))
+
+    weights = replace(initial_weights(), copies=shares_of_copies(lessons()))
     for _ in range(ROUNDS):
-        lessons = [lessons_of_rows(rows, vocab_size) for rows in traces]
-        lessons += [lessons_of_sessions(each) for each in sessions]
-        lessons += [lessons_of_recordings(each, vocab_size) for each in recordings]
-        weights = fit(collect(chain.from_iterable(lessons), weights))
+        layer, out = fit(collect(lessons(), weights))
+        weights = replace(weights, layer=layer, out=out)
     return weights

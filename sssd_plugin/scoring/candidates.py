@@ -21,6 +21,7 @@ from sssd_plugin.scoring.inputs import (
     STORE_ORDERS,
 )
 from sssd_plugin.scoring.matches import EDIT, LENGTH, POSITION, SINCE
+from sssd_plugin.scoring.places import PLACE
 from sssd_plugin.scoring.ranges import MANY, newest_follower, sample
 from sssd_plugin.scoring.views import record
 from sssd_plugin.scoring.weights import WIDTH
@@ -68,7 +69,7 @@ Found = namedtuple("Found", "state hash candidates counts columns")
 Scratch = namedtuple(
     "Scratch",
     "found context ranges many samples matches alignments about shortlist keys seen node_inputs inputs "
-    "largest common hidden probabilities frontier path_scores",
+    "largest common hidden probabilities frontier path_scores places place",
 )
 
 
@@ -103,6 +104,8 @@ def scratch(max_nodes, max_sub_indices):
         probabilities=np.empty(SHORTLIST, np.float64),
         frontier=np.empty(n, _LEAF),  # the best nodes outside the tree, best first
         path_scores=np.empty(n, np.float64),  # score of each node of the tree
+        places=np.zeros(n, PLACE),  # which each node is copied on from
+        place=np.zeros(1, PLACE),  # one more that is looked at
     )
 
 
@@ -167,11 +170,9 @@ def _count_store(scratch, table, ranges, many, skip, max_samples):
 
 
 @compiled(nogil=True, inline="always")
-def _count_matches(request, scratch, node, parent, context_length):
-    """Count the tokens after the matches at a node, by length, and find those after alignments."""
-    tokens, about, own = request.tokens, scratch.about[0], scratch.matches[node]
-    state, entries, candidates, counts, columns = scratch.found
-    about.longest = about.newest = -1
+def write_matches(request, scratch, node, parent, context_length):
+    """Write the matches and alignments of a node; its context is in `scratch`."""
+    own, about = scratch.matches[node], scratch.about[0]
     if node == 0:
         longest = matches.match_root(request, own)
         about.run, about.evidence = matches.align_root(request, longest, scratch.alignments[0])
@@ -180,6 +181,14 @@ def _count_matches(request, scratch, node, parent, context_length):
         matches.align_child(request, scratch.alignments[parent], scratch.alignments[node], scratch.context[0])
     else:
         own[0, 0] = scratch.alignments[node, 0, 0] = 0
+
+
+@compiled(nogil=True, inline="always")
+def _count_matches(request, scratch, node):
+    """Count the tokens after the matches at a node, by length, and find those after alignments."""
+    tokens, about, own = request.tokens, scratch.about[0], scratch.matches[node]
+    state, entries, candidates, counts, columns = scratch.found
+    about.longest = about.newest = -1
     longest = 0
     for m in range(1, 1 + own[0, 0]):
         match, orders = own[m, LENGTH], 0
@@ -227,7 +236,7 @@ def gather(sources, scratch, node, parent, max_samples, context_length):
 
     Args:
         sources: a `learned.Sources`.
-        scratch: in: the node's ranges and the first `context_length` tokens of the context; out: `found`,
+        scratch: in: the node's ranges, matches and the first `context_length` tokens of the context; out: `found`,
             except the fields of `learned.score`.
         node, parent: nodes with the ranges of this context, and of the context without its last token (-1: none).
         max_samples: suffixes sampled per range.
@@ -245,7 +254,7 @@ def gather(sources, scratch, node, parent, max_samples, context_length):
     _count_store(scratch, store.table, ranges[node], many, 0, max_samples)
     about.follower, about.learnt = newest_follower(store, ranges[node], many, max_samples)
     _count_occurrences(request, scratch, 0, context_length)
-    _count_matches(request, scratch, node, parent, context_length)
+    _count_matches(request, scratch, node)
     if parent >= 0:
         _count_store(scratch, store.table, ranges[parent], 0, 1, max_samples)
     if context_length >= 3:

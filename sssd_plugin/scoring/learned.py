@@ -18,15 +18,19 @@ from sssd_plugin.pointers import int32_at
 from sssd_plugin.recycled_logits import SCALE, Recycled
 from sssd_plugin.request_index import Request, request_at
 from sssd_plugin.scoring import paper
-from sssd_plugin.scoring.candidates import MAX_SAMPLES, NUMBER, SHORTLIST, gather, scratch
+from sssd_plugin.scoring.candidates import MAX_SAMPLES, NUMBER, SHORTLIST, gather, scratch, write_matches
 from sssd_plugin.scoring.inputs import COLUMN, NODE_KINDS, REQUEST_ORDERS, STORE_ORDERS
 from sssd_plugin.scoring.network import evaluate, write_inputs, write_node_inputs
+from sssd_plugin.scoring.places import NOWHERE, find_in_request, find_in_store, go_on, kind_of, next_token, share_of
 from sssd_plugin.scoring.ranges import advance, find_many
 from sssd_plugin.scoring.views import Store, Tree, add_node, store_of, write_context
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root (at the root MAX_SAMPLES)
 FEW_NODES = 16  # larger trees use more candidates and samples
-FEW_CANDIDATES = 10
+FEW_CANDIDATES, CHAIN_CANDIDATES = 10, 3
+SURE = 0.95  # share of a copy's score from which on nothing else is looked at
+CHOICE, CHAIN_CHOICE = 0.015, 0.03  # path scores below which drafts are only copied on
+FLOOR = 0.002  # path score below which nothing is drafted any more
 STORE_DISCOUNT = 0.7
 REQUEST_DISCOUNT = 0.4
 EXPAND_MARGIN = 0.7  # upper bound of a child's share of its parent's probability
@@ -128,7 +132,7 @@ def score(sources, scratch, node, order, limit, weights):
         return m, kind
     write_node_inputs(scratch, node, store_order, request_order, order)
     write_inputs(sources.request, scratch, node, m)
-    evaluate(scratch, m, weights)
+    evaluate(scratch, m, weights[0], weights[1])
     probabilities, top = scratch.probabilities, 0.0
     for i in range(m):
         top = max(top, probabilities[i])
@@ -142,7 +146,7 @@ def score(sources, scratch, node, order, limit, weights):
 
 
 @compiled(nogil=True, inline="always")
-def _start(sources, scratch):
+def start(sources, scratch):
     """Write the ranges of node 0, the root; return the node of its context without its last token, -1 for none."""
     tokens, table, ranges = sources.request.tokens, sources.store.table, scratch.ranges
     length, before, here = len(tokens), len(ranges) - 1, -1
@@ -174,18 +178,51 @@ def _insert(frontier, pending, capacity, score, parent, token, kind):
 
 
 @compiled(nogil=True)
-def effort_of(max_nodes):
-    """Return the most candidates of a node, and the samples per range below the root, in trees of this size."""
-    return (SHORTLIST, 2 * DEEP_SAMPLES) if max_nodes > FEW_NODES else (FEW_CANDIDATES, DEEP_SAMPLES)
+def effort_of(max_nodes, chain):
+    """Return the most candidates of the root and of other nodes, and the samples per range of the latter, in drafts of
+    this size; and the path score below which no candidates are looked for."""
+    if chain:
+        return FEW_CANDIDATES, CHAIN_CANDIDATES, DEEP_SAMPLES, CHAIN_CHOICE
+    if max_nodes <= FEW_NODES:
+        return FEW_CANDIDATES, FEW_CANDIDATES, DEEP_SAMPLES, CHOICE
+    return SHORTLIST, SHORTLIST, 2 * DEEP_SAMPLES, CHOICE
 
 
 @compiled(nogil=True, inline="always")
-def expand(sources, weights, tree, scratch, node, parent, effort):
-    """Score the tokens after a node of the tree: see `gather`, `score` and `effort_of`."""
-    limit, samples = effort
-    filled = write_context(sources.request.tokens, tree.tokens, tree.parents, node, scratch.context)
+def look_back(sources, tree, scratch, node, parent):
+    """Write the context, ranges (below the root) and matches of a node; return the length of the context."""
+    request = sources.request
+    filled = write_context(request.tokens, tree.tokens, tree.parents, node, scratch.context)
+    if node > 0:
+        advance(sources.store.table, scratch.ranges, scratch.many, parent, node, tree.tokens[node])
+    write_matches(request, scratch, node, parent, filled)
+    return filled
+
+
+@compiled(nogil=True, inline="always")
+def expand(sources, weights, scratch, node, parent, effort, filled):
+    """Score the tokens after a node of the tree: see `gather`, `score` and `effort_of`; filled: of `look_back`."""
+    at_root, below, samples, _ = effort
     order = gather(sources, scratch, node, parent, samples if node else MAX_SAMPLES, filled)
-    return score(sources, scratch, node, order, limit, weights)
+    return score(sources, scratch, node, order, below if node else at_root, weights)
+
+
+@compiled(nogil=True, inline="always")
+def _place(sources, copies, tree, scratch, node, filled, choice):
+    """Write the place that a node is copied on from, the surer one of request and store; NOWHERE if it is in doubt, and
+    the path's score at least `choice`: then only long matches are looked at."""
+    place, other, request = scratch.places[node], scratch.place[0], sources.request
+    any_length = scratch.path_scores[node] < choice
+    find_in_request(
+        request, scratch.matches[node], scratch.context, filled if any_length else 0, tree.depths[node], place
+    )
+    find_in_store(sources.store.table, scratch.ranges[node], scratch.many[node], any_length, other)
+    share = share_of(place, copies)
+    if share_of(other, copies) > share:
+        scratch.places[node] = other
+        share = share_of(other, copies)
+    if share < SURE and not any_length:
+        place.text = NOWHERE
 
 
 @compiled(nogil=True)
@@ -194,52 +231,57 @@ def draft_tree(sources, weights, limits, tree, scratch):
 
     Args:
         sources, scratch: `Sources`, `Scratch`.
-        weights: layer and out, as in `Weights`.
+        weights: layer, out and copies, as in `Weights`.
         limits: largest number of nodes, root included; whether to extend only the newest node, by its best candidate.
         tree: output; a node's kind encodes its longest contexts in store and request (see `inputs.NODE_KINDS`).
     """
-    tokens, table, (max_nodes, chain) = sources.request.tokens, sources.store.table, limits
+    (tokens, table, (max_nodes, chain)), copies = (sources.request.tokens, sources.store.table, limits), weights[2]
     if len(tokens) == 0:
         return 0
     frontier, path_scores, probabilities = scratch.frontier, scratch.path_scores, scratch.probabilities
-    candidates, shortlist = scratch.found.candidates, scratch.shortlist
-    root_parent = _start(sources, scratch)
+    candidates, shortlist, places = scratch.found.candidates, scratch.shortlist, scratch.places
+    root_parent = start(sources, scratch)
     add_node(tree, 0, tokens[-1], -1, 1.0, 0)
-    path_scores[0] = 1.0
-    if max_nodes <= 1:
-        return 1
+    path_scores[0], places[0].text = 1.0, NOWHERE
     n, pending, current = 1, 0, 0
-    effort = effort_of(max_nodes)
-    while True:
+    effort = effort_of(max_nodes, chain)
+    while n < max_nodes:
         capacity = max_nodes - n
         hope = path_scores[current] * EXPAND_MARGIN
         hopeless = current > 0 and not chain and pending >= capacity and hope <= frontier[capacity - 1].score
         pending = 0 if chain else min(pending, capacity)
-        if not hopeless:
-            parent = root_parent
-            if current > 0:
-                parent = tree.parents[current]
-                advance(table, scratch.ranges, scratch.many, parent, current, tree.tokens[current])
-            m, kind = expand(sources, weights, tree, scratch, current, parent, effort)
-            first = 0
-            if chain and m > 0:
-                first = int(np.argmax(probabilities[:m]))
-                m = first + 1
-            for i in range(first, m):
-                value = path_scores[current] * probabilities[i]
-                pending = _insert(frontier, pending, capacity, value, current, candidates[shortlist[i]].token, kind)
-        if n >= max_nodes or pending == 0:
-            return n
+        if not hopeless and path_scores[current] >= FLOOR:
+            place = places[current]
+            if place.text == NOWHERE:
+                parent = tree.parents[current] if current > 0 else root_parent
+                filled = look_back(sources, tree, scratch, current, parent)
+                _place(sources, copies, tree, scratch, current, filled, effort[3])
+            if place.text != NOWHERE:
+                token, value = next_token(sources.request, table, place), path_scores[current] * share_of(place, copies)
+                if token >= 0:
+                    pending = _insert(frontier, pending, capacity, value, current, token, kind_of(place))
+            elif path_scores[current] >= effort[3]:
+                m, kind = expand(sources, weights, scratch, current, parent, effort, filled)
+                first = 0
+                if chain and m > 0:
+                    first = int(np.argmax(probabilities[:m]))
+                    m = first + 1
+                for i in range(first, m):
+                    value = path_scores[current] * probabilities[i]
+                    pending = _insert(frontier, pending, capacity, value, current, candidates[shortlist[i]].token, kind)
+        if pending == 0:
+            break
         leaf = frontier[0]
         add_node(tree, n, leaf.token, leaf.parent, leaf.score, leaf.kind)
-        path_scores[n] = leaf.score
+        path_scores[n], places[n].text = leaf.score, NOWHERE
+        if places[leaf.parent].text != NOWHERE:
+            go_on(sources.request, places[leaf.parent], places[n])
         current = n
         n += 1
         pending -= 1
         for i in range(pending):
             frontier[i] = frontier[i + 1]
-        if n >= max_nodes:
-            return n
+    return n
 
 
 @compiled(nogil=True)
@@ -252,8 +294,8 @@ def draft_batch(arrays, slots, view, entries, limits, weights):
         arrays: int64 [B] each, slots, groups in the view, tenants; those of the `DraftBatch`.
         slots: `RequestIndex.slots`.
         view: see `views.store_of`, then `View.widest`; entries: of recycled logits, none to draft without.
-        limits: as of `draft_tree`; weights: layer and out, as in `Weights`; None: by the paper's scorer. Only one of
-            the scorers is compiled.
+        limits: as of `draft_tree`; weights: layer, out and copies, as in `Weights`; None: by the paper's scorer. Only
+            one of the scorers is compiled.
     """
     slot_ids, groups, tenants, tokens, parents, depths, scores, counts, kinds = arrays
     if weights is None:

@@ -160,10 +160,9 @@ def add_rows(typingctx, start, layer, first, values, row, target):
 
 
 @compiled(nogil=True, inline="always")
-def evaluate(scratch, m, weights):
+def evaluate(scratch, m, layer, out):
     """Write the network's logits of m candidates, in float32: rows of inputs are added in order, common inputs first;
     then the units in halves."""
-    layer, out = weights
     inputs, largest, common, hidden = scratch.inputs, scratch.largest, scratch.common, scratch.hidden
     largest[0] = inputs[0]
     for i in range(1, m):

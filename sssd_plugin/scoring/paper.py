@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.search import find_ngram, suffixes_of
+from sssd_plugin.request_index import find
 from sssd_plugin.scoring.views import add_node, record
 
 PREFIX = 4  # P: maximum context that is looked up
@@ -100,7 +101,9 @@ def _insert(nodes, used, source, tokens, start, end):
 def _add_request(nodes, used, request):
     """Insert what followed the last 1..P tokens before, at the newest occurrences of the last token (Algorithm 1)."""
     tokens, length = request.tokens, len(request.tokens)
-    i, seen = request.previous[length - 1], 0
+    i, seen = request.heads[find(request, tokens[length - 1])], 0
+    if i == length - 1:
+        i = request.previous[i]
     while i >= 0 and seen < OCCURRENCES:
         seen += 1
         match = 0

@@ -27,6 +27,7 @@ def random_weights(seed: int) -> Weights:
     """Around sensible ones, so that every input and unit counts, as precise as a weights file."""
     rng, start = np.random.default_rng(seed), initial_weights()
     values = start.layer + rng.normal(0, 0.15, start.layer.shape), rng.normal(0, 0.3, start.out.shape)
+    values += (rng.uniform(0, 0.999, start.copies.shape),)
     return Weights(*(np.array([float(f"{v:.5g}") for v in x.flat], np.float32).reshape(x.shape) for x in values))
 
 
@@ -124,6 +125,7 @@ class Pair:
         """Draft with both; the compiled drafter's batch, once it has proved equal."""
         names = list(self.requests) if names is None else list(names)
         options = {"max_nodes": self.drafter.max_nodes, **options}
+        self.drafter._index.catch_up(1 << 30)  # as after some steps
         batch = self.drafter.draft(names, **options)
         requests = [self.requests.get(name, []) for name in names]
         if self.scoring == "paper":

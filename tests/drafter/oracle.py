@@ -91,6 +91,7 @@ def evenly(items: list, most: int) -> list:
 OCCURRENCES, MAX_CANDIDATES = 64, 256
 LONG_ORDERS = (4, 5, 6, 8, 16, 32)  # tokens that a match of the request's last four has at least
 ROOT_SAMPLES, EXPAND_MARGIN = 64, 0.7
+SURE, FLOOR = 0.95, 0.002  # of a copy; of a path
 # L(c, N) = ln(c + 0.1) - ln(N + 1). By numpy's vectorised log, which may differ from math.log in the last bit.
 LOG_MATCH = np.log(np.maximum(np.arange(65), 6) / 6)
 LOG_COUNT, LOG_TOTAL = np.log(np.arange(512) + 0.1), np.log(np.arange(512) + 1.0)
@@ -180,6 +181,63 @@ class Copies:
         alignments = [(i + 1, n + 1, kind) for i, n, kind in self.alignments if i + 1 < end and request[i + 1] == token]
         many = next((k for k in (self.many + 1, 5) if len(context) >= k >= 5 and store.members(context[-k:])), 0)
         return Copies(matches, alignments, self.run, self.evidence, many)
+
+
+@dataclass
+class Place:
+    """Where a draft is copied on from: the position in `text` of the node's token. back: to the end of a request that
+    goes on with a copy of its end, 0 for a text that ends; length of the match; row of the table of shares.
+    """
+
+    text: list[int]
+    at: int
+    back: int
+    length: int
+    row: int
+
+    def share(self, shares: NDArray[np.float32]) -> float:
+        return float(shares[self.row, min(self.length, 64)])
+
+    def following(self) -> int:
+        at = self.at + 1
+        if at >= len(self.text):
+            return self.text[at - self.back] if self.back else SEPARATOR
+        return self.text[at]
+
+    def child(self) -> Place:
+        at = self.at + 1
+        at -= self.back if at >= len(self.text) else 0
+        return Place(self.text, at, self.back, self.length + 1, self.row)
+
+
+def place_of(
+    store: OracleStore, request: list[int], context: list[int], copies: Copies, weights: Weights, any_length: bool
+):
+    """The likelier one of the places of the longest match in the request and in the store, None without any; of matches
+    of four tokens or more, in the store of more, or of any length.
+    """
+    end, found, agree = len(request) - 1, list(copies.matches), False
+    if found:
+        agree = len({request[i + 1] for i, _ in found}) == 1
+    elif any_length:
+        positions = [i for i in range(end, -1, -1) if request[i] == context[-1]][:16]
+        for i in [i for i in positions if i < end]:
+            match = 1
+            while match < min(3, len(context), i + 1) and request[i - match] == context[-1 - match]:
+                match += 1
+            found.append((i, match))
+    places = []
+    if found:
+        at, length = max(found, key=lambda entry: entry[1])
+        places.append(Place(request, at, end - at if len(context) == len(request) else 0, length, int(agree)))
+    for k in ([copies.many] if copies.many else []) + ([4, 3, 2, 1] if any_length else []):
+        last = [j for j in range(len(store.sub_indices)) if len(context) >= k and store.range(j, context[-k:])]
+        if last:
+            text, members = store.sub_indices[last[-1]], store.range(last[-1], context[-k:])
+            alike = store.token(last[-1], members[0] + k) == store.token(last[-1], members[-1] + k)
+            places.append(Place(text, members[len(members) // 2] + k - 1, 0, k, 2 + alike))
+            break
+    return max(places, key=lambda place: place.share(weights.copies), default=None)
 
 
 def align(request: list[int]) -> tuple[list[tuple[int, int, str]], int, int]:
@@ -398,29 +456,44 @@ class Oracle:
         current = tree.add(self.request[-1], -1, 1.0)
         copies = {0: Copies.of_root(self.store, self.request)}
         frontier: list[tuple[float, int, int]] = []  # (score, parent, token), best first
+        places: dict[int, Place] = {}
+        choice = 0.03 if chain else 0.015
         while len(tree.tokens) < self.max_nodes:
             room = self.max_nodes - len(tree.tokens)
             base = tree.scores[current]
             full = current > 0 and not chain and len(frontier) >= room
-            if not (full and base * EXPAND_MARGIN <= frontier[room - 1][0]):
+            frontier = [] if chain else frontier[:room]
+            if not (full and base * EXPAND_MARGIN <= frontier[room - 1][0]) and base >= FLOOR:
                 context = self.request + tree.path(current)
-                if current:
-                    copies[current] = copies[tree.parents[current]].child(self.store, self.request, context)
-                scored = self.score(context, copies[current], current > 0)
-                if chain:
-                    frontier = [(base * p, current, x) for x, p in scored if p == max(p for _, p in scored)][:1]
+                place = places.get(current)
+                if place is None:
+                    if current:
+                        copies[current] = copies[tree.parents[current]].child(self.store, self.request, context)
+                    place = place_of(self.store, self.request, context, copies[current], self.weights, base < choice)
+                    if (place.share(self.weights.copies) if place else 0) < SURE and base >= choice:
+                        place = None
+                if place is not None:
+                    places[current], token = place, place.following()
+                    scored = [(token, place.share(self.weights.copies))] if token >= 0 else []
+                elif base < choice:
+                    scored = []
                 else:
-                    frontier += [(base * p, current, x) for x, p in scored]
-                    frontier = sorted(frontier, key=lambda entry: -entry[0])[:room]  # stable: older ones win ties
+                    scored = self.score(context, copies[current], current, chain)
+                if chain:
+                    scored = [(x, p) for x, p in scored if p == max(p for _, p in scored)][:1]
+                frontier += [(base * p, current, x) for x, p in scored]
+                frontier = sorted(frontier, key=lambda entry: -entry[0])[:room]  # stable: older ones win ties
             if not frontier:
                 break
             value, parent, token = frontier.pop(0)
             current = tree.add(token, parent, value)
+            if parent in places:
+                places[current] = places[parent].child()
         return tree
 
-    def score(self, context: list[int], copies: Copies, below_root: bool) -> list[tuple[int, float]]:
+    def score(self, context: list[int], copies: Copies, below_root: int, chain: bool) -> list[tuple[int, float]]:
         """(token, P(token follows context)) of the shortlist, most promising first."""
-        store, request, few = self.store, self.request, self.max_nodes <= 16
+        store, request, few = self.store, self.request, chain or self.max_nodes <= 16
         samples = ROOT_SAMPLES if not below_root else 8 if few else 16
         seen = gather(store, request, context, samples, copies)
         orders = [k for k in (1, 2, 3, 4) if k <= len(context) and tuple(context[-k:]) in self.logits]
@@ -442,14 +515,15 @@ class Oracle:
                 promise[x] += 0.2
             if x in costs:
                 promise[x] += 0.3 * math.exp(costs[x] * (-1 / 1024))
-        shortlist = sorted(seen.candidates, key=lambda x: -promise[x])[: 10 if few else 16]
+        shortlist = sorted(seen.candidates, key=lambda x: -promise[x])
+        shortlist = shortlist[: 3 if chain and below_root else 10 if few else 16]
         if not shortlist:
             return []
         store_order, request_order = longest([*seen.store, seen.many]), longest(seen.request)
         many = math.log((copies.many or 4) / 4)
         node = laid_out(
             NodeInputs(),
-            below_root=below_root,
+            below_root=bool(below_root),
             store_order=one_hot(store_order, 5),
             request_order=one_hot(request_order, 9),
             store_variety=one_hot(variety([*seen.store, seen.many], store_order), 6),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from freedraft.draft import DraftBatch
 from sssd_plugin.drafter import Drafter
-from sssd_plugin.request_index import RequestIndex
+from sssd_plugin.request_index import INDEXED, RequestIndex
 from tests.support.stores import Documents, int32, snapshot_of
 
 SCORINGS = ("learned", "paper")
@@ -214,3 +214,77 @@ def test_a_batch_over_several_threads(scoring: str, threads: int, monkeypatch: p
     unknown = drafter.draft([*names[:20], "unknown", *names[20:]], max_nodes=16)
     assert unknown.counts[20] == 0 and copied(unknown)[21:] == alone[20:]
     drafter.close()
+
+
+MOST = 500
+
+
+class Prompts:
+    """A drafter that indexes MOST tokens a step, and one that indexes all at once."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        rng = np.random.default_rng(3)
+        pieces = [rng.integers(0, 300, 40) for _ in range(30)]
+        self.text = int32(np.concatenate([pieces[i] for i in rng.integers(0, 30, 400)]))  # 16,000 tokens
+        self.whole = Drafter(vocab_size=300, max_nodes=16)
+        monkeypatch.setattr("sssd_plugin.drafter.MOST_INDEXED", MOST)
+        self.drafter = Drafter(vocab_size=300, max_nodes=16)
+        self.held: dict[str, int] = {}
+
+    def begin(self, name: str, n: int) -> None:
+        for drafter in (self.drafter, self.whole):
+            drafter.replace(name, self.text[:n])
+        self.held[name] = n
+
+    def step(self) -> int:
+        """Every request gains a token; returns the number of tokens that were indexed."""
+        before = self._indexed()
+        names, n = list(self.held), len(self.held)
+        contexts = int32([held + 1 for held in self.held.values()])
+        new, starts = self.text[contexts - 1], np.arange(n)
+        for drafter in (self.drafter, self.whole):
+            assert drafter.update(names, new, starts, starts + 1, contexts) == []
+            drafter.draft(names, max_nodes=8, shape="chain").check()
+        self.held = dict(zip(names, contexts.tolist(), strict=True))
+        return self._indexed() - before
+
+    def _indexed(self) -> int:
+        return int(self.drafter._index.slots[:, INDEXED].sum())
+
+    def same(self) -> bool:
+        """Whether both draft the same."""
+        one, two = (copied(each.draft(list(self.held), max_nodes=16)) for each in (self.drafter, self.whole))
+        return one == two
+
+
+def test_a_long_prompt_is_indexed_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step indexes more than its share, whatever begins in it; at the end drafts are as if it had been at once."""
+    prompts = Prompts(monkeypatch)
+    for name in ("a", "b"):
+        prompts.begin(name, 300)
+    prompts.begin("long", 6000)
+    prompts.begin("other", 4000)
+    assert not prompts.same()  # most of the prompts is not found yet
+    for _ in range(10_300 // (MOST // 2)):
+        assert prompts.step() <= MOST + 8
+    assert not prompts.drafter._index.behind and prompts.same()
+
+
+def test_prompts_that_end_or_begin_again_while_they_are_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = Prompts(monkeypatch)
+    for name in ("ended", "again", "shorter", "kept"):
+        prompts.begin(name, 5000)
+    prompts.step()
+    for drafter in (prompts.drafter, prompts.whole):
+        drafter.finish(["ended", "unknown"])
+    del prompts.held["ended"]
+    prompts.begin("again", 7000)
+    prompts.begin("shorter", 20)
+    for _ in range(20_000 // (MOST // 2)):
+        prompts.step()
+    assert not prompts.drafter._index.behind and prompts.same()
+    assert len(prompts.drafter.tokens("ended")) == 0
+    prompts.begin("late", 5000)
+    prompts.drafter.finish(["late"])
+    prompts.drafter.close()
+    assert not prompts.drafter._index.behind

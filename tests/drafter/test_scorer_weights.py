@@ -14,6 +14,8 @@ from bench.scorer.weights import save
 from freedraft.cost.acceptance import PASS_KINDS
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.scoring.inputs import INPUTS, NODE_INPUTS, NODE_KINDS, ROWS
+from sssd_plugin.scoring.matches import MAX_MATCH
+from sssd_plugin.scoring.places import ROWS as COPY_ROWS
 from sssd_plugin.scoring.weights import WIDTH, Weights
 
 
@@ -24,6 +26,7 @@ def test_round_trip(tmp_path: Path) -> None:
     save(weights, path)
     loaded = Weights.load(path)
     assert loaded.layer.dtype == loaded.out.dtype == np.float32
+    assert loaded.copies.tolist() == weights.copies.tolist()
     assert loaded.layer.tolist() == weights.layer.tolist() and loaded.out.tolist() == weights.out.tolist()
     assert (loaded.trained_on, loaded.recipe) == (weights.trained_on, weights.recipe)
     save(loaded, tmp_path / "again.json")
@@ -39,8 +42,9 @@ def test_shipped_weights() -> None:
     assert all(len(digest) == 64 for digest in shipped.trained_on.values())
 
 
-GOOD = {"format": "freedraft-scorer-4", "trained_on": {"x": "y"}, "recipe": "z"}
+GOOD = {"format": "freedraft-scorer-5", "trained_on": {"x": "y"}, "recipe": "z"}
 GOOD |= {"layer": random_weights(0).layer.tolist(), "out": random_weights(0).out.tolist()}
+GOOD |= {"copies": random_weights(0).copies.tolist()}
 
 
 @pytest.mark.parametrize(
@@ -49,12 +53,15 @@ GOOD |= {"layer": random_weights(0).layer.tolist(), "out": random_weights(0).out
         (None, "does not exist"),
         (b"", ""),
         (b"\xff\xfe\x00\x80", ""),
-        (GOOD | {"format": "freedraft-scorer-3"}, "freedraft-scorer-3"),
+        (GOOD | {"format": "freedraft-scorer-4"}, "freedraft-scorer-4"),
         (GOOD | {"layer": GOOD["layer"][:-1]}, f"({ROWS}, {WIDTH})"),
         (GOOD | {"layer": [["x"] * WIDTH] * ROWS}, ""),
         (GOOD | {"layer": [[float("nan")] * WIDTH] * ROWS}, "finite"),
         (GOOD | {"layer": [[1e300] * WIDTH] * ROWS}, "finite"),
         (GOOD | {"layer": 3}, f"({ROWS}, {WIDTH})"),
+        (GOOD | {"copies": GOOD["copies"][1:]}, f"({COPY_ROWS}, {MAX_MATCH + 1})"),
+        (GOOD | {"copies": [[1.0] * (MAX_MATCH + 1)] * COPY_ROWS}, "below 1"),
+        (GOOD | {"copies": [[float("nan")] * (MAX_MATCH + 1)] * COPY_ROWS}, "finite"),
         (GOOD | {"out": GOOD["out"][1:]}, f"({WIDTH - 1},)"),
         *(({key: GOOD[key] for key in GOOD if key != gone}, gone) for gone in GOOD),
     ],

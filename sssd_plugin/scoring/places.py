@@ -1,0 +1,120 @@
+"""Places in earlier text from which a draft is copied on, token by token, without the network.
+
+A copy is followed where a long match leaves no doubt, and where so little of a path's score is left that choosing costs
+more than it brings. Its scores are shares of earlier copies that went on, by source, agreement and length of the match:
+`Weights.copies`, [ROWS, MAX_MATCH + 1].
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from freedraft.compiled import compiled
+from sssd_plugin.datastore.index.search import suffixes_of
+from sssd_plugin.request_index import find
+from sssd_plugin.scoring.inputs import LONG_ORDERS, REQUEST_ORDERS, SHORT_ORDERS, STORE_ORDERS
+from sssd_plugin.scoring.matches import LENGTH, MAX_MATCH, POSITION
+from sssd_plugin.scoring.ranges import MANY
+from sssd_plugin.scoring.views import record
+
+NOWHERE, REQUEST = -2, -1  # texts; others are sub-indices of the store
+ROWS = 4  # request and store, each with matches that disagree and that agree on the next token
+SHORT_OCCURRENCES = 16  # newest occurrences of a single token to visit
+
+PLACE = record(
+    at="i8",  # position of the node's own token in the text
+    back="i8",  # tokens from the place to the end of a request that goes on with a copy of its end; 0: it ends there
+    text="i4",
+    length="i4",  # of the match, at most MAX_MATCH
+    row="i4",  # of the table of scores
+)
+
+
+@compiled(nogil=True)
+def _set(place, text, at, length, row, back):
+    place.text, place.at, place.length, place.row, place.back = text, at, min(length, MAX_MATCH), row, back
+
+
+@compiled(nogil=True)
+def find_in_request(request, matches, context, filled, depth, place):
+    """Write the place of a node's longest match, the newest of these; without `matches`, of the last one to three
+    tokens, none if `filled` is 0. depth: of the node. The text is NOWHERE if there is none."""
+    tokens = request.tokens
+    end, length, at, agree = len(tokens) - 1, 0, np.int64(-1), 1
+    for m in range(1, 1 + matches[0, 0]):
+        agree &= tokens[matches[m, POSITION] + 1] == tokens[matches[1, POSITION] + 1]
+        if matches[m, LENGTH] > length:
+            length, at = matches[m, LENGTH], np.int64(matches[m, POSITION])
+    if length == 0 and filled > 0:
+        i, seen, agree = request.heads[find(request, context[0])], 0, 0
+        while i >= 0 and seen < SHORT_OCCURRENCES and length < SHORT_ORDERS:
+            seen += 1
+            match = 1 if i < end else 0
+            while 0 < match < min(SHORT_ORDERS, filled) and i >= match and tokens[i - match] == context[match]:
+                match += 1
+            if match > length:
+                length, at = match, np.int64(i)
+            i = request.previous[i]
+    _set(place, REQUEST if length > 0 else NOWHERE, at, length, agree, end - at if depth == 0 else 0)
+
+
+@compiled(nogil=True)
+def find_in_store(table, ranges, many, any_length, place):
+    """Write the place of the longest context of a node in the store: in the middle of its range, where the likeliest
+    next token probably is; any_length: also of four tokens or fewer. ranges: int32 [J, STORE_ORDERS + 1, 2]. The text
+    is NOWHERE if there is none."""
+    k, length, j = (MANY, many, 0) if many > 0 else (STORE_ORDERS - 1, STORE_ORDERS, 0)
+    if many == 0 and not any_length:
+        k = -1
+    while k >= 0:
+        j = len(table) - 1
+        while j >= 0 and ranges[j, k, 0] >= ranges[j, k, 1]:
+            j -= 1
+        if j >= 0:
+            break
+        k, length = (STORE_ORDERS - 1, STORE_ORDERS) if k == MANY else (k - 1, k)
+    if k < 0:
+        _set(place, NOWHERE, 0, 0, 0, 0)
+        return
+    text, suffixes = suffixes_of(table, j)
+    lo, hi = np.int64(ranges[j, k, 0]), np.int64(ranges[j, k, 1])
+    agree = text[suffixes[lo] + length] == text[suffixes[hi - 1] + length]  # they are sorted
+    _set(place, j, np.int64(suffixes[(lo + hi) // 2]) + length - 1, length, 2 + agree, 0)
+
+
+@compiled(nogil=True)
+def share_of(place, copies):
+    """Return the share of copies like this one that go on; 0 nowhere."""
+    return np.float64(copies[place.row, place.length]) if place.text != NOWHERE else 0.0
+
+
+@compiled(nogil=True)
+def next_token(request, table, place):
+    """Return the token after a place, negative if its text ends there."""
+    if place.text == REQUEST:
+        at = place.at + 1
+        if at >= len(request.tokens):
+            return request.tokens[at - place.back] if place.back > 0 else np.int32(-1)
+        return request.tokens[at]
+    text, _ = suffixes_of(table, place.text)
+    return text[place.at + 1]
+
+
+@compiled(nogil=True)
+def go_on(request, above, place):
+    """Write the place of the child of the node at `above`."""
+    at = above.at + 1
+    if above.text == REQUEST and at >= len(request.tokens):
+        at -= above.back
+    _set(place, above.text, at, above.length + 1, above.row, above.back)
+
+
+@compiled(nogil=True)
+def kind_of(place):
+    """Return a copied node's kind, see `inputs.NODE_KINDS`."""
+    if place.text != REQUEST:
+        return min(place.length, STORE_ORDERS) * (REQUEST_ORDERS + 1)
+    orders = min(place.length, SHORT_ORDERS)
+    for order in LONG_ORDERS:
+        orders += place.length >= order
+    return orders
