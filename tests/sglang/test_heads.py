@@ -119,7 +119,7 @@ def asked(engine, name):
     return ids(outputs), [[p for p, *_ in output["meta_info"]["output_token_logprobs"]] for output in outputs]
 
 
-# SGLang counts penalties anew after a retraction, and a step late with overlap: these cases are asked as of plain.
+# With overlap, SGLang counts penalties a step late, and anew after a retraction: these cases are scheduled as plain's.
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "asked_for, env, options",
@@ -136,7 +136,7 @@ def asked(engine, name):
 def test_answers_are_those_of_an_engine_without_drafts(answers, asked_for, env, options, tmp_path):
     """Through aborts, prompts read in parts and the end of the context."""
     built, expected = answers
-    cramped = {"chunked_prefill_size": 16, "max_total_tokens": 1024, "skip_tokenizer_init": False}
+    cramped = {"max_total_tokens": 1024, "skip_tokenizer_init": False}
     cramped |= {"enable_deterministic_inference": True}
     counts = tmp_path / "counts.json"
     with on_top(*built, counts=counts, env=env, **cramped, **options) as engine:
