@@ -128,7 +128,7 @@ def asked(engine, name):
         (
             ["seeded", "long"],
             {"SGLANG_TEST_RETRACT": "1", "FREEDRAFT_POLICY": None},
-            {"disable_overlap_schedule": True},
+            {"disable_overlap_schedule": True, "chunked_prefill_size": 16},
         ),
     ],
     ids=["overlap, pages", "synchronous, retracted, auto"],
