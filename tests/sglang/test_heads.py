@@ -97,7 +97,7 @@ CASES = {
     "seeded": [GREEDY | {"temperature": 0.9, "sampling_seed": i, "top_p": 0.95} for i in range(4)],
     "penalties": [GREEDY | {"frequency_penalty": 0.7}, GREEDY, GREEDY | {"repetition_penalty": 1.3}, GREEDY],
     "bias": [GREEDY | {"logit_bias": {"5": 4.0}}, GREEDY | {"min_new_tokens": 9}, GREEDY | OFF, GREEDY],
-    "long": [GREEDY | {"max_new_tokens": 240} for _ in range(4)],
+    "long": [GREEDY | {"max_new_tokens": 228} for _ in range(4)],
 }
 
 
