@@ -45,9 +45,9 @@ def tiny_answers(tiny_model, live_prompts):
 
 
 @pytest.fixture(scope="session")
-def given(tiny_model, live_prompts, tiny_answers, demo_model, tmp_path_factory):
+def given(tiny_model, live_prompts, tiny_answers, tmp_path_factory):
     """What engines on model runner V2 are made of."""
-    return v2_engines.Given(tiny_model, live_prompts, tiny_answers, demo_model, tmp_path_factory.mktemp("v2"))
+    return v2_engines.Given(tiny_model, live_prompts, tiny_answers, tmp_path_factory.mktemp("v2"))
 
 
 @pytest.fixture(scope="session")
