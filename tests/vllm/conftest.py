@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import v2_engines
 import vllm_cases as cases
@@ -10,6 +12,15 @@ from vllm_engines import check_nothing_is_left, running
 from tests.support import prompts
 from tests.support.models import continuations, save
 from tests.support.models import tiny_model as make_tiny
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the promises on model runner V2, those that take the interpreter longest are for `make test-all`."""
+    long = "test_samples", "test_a_drafter_that_fails", "test_what_changes_the_distribution"
+    for item in items if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else ():
+        if item.name.startswith(long) and "grammar" not in item.name:
+            item.add_marker(pytest.mark.extended)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -12,6 +12,7 @@ import json
 import os
 from collections import Counter
 from contextlib import contextmanager
+from unittest.mock import DEFAULT, patch
 
 import numpy as np
 import pytest
@@ -63,8 +64,6 @@ def seeded():
 
 
 class OnVllm(Served):
-    """proposer: on V2, vLLM's speculator."""
-
     counts_ends = not V2
 
     def __init__(self, llm, folder):
@@ -137,23 +136,19 @@ class OnVllm(Served):
         reading, before = [], self.counts()["preempted"]
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
 
-        def schedule(*args):
+        def note(*_):
             reading.append({one.num_computed_tokens < one.num_prompt_tokens for one in scheduler.running})
-            return original(*args)
+            return DEFAULT
 
-        original, scheduler.schedule = scheduler.schedule, schedule
-        yield
-        scheduler.schedule = original
+        with patch.object(scheduler, "schedule", wraps=scheduler.schedule, side_effect=note):
+            yield
         assert {True, False} in reading, "no prompt was read in chunks beside others: the test does not test that"
         assert self.counts()["preempted"] > before, "nobody was preempted: the test does not test that"
 
     def check_nothing_is_left(self):
         settle(self.llm)
-        if V2:
-            requests = self.proposer.host.requests
-            held = requests.slots, requests._preempted, requests.ended
-        else:
-            held = (self.proposer.limits,)
+        requests = self.proposer.host.requests if V2 else None
+        held = (requests.slots, requests._preempted, requests.ended) if V2 else [self.proposer.limits]
         assert not self.method.running and not self.proposer.guarded.running and not any(held)
         assert not switched.kept_by(self.method)
 
@@ -167,11 +162,11 @@ def served(demo_model, tmp_path_factory):
     cramped = {"max_model_len": CONTEXT, "max_num_seqs": 8, "max_num_batched_tokens": 128, "block_size": BLOCK}
     cramped |= {"num_gpu_blocks_override": 16, "enable_prefix_caching": True}
     given = {"method": "switched", "num_speculative_tokens": K, "parts": str(folder / "methods.json")}
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as changed:
         if V2:
-            patch.setenv("SERVED_AS_ON_GPUS", "1")
+            changed.setenv("SERVED_AS_ON_GPUS", "1")
             # Their kernel takes the interpreter most of a step: `test_vllm_v2_trees`.
-            patch.setattr(copies, "top_tokens", functools.partial(copies.top_tokens, backend="reference"))
+            changed.setattr(copies, "top_tokens", functools.partial(copies.top_tokens, backend="reference"))
             # Steps of five and six requests are not drafted for: what they gain is taken later.
             given["num_speculative_tokens_per_batch_size"] = [[1, 4, K], [5, 6, 0], [7, 64, K]]
         with engine(folder, speculative_config=given, **cramped) as llm:
@@ -190,11 +185,6 @@ def skipping(name, tokens=TOKENS):
 
 class TestVllm(Conformance):
     """On both model runners."""
-
-    if V2:  # minutes
-        test_samples_have_the_models_distribution = pytest.mark.extended(
-            Conformance.test_samples_have_the_models_distribution
-        )
 
 
 @pytest.mark.skipif(V2, reason="of V1 alone")

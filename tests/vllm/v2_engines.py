@@ -87,8 +87,8 @@ def chains(given):
     cases["seeded"] = (seeded := seeded_case()) | {"abort": 6}
     cases["seeded, alone"] = seeded | {name: seeded[name][2:3] for name in ("prompts", "each")}
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 0], [5, 64, 3]]}
-    noted = {"launches": True, "max_num_seqs": 32}
-    return {"model": given.model, "cases": cases, "speculative_config": SSSD | schedule} | noted | SMALL | CRAMPED
+    few = SMALL | CRAMPED | {"launches": True, "max_num_seqs": 32}
+    return {"model": given.model, "cases": cases, "speculative_config": SSSD | schedule} | few
 
 
 def plain(given):
