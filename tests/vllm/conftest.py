@@ -17,9 +17,10 @@ from tests.support.models import tiny_model as make_tiny
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Of the promises on model runner V2, those that take the interpreter longest are for `make test-all`."""
-    long = "test_samples", "test_a_drafter_that_fails", "test_what_changes_the_distribution"
+    long = "test_answers", "test_to_the_end", "test_what_changes", "test_samples", "test_a_drafter_that_fails"
+    few = "own[fixed]", "own[both, fixed]", "context[fixed]", "[grammar-fixed]"
     for item in items if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else ():
-        if item.name.startswith(long) and "grammar" not in item.name:
+        if item.cls and item.name.startswith(long) and not item.name.endswith(few):
             item.add_marker(pytest.mark.extended)
 
 
