@@ -207,8 +207,9 @@ test-engineless: $(VLLM)/project.done $(MODEL)/config.json
 
 # Model runner V2 runs in Triton's interpreter, which takes a process of its own.
 INTERPRETED := $(wildcard tests/vllm/test_vllm_v2*.py)
+V2 := VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=$(CURDIR)/tests/vllm/v2_interpreted
 test-vllm-v2: $(VLLM)/project.done $(MODEL)/config.json
-	@$(VLLM)/bin/python $(PYTEST) $(INTERPRETED)
+	@$(V2) $(VLLM)/bin/python $(PYTEST) tests/vllm/test_vllm_conformance.py $(INTERPRETED)
 
 # A version without a wheel for CPUs: its Python files, named a CPU build, over the extensions of the installed version.
 NEXT_VLLM := 0.33.0
@@ -217,7 +218,8 @@ test-next: $(VLLM)/project.done $(MODEL)/config.json
 	@rm -rf build/next; unzip -q build/wheels/vllm-$(NEXT_VLLM)-*.whl 'vllm/*' 'vllm-*/METADATA' -x '*.so' -d build/next
 	@sed -i 's/^Version: .*/&+cpu/' build/next/vllm-$(NEXT_VLLM).dist-info/METADATA
 	@cp -s $(CURDIR)/$(VLLM)/lib/python3*/site-packages/vllm/*.so build/next/vllm/
-	@PYTHONPATH=$(CURDIR)/build/next VLLM_TARGET_DEVICE=cpu $(VLLM)/bin/python $(PYTEST) $(INTERPRETED)
+	@$(V2):$(CURDIR)/build/next VLLM_TARGET_DEVICE=cpu $(VLLM)/bin/python $(PYTEST) \
+		tests/vllm/test_vllm_conformance.py $(INTERPRETED)
 
 test-vllm: $(VLLM)/project.done $(MODEL)/config.json
 	@$(VLLM)/bin/python $(PYTEST) tests/vllm $(INTERPRETED:%=--ignore %)

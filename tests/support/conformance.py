@@ -189,6 +189,17 @@ class Conformance:
         assert (served.counts() - before)["accepted"] > 0
         assert off[-1][0] == served.expected[0]
 
+    def test_off_for_one_request(self, served: Served) -> None:
+        """The other has its drafts, all of which are accepted; its client sends what is no "off"."""
+
+        def drafted(wish: str | list[str]) -> int:
+            before, asked = served.counts(), greedy(extra={"skip_set": "empty", "freedraft": wish})
+            each = [asked, greedy(extra={"skip_set": "empty"} | OFF)]
+            assert served.ask(PROMPTS[:2], each, method="passes") == served.expected[:2]
+            return (served.counts() - before)["drafted"]
+
+        assert drafted("off") == 0 < TOKENS // 2 < drafted(["off"]) < TOKENS
+
     def test_samples_have_the_models_distribution(self, served: Served) -> None:
         """Without seeds, with n-grams and draft passes; greedy requests among them stay greedy."""
         setting, before = {"temperature": 1.5, "top_p": 0.95, "top_k": 5}, served.counts()

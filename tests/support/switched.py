@@ -55,9 +55,9 @@ class Switched:
         self.running.discard(request_id)
         self.now.finish(request_id, output)
 
-    def record_acceptance(self, step: Step) -> None:
-        self.metrics.add(step)
-        self.now.record_acceptance(step)
+    def split(self, step: Step) -> Any:
+        self.metrics.add(step)  # all drafts: of n-grams, and of what they are on top of
+        return self.now.split(step)
 
     def close(self) -> None:
         for part in self.parts.values():

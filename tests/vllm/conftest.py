@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import v2_engines
 import vllm_cases as cases
@@ -10,6 +12,16 @@ from vllm_engines import check_nothing_is_left, running
 from tests.support import prompts
 from tests.support.models import continuations, save
 from tests.support.models import tiny_model as make_tiny
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of the promises on model runner V2, those that take the interpreter longest are for `make test-all`."""
+    long = "test_answers", "test_to_the_end", "test_what_changes", "test_samples", "test_a_drafter_that_fails"
+    few = "own[fixed]", "own[both, fixed]", "context[fixed]", "[grammar-fixed]"
+    for item in items if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else ():
+        if item.cls and item.name.startswith(long) and not item.name.endswith(few):
+            item.add_marker(pytest.mark.extended)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -45,9 +57,9 @@ def tiny_answers(tiny_model, live_prompts):
 
 
 @pytest.fixture(scope="session")
-def given(tiny_model, live_prompts, tiny_answers, demo_model, tmp_path_factory):
+def given(tiny_model, live_prompts, tiny_answers, tmp_path_factory):
     """What engines on model runner V2 are made of."""
-    return v2_engines.Given(tiny_model, live_prompts, tiny_answers, demo_model, tmp_path_factory.mktemp("v2"))
+    return v2_engines.Given(tiny_model, live_prompts, tiny_answers, tmp_path_factory.mktemp("v2"))
 
 
 @pytest.fixture(scope="session")

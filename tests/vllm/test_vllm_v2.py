@@ -19,7 +19,6 @@ from tests.support import repeat_drafter
 from tests.support.models import continuations, save, tiny_model
 from tests.support.prompts import random_ids
 
-TOKENS = 30
 # Most operations of PyTorch, and kernels of Triton that must be launched, no others; copies to the host and fills of
 # memory are operations, too.
 LAUNCHES = {
@@ -62,7 +61,7 @@ def test_runs_there_with_async_scheduling(served):
 
 def test_nothing_is_compiled_while_serving(on_cpu, on_flash):
     """numba would stop all requests for seconds."""
-    for engines, names in ((on_cpu, ("chains", "by default", "structured")), (on_flash, ("trees", "skipping"))):
+    for engines, names in ((on_cpu, ("chains", "by default")), (on_flash, ("trees", "skipping"))):
         assert [engines[name]["engine"]["compiled while serving"] for name in names] == [[]] * len(names)
 
 
@@ -78,53 +77,16 @@ def test_nothing_is_drafted_for_requests_that_have_lost_their_slots(served):
     assert gone == 0 and at_all > 100 and served["engine"]["left"] > 5
 
 
-def test_greedy_answers_are_the_models_own(served, tiny_answers):
-    assert served["greedy"] == tiny_answers
-
-
-def test_off_for_one_request(served, live_prompts, tiny_answers):
-    """The other has its drafts, whose client sends what is no "off"."""
-    assert served["off"] == [answer[:16] for answer in tiny_answers[:2]]
-    drafted = [
-        sum(len(draft) for text, draft in served["engine"]["by case"]["off"]["drafts"] if text[:12] == tokens)
-        for tokens in (prompt["prompt_token_ids"] for prompt in live_prompts[:2])
-    ]
-    assert drafted[0] == 0 < drafted[1]
-
-
-def test_requests_were_preempted_and_found_in_the_prefix_cache(served):
-    assert served["engine"]["preempted"] > 0 and served["engine"]["cached"] > 0
-    assert served["long"] == served["long again"]
-
-
 def test_a_seed_gives_the_tokens_of_an_engine_without_drafts(served, plain_seeded):
     assert served["seeded"] == plain_seeded and served["seeded, alone"] == plain_seeded[2:3]
     drafted, accepted = served["engine"]["counts"]["seeded"]
     assert accepted > 10 and drafted - accepted > 10
 
 
-def test_requests_end_and_are_learnt_whole(served, tiny_answers):
-    engine = served["engine"]
-    assert engine["held"] == [0, 0, 0]
-    whole = [document[8:] for document in engine["learnt"] if len(document) == 8 + TOKENS]
-    assert sorted(whole) == sorted(tiny_answers)
-
-
 def test_logits_of_verified_drafts_are_recycled(served, tiny_answers, live_prompts):
     """Rejected drafts say what would have followed them, too."""
     checked, said = recycled(served, tiny_answers, live_prompts)
     assert checked > 50 and said > 1.5 * checked
-
-
-def test_structured_output(on_cpu, given):
-    """With a grammar, drafts go back to the scheduler, which cuts them; by default all is by the cost model."""
-    from transformers import AutoTokenizer
-
-    found, folder = on_cpu["structured"], given.folder / "bytes"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer.decode(found["choice"][0], skip_special_tokens=True) in ("red, red, red", "blue")
-    assert found["greedy"] == continuations(folder, [tokenizer("red, red, blue, red, red, ")["input_ids"]], 16)
-    assert not found["engine"]["failures"] and found["engine"]["lookup"], "lengths are scheduled by batch size"
 
 
 @pytest.fixture(scope="module")

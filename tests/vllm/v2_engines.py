@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from transformers import AutoTokenizer
 from vllm_cases import TINY, greedy_case, save_sets, seeded_case, token_prompts, two_skip_sets
 
 from freedraft.recipe import Window
 from tests.support import prompts
 from tests.support.images import IMAGE, VIDEO, add_torchvision, save_image_model
-from tests.support.models import save, save_byte_tokenizer, tiny_model, weaken
+from tests.support.models import save, tiny_model, weaken
 
 FOLDER = Path(__file__).parent / "v2_interpreted"
 ROOT = Path(__file__).parents[2]
@@ -45,8 +44,8 @@ def start(script, *arguments, **environment):
 def run(script, given, attention="", v2=True):
     """What a script says of this, on its last line."""
     pytest.importorskip("triton")
-    runner = {"VLLM_USE_V2_MODEL_RUNNER": str(int(v2)), "INTERPRETED_ATTENTION": attention}
-    done = start(script, json.dumps(given, default=str), **runner)
+    runner = dict.fromkeys(("VLLM_USE_V2_MODEL_RUNNER", "TRITON_INTERPRET"), str(int(v2)))
+    done = start(script, json.dumps(given, default=str), INTERPRETED_ATTENTION=attention, **runner)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -79,21 +78,17 @@ class Given(NamedTuple):
     model: Path
     prompts: list[dict[str, list[int]]]
     answers: list[list[int]]
-    demo_model: Path
     folder: Path
 
 
 def chains(given):
     """`sssd`. Steps of three and four requests are not drafted for: what they gain is taken later."""
-    long = token_prompts([3 * prompt["prompt_token_ids"] for prompt in given.prompts[:2]])
     cases = {"greedy": greedy_case(given.prompts, abort=6)}
-    cases |= {name: greedy_case(long, 10) for name in ("long", "long again")}
-    cases["off"] = greedy_case(given.prompts[:2], 16, each=[OFF, {"extra_args": {"freedraft": ["off"]}}])
     cases["seeded"] = (seeded := seeded_case()) | {"abort": 6}
     cases["seeded, alone"] = seeded | {name: seeded[name][2:3] for name in ("prompts", "each")}
     schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 4, 0], [5, 64, 3]]}
-    noted = {"drafts": True, "launches": True, "max_num_seqs": 32}
-    return {"model": given.model, "cases": cases, "speculative_config": SSSD | schedule} | noted | SMALL | CRAMPED
+    few = SMALL | CRAMPED | {"launches": True, "max_num_seqs": 32}
+    return {"model": given.model, "cases": cases, "speculative_config": SSSD | schedule} | few
 
 
 def plain(given):
@@ -112,18 +107,6 @@ def skipping_by_default(given):
     method = {"method": "layerskip", "num_speculative_tokens": 4, "skip_set": file}
     times = {"seconds": [0.02, 1e-4], "max_num_seqs": 4}
     return {"model": folder, "cases": cases, "speculative_config": method} | times | SMALL
-
-
-def structured(given):
-    """`sssd` by default, and a grammar: drafts go back to the scheduler, which cuts them."""
-    folder = given.folder / "bytes"
-    vocab_size = save_byte_tokenizer(folder, (given.demo_model / "chat_template.jinja").read_text())
-    save(tiny_model(seed=7, **TINY | {"vocab_size": vocab_size}), folder)
-    asked = {"temperature": 0, "max_tokens": 16, "structured_outputs": {"choice": ["red, red, red", "blue"]}}
-    text = AutoTokenizer.from_pretrained(folder)("red, red, blue, red, red, ")["input_ids"]
-    cases = {"choice": {"prompts": [text], "parameters": asked}, "greedy": greedy_case(token_prompts([text]), 16)}
-    options = {"method": "sssd", "num_speculative_tokens": 3}
-    return {"model": folder, "cases": cases, "speculative_config": options, "max_num_seqs": 2, "max_model_len": 128}
 
 
 def trees(given):
@@ -167,7 +150,7 @@ WINDOWED_IDS = prompts.random_ids((90, 45, 70), TINY["vocab_size"])
 
 
 def on_cpu(given):
-    engines = {"chains": chains, "plain": plain, "by default": skipping_by_default, "structured": structured}
+    engines = {"chains": chains, "plain": plain, "by default": skipping_by_default}
     return dict(zip(engines, run("serve.py", [make(given) for make in engines.values()]), strict=True))
 
 

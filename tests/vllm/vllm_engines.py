@@ -107,7 +107,8 @@ def spied(proposer, record):
 
     def draft(step):
         drafts = original(step)
-        rows = draft_lists(drafts, step, batch_rows(step))
+        # Of vLLM's batch, those in the midst of their prompt included.
+        rows = draft_lists(drafts, step, len(step.engine.arguments["sampled_token_ids"]))
         try:
             record(step, [rows[row] for row in step.engine.rows.tolist()])
         except Exception as error:  # the engine would take it for a mistake of the drafter
@@ -121,8 +122,3 @@ def spied(proposer, record):
         del guarded.step
     if errors:
         raise errors[0]
-
-
-def batch_rows(step):
-    """Requests in vLLM's batch, those in the midst of their prompt included."""
-    return len(step.engine.arguments["sampled_token_ids"])

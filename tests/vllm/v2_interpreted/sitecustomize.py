@@ -11,6 +11,7 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     from triton.backends import Backend, backends
     from triton.backends.compiler import BaseBackend, GPUTarget
     from triton.backends.driver import DriverBase
+    from triton.language import core
     from triton.runtime import interpreter
 
     class Driver(DriverBase):
@@ -36,3 +37,7 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     # Else it replaces the whole language at each launch and at each call within a kernel, a third of all time.
     interpreter._patch_lang = functools.cache(interpreter._patch_lang)
     interpreter._LangPatchScope.restore = lambda self: None
+    # And it lists all types of NumPy whenever it asks for one, a tenth of the rest.
+    core.pointer_type.__hash__ = core.dtype.__hash__
+    of_scalars = functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda kind: of_scalars(kind.scalar)
