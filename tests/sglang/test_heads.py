@@ -131,7 +131,7 @@ def logprobs(outputs):
         (
             ["seeded", "long"],
             {"SGLANG_TEST_RETRACT": "1", "FREEDRAFT_POLICY": None},
-            {"disable_overlap_schedule": True, "chunked_prefill_size": 16},
+            {"disable_overlap_schedule": True, "chunked_prefill_size": 16, "max_total_tokens": 512},
         ),
     ],
     ids=["overlap, pages", "synchronous, retracted, auto"],
@@ -139,10 +139,9 @@ def logprobs(outputs):
 def test_answers_are_those_of_an_engine_without_drafts(answers, asked_for, env, options, tmp_path):
     """Through aborts, prompts read in parts and the end of the context."""
     built, expected = answers
-    cramped = {"max_total_tokens": 1024, "skip_tokenizer_init": False}
-    cramped |= {"enable_deterministic_inference": True}
+    cramped = {"max_total_tokens": 1024, "skip_tokenizer_init": False, "enable_deterministic_inference": True}
     counts = tmp_path / "counts.json"
-    with on_top(*built, counts=counts, env=env, **cramped, **options) as engine:
+    with on_top(*built, counts=counts, env=env, **cramped | options) as engine:
         engine.loop.run_until_complete(give_up(engine, IDS, GREEDY | {"max_new_tokens": 200}))
         outputs = [(name, ask(engine, name)) for name in 2 * asked_for]
     for name, found in outputs:

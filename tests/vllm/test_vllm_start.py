@@ -339,8 +339,6 @@ def test_other_methods_are_left_alone(tiny_model):
         (BOTH | {"window": None}, ["the whole model", "'skip_set'", "'window'", "'selection'"]),
         (SKIPPING | {"skip_sets": "x"}, ["'skip_sets'", "did you mean 'skip_set'"]),
         (BOTH | {"draft": ["layerskip", "sssd"]}, ["unknown option 'draft'"]),
-        (BOTH | {"lookahead": "fixed"}, ["'lookahead'", "cost"]),
-        (BOTH | {"policy": "knee"}, ["'policy'", "auto"]),
         (BOTH | {"datastroe": "x"}, ["did you mean 'datastore'"]),
         ({"datastroe": "x"}, ["'datastroe'", "did you mean 'datastore'"]),
         ({"num_speculative_token": 3}, ["'num_speculative_token'", "did you mean 'num_speculative_tokens'"]),
