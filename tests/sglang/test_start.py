@@ -73,7 +73,6 @@ def test_backends_with_tree_masks_pass(resolved, backend):
             "--attention-backend",
         ),
         ({"pp_size": 2}, "pipeline parallelism", "--tp-size"),
-        ({"disaggregation_mode": "decode"}, "disaggregation", "--disaggregation-mode"),
         ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, "DP attention", "--attn-dp-size"),
         ({"tp_size": 2, "attn_dp_size": 2}, "DP attention", "--attn-dp-size"),
         ({"enable_two_batch_overlap": True}, "two-batch", "--enable-two-batch-overlap"),
@@ -412,7 +411,10 @@ def test_on_top_of_a_head(with_heads):
     assert with_heads(speculative_algorithm="EAGLE3", **chain).speculative_num_draft_tokens == 4
 
 
-def test_not_where_sglang_runs_no_drafters(resolved):
+def test_not_where_sglang_runs_no_drafters(resolved, monkeypatch):
+    from freedraft.engines.sglang_cpu.platform import CpuTreePlatform
+
+    monkeypatch.setattr(CpuTreePlatform, "supports_speculative_algorithm", lambda *_: False)
     with pytest.raises(ConfigError, match="EAGLE3 speculative decoding is not supported by CpuTreePlatform"):
         resolved(**ON_CPU | {"speculative_algorithm": "sssd+eagle3"})
 
@@ -432,6 +434,7 @@ def test_not_where_sglang_runs_no_drafters(resolved):
         ({"vocab_size": 63}, "a vocabulary of 63, the model of 64", "a drafter of this model"),
         ({"attention_backend": "dsa"}, "attention backend dsa", "--attention-backend"),
         ({"pp_size": 2}, "pipeline parallelism", "--tp-size"),
+        ({"disaggregation_mode": "decode"}, "disaggregation", "--disaggregation-mode"),
         ({"tp_size": 2, "attn_dp_size": 2}, "DP attention", "--attn-dp-size"),
     ],
 )

@@ -38,6 +38,7 @@ HOOKS = table("""
         linear_attn_backend
     sglang.srt.runtime_context.get_spec
     sglang.srt.runtime_context.get_device
+    sglang.srt.runtime_context.get_disagg
     sglang.srt.runtime_context.get_parallel
     sglang.srt.runtime_context.get_platform
     sglang.srt.distributed.parallel_state.GroupCoordinator has rank_in_group, world_size, cpu_group, broadcast
@@ -65,6 +66,7 @@ HOOKS = table("""
         needs_confidence_relay)
     sglang.srt.managers.overlap_utils.FutureMap has spec_algo
     sglang.srt.managers.overlap_utils.FutureMap.resolve_seq_lens_cpu(batch)
+    sglang.srt.managers.overlap_utils.RelayPayload.from_ngram(draft_input)
     sglang.srt.managers.utils.GenerationBatchResult has accept_lens, new_seq_lens, next_draft_input,
         speculative_num_draft_tokens
     sglang.srt.managers.schedule_batch.ScheduleBatch has reqs, forward_mode, input_ids, out_cache_loc, seq_lens,
@@ -135,7 +137,6 @@ LORA_HOOKS = table("""
 
 HEAD_HOOKS = table("""
     # n-grams on top of EAGLE and MTP
-    sglang.srt.server_args.ServerArgs.resolve_once
     sglang.srt.arg_groups.speculative_hook._handle_eagle_family(server_args)
     sglang.srt.arg_groups.overrides.record_foreign_defaults(server_args, source, resolve)
     sglang.srt.arg_groups.overrides.resolution_result(server_args, field)
@@ -145,6 +146,17 @@ HEAD_HOOKS = table("""
     sglang.srt.runtime_context.RuntimeContext has server_args
     sglang.srt.speculative.spec_utils.GrammarTree.from_linear_chain
     sglang.srt.managers.schedule_batch.Req has retracted_stain
+""")
+
+# Of schedulers: nothing else imports these so early.
+HEAD_WORKER_HOOKS = table("""
+    # n-grams on top of EAGLE and MTP
+    sglang.srt.speculative.eagle_worker_v2.EAGLEWorkerV2._forward_prefill_batch(batch, on_publish, pp_proxy_tensors)
+    sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.draft(batch)
+    sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker._draft_extend_for_decode(batch, batch_result)
+    sglang.srt.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend
+    sglang.srt.speculative.eagle_info.EagleDraftInput
+    sglang.srt.speculative.eagle_info.EagleVerifyInput
 """)
 
 SESSION_HOOKS = table("""
@@ -161,7 +173,8 @@ STREAM_HOOKS = table("""
     sglang.srt.managers.schedule_batch.Req has update_finish_state, reasoning_tokens, finished_len
 """)
 
-OPTIONAL_HOOKS = CORPUS_HOOKS + ROOM_HOOKS + DEVICE_HOOKS + LORA_HOOKS + HEAD_HOOKS + SESSION_HOOKS + STREAM_HOOKS
+OPTIONAL_HOOKS = CORPUS_HOOKS + ROOM_HOOKS + DEVICE_HOOKS + LORA_HOOKS + SESSION_HOOKS + STREAM_HOOKS
+OPTIONAL_HOOKS += HEAD_HOOKS + HEAD_WORKER_HOOKS
 
 # Additional names for methods that run the target model.
 MODEL_HOOKS = table("""
