@@ -22,6 +22,7 @@ def pytest_collection_modifyitems(items):
     for item in items if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1" else ():
         if item.cls and item.name.startswith(long) and not item.name.endswith(few):
             item.add_marker(pytest.mark.extended)
+            item.add_marker(pytest.mark.rare)
 
 
 @pytest.fixture(scope="session", autouse=True)
