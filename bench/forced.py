@@ -68,7 +68,7 @@ def why_not(speculative: dict[str, Any], cuda: bool) -> str | None:
 
 
 def with_head(speculative: dict[str, Any] | None, folder: Path, tokens: int) -> dict[str, Any] | None:
-    """Return the configuration of an arm. Arms with EAGLE get the head in the folder, which drafts so many tokens."""
+    """Return the configuration of an arm. The head of EAGLE's arms is in the folder, and drafts this many tokens."""
     if not (speculative or {}).get("method", "").endswith("eagle"):
         return speculative
     return {"model": str(folder / "head"), "num_speculative_tokens": tokens} | (speculative or {})

@@ -53,15 +53,15 @@ class OnTopDrafting(BatchDrafting):
         """n-grams were verified where they had all of the head's tokens and more, and all of these were right:
         otherwise the head's were, or the host does not know."""
         k, count = self.head, gained.ends - gained.starts
-        rows = [row for row, request in enumerate(batch.reqs) if request.rid in self._proposed]
+        unknown = np.full(k, -1, np.int32)
+        proposed = np.array([self._proposed.get(request.rid, unknown) for request in batch.reqs])
+        rows = np.array([request.rid in self._proposed for request in batch.reqs])
         new = gained.tokens[np.minimum(gained.starts[:, None] + np.arange(k), len(gained.tokens) - 1)]
-        agree = np.zeros(len(count), np.bool_)
-        for row in rows:
-            agree[row] = np.array_equal(new[row], self._proposed[batch.reqs[row].rid])
+        agree = (new == proposed).all(1)
         drafted = np.where(agree & (count > k) & (drafted > k), drafted, 0).astype(np.int32)
         accepted = np.minimum(count - 1, k)[rows]
         self.guarded.count_head(accepted)
-        if (learnt := self.guarded.method.controller.head) is not None and len(rows):
+        if (learnt := self.guarded.method.controller.head) is not None and rows.any():
             learnt.learn(float(accepted.mean()))
         return super()._step(batch, gained, tracked, drafted)
 
