@@ -127,10 +127,10 @@ def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(llama, tmp_pat
 
 @pytest.mark.extended
 def test_two_ranks_of_n_grams_on_top_of_draft_passes(llama, tmp_path):
-    """Passes over a part of the KV cache."""
+    """Passes over a part of the KV cache; n-grams of answers that were learnt."""
     folder, expected = llama
-    more = {"FREEDRAFT_SCORING": "learned", "FREEDRAFT_WINDOW": "32", "FREEDRAFT_LOOKAHEAD": "fixed"}
-    more |= {"FREEDRAFT_POLICY": "fixed", "FREEDRAFT_LENGTH": "2"}
+    more = {"FREEDRAFT_WINDOW": "32", "FREEDRAFT_LOOKAHEAD": "fixed", "FREEDRAFT_POLICY": "fixed"}
+    more |= {"FREEDRAFT_LENGTH": "2", "FREEDRAFT_LIVE": "store", "FREEDRAFT_ISOLATION": "shared"}
     env, counts = skipping(folder, "weak", "mixed", **more), tmp_path / "counts"
     with two_ranks(folder, tmp_path, counts=counts, env=env, speculative_algorithm="sssd+layerskip") as engine:
         for _ in range(3):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import logging
 import textwrap
 
 import numpy as np
@@ -321,7 +320,7 @@ def test_the_state_behind_a_prompt_is_that_of_its_last_token(monkeypatch):
     assert states_by_id[c] == [7.0]
 
 
-def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch, caplog):
+def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch):
     """Here, where there is no device: one line, eager passes, and no second try in this process. On attention whose
     replays are unknown nothing is tried."""
     from vllm.config import CUDAGraphMode
@@ -332,9 +331,11 @@ def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch,
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.utils import AttentionGroup
 
+    from freedraft.engines.vllm import draft_graphs
     from freedraft.engines.vllm.draft_graphs import DraftGraphs
     from freedraft.engines.vllm.draft_model import PagedDraftModel
 
+    lines = []
     runner, model = GPUModelRunner.__new__(GPUModelRunner), PagedDraftModel.__new__(PagedDraftModel)
     runner.max_num_reqs = 4
     spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=32, dtype=torch.float32)
@@ -345,14 +346,13 @@ def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch,
     graphs = [DraftGraphs(model, 8) for _ in range(2)]
     model.device = torch.device("cuda")
     monkeypatch.setattr(DraftGraphs, "failed", False)
-    monkeypatch.setattr(logging.getLogger("freedraft"), "propagate", True)
-    with caplog.at_level(logging.INFO, logger="freedraft"):
-        graphs[0].capture([])
-        assert not DraftGraphs.failed
-        model.group = AttentionGroup(TritonAttentionBackend, ["layer"], spec, 0)
-        for each in graphs:
-            each.capture([])
-    unknown, line = (text for text in map(logging.LogRecord.getMessage, caplog.records) if "CUDA graphs" in text)
+    monkeypatch.setattr(draft_graphs.logger, "warning", lambda text, *given: lines.append(text % given))
+    graphs[0].capture([])
+    assert not DraftGraphs.failed
+    model.group = AttentionGroup(TritonAttentionBackend, ["layer"], spec, 0)
+    for each in graphs:
+        each.capture([])
+    unknown, line = lines
     assert "without CUDA graphs (attention CPU_ATTN)" in unknown
     assert "without CUDA graphs" in line and DraftGraphs.failed
 

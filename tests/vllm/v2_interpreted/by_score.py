@@ -30,14 +30,14 @@ def begin(runner):
 
     def chosen(draft, slots, counts, batch):
         choose(draft, slots, counts, batch)
-        followed[:] = [] if draft is None else [draft.tokens.copy()]
+        followed[:] = () if draft is None else (draft.tokens.copy(),)
         if ours.late:
             scores = ours._scores[batch.idx_mapping_np, 1:].tolist()
             noted["chosen"].append([ours._budget, scores, ours._counts.tolist()])
 
     def learnt(step):
-        for tokens, nodes in zip(followed, ours.acceptance._followed, strict=bool(followed)):
-            noted["learnt"].append(bool((nodes.tokens == tokens).all()))
+        if followed:
+            noted["learnt"].append(bool((ours.acceptance._followed.tokens == followed[0]).all()))
         followed.clear()
         learn(step)
 

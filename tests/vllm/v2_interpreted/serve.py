@@ -33,6 +33,7 @@ from vllm import LLM, SamplingParams, envs
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
+from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import gpu_worker
@@ -204,6 +205,8 @@ def answers(llm, prompts, parameters, each=(), abort=0, chains=(), salt="", spee
         prompt = TokensPrompt(prompt_token_ids=prompts[i], cache_salt=f"{salt}salt {i % 2}")
         prompt = speech_prompt(prompts[i], i) if speech else prompt
         asked = parameters | (each[i] if each else {}) | ({"logprobs": 1} if i in chains else {})
+        if "structured_outputs" in asked:
+            asked["structured_outputs"] = StructuredOutputsParams(**asked["structured_outputs"])
         engine.add_request(f"request {i}", prompt, SamplingParams(detokenize=False, **asked))
 
     for i in range(len(prompts)):
