@@ -34,6 +34,7 @@ _REQUEST, _STORE, _OTHER = range(len(SOURCES))
 MAX_NODES = 256
 MAX_THREADS = 8
 MOST_INDEXED = 1 << 14  # tokens of prompts per step, so that a long one does not keep others waiting
+BEFORE = 16  # tokens of the prompt behind which a predicted answer begins
 MIN_NODES = 128  # fewest of a thread's trees together; waking it takes as long as drafting these
 
 
@@ -84,6 +85,8 @@ class Drafter:
         self._entries = recycled_logits.entries(recycle_megabytes)
         self._recycle_clock = np.zeros(1, np.int64)
         self._tenants: dict[str, int] = {}  # tenants, by request
+        # By request: where in its tokens others stand that are not its own, and these.
+        self._inserted: dict[str, tuple[int, NDArray[np.int32]]] = {}
         self._index, self._may_index = RequestIndex(), MOST_INDEXED
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
@@ -112,13 +115,24 @@ class Drafter:
         else:
             self._tenants.pop(request_id, None)
 
+    def predict(self, request_id: str, prompt: NDArray[np.int32], answer: NDArray[np.int32]) -> None:
+        """Draft for the request as if its prompt had been answered so before; call it before `replace`. Both are int32
+        [n]."""
+        if len(answer):
+            again = [OUTSIDE], prompt[max(0, len(prompt) - BEFORE) :]  # so that the answer begins behind the same text
+            self._inserted[request_id] = len(prompt), np.concatenate([answer, *again]).astype(np.int32)
+
     def recycle(self, logits: NodeLogits) -> None:
         if len(self._entries) == 0:
             return
         ids, draft = logits.request_ids, logits.draft
         trees, likeliest = (draft.tokens, draft.parents, draft.counts), (logits.top_tokens, logits.top_log_probs)
         with self._lock:
-            contexts = np.full(len(ids), -1) if logits.contexts is None else logits.contexts.astype(np.int64)
+            contexts = (
+                np.full(len(ids), -1)
+                if logits.contexts is None
+                else self._with_inserted(ids, logits.contexts.astype(np.int64))
+            )
             requests = self._index.slot_ids(ids), _values(self._tenants, ids), contexts
             recycled_logits.put_trees(
                 self._index.slots, requests, self._entries, trees, likeliest, self.vocab_size, self._recycle_clock
@@ -145,12 +159,14 @@ class Drafter:
             if self._index.behind:
                 self._index.catch_up(MOST_INDEXED // 2)
                 self._may_index //= 2
+            contexts = self._with_inserted(request_ids, contexts)
             return self._index.update(self._index.slot_ids(request_ids), tokens, starts, ends, contexts)
 
     def replace(self, request_id: str, tokens: NDArray[np.int32]) -> None:
         """Set the tokens (int32 [n]) of a request, known or not. Long ones are indexed over the next calls of `update`,
         MOST_INDEXED tokens in each."""
-        tokens = np.ascontiguousarray(tokens, np.int32)
+        at, others = self._inserted.get(request_id, (0, tokens[:0]))
+        tokens = np.concatenate([tokens[:at], others, tokens[at:]]).astype(np.int32, copy=False)
         images = (tokens < 0) | (tokens >= self.vocab_size) | np.isin(tokens, self._marks)
         if images.any():  # each gets an id of its own
             tokens = np.where(images, OUTSIDE - np.cumsum(np.diff(images, prepend=False), dtype=np.int32), tokens)
@@ -206,13 +222,15 @@ class Drafter:
     def tokens(self, request_id: str) -> NDArray[np.int32]:
         """Return a copy of the tokens of a request: int32 [n], none if it is unknown."""
         with self._lock:
-            return self._index.tokens(request_id).copy()
+            at, others = self._inserted.get(request_id, (0, ()))
+            return np.delete(self._index.tokens(request_id), slice(at, at + len(others)))
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forget requests. Unknown ids are ignored."""
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._tenants.pop(request_id, None)
+            self._inserted.pop(request_id, None)
         with self._lock:
             self._index.finish(request_ids)
 
@@ -225,6 +243,12 @@ class Drafter:
         self.finish(self._index.request_ids())
         if self._live is not None:
             self._live.close()
+
+    def _with_inserted(self, request_ids: Sequence[str], contexts: NDArray[Any]) -> NDArray[Any]:
+        """Context lengths with the tokens that are not the requests' own."""
+        if not self._inserted:
+            return contexts
+        return contexts + np.array([len(self._inserted.get(name, ((), ()))[1]) for name in request_ids], contexts.dtype)
 
     def _forget_others(self) -> None:
         """After an erasure: drop the last view, and all recycled logits, since their age is unknown."""

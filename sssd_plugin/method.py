@@ -37,6 +37,7 @@ _RULES = {
     "strict": "requests with the same cache_salt share what they wrote; those without one neither teach nor are taught",
     "shared": "all requests share what they wrote",
 }
+MOST_PREDICTED = 1 << 16  # tokens of an answer
 LEADING = 8  # prompt tokens learnt before an answer, as context of its first tokens
 
 
@@ -45,6 +46,17 @@ def to_learn(prompt: NDArray[np.int32], answer: NDArray[np.int32], leading: int)
     (negative ids), and its answer; empty without an answer. All are int32 [n]."""
     lead = prompt[max(0, len(prompt) - leading) :] if len(answer) else prompt[:0]
     return np.concatenate([lead[np.flatnonzero(lead < 0).max(initial=-1) + 1 :], answer])
+
+
+def predicted_in(extra: Mapping[str, Any]) -> NDArray[np.int32]:
+    """Return the answer that a client predicts, from its fields for the drafter: int32 [n], empty without one. Clients
+    may send anything; what is no list of tokens is ignored."""
+    given = extra.get("prediction")
+    try:
+        tokens = np.array(given[:MOST_PREDICTED] if isinstance(given, list) else [], np.int32)
+    except (ValueError, TypeError, OverflowError):
+        return np.zeros(0, np.int32)
+    return tokens if tokens.ndim == 1 else np.zeros(0, np.int32)
 
 
 def check(options: SssdOptions, context: EngineContext) -> None:
@@ -147,6 +159,8 @@ class SssdMethod(Method):
 
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         number = self._number_of(tenant)
+        if request_id not in self._begun:
+            self.drafter.predict(request_id, tokens, predicted_in(extra))
         # A preempted request begins again, with its output after its prompt.
         self._begun[request_id] = self._begun.get(request_id, (len(tokens), 0))[0], number
         self.drafter.set_tenant(request_id, 0 if self.options.isolation == "shared" else number)

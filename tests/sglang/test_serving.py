@@ -17,6 +17,7 @@ from tests.support.forced import forced
 from tests.support.models import continuations
 from tests.support.pages import sums
 from tests.support.parser_texts import CALLS, SGLANG_TOOL_TEXTS
+from tests.support.predictions import check_predictions
 from tests.support.prompts import SHORT
 
 NAMES = ("tokens", "request_steps", "accepted_tokens", "accepted_lengths", "undrafted_requests")
@@ -70,6 +71,16 @@ def test_the_server_s_own_page_has_its_metrics_and_ours(tiny, tmp_path):
     assert found["sglang:generation_tokens_total"] == 24 and 20 <= total["tokens"] <= 24, page
     assert total["tokens"] == total["request_steps"] + total["accepted_tokens"]
     assert 0 < total["accepted_lengths"] + total["undrafted_requests"] <= total["request_steps"]
+
+
+def test_predictions(demo_model, tmp_path):
+    from openai import OpenAI
+
+    speculative = {"method": "sssd", "num_speculative_tokens": 8}
+    server = servers.build("predictions", "sglang", demo_model, tmp_path / "log", speculative=speculative)
+    with servers.running(server):
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+        check_predictions(client, lambda: sums(server.get("/metrics"))["freedraft_accepted_tokens_total"])
 
 
 @pytest.mark.extended

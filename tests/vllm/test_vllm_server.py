@@ -15,6 +15,7 @@ from bench.lib.load import ask
 from bench.lib.servers import MODEL_NAME
 from tests.support.pages import sums
 from tests.support.parser_texts import CALLS, TOOLS, VLLM_TOOL_TEXTS
+from tests.support.predictions import check_predictions
 from tests.support.prompts import SHORT
 from tests.support.waiting import wait_until
 
@@ -59,6 +60,10 @@ def test_a_client_that_wants_no_drafts(server):
     for sent in ({"freedraft": {"off": 1}}, "off"):
         with pytest.raises(BadRequestError):
             complete(server, "off", vllm_xargs=sent)
+
+
+def test_predictions(server):
+    check_predictions(client_of(server.port), lambda: metric(server, "freedraft_accepted_tokens_total"))
 
 
 def test_clients_draft_from_texts_of_their_salt_only(server):

@@ -173,8 +173,16 @@ STREAM_HOOKS = table("""
     sglang.srt.managers.schedule_batch.Req has update_finish_state, reasoning_tokens, finished_len
 """)
 
+PREDICTION_HOOKS = table("""
+    # predictions of answers
+    sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request(request, raw_request)
+    sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase has tokenizer_manager, create_error_response
+    sglang.srt.entrypoints.openai.protocol.ChatCompletionRequest has custom_params
+    sglang.srt.entrypoints.openai.protocol.CompletionRequest has custom_params
+""")
+
 OPTIONAL_HOOKS = CORPUS_HOOKS + ROOM_HOOKS + DEVICE_HOOKS + LORA_HOOKS + SESSION_HOOKS + STREAM_HOOKS
-OPTIONAL_HOOKS += HEAD_HOOKS + HEAD_WORKER_HOOKS
+OPTIONAL_HOOKS += HEAD_HOOKS + HEAD_WORKER_HOOKS + PREDICTION_HOOKS
 
 # Additional names for methods that run the target model.
 MODEL_HOOKS = table("""

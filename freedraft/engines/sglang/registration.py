@@ -19,6 +19,7 @@ from freedraft.engines.sglang.hooks import (
     MODEL_HOOKS,
     SESSION_HOOKS,
 )
+from freedraft.engines.sglang.predictions import take_predictions
 from freedraft.engines.sglang_cpu import choose_cpu, register_platform, selected
 from freedraft.method import METHODS, REPLACED, MethodSpec, register_installed
 from freedraft.on_top import on_top
@@ -91,5 +92,6 @@ def _patch_once() -> None:
     if not check(CORPUS_HOOKS):
         patches.let_corpora_through()
     streams.register_stream_hooks()
+    take_predictions()
     if selected():
         register_platform()

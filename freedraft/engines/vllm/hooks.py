@@ -224,10 +224,20 @@ STREAM_HOOKS = table("""
     vllm.v1.engine.detokenizer.BaseIncrementalDetokenizer has output_text, stop_buffer_length, _last_output_text_offset
 """)
 
+PREDICTION_HOOKS = table("""
+    # predictions of answers
+    vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat.create_chat_completion(request, raw_request)
+    vllm.entrypoints.openai.completion.serving.OpenAIServingCompletion.create_completion(request, raw_request)
+    vllm.entrypoints.openai.chat_completion.serving.OpenAIServingChat has renderer, create_error_response
+    vllm.entrypoints.openai.chat_completion.protocol.ChatCompletionRequest has vllm_xargs
+    vllm.entrypoints.openai.completion.protocol.CompletionRequest has vllm_xargs
+    vllm.renderers.base.BaseRenderer has get_tokenizer, _executor
+""")
+
 HOOKS = CONFIG_HOOKS + RUNNER_HOOKS
 
 # Hooks of optional features.
-OPTIONAL_HOOKS = V2_HOOKS + HEAD_HOOKS + STREAM_HOOKS
+OPTIONAL_HOOKS = V2_HOOKS + HEAD_HOOKS + STREAM_HOOKS + PREDICTION_HOOKS
 
 
 def settings() -> list[str]:

@@ -49,6 +49,7 @@ from freedraft.engines.vllm.patching import (
     unless,
     wrap_once,
 )
+from freedraft.engines.vllm.predictions import take_predictions
 from freedraft.engines.vllm.room import USAGE
 from freedraft.engines.vllm.streams import stream_by_token
 from freedraft.engines.vllm.v2.lengths import receive_lengths
@@ -209,7 +210,6 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
         stop_start(error)
     if spec.runs_model and AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
-    stream_by_token()
     with rewritten(args, config):
         made = original(args, *others, **kwargs)
     return _marked(made, args, spec, options, learnt, shape)
@@ -218,7 +218,9 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
 def _marked(
     made: Any, args: Any, spec: MethodSpec, options: PluginOptions, learnt: tuple[int, ...], shape: str, head: int = 0
 ) -> Any:  # fmt: skip
-    """A SpeculativeConfig with our data. Arguments: see `Configured`."""
+    """A SpeculativeConfig with our data, and the front end's hooks. Arguments: see `Configured`."""
+    stream_by_token()
+    take_predictions()
     given = options.model_dump(mode="json", exclude_none=True)
     graph_mode_given = args.compilation_config.cudagraph_mode is not None
     setattr(made, ATTRIBUTE, Configured(spec.name, given, learnt, graph_mode_given, shape, head))
@@ -260,7 +262,6 @@ def _with_head(
             setattr(made, SCHEDULE, rows)
     except ConfigError as error:
         stop_start(error)
-    stream_by_token()
     return _marked(made, args, spec, options, learnt, shape, own)
 
 
