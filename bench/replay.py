@@ -2,6 +2,7 @@
 
     python bench/replay.py --trace FILE --tokenizer DIR --budget 4 8 16 32 --drafter sssd paper suffix lookup --json OUT
     python bench/replay.py --long --tokenizer DIR --drafter sssd suffix --json OUT
+    python bench/replay.py --edits --tokenizer DIR --shape chain --json OUT
     python bench/replay.py --sessions FILE --tokenizer DIR --drafter sssd suffix --shape chain tree --json OUT
 
 Rivals: prompt lookup; ArcticInference's suffix decoding (built by `bench/arctic.sh`) with opened limits (`suffix`) and
@@ -11,8 +12,10 @@ have no datastore; `paper-store` sees only the last four tokens of a request.
 Greedy verification accepts exactly the draft tokens that equal the target's own continuation, so a recorded answer of
 any model determines what is accepted. A step yields the longest drafted path that equals the continuation, plus one
 token; the budget includes the root. The outputs of the first 605 rows are the datastore; the other rows are replayed,
-up to 512 tokens. --long replays answers that copy, or edit, 600 tokens of a prompt from Python's library. --sessions
-replays every assistant turn after all text before it; drafters start empty and learn each turn.
+up to 512 tokens. --long replays answers that copy, or edit, 600 tokens of a prompt from Python's library. --edits
+replays answers that are a file of it with one to five lines changed, by what the prompt shows and what the client sends
+as `prediction`. --sessions replays every assistant turn after all text before it; drafters start empty and learn each
+turn.
 """
 
 import argparse
@@ -28,14 +31,14 @@ from bench.lib.results import write_json
 from bench.lib.rivals import CHAINS_ONLY, LIMITS, Cell, DraftFunction, Tokens, lookup, suffix
 from bench.lib.tables import pivot
 from bench.lib.trace import STORE_ROWS, Row, Sessions, Trace, store_of
-from bench.scorer.long_contexts import COPY_KINDS, copies, python_sources
+from bench.scorer.long_contexts import COPY_KINDS, copies, edited_files, python_sources
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore import tokenizer
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.drafter import Drafter
 from sssd_plugin.method import LEADING, to_learn
 
-COPIES, ARCTIC = 4, "build/arctic"  # per kind and length; built by bench/arctic.sh
+COPIES, EDITS, ARCTIC = 4, 20, "build/arctic"  # per kind and length; files; built by bench/arctic.sh
 PAPER = ("paper", "paper-alone", "paper-store")
 SCORINGS = dict.fromkeys(("sssd", "sssd-alone"), "learned") | dict.fromkeys(PAPER, "paper")
 
@@ -136,6 +139,29 @@ def of_copies(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield cell._asdict() | {"kind": kind, "context": length} | replay(copies(text, length, kind, COPIES), draft)
 
 
+def of_edits(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row per drafter, prompt and prediction."""
+    encoder = tokenizer.load(arguments.tokenizer)
+
+    def encoded(text: str) -> Tokens:
+        return np.array(encoder.encode(text, add_special_tokens=False).ids, np.int32)
+
+    edits = [tuple(map(encoded, edit)) for edit in edited_files(EDITS)]
+    asks = {"task": "Change this file.\n", "task and file": "Change this file.\n```\n{}\n```\n"}
+    for cell, shown, given in product(cells(arguments), asks, ("none", "file", "another file")):
+        drafter = Drafter(vocab_size=encoder.get_vocab_size(), max_nodes=cell.budget, weights=arguments.weights)
+        draft, steps, produced = drafting(drafter, cell.budget, cell.shape), 0, 0
+        for number, (file, answer) in enumerate(edits):
+            before, after = map(encoded, (*asks[shown].split("{}"), "")[:2])
+            prompt = np.concatenate([before, file, after] if "{}" in asks[shown] else [before])
+            sent = {"none": file[:0], "file": file, "another file": edits[number - 1][0]}[given]
+            drafter.predict(f"{number} 0", prompt, sent)
+            found = replay([(prompt, answer)], draft, name=str(number))
+            steps, produced = steps + found["steps"], produced + found["output_tokens"]
+        row = cell._asdict() | {"prompt": shown, "prediction": given, "tokens_per_step": round(produced / steps, 4)}
+        yield row | {"edits": len(edits), "output_tokens": produced, "steps": steps}
+
+
 def learning(vocab_size: int) -> tuple[LiveStore, Callable[[Tokens, Tokens], None]]:
     """Return an empty store, and the function that lets it learn a prompt with its answer."""
     live = LiveStore(vocab_size, isolation="shared")
@@ -171,6 +197,7 @@ def main() -> int:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--trace", type=Path, nargs="+", help='JSONL with "prompt" and "output"')
     what.add_argument("--sessions", type=Path, nargs="+", help='JSONL with "session" and "messages"')
+    what.add_argument("--edits", action="store_true", help="files with a few lines changed, and predictions")
     what.add_argument("--long", action="store_true", help="copies and edits of long prompts")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 8_000, 32_000, 128_000], help="of --long")
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
@@ -183,10 +210,13 @@ def main() -> int:
     if min(arguments.budget) < 1:
         parser.error("--budget must be at least 1 (the root)")
     sys.path.append(ARCTIC)
-    data, across = arguments.trace or arguments.sessions or [], "context" if arguments.long else "budget"
+    data = arguments.trace or arguments.sessions or []
+    across = "context" if arguments.long else "prediction" if arguments.edits else "budget"
     try:
         if arguments.long:
             form, results = "drafter={drafter} | shape={shape} | kind={kind}", list(of_copies(arguments))
+        elif arguments.edits:
+            form, results = "drafter={drafter} | shape={shape} | prompt={prompt}", list(of_edits(arguments))
         elif arguments.sessions:
             form = "sessions={file} | drafter={drafter} | limits={limits} | shape={shape}"
             results = [row for path in data for row in of_sessions(path, arguments)]

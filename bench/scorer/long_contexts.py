@@ -106,3 +106,19 @@ def copies(text: Tokens, length: int, kind: str, number: int) -> list[Row]:
         prompt, part = np.concatenate([prompt, part[:begun]]), part[begun:]
         made.append((prompt, edit(part, how, share, prompt, np.random.default_rng(i))))
     return made
+
+
+def edited_files(number: int, seed: int = 0) -> list[tuple[str, str]]:
+    """Files of Python's library of 100 to 300 lines, each with what it is once one to five of its lines are changed:
+    replaced by a line of another file, deleted, or followed by one."""
+    rng, found = np.random.default_rng(seed), []
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = [path.read_text("utf-8", "ignore").splitlines(keepends=True) for path in paths]
+    texts = [lines for lines in texts if 100 <= len(lines) <= 300]
+    for i in rng.permutation(len(texts))[:number].tolist():
+        lines, others = [*texts[i]], texts[i - 1]
+        for at in sorted(rng.choice(len(lines), rng.integers(1, 6), replace=False).tolist(), reverse=True):
+            new = [] if (how := EDITS[rng.integers(3)]) == "delete" else [others[rng.integers(len(others))]]
+            lines[at : at + (how != "insert")] = new
+        found.append(("".join(texts[i]), "".join(lines)))
+    return found
