@@ -187,7 +187,7 @@ def concurrency(served: Any, simulated: Any) -> Screen:
 
 @question(
     "How good are the drafts?", "drafts", "replay.json replay-paper.json replay-reference.json",
-    "replay-stores.json sessions.json long-copies.json long-copies-paper.json",
+    "replay-stores.json sessions.json long-copies.json long-copies-paper.json edits.json",
 )  # fmt: skip
 def drafts(rows: Any, paper: Any, reference: Any) -> Screen:
     names = {("sssd", "learned"): "sssd", ("suffix", None): "suffix decoding", ("lookup", None): "prompt lookup"}
