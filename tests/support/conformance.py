@@ -200,6 +200,18 @@ class Conformance:
 
         assert drafted("off") == 0 < TOKENS // 2 < drafted(["off"]) < TOKENS
 
+    def test_predictions(self, served: Served) -> None:
+        """A wrong one changes no answer."""
+        answers = served.expected[:3]
+
+        def accepted(salt: str, predictions: list[list[int]]) -> int:
+            before, each = served.counts(), [greedy(extra={"prediction": tokens}) for tokens in predictions]
+            assert served.ask(PROMPTS[:3], each, method="fixed", salt=salt) == answers
+            return (served.counts() - before)["accepted"]
+
+        wrong = accepted("wrong", [answer[::-1] for answer in answers])
+        assert accepted("right", answers) > wrong + TOKENS
+
     def test_samples_have_the_models_distribution(self, served: Served) -> None:
         """Without seeds, with n-grams and draft passes; greedy requests among them stay greedy."""
         setting, before = {"temperature": 1.5, "top_p": 0.95, "top_k": 5}, served.counts()
