@@ -71,19 +71,24 @@ class Prediction:
         """The usage of a whole response."""
         return await self.usage(response["usage"], list(_texts(response, "message").values()))
 
-    async def of_stream(self, lines: AsyncGenerator[str]) -> AsyncIterator[str]:
+    async def of_stream(self, events: AsyncGenerator[str]) -> AsyncIterator[str]:
         """Server-sent events, of which the last has usage if the client has asked for it."""
         texts = defaultdict[int, str](str)
-        async with aclosing(lines) as given:
-            async for line in given:
-                if line.startswith("data: {"):
-                    chunk = json.loads(line.removeprefix("data: "))
-                    for index, text in _texts(chunk, "delta").items():
-                        texts[index] += text
-                    if chunk.get("usage") and not chunk.get("choices"):
-                        chunk["usage"] = await self.usage(chunk["usage"], list(texts.values()))
-                        line = f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
-                yield line
+
+        async def counted(line: str) -> str:
+            if not line.startswith("data: {"):
+                return line
+            chunk = json.loads(line.removeprefix("data: "))
+            for index, text in _texts(chunk, "delta").items():
+                texts[index] += text
+            if not chunk.get("usage") or chunk.get("choices"):
+                return line
+            chunk["usage"] = await self.usage(chunk["usage"], list(texts.values()))
+            return f"data: {json.dumps(chunk, ensure_ascii=False)}"
+
+        async with aclosing(events) as given:
+            async for some in given:
+                yield "\n".join([await counted(line) for line in some.split("\n")])
 
 
 def _texts(response: dict[str, Any], message: str) -> dict[int, str]:

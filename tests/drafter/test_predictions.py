@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any
 
 import numpy as np
 import pytest
 
-from freedraft.engines.predictions import MOST, kept, text_of
+from freedraft.engines.predictions import MOST, Prediction, kept, text_of
 from freedraft.step import EngineContext
 from sssd_plugin.method import MOST_PREDICTED, SssdMethod, predicted_in
 from sssd_plugin.options import SssdOptions
@@ -89,6 +91,32 @@ def test_how_many_tokens_of_a_prediction_an_answer_has():
     assert kept(ANSWER, ANSWER) == 200 and kept(ANSWER, []) == kept([], ANSWER) == kept(ANSWER, [1, 2]) == 0
     assert kept(EDITED, ANSWER) == 60 + 80 + 40 == kept(ANSWER, EDITED)
     assert kept([5] * 50_000, [5] * 10_000 + [6] * 10_000) == 10_000
+
+
+def test_a_stream_is_what_it_was_but_for_its_usage():
+    """Several events in one piece, comments, errors, texts that look like the end of a line."""
+    chunk = {"choices": [{"index": 0, "delta": {"content": "\u2028 \n"}}], "usage": {"completion_tokens": 1}}
+    last, error = {"choices": [], "usage": {"completion_tokens": 2}}, {"error": {"message": "no"}}
+    lines = [f"data: {json.dumps(one, ensure_ascii=False)}\n\n" for one in (chunk, error, chunk, last)]
+    given = [": ping\n\n", lines[0], lines[1] + lines[2], lines[3], "data: [DONE]\n\n"]
+    asked = []
+
+    async def events():
+        for some in given:
+            yield some
+
+    async def encode(text):
+        asked.append(text)
+        return [1, 2]
+
+    async def read():
+        return [some async for some in Prediction([1, 2, 3], encode).of_stream(events())]
+
+    *found, usage, done = asyncio.run(read())
+    assert found == given[:3] and done == given[-1] and asked == ["\u2028 \n" * 2]
+    counts = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1}
+    whole = {"choices": [], "usage": {"completion_tokens": 2, "completion_tokens_details": counts}}
+    assert usage.endswith("\n\n") and json.loads(usage.removeprefix("data: ")) == whole
 
 
 def test_its_text():
