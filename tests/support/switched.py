@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 from freedraft.config import PluginOptions
 from freedraft.method import METHODS, MethodSpec
 from freedraft.metrics import Metrics
+from freedraft.on_top import OnTop
 from freedraft.step import EngineContext, Step
+from layerskip_plugin.method import LayerSkipMethod
+from sssd_plugin.method import SssdMethod
 from tests.support import repeat_drafter
 
 
@@ -66,11 +69,23 @@ class Switched:
 
 def kept_by(method: Any) -> int:
     """How many requests a method, or a part of it, still knows."""
-    parts = getattr(method, "parts", {"": method}).values()
-    every = [one for part in parts for one in (part, getattr(part, "above", ()), getattr(part, "below", ()))]
-    selections = [getattr(getattr(one, "selection", ()), "requests", ()) for one in every]
-    texts = [getattr(one, "drafter", ()) for one in every]
-    return sum(map(len, (*texts, *selections, *(getattr(one, "_running", ()) for one in every))))
+    match method:
+        case Switched():
+            return sum(map(kept_by, method.parts.values()))
+        case OnTop():
+            return kept_by(method.above) + kept_by(method.below)
+        case SssdMethod():
+            return len(method.drafter) + len(method._begun)
+        case LayerSkipMethod():
+            return len(method.selection.requests) + len(method._running)
+    return 0
+
+
+def sssd_in(method: Any) -> SssdMethod | None:
+    """The method that drafts n-grams, if this one, or the one that serves in it, does."""
+    now = method.now if isinstance(method, Switched) else method
+    now = now.above if isinstance(now, OnTop) else now
+    return now if isinstance(now, SssdMethod) else None
 
 
 SPECS = {"repeat": repeat_drafter.SPEC}

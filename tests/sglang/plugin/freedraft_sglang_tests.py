@@ -143,7 +143,7 @@ def count_work(path):
     from freedraft.engines.sglang.drafting import BatchDrafting
     from freedraft.engines.sglang.verify import TreeVerifier
     from freedraft.files import write_json_atomically
-    from tests.support.switched import by_source, kept_by
+    from tests.support.switched import by_source, kept_by, sssd_in
 
     totals = collections.Counter()
     verify, step_of, draft, finish = TreeVerifier.verify, BatchDrafting._step, BatchDrafting.draft, BatchDrafting.finish
@@ -180,8 +180,9 @@ def count_work(path):
         metrics, method = self.guarded.metrics, self.guarded.method
         for name in ("drafted", "accepted", "failures"):
             totals[name] = int(getattr(metrics, name)._value.get())
-        if not totals["failures"] and (drafter := getattr(method, "drafter", None)) is not None:
-            totals["wrong texts"] += sum(drafter.tokens(name).tolist() != text for name, text in self.texts.items())
+        if not totals["failures"] and (ngrams := sssd_in(method)) is not None:
+            tokens = ngrams.drafter.tokens
+            totals["wrong texts"] += sum(tokens(name).tolist() != text for name, text in self.texts.items())
         dict.update(totals, by_source(metrics))
         return tree
 
