@@ -49,6 +49,7 @@ def register():
         keep_states_too_early()
     take_sinks_on_cpu()
     leave_out_experts_of_others()
+    cap_logits_on_cpu()
     if os.environ.get("TREE_TEST_ADAPTERS") and multiprocessing.parent_process() is not None:  # not in the tests' own
         take_pinned_memory_on_cpu()
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle"))
@@ -96,6 +97,16 @@ def leave_out_experts_of_others():
         return kernel(layer, x.repeat_interleave(ids.shape[1], 0), one, config).view(*ids.shape, -1).sum(1)
 
     HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", of_own, HookType.AROUND)
+
+
+def cap_logits_on_cpu():
+    """Let Gemma 2 run, whose logits SGLang caps by a kernel of Triton."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def capped(logits, cap):
+        logits.div_(cap).tanh_().mul_(cap)
+
+    HookRegistry.register("sglang.srt.layers.logits_processor.fused_softcap", capped, HookType.REPLACE)
 
 
 def take_pinned_memory_on_cpu():
