@@ -26,6 +26,8 @@ LATENT |= {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok
 LATENT |= {"n_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1}
 LATENT |= {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}}
 REPEATING = {"query_pre_attn_scalar": 16, "initializer_range": 0.06}  # with more, a token is followed by itself
+# SGLang's attention in PyTorch caps nothing; logits are.
+CAPPED = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": None, "hidden_act": "gelu_pytorch_tanh"}
 AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 IMAGES = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
 
@@ -36,6 +38,7 @@ MODELS = {
     "Qwen3Moe": EXPERTS,
     "GptOss": WINDOWS | {"num_local_experts": 4, "rope_parameters": YARN, "pad_token_id": 0},
     "Gemma3": REPEATING | WINDOWS,
+    "Gemma2": REPEATING | WINDOWS | CAPPED,
     "Cohere2": WINDOWS,
     "DeepseekV2": LATENT | {"topk_method": "greedy", "n_group": 1, "topk_group": 1, "scoring_func": "softmax"},
     "DeepseekV3": LATENT | {"topk_method": "noaux_tc", "n_group": 2, "topk_group": 1, "scoring_func": "sigmoid"},

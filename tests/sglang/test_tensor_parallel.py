@@ -20,8 +20,9 @@ import pytest
 from bench.lib.servers import free_port
 from tests.sglang.conftest import GREEDY, give_up, ids, read_counts, sglang_engine
 from tests.support.conformance import PROMPTS, make_model
-from tests.support.models import continuations
+from tests.support.models import VOCAB_SIZE, continuations, save, tiny_model
 from tests.support.pages import sums
+from tests.support.prompts import random_ids
 
 ROOT, GIVEN = Path(__file__).parents[2], PROMPTS[-4:]
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -137,6 +138,20 @@ def test_two_ranks_of_n_grams_on_top_of_draft_passes(llama, tmp_path):
             assert ask(engine) == expected
     done = read_counts(counts)
     assert min(done["of passes"], done["of n-grams"]) > 0
+    assert steps(tmp_path) == steps(tmp_path, 1), "ranks disagree"
+
+
+@pytest.mark.extended
+def test_experts_of_two_ranks(tmp_path):
+    """Each has half of them."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = save(tiny_model("Qwen3Moe", seed=5, **experts), tmp_path / "model")
+    given, env = random_ids((5, 23, 40, 12), VOCAB_SIZE), {"FREEDRAFT_LIVE": "store"}
+    expected = continuations(model, given, GREEDY["max_new_tokens"])
+    with two_ranks(model, tmp_path, env=env, speculative_algorithm="sssd", ep_size=2) as engine:
+        for _ in range(2):
+            assert ids(engine.generate(input_ids=given, sampling_params=GREEDY)) == expected
+    assert sum(sum(lengths) - len(lengths) for *_, lengths, _tokens in steps(tmp_path)) > 100
     assert steps(tmp_path) == steps(tmp_path, 1), "ranks disagree"
 
 

@@ -49,7 +49,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 KIMI: dict[str, dict[str, Any]] = {
     "KimiLinear": {"num_local_experts": 4, "num_key_value_heads": 2, "first_k_dense_replace": 1, "mla_use_nope": True}
-    | {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
+    | {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
     | {"linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2], "num_heads": 2, "head_dim": 16}
        | {"short_conv_kernel_size": 4}} | EXPERTS,
 }  # fmt: skip

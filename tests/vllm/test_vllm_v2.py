@@ -170,7 +170,7 @@ def test_steps_whose_drafts_nobody_verifies(tiny_model, tmp_path):
         assert [found["0"], found["1"]] == [[answer] for answer in continuations(tiny_model, ids, length)]
         assert found["engine"]["v2"] and not found["engine"]["failures"] and found["engine"]["accepted"] > 2
     skips = "skip_drafts" in SchedulerOutput.__dataclass_fields__
-    skipped, steps = skipping["engine"]["skipped"]
+    skipped, steps, _ = skipping["engine"]["skipped"]
     assert (skipped >= 2) == skips and skipped < steps and sssd["engine"]["skipped"][0] == 0
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from v2_engines import check_images, run, start
+from v2_engines import SSSD, check_images, run, start
 from vllm_cases import class_case
 
-from tests.support.model_classes import ATTENTION, RECURRENT, by_class, save_class
+from tests.support.model_classes import ATTENTION, KIMI, RECURRENT, by_class, save_class
 from tests.support.speech import save_speech_model
 
 CHEAP = "Mixtral"
@@ -16,21 +16,23 @@ CHEAP = "Mixtral"
 ROTATED = {"custom_ops": ["-rotary_embedding"]}
 SMALL = {"skip_tokenizer_init": True, "max_model_len": 192, "max_num_seqs": 8, "compilation_config": ROTATED}
 HEARING = SMALL | {"skip_tokenizer_init": False, "max_model_len": 128}
+UNCACHED = SMALL | {"enable_prefix_caching": False}  # vLLM's platform of CPUs caches no prefixes of latent attention
 STEPS = {"seconds": [0.02, 1e-4]}  # with those of the interpreter it may find that no draft pays
 
 
-def served(model, name, cases, **few):
+def served(model, name, cases, own=(), **few):
     """What an engine without drafts says to the first case, and one with drafts, by default but for `few`, to all."""
-    given, first = (HEARING if name == "Whisper" else SMALL) | {"model": model}, next(iter(cases))
+    given = HEARING if name == "Whisper" else UNCACHED if name in KIMI else SMALL
+    given, first = given | {"model": model} | dict(own), next(iter(cases))
     drafting = given | STEPS | {"cases": cases, "speculative_config": {"method": "sssd"}}
-    script = "recurrent.py" if name in RECURRENT else "latent.py" if name.startswith("Deepseek") else "serve.py"
+    script = "recurrent.py" if name in RECURRENT | KIMI else "latent.py" if name.startswith("Deepseek") else "serve.py"
     plain, found = run(script, [given | {"cases": {first: cases[first]}}, drafting | few])
     assert found["engine"]["v2"] and not found["engine"]["failures"]
     assert min(len(set(tokens)) for tokens in plain[first]) > 2, "else most of what could go wrong would not show"
     return plain[first], found
 
 
-@pytest.mark.parametrize("name", by_class(ATTENTION | RECURRENT, [CHEAP]))
+@pytest.mark.parametrize("name", by_class(ATTENTION | RECURRENT | KIMI, [CHEAP]))
 def test_a_class_of_models(name, tmp_path, record_property):
     """The first time and again, when what was said is known: the tokens of an engine without drafts."""
     plain, found = served(save_class(name, tmp_path), name, {"first": class_case(), "again": class_case()})
@@ -61,6 +63,18 @@ def test_states_follow_what_is_accepted(mode, blocks, counted, tmp_path, record_
     assert found["engine"]["accepted"] > 20 and found["engine"][counted] > 0
     record_property("drafts", "{accepted:.0f}/{drafted:.0f}".format(**found["engine"]))
     record_property(counted, f"{found['engine'][counted]:.0f}")
+
+
+@pytest.mark.extended
+@pytest.mark.rare
+@pytest.mark.parametrize("name", ["Qwen3Next", "Lfm2"])
+def test_rows_without_drafts(name, tmp_path):
+    """Beside others with some, where a text reaches the longest one: their states are those of what was accepted."""
+    cases = {which: class_case(lengths=range(12, 16), tokens=40) for which in ("first", "again")}
+    method = SSSD | {"live": "memory"}
+    plain, found = served(save_class(name, tmp_path), name, cases, own={"max_model_len": 40}, speculative_config=method)
+    assert found["first"] == found["again"] == plain
+    assert found["engine"]["accepted"] > 100 and found["engine"]["skipped"][2] > 1
 
 
 @pytest.mark.extended

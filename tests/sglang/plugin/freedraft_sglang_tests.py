@@ -48,6 +48,8 @@ def register():
     if os.environ.get("TREE_TEST_STATES"):
         keep_states_too_early()
     take_sinks_on_cpu()
+    leave_out_experts_of_others()
+    cap_logits_on_cpu()
     if os.environ.get("TREE_TEST_ADAPTERS") and multiprocessing.parent_process() is not None:  # not in the tests' own
         take_pinned_memory_on_cpu()
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle"))
@@ -80,6 +82,31 @@ def take_sinks_on_cpu():
     from sglang.srt.arg_groups import model_hook
 
     model_hook.attention_backends_of = lambda _: ("intel_amx", "intel_amx")
+
+
+def leave_out_experts_of_others():
+    """Let experts be split between ranks: SGLang's kernel of experts in PyTorch takes all chosen ones to be the rank's
+    own, and -1, which stands for those of others, to be an index."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def of_own(kernel, layer, x, chosen, config):
+        ids, weights = chosen.topk_ids, chosen.topk_weights
+        if not (away := ids < 0).any():
+            return kernel(layer, x, chosen, config)
+        one = chosen._replace(topk_ids=ids.clamp(0).view(-1, 1), topk_weights=weights.masked_fill(away, 0).view(-1, 1))
+        return kernel(layer, x.repeat_interleave(ids.shape[1], 0), one, config).view(*ids.shape, -1).sum(1)
+
+    HookRegistry.register("sglang.srt.layers.moe.fused_moe_native.moe_forward_native", of_own, HookType.AROUND)
+
+
+def cap_logits_on_cpu():
+    """Let Gemma 2 run, whose logits SGLang caps by a kernel of Triton."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def capped(logits, cap):
+        logits.div_(cap).tanh_().mul_(cap)
+
+    HookRegistry.register("sglang.srt.layers.logits_processor.fused_softcap", capped, HookType.REPLACE)
 
 
 def take_pinned_memory_on_cpu():

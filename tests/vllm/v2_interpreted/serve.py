@@ -123,12 +123,15 @@ def note_reads():
 
 
 def note_skipped():
-    """In how many steps vLLM 0.33 has no drafts made, since no request of the step could verify them."""
-    counts = [0, 0]
+    """In how many steps vLLM 0.33 has no drafts made, since no request of the step could verify them; how many there
+    are; and in how many some rows have drafts and others a token alone."""
+    counts = [0, 0, 0]
 
     def scheduled(output, *args):
         counts[0] += bool(getattr(output, "skip_drafts", False))
         counts[1] += 1
+        drafts, tokens = output.scheduled_spec_decode_tokens, output.num_scheduled_tokens
+        counts[2] += bool(drafts) and any(tokens[name] == 1 and name not in drafts for name in tokens)
 
     after(Scheduler, "schedule", scheduled)
     return counts
