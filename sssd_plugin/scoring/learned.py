@@ -26,9 +26,9 @@ from sssd_plugin.scoring.ranges import advance, find_many
 from sssd_plugin.scoring.views import Store, Tree, add_node, store_of, write_context
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root (at the root MAX_SAMPLES)
-FEW_NODES = 16  # larger trees use more candidates and samples
+FEW_NODES = 16  # larger trees use more candidates and samples, and look for them longer
 FEW_CANDIDATES, CHAIN_CANDIDATES = 10, 3
-SURE = 0.95  # share of a copy's score from which on nothing else is looked at
+SURE = 0.95  # share of a copy's score from which on chains look at nothing else; trees hold the other tokens, too
 CHOICE, CHAIN_CHOICE = 0.015, 0.03  # path scores below which drafts are only copied on
 FLOOR = 0.002  # path score below which nothing is drafted any more
 STORE_DISCOUNT = 0.7
@@ -185,7 +185,7 @@ def effort_of(max_nodes, chain):
         return FEW_CANDIDATES, CHAIN_CANDIDATES, DEEP_SAMPLES, CHAIN_CHOICE
     if max_nodes <= FEW_NODES:
         return FEW_CANDIDATES, FEW_CANDIDATES, DEEP_SAMPLES, CHOICE
-    return SHORTLIST, SHORTLIST, 2 * DEEP_SAMPLES, CHOICE
+    return SHORTLIST, SHORTLIST, 2 * DEEP_SAMPLES, CHOICE / 2
 
 
 @compiled(nogil=True, inline="always")
@@ -255,7 +255,8 @@ def draft_tree(sources, weights, limits, tree, scratch):
             if place.text == NOWHERE:
                 parent = tree.parents[current] if current > 0 else root_parent
                 filled = look_back(sources, tree, scratch, current, parent)
-                _place(sources, copies, tree, scratch, current, filled, effort[3])
+                if chain or path_scores[current] < effort[3]:
+                    _place(sources, copies, tree, scratch, current, filled, effort[3])
             if place.text != NOWHERE:
                 token, value = next_token(sources.request, table, place), path_scores[current] * share_of(place, copies)
                 if token >= 0:

@@ -457,7 +457,7 @@ class Oracle:
         copies = {0: Copies.of_root(self.store, self.request)}
         frontier: list[tuple[float, int, int]] = []  # (score, parent, token), best first
         places: dict[int, Place] = {}
-        choice = 0.03 if chain else 0.015
+        choice = 0.03 if chain else 0.015 if self.max_nodes <= 16 else 0.0075
         while len(tree.tokens) < self.max_nodes:
             room = self.max_nodes - len(tree.tokens)
             base = tree.scores[current]
@@ -469,7 +469,10 @@ class Oracle:
                 if place is None:
                     if current:
                         copies[current] = copies[tree.parents[current]].child(self.store, self.request, context)
-                    place = place_of(self.store, self.request, context, copies[current], self.weights, base < choice)
+                    if chain or base < choice:
+                        place = place_of(
+                            self.store, self.request, context, copies[current], self.weights, base < choice
+                        )
                     if (place.share(self.weights.copies) if place else 0) < SURE and base >= choice:
                         place = None
                 if place is not None:
