@@ -28,8 +28,7 @@ from sssd_plugin.scoring.views import Store, Tree, add_node, store_of, write_con
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root (at the root MAX_SAMPLES)
 FEW_NODES = 16  # larger trees use more candidates and samples, and look for them longer
 FEW_CANDIDATES, CHAIN_CANDIDATES = 10, 3
-SURE = 0.95  # share of a copy's score from which on chains look at nothing else; trees hold the other tokens, too
-CHOICE, CHAIN_CHOICE = 0.015, 0.03  # path scores below which drafts are only copied on
+CHOICE, CHAIN_CHOICE = 0.015, 0.03  # path scores below which drafts are only copied on; chains: that a copy may lose
 FLOOR = 0.002  # path score below which nothing is drafted any more
 STORE_DISCOUNT = 0.7
 REQUEST_DISCOUNT = 0.4
@@ -209,8 +208,8 @@ def expand(sources, weights, scratch, node, parent, effort, filled):
 
 @compiled(nogil=True, inline="always")
 def _place(sources, copies, tree, scratch, node, filled, choice):
-    """Write the place that a node is copied on from, the surer one of request and store; NOWHERE if it is in doubt, and
-    the path's score at least `choice`: then only long matches are looked at."""
+    """Write the place that a node is copied on from, the surer one of request and store; NOWHERE if `choice` of score
+    or more may be lost by it. If the path's score is not less, only long matches are looked at."""
     place, other, request = scratch.places[node], scratch.place[0], sources.request
     any_length = scratch.path_scores[node] < choice
     find_in_request(
@@ -221,7 +220,7 @@ def _place(sources, copies, tree, scratch, node, filled, choice):
     if share_of(other, copies) > share:
         scratch.places[node] = other
         share = share_of(other, copies)
-    if share < SURE and not any_length:
+    if scratch.path_scores[node] * (1.0 - share) >= choice:
         place.text = NOWHERE
 
 
@@ -255,7 +254,7 @@ def draft_tree(sources, weights, limits, tree, scratch):
             if place.text == NOWHERE:
                 parent = tree.parents[current] if current > 0 else root_parent
                 filled = look_back(sources, tree, scratch, current, parent)
-                if chain or path_scores[current] < effort[3]:
+                if path_scores[current] < effort[3] or (chain and scratch.alignments[current, 0, 0] == 0):
                     _place(sources, copies, tree, scratch, current, filled, effort[3])
             if place.text != NOWHERE:
                 token, value = next_token(sources.request, table, place), path_scores[current] * share_of(place, copies)
