@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
-
 from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at
 from sssd_plugin.recycled_logits import SCALE, Recycled
@@ -262,11 +260,7 @@ def draft_tree(sources, weights, limits, tree, scratch):
                     pending = _insert(frontier, pending, capacity, value, current, token, kind_of(place))
             elif path_scores[current] >= effort[3]:
                 m, kind = expand(sources, weights, scratch, current, parent, effort, filled)
-                first = 0
-                if chain and m > 0:
-                    first = int(np.argmax(probabilities[:m]))
-                    m = first + 1
-                for i in range(first, m):
+                for i in range(m):
                     value = path_scores[current] * probabilities[i]
                     pending = _insert(frontier, pending, capacity, value, current, candidates[shortlist[i]].token, kind)
         if pending == 0:
