@@ -94,13 +94,14 @@ class Method:
         self.update(step)
         controller.budget, verifies = 0, step.capacities.any()
         max_draft_len = controller.plan(step) if verifies or self.on_host else 0
-        self.unmatched, chosen = np.zeros(step.batch_size, np.bool_), controller.chosen
-        asked = step if chosen is None else replace(step, capacities=step.capacities * chosen)
-        draft = self.propose(asked, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
+        if max_draft_len and self.on_host and controller.chosen is not None:
+            step = replace(step, capacities=step.capacities * controller.chosen)
+        self.unmatched = np.zeros(step.batch_size, np.bool_)
+        draft = self.propose(step, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
         if max_draft_len and self.on_host:
-            self.unmatched = (draft.counts <= 1) & (chosen is None or chosen)
+            self.unmatched = (draft.counts <= 1) & (step.capacities > 0)
         if verifies:
-            draft.limit(asked.capacities, step.trees)
+            draft.limit(step.capacities, step.trees)
         if max_draft_len:
             controller.cut(draft)
         controller.done(step)

@@ -56,7 +56,7 @@ def test_requests_that_are_not_chosen_are_not_looked_up(monkeypatch: pytest.Monk
     assert one.draft(step).counts.tolist() == [8, 8, 0]
     monkeypatch.setattr(one.controller, "chosen", np.array([False, True, True]))
     assert one.draft(step).counts.tolist() == [0, 8, 0]
-    assert one.unmatched.tolist() == [False, False, True] and step.capacities.tolist() == [7, 7, 0]
+    assert one.unmatched.tolist() == [False, False, False] and step.capacities.tolist() == [7, 7, 0]
     one.close()
 
 
