@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, final
 
@@ -94,10 +94,12 @@ class Method:
         self.update(step)
         controller.budget, verifies = 0, step.capacities.any()
         max_draft_len = controller.plan(step) if verifies or self.on_host else 0
+        if max_draft_len and self.on_host and controller.chosen is not None:
+            step = replace(step, capacities=step.capacities * controller.chosen)
         self.unmatched = np.zeros(step.batch_size, np.bool_)
         draft = self.propose(step, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
         if max_draft_len and self.on_host:
-            self.unmatched = draft.counts <= 1
+            self.unmatched = (draft.counts <= 1) & (step.capacities > 0)
         if verifies:
             draft.limit(step.capacities, step.trees)
         if max_draft_len:

@@ -203,7 +203,10 @@ class SssdMethod(Method):
 
     def propose(self, step: Step, max_draft_len: int) -> DraftBatch:
         shape: Shape = "tree" if step.trees.any() and self.options.shape != "chain" else "chain"
-        return self.drafter.draft(step.request_ids, max_nodes=max_draft_len + 1, shape=shape)
+        ids, wanted = step.request_ids, step.capacities > 0
+        if wanted.any() and not wanted.all():  # no request has this id
+            ids = [request_id if own else "" for request_id, own in zip(ids, wanted.tolist(), strict=True)]
+        return self.drafter.draft(ids, max_nodes=max_draft_len + 1, shape=shape)
 
     def close(self) -> None:
         super().close()

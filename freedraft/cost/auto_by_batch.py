@@ -26,7 +26,7 @@ from freedraft.step import Step
 _ENOUGH, _RATE = 2, 0.02  # times of a cell that are enough to use them alone; minimum weight of a new one
 _PRICE_EVERY = 4  # steps per range of batch sizes
 _MARGIN = 0.995  # share of the best ratio at which a shorter length is preferred
-_HIDDEN = 0.25  # share of a step that drafting takes at most beside a head's
+_SHARE = 0.25  # of a step that drafting takes at most; beside a head's passes, it is hidden up to it
 _REQUESTS = 2.0  # memory of expected acceptance, in requests
 
 # SSSD's chains on recorded answers of Llama-3.1-8B (bench/results/replay.json): tokens per step by nodes of a draft
@@ -81,6 +81,7 @@ class BatchLengths(Controller):
         self._newest: tuple[DraftBatch, int, NDArray[np.float64]] | None = None
         self._verified = 0  # draft tokens of it that are verified
         self._step_seconds, self._asked = 1.0, 0
+        self._drafting_seconds = 1e-9  # per request that was drafted for
         # For `settle`: the last step; its draft, draft tokens per request asked for, and seconds of drafting
         self._step: Step | None = None
         self._cut: tuple[DraftBatch, int, float] | None = None
@@ -99,8 +100,12 @@ class BatchLengths(Controller):
         return not (acceptance.follows or acceptance.rises) and self.probes.take_rest()
 
     def plan(self, step: Step) -> int:
-        self.measured.began = self.measured.clock()
+        self.measured.began, self.chosen = self.measured.clock(), None
         if step.capacities.any():
+            most, n = max(1, int(_SHARE * self._step_seconds / self._drafting_seconds)), step.batch_size
+            if most < n:  # best are those that accepted drafts, worst those that rejected them
+                worth = self.probes.random.random(n) + np.where(step.drafted > 0, 2 * step.accepted - 1, 0)
+                self.chosen = worth >= np.sort(worth)[-most]
             self._asked = min(self.max_draft_tokens, int(step.capacities.max()))
             self.budget = step.batch_size * self._asked
         else:
@@ -111,7 +116,9 @@ class BatchLengths(Controller):
 
     def cut(self, draft: DraftBatch) -> None:
         """Cuts nothing: the engine has decided the length."""
-        self._cut = draft, self._asked, self.measured.clock() - self.measured.began
+        seconds = self.measured.clock() - self.measured.began
+        self._drafting_seconds = max(seconds, 1e-9) / max(1, int((draft.counts > 0).sum()))
+        self._cut = draft, self._asked, seconds
 
     def settle(self) -> None:
         """Learn from the step that `learn` was given, then from the draft that `cut` was. Both must not have changed;
@@ -130,7 +137,7 @@ class BatchLengths(Controller):
         if cut is not None:
             draft, asked, seconds = cut
             draft = draft.copy()
-            if not self.head or seconds > _HIDDEN * self._step_seconds:  # else it is hidden behind the head's passes
+            if not self.head or seconds > _SHARE * self._step_seconds:  # else it is hidden behind the head's passes
                 self.probes.begin_rest(seconds, self._step_seconds)
             self.measured.acceptance.follow(draft)
             self._newest = draft, asked, self._expected(draft, asked)

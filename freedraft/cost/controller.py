@@ -36,6 +36,7 @@ class Controller(ABC):
 
     Attributes:
         budget: draft tokens allowed in the last step, over the whole batch.
+        chosen: bool [B], by `plan`: requests to draft for; None for all.
         speedup: estimated tokens per second over plain decoding; NaN without an estimate.
     """
 
@@ -48,6 +49,7 @@ class Controller(ABC):
         self.profile, self.max_draft_tokens, self.measured, self.head = profile, max_draft_tokens, measured, head
         self.widths = None if widths is None else np.array(widths, np.int32)
         self.budget = 0
+        self.chosen: NDArray[np.bool_] | None = None
 
     def max_tokens_per_request(self, batch_size: int) -> int:
         """By the profile's caps."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-import numpy as np
-
 from freedraft.compiled import compiled
 from sssd_plugin.pointers import int32_at
 from sssd_plugin.recycled_logits import SCALE, Recycled
@@ -26,10 +24,9 @@ from sssd_plugin.scoring.ranges import advance, find_many
 from sssd_plugin.scoring.views import Store, Tree, add_node, store_of, write_context
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root (at the root MAX_SAMPLES)
-FEW_NODES = 16  # larger trees use more candidates and samples
+FEW_NODES = 16  # larger trees use more candidates and samples, and look for them longer
 FEW_CANDIDATES, CHAIN_CANDIDATES = 10, 3
-SURE = 0.95  # share of a copy's score from which on nothing else is looked at
-CHOICE, CHAIN_CHOICE = 0.015, 0.03  # path scores below which drafts are only copied on
+CHOICE, CHAIN_CHOICE = 0.015, 0.03  # path scores below which drafts are only copied on; chains: that a copy may lose
 FLOOR = 0.002  # path score below which nothing is drafted any more
 STORE_DISCOUNT = 0.7
 REQUEST_DISCOUNT = 0.4
@@ -185,7 +182,7 @@ def effort_of(max_nodes, chain):
         return FEW_CANDIDATES, CHAIN_CANDIDATES, DEEP_SAMPLES, CHAIN_CHOICE
     if max_nodes <= FEW_NODES:
         return FEW_CANDIDATES, FEW_CANDIDATES, DEEP_SAMPLES, CHOICE
-    return SHORTLIST, SHORTLIST, 2 * DEEP_SAMPLES, CHOICE
+    return SHORTLIST, SHORTLIST, 2 * DEEP_SAMPLES, CHOICE / 2
 
 
 @compiled(nogil=True, inline="always")
@@ -209,8 +206,8 @@ def expand(sources, weights, scratch, node, parent, effort, filled):
 
 @compiled(nogil=True, inline="always")
 def _place(sources, copies, tree, scratch, node, filled, choice):
-    """Write the place that a node is copied on from, the surer one of request and store; NOWHERE if it is in doubt, and
-    the path's score at least `choice`: then only long matches are looked at."""
+    """Write the place that a node is copied on from, the surer one of request and store; NOWHERE if `choice` of score
+    or more may be lost by it. If the path's score is not less, only long matches are looked at."""
     place, other, request = scratch.places[node], scratch.place[0], sources.request
     any_length = scratch.path_scores[node] < choice
     find_in_request(
@@ -221,7 +218,7 @@ def _place(sources, copies, tree, scratch, node, filled, choice):
     if share_of(other, copies) > share:
         scratch.places[node] = other
         share = share_of(other, copies)
-    if share < SURE and not any_length:
+    if scratch.path_scores[node] * (1.0 - share) >= choice:
         place.text = NOWHERE
 
 
@@ -255,18 +252,15 @@ def draft_tree(sources, weights, limits, tree, scratch):
             if place.text == NOWHERE:
                 parent = tree.parents[current] if current > 0 else root_parent
                 filled = look_back(sources, tree, scratch, current, parent)
-                _place(sources, copies, tree, scratch, current, filled, effort[3])
+                if path_scores[current] < effort[3] or (chain and scratch.alignments[current, 0, 0] == 0):
+                    _place(sources, copies, tree, scratch, current, filled, effort[3])
             if place.text != NOWHERE:
                 token, value = next_token(sources.request, table, place), path_scores[current] * share_of(place, copies)
                 if token >= 0:
                     pending = _insert(frontier, pending, capacity, value, current, token, kind_of(place))
             elif path_scores[current] >= effort[3]:
                 m, kind = expand(sources, weights, scratch, current, parent, effort, filled)
-                first = 0
-                if chain and m > 0:
-                    first = int(np.argmax(probabilities[:m]))
-                    m = first + 1
-                for i in range(first, m):
+                for i in range(m):
                     value = path_scores[current] * probabilities[i]
                     pending = _insert(frontier, pending, capacity, value, current, candidates[shortlist[i]].token, kind)
         if pending == 0:

@@ -1,8 +1,7 @@
 """Places in earlier text from which a draft is copied on, token by token, without the network.
 
-A copy is followed where a long match leaves no doubt, and where so little of a path's score is left that choosing costs
-more than it brings. Its scores are shares of earlier copies that went on, by source, agreement and length of the match:
-`Weights.copies`, [ROWS, MAX_MATCH + 1].
+A copy is followed where it may lose so little of a path's score that choosing costs more than it brings. Its scores are
+shares of earlier copies that went on, by source, agreement and length: `Weights.copies`, [ROWS, MAX_MATCH + 1].
 """
 
 from __future__ import annotations
@@ -63,23 +62,16 @@ def find_in_store(table, ranges, many, any_length, place):
     """Write the place of the longest context of a node in the store: in the middle of its range, where the likeliest
     next token probably is; any_length: also of four tokens or fewer. ranges: int32 [J, STORE_ORDERS + 1, 2]. The text
     is NOWHERE if there is none."""
-    k, length, j = (MANY, many, 0) if many > 0 else (STORE_ORDERS - 1, STORE_ORDERS, 0)
-    if many == 0 and not any_length:
-        k = -1
-    while k >= 0:
-        j = len(table) - 1
-        while j >= 0 and ranges[j, k, 0] >= ranges[j, k, 1]:
-            j -= 1
-        if j >= 0:
-            break
-        k, length = (STORE_ORDERS - 1, STORE_ORDERS) if k == MANY else (k - 1, k)
-    if k < 0:
-        _set(place, NOWHERE, 0, 0, 0, 0)
-        return
-    text, suffixes = suffixes_of(table, j)
-    lo, hi = np.int64(ranges[j, k, 0]), np.int64(ranges[j, k, 1])
-    agree = text[suffixes[lo] + length] == text[suffixes[hi - 1] + length]  # they are sorted
-    _set(place, j, np.int64(suffixes[(lo + hi) // 2]) + length - 1, length, 2 + agree, 0)
+    for k in range(MANY if many > 0 else STORE_ORDERS - 1, -1 if any_length else STORE_ORDERS - 1, -1):
+        length = many if k == MANY else k + 1
+        for j in range(len(table) - 1, -1, -1):
+            lo, hi = np.int64(ranges[j, k, 0]), np.int64(ranges[j, k, 1])
+            if lo < hi:
+                text, suffixes = suffixes_of(table, j)
+                agree = text[suffixes[lo] + length] == text[suffixes[hi - 1] + length]  # they are sorted
+                _set(place, j, np.int64(suffixes[(lo + hi) // 2]) + length - 1, length, 2 + agree, 0)
+                return
+    _set(place, NOWHERE, 0, 0, 0, 0)
 
 
 @compiled(nogil=True)

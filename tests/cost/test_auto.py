@@ -203,6 +203,34 @@ def test_n_grams_beside_the_passes_of_a_head_are_looked_up_after_every_step(
     assert found == most if most == 100 else 0 < found <= most
 
 
+def test_drafting_never_takes_more_than_a_quarter_of_a_step() -> None:
+    """At 1 ms per request, 5 of 16 in a step of 20 ms: those that accepted drafts before those that had none, these
+    before those that rejected them."""
+    now, kept = [0.0], list[np.ndarray]()
+    lengths = BatchLengths(Measured(ROOFLINE, clock=lambda: now[0]), (1, 3, 7))
+    lengths.record_step(16, 16, 100.0, 0.02)
+    for number in range(60):
+        drafted = kept[-1] if kept else np.zeros(16, np.bool_)
+        gained = [[9, 9, 99] if drafted[b] and b % 4 == 0 else [99] for b in range(16)]
+        step = make_step([f"{b}" for b in range(16)], gained, capacities=7, drafted=7 * drafted)
+        lengths.learn(step)
+        assert lengths.plan(step) == 7
+        if number:
+            assert lengths.chosen is not None and lengths.chosen.sum() == 5
+            kept.append(lengths.chosen)
+        draft = chains([[0.5] * 7] * 16)
+        draft.counts[:] = 8 if lengths.chosen is None else 8 * lengths.chosen
+        now[0] += 2.0**-10 * np.count_nonzero(draft.counts)
+        lengths.cut(draft)
+        lengths.settle()
+    times = np.array(kept).sum(0)
+    assert (times[::4] > 40).all(), "what accepts stays"
+    assert (times[np.arange(16) % 4 > 0] > 0).all(), "each is tried"
+    lengths.record_step(16, 16, 100.0, 1.0)
+    lengths.plan(step)
+    assert lengths.chosen is None
+
+
 def test_another_length_than_the_heads_must_win_by_three_percent() -> None:
     lengths = on_top(15, 10)
     tokens = lengths.tokens()

@@ -91,7 +91,7 @@ def evenly(items: list, most: int) -> list:
 OCCURRENCES, MAX_CANDIDATES = 64, 256
 LONG_ORDERS = (4, 5, 6, 8, 16, 32)  # tokens that a match of the request's last four has at least
 ROOT_SAMPLES, EXPAND_MARGIN = 64, 0.7
-SURE, FLOOR = 0.95, 0.002  # of a copy; of a path
+FLOOR = 0.002  # of a path
 # L(c, N) = ln(c + 0.1) - ln(N + 1). By numpy's vectorised log, which may differ from math.log in the last bit.
 LOG_MATCH = np.log(np.maximum(np.arange(65), 6) / 6)
 LOG_COUNT, LOG_TOTAL = np.log(np.arange(512) + 0.1), np.log(np.arange(512) + 1.0)
@@ -457,7 +457,7 @@ class Oracle:
         copies = {0: Copies.of_root(self.store, self.request)}
         frontier: list[tuple[float, int, int]] = []  # (score, parent, token), best first
         places: dict[int, Place] = {}
-        choice = 0.03 if chain else 0.015
+        choice = 0.03 if chain else 0.015 if self.max_nodes <= 16 else 0.0075
         while len(tree.tokens) < self.max_nodes:
             room = self.max_nodes - len(tree.tokens)
             base = tree.scores[current]
@@ -469,8 +469,11 @@ class Oracle:
                 if place is None:
                     if current:
                         copies[current] = copies[tree.parents[current]].child(self.store, self.request, context)
-                    place = place_of(self.store, self.request, context, copies[current], self.weights, base < choice)
-                    if (place.share(self.weights.copies) if place else 0) < SURE and base >= choice:
+                    if base < choice or (chain and not copies[current].alignments):
+                        place = place_of(
+                            self.store, self.request, context, copies[current], self.weights, base < choice
+                        )
+                    if place is not None and base * (1.0 - place.share(self.weights.copies)) >= choice:
                         place = None
                 if place is not None:
                     places[current], token = place, place.following()

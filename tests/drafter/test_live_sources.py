@@ -49,6 +49,17 @@ def serve(method: SssdMethod, name: str, prompt: list[int], output: list[int], k
     return drafted[0] if drafted else []
 
 
+def test_requests_that_are_not_chosen_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count as undrafted for their cost, and the others get the same drafts."""
+    one, text = method(live="off"), [1, 2, 3, 4, 5, 6] * 4
+    step = make_step(["a", "b", "c"], [[6]] * 3, capacities=[7, 7, 0], trees=True, texts=[text] * 3)
+    assert one.draft(step).counts.tolist() == [8, 8, 0]
+    monkeypatch.setattr(one.controller, "chosen", np.array([False, True, True]))
+    assert one.draft(step).counts.tolist() == [0, 8, 0]
+    assert one.unmatched.tolist() == [False, False, False] and step.capacities.tolist() == [7, 7, 0]
+    one.close()
+
+
 def test_it_learns_from_finished_requests() -> None:
     one = method(isolation="shared")
     image = [2**31 - 1]  # no token of the vocabulary
