@@ -48,6 +48,8 @@ def register():
     if os.environ.get("TREE_TEST_STATES"):
         keep_states_too_early()
     take_sinks_on_cpu()
+    if os.environ.get("TREE_TEST_ATTENTION_RANKS") and multiprocessing.parent_process() is not None:
+        take_attention_ranks_on_cpu()
     if os.environ.get("TREE_TEST_ADAPTERS") and multiprocessing.parent_process() is not None:  # not in the tests' own
         take_pinned_memory_on_cpu()
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle"))
@@ -80,6 +82,20 @@ def take_sinks_on_cpu():
     from sglang.srt.arg_groups import model_hook
 
     model_hook.attention_backends_of = lambda _: ("intel_amx", "intel_amx")
+
+
+def take_attention_ranks_on_cpu():
+    """Let DP attention run here, with SGLang's own code for one kind of CPU: copies and collectives of torch in place of
+    its kernels. Its backend of a CPU does not tell the length of the requests that pad a batch, 1 on all others."""
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.model_executor import forward_batch_info
+
+    for module in (parallel_state, dp_attention, forward_batch_info):
+        module._is_cpu = True
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
 
 
 def take_pinned_memory_on_cpu():
