@@ -57,12 +57,11 @@ def context_of_worker(target_worker: Any, widths: tuple[int, ...], head: int) ->
     `EngineContext`."""
     from sglang.srt.runtime_context import get_parallel
 
-    ranks = get_parallel()
-    replica = (ranks.dp_rank or 0) * ranks.attn_dp_size + ranks.attn_dp_rank
+    replica, together = get_parallel().dp_rank or 0, get_parallel().attn_dp_size > 1
     runner, tokenizer = target_worker.model_runner, target_worker.tokenizer
     return EngineContext(
         hf_config=published_config(runner.server_args), vocab_size=runner.model_config.vocab_size,
-        max_draft_tokens=widths[-1] - 1, **sizes(widths, together=ranks.attn_dp_size > 1), head=head,
+        max_draft_tokens=widths[-1] - 1, **sizes(widths, together=together), head=head,
         dtype=str(runner.model_config.dtype).removeprefix("torch."), kv_dtype=str(runner.kv_cache_dtype),
         page_size=runner.page_size, tensor_parallel=runner.server_args.tp_size, rank=replica, gives_logits=head == 0,
         device=CPU if runner.device == "cpu" else None, hardware=hardware_name(str(runner.device)),

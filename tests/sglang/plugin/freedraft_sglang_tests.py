@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -86,12 +87,20 @@ def take_sinks_on_cpu():
 
 def take_attention_ranks_on_cpu():
     """Let DP attention run here, with SGLang's own code for one kind of CPU: copies and collectives of torch in place of
-    its kernels. Its backend of a CPU does not tell the length of the requests that pad a batch, 1 on all others."""
+    its kernels. Its backend of a CPU does not tell the length of the requests that pad a batch, 1 on all others; its
+    experts in torch do not know that some are elsewhere."""
     from sglang.srt.distributed import parallel_state
     from sglang.srt.layers import dp_attention
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.layers.moe import fused_moe_native
     from sglang.srt.model_executor import forward_batch_info
 
+    def experts_here(layer, x, chosen, config):
+        weights, ids = chosen.topk_weights * (chosen.topk_ids >= 0), chosen.topk_ids.clamp(min=0)
+        sent = SimpleNamespace(hidden_states=x, topk_output=chosen._replace(topk_weights=weights, topk_ids=ids))
+        return fused_moe_native.fused_moe_forward_native(layer, sent).hidden_states
+
+    fused_moe_native.moe_forward_native = experts_here
     for module in (parallel_state, dp_attention, forward_batch_info):
         module._is_cpu = True
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
@@ -166,6 +175,8 @@ def count_work(path):
     sample, sweep = Sampler.forward, BatchDrafting._sweep
 
     def verifying(self, batch, host_tree, tree, output):
+        if os.environ.get("TREE_TEST_ATTENTION_RANKS") and any(r.rid.startswith("ends") for r in batch.reqs):
+            raise RuntimeError("this rank fails on purpose")
         verified = verify(self, batch, host_tree, tree, output)
         accepted = verified.accepted.numpy()
         totals["compacted"] += int(((accepted >= 0) & (accepted != np.arange(accepted.shape[1]))).any(1).sum())
@@ -264,6 +275,8 @@ def record_ranks(folder):
     run, share = PagedDraftModel.run, Ranks.share_outcome
 
     def verifying(self, batch, host_tree, tree, output):
+        if os.environ.get("TREE_TEST_ATTENTION_RANKS") and any(r.rid.startswith("ends") for r in batch.reqs):
+            raise RuntimeError("this rank fails on purpose")
         verified = verify(self, batch, host_tree, tree, output)
         host = [getattr(host_tree, name) for name in ("tokens", "parents", "depths", "counts")]
         device = [getattr(verified, name).numpy() for name in ("accepted", "lengths", "tokens")]
