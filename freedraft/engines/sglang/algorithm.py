@@ -38,7 +38,8 @@ def context_at_start(args: Any, head: int = 0) -> EngineContext:
         hf_config=config,
         vocab_size=getattr(config.get_text_config(), "vocab_size", None),
         max_draft_tokens=nodes - 1,
-        **sizes(widths_for(verify_backend(args) or "", nodes, together=together, least=head + 1), together=together),
+        widths=None if together else widths_for(verify_backend(args) or "", nodes, least=head + 1),
+        lengths=(nodes - 1,) if together else None,
         head=head,
         kv_dtype=str(args.kv_cache_dtype),
         page_size=args.page_size,
@@ -47,21 +48,16 @@ def context_at_start(args: Any, head: int = 0) -> EngineContext:
     )
 
 
-def sizes(widths: tuple[int, ...], *, together: bool) -> dict[str, tuple[int, ...]]:
-    """Return what steps may verify as a field of `EngineContext`. together: see `widths_for`."""
-    return {"lengths": (widths[-1] - 1,)} if together else {"widths": widths}
-
-
 def context_of_worker(target_worker: Any, widths: tuple[int, ...], head: int) -> EngineContext:
     """Build the context in a scheduler; each data-parallel replica and attention rank has its own. head: see
     `EngineContext`."""
     from sglang.srt.runtime_context import get_parallel
 
-    replica, together = get_parallel().dp_rank or 0, get_parallel().attn_dp_size > 1
+    replica, together, most = get_parallel().dp_rank or 0, get_parallel().attn_dp_size > 1, widths[-1] - 1
     runner, tokenizer = target_worker.model_runner, target_worker.tokenizer
     return EngineContext(
         hf_config=published_config(runner.server_args), vocab_size=runner.model_config.vocab_size,
-        max_draft_tokens=widths[-1] - 1, **sizes(widths, together=together), head=head,
+        max_draft_tokens=most, widths=None if together else widths, lengths=(most,) if together else None, head=head,
         dtype=str(runner.model_config.dtype).removeprefix("torch."), kv_dtype=str(runner.kv_cache_dtype),
         page_size=runner.page_size, tensor_parallel=runner.server_args.tp_size, rank=replica, gives_logits=head == 0,
         device=CPU if runner.device == "cpu" else None, hardware=hardware_name(str(runner.device)),

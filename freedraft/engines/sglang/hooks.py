@@ -21,8 +21,7 @@ HOOKS = table("""
         speculative_attention_mode, page_size, device, tp_size, model_path, trust_remote_code, revision,
         speculative_num_draft_tokens, speculative_num_steps, speculative_eagle_topk,
         speculative_accept_threshold_single, speculative_accept_threshold_acc, enable_mixed_chunk, max_running_requests,
-        attn_dp_size,
-        grammar_backend, linear_attn_verify_backend, mamba_backend, enable_linear_replayssm_spec
+        grammar_backend, linear_attn_verify_backend, mamba_backend, enable_linear_replayssm_spec, attn_dp_size
     sglang.srt.arg_groups.model_override_base.model_config_of(server_args)
     sglang.srt.configs.model_config.ModelConfig has hf_config, vocab_size, dtype, attention_chunk_size,
         attention_arch, is_encoder_decoder

@@ -16,8 +16,8 @@ from freedraft_kernels import TreeBatch, TreeInputs, tree_inputs
 from numpy.typing import NDArray
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.layers.dp_attention import get_dp_tp_group
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker

@@ -86,7 +86,7 @@ def take_sinks_on_cpu():
 
 
 def take_attention_ranks_on_cpu():
-    """Let DP attention run here, with SGLang's own code for one kind of CPU: copies and collectives of torch in place of
+    """Let DP attention run here, with SGLang's own code for one kind of CPU: torch's copies and collectives in place of
     its kernels. Its backend of a CPU does not tell the length of the requests that pad a batch, 1 on all others; its
     experts in torch do not know that some are elsewhere."""
     from sglang.srt.distributed import parallel_state
