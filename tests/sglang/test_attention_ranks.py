@@ -61,7 +61,7 @@ def test_two_attention_ranks(tmp_path):
         expected = answers(engine)
     assert len({*map(tuple, expected[2])}) > 4, "seeds are not heeded"
     command = [sys.executable, "-m", "tests.sglang.test_attention_ranks", str(folder), str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     log = (done.stdout + done.stderr)[-20000:]
     assert "this rank fails on purpose" in log and done.returncode != 0 and "answered" not in done.stdout, log
     (found,) = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("found ")]
