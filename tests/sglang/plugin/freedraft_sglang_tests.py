@@ -104,6 +104,8 @@ def take_attention_ranks_on_cpu():
     for module in (parallel_state, dp_attention, forward_batch_info):
         module._is_cpu = True
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    ranks = parallel_state.GroupCoordinator
+    ranks.all_to_all_single = ranks._all_to_all_single
     TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
 
 
