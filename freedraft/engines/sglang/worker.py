@@ -67,6 +67,7 @@ class TreeVerifyWorker(BaseSpecWorker):
     """
 
     own = 0  # draft tokens of another drafter that each step verifies
+    together = False  # whether ranks with other requests run the same steps
     drafting_type: type[BatchDrafting] = BatchDrafting
     verifier_type: type[TreeVerifier] = TreeVerifier
     captured: ClassVar[dict[str, Any]] = {}  # of SGLang's forward pass, besides logits
@@ -80,7 +81,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         self.max_nodes: int = get_spec().speculative_num_draft_tokens
         self.speculative_num_draft_tokens = self.max_nodes
         self._ranks = Ranks(get_dp_tp_group())  # those with the same requests
-        self._together = get_parallel().attn_dp_size > 1
+        self.together = get_parallel().attn_dp_size > 1
         self._drafting: BatchDrafting | None = None  # on tensor-parallel rank 0; the others verify the same trees
         self._draft_model: Any = None
         self._window_rows: Any = None
@@ -113,7 +114,7 @@ class TreeVerifyWorker(BaseSpecWorker):
         runner = self.model_runner
         adapters = runner.lora_manager is not None
         self.widths = widths_for(
-            self._backend, self.max_nodes, adapters=adapters, together=self._together, least=self.own + 1
+            self._backend, self.max_nodes, adapters=adapters, together=self.together, least=self.own + 1
         )
         page, window = runner.page_size or 1, runner.sliding_window_size
         shape = shape_for(self.name, self._backend, runner.model_config, window, page)
@@ -340,7 +341,7 @@ class TreeVerifyWorker(BaseSpecWorker):
             start_offset=batch.seq_lens, end_offset=batch.seq_lens + width, batch_size=size, draft_token_num=width,
             device=self.device,
         )  # fmt: skip
-        if self._together:
+        if self.together:
             inputs = replace(inputs, mask=self._with_padding(batch, inputs.mask, width))
         batch.spec_info = self._verify_input(inputs, width)
         if self._recurrent:
