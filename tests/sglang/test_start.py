@@ -73,6 +73,7 @@ def test_backends_with_tree_masks_pass(resolved, backend):
             "--attention-backend",
         ),
         ({"pp_size": 2}, "pipeline parallelism", "--tp-size"),
+        ({"tp_size": 2, "attn_dp_size": 2, "lora_paths": ["a=b"]}, "LoRA adapters", "ngram without DP attention"),
         ({"enable_two_batch_overlap": True}, "two-batch", "--enable-two-batch-overlap"),
         ({"enable_pdmux": True}, "multiplexing", "--enable-pdmux"),
         ({"enable_watermark": True}, "watermark", "--enable-watermark"),

@@ -157,8 +157,8 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool, head: bool = F
     if nodes is not None and not 1 <= nodes <= 256:
         refuse(f"cannot verify {nodes} nodes per request", "set --speculative-num-draft-tokens to 1..256, say 16")
     adapters = getattr(args, "enable_lora", False) or getattr(args, "lora_paths", None)
-    if adapters and (runs_model or check(LORA_HOOKS)):
-        other = "sssd" if runs_model else "ngram"
+    if adapters and (runs_model or args.attn_dp_size > 1 or check(LORA_HOOKS)):
+        other = "sssd" if runs_model else "ngram without DP attention"
         refuse("does not go with LoRA adapters", f"serve a merged model, or use --speculative-algorithm {other}")
     for option, (reason, remedy) in REFUSED.items():
         if (head and option in OF_HEADS) or (option in OF_NGRAMS and not (head or runs_model)):
