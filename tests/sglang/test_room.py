@@ -52,6 +52,13 @@ def test_states_are_as_large_as_sglang_says(args_of, config, ranks):
     assert cached.state == 2 * found.more
 
 
+def test_an_attention_rank_keeps_whole_states_of_its_own_requests(args_of):
+    found = room.room_of(args_of(models.QWEN3_NEXT_80B, tp_size=4, attn_dp_size=2))
+    assert found.requests == 24 and found.more == state_bytes(models.QWEN3_NEXT_80B, 2)
+    assert found.default(31, trees=False)[0] == 3
+    assert room.room_of(args_of(models.QWEN3_30B, tp_size=2, attn_dp_size=2)).default(31, trees=False)[0] == 3
+
+
 def test_replayed_states_take_no_memory_by_draft_token(args_of):
     args = args_of(models.QWEN3_NEXT_80B, tp_size=4)
 

@@ -73,8 +73,7 @@ def test_backends_with_tree_masks_pass(resolved, backend):
             "--attention-backend",
         ),
         ({"pp_size": 2}, "pipeline parallelism", "--tp-size"),
-        ({"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}, "DP attention", "--attn-dp-size"),
-        ({"tp_size": 2, "attn_dp_size": 2}, "DP attention", "--attn-dp-size"),
+        ({"tp_size": 2, "attn_dp_size": 2, "lora_paths": ["a=b"]}, "LoRA adapters", "ngram without DP attention"),
         ({"enable_two_batch_overlap": True}, "two-batch", "--enable-two-batch-overlap"),
         ({"enable_pdmux": True}, "multiplexing", "--enable-pdmux"),
         ({"enable_watermark": True}, "watermark", "--enable-watermark"),
@@ -253,6 +252,23 @@ def test_ranks(resolved, monkeypatch):
             resolved(**ON_GPU, tp_size=2, speculative_algorithm=name)
 
 
+@pytest.mark.parametrize("given", [{"dp_size": 2, "enable_dp_attention": True}, {"attn_dp_size": 2}])
+def test_attention_ranks(resolved, monkeypatch, given):
+    """Short chains of one length: what a rank drafts decides for no other."""
+    given = ON_GPU | {"tp_size": 2} | given
+    args = resolved(**given)
+    assert (args.speculative_num_draft_tokens, args.speculative_eagle_topk, args.max_running_requests) == (4, 1, 96)
+    assert resolved(**given, speculative_num_draft_tokens=8).speculative_num_draft_tokens == 8
+    monkeypatch.setenv("FREEDRAFT_SHAPE", "tree")
+    with pytest.raises(ConfigError, match=r"^--speculative-algorithm sssd: no trees on DP attention: unset 'shape'$"):
+        resolved(**given)
+    monkeypatch.delenv("FREEDRAFT_SHAPE")
+    monkeypatch.setenv("FREEDRAFT_WINDOW", "512")
+    for name in ("layerskip", "sssd+layerskip"):
+        with pytest.raises(ConfigError, match=r"does not run under DP attention: start without it \(--attn-dp-size\)"):
+            resolved(**given, speculative_algorithm=name)
+
+
 def test_cpu_platform_takes_its_own_backend_and_no_drafts_with_the_whole_model(resolved):
     assert resolved(**ON_CPU | {"page_size": 16}).page_size == 16
     with pytest.raises(ConfigError, match="torch_native"):
@@ -330,6 +346,7 @@ def test_widths():
     assert widths_for("flashinfer", 12) == (1, 4, 12) and widths_for("fa3", 64) == (1, 4, 16, 64)
     assert widths_for("torch_native", 5) == (1, 2, 3, 4, 5)
     assert all(widths_for(backend, 16)[0] == 1 for backend in BACKENDS), "what fails leaves the roots"
+    assert widths_for("triton", 16, together=True) == widths_for("torch_native", 16, together=True) == (16,)
     assert widths_for("triton", 16, adapters=True) == (16,) and len(widths_for("torch_native", 5, adapters=True)) == 5
 
 

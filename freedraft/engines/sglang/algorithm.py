@@ -33,12 +33,13 @@ def context_at_start(args: Any, head: int = 0) -> EngineContext:
     """Build the context in the front-end process, from ServerArgs with this plugin's defaults applied. head: see
     `EngineContext`."""
     config = published_config(args)
-    nodes = args.speculative_num_draft_tokens
+    nodes, together = args.speculative_num_draft_tokens, args.attn_dp_size > 1
     return EngineContext(
         hf_config=config,
         vocab_size=getattr(config.get_text_config(), "vocab_size", None),
         max_draft_tokens=nodes - 1,
-        widths=widths_for(verify_backend(args) or "", nodes, least=head + 1),
+        widths=None if together else widths_for(verify_backend(args) or "", nodes, least=head + 1),
+        lengths=(nodes - 1,) if together else None,
         head=head,
         kv_dtype=str(args.kv_cache_dtype),
         page_size=args.page_size,
@@ -48,14 +49,15 @@ def context_at_start(args: Any, head: int = 0) -> EngineContext:
 
 
 def context_of_worker(target_worker: Any, widths: tuple[int, ...], head: int) -> EngineContext:
-    """Build the context in a scheduler; each data-parallel replica has its own. head: see `EngineContext`."""
+    """Build the context in a scheduler; each data-parallel replica and attention rank has its own. head: see
+    `EngineContext`."""
     from sglang.srt.runtime_context import get_parallel
 
-    replica = get_parallel().dp_rank or 0
+    replica, together, most = get_parallel().dp_rank or 0, get_parallel().attn_dp_size > 1, widths[-1] - 1
     runner, tokenizer = target_worker.model_runner, target_worker.tokenizer
     return EngineContext(
         hf_config=published_config(runner.server_args), vocab_size=runner.model_config.vocab_size,
-        max_draft_tokens=widths[-1] - 1, widths=widths, head=head,
+        max_draft_tokens=most, widths=None if together else widths, lengths=(most,) if together else None, head=head,
         dtype=str(runner.model_config.dtype).removeprefix("torch."), kv_dtype=str(runner.kv_cache_dtype),
         page_size=runner.page_size, tensor_parallel=runner.server_args.tp_size, rank=replica, gives_logits=head == 0,
         device=CPU if runner.device == "cpu" else None, hardware=hardware_name(str(runner.device)),
@@ -138,15 +140,15 @@ class TreeAlgorithm(CustomSpecAlgo):
         refuse_unsupported(args, self.name, runs_model=self.spec.runs_model)
         options, platform = self.spec.options.read(), get_platform()
         shape, unseen = getattr(options, "shape", None), args.device != "cpu" and (platform.is_hip or platform.is_xpu)
-        backend = verify_backend(args) or ""
+        backend, together = verify_backend(args) or "", args.attn_dp_size > 1
         flat = backend in BACKENDS and BACKENDS[backend].full != "tree"
-        if (unseen or flat) and shape == "tree":
-            where = "ROCm or XPU" if unseen else f"attention backend {backend}"
+        if (unseen or flat or together) and shape == "tree":
+            where = "ROCm or XPU" if unseen else "DP attention" if together else f"attention backend {backend}"
             raise ConfigError(f"--speculative-algorithm {self.spec.name}: no trees on {where}: unset 'shape'")
-        chains = "chain" in (shape, state_shape(args, self.spec.name)) or unseen or flat
+        chains = "chain" in (shape, state_shape(args, self.spec.name)) or unseen or flat or together
         args.linear_attn_verify_backend = args.linear_attn_verify_backend or "triton"  # FlashInfer's is refused
         if args.max_running_requests is None:
-            args.max_running_requests = 48
+            args.max_running_requests = 48 * args.attn_dp_size
         args.speculative_num_draft_tokens = fitting_nodes(args, self.spec.default_length or CHAIN, trees=not chains)
         # FA3 reads the tree mask only with topk > 1, in a second call per layer. topk * steps stays within the number
         # of nodes, so that SGLang reserves no more slots.

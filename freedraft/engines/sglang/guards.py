@@ -77,6 +77,7 @@ REFUSED = {
     "attn_cp_size": ("does not run under context parallelism", "start without --attn-cp-size"),
 }
 
+OF_NGRAMS = ("disaggregation_mode", "enable_dp_attention", "attn_dp_size")
 OF_HEADS = ("speculative_draft_model_path", "speculative_eagle_topk", "speculative_num_steps")
 
 REFUSED_MODELS = {
@@ -93,14 +94,18 @@ REFUSED_MODELS = {
 }
 
 
-def widths_for(backend: str, max_nodes: int, *, adapters: bool = False, least: int = 1) -> tuple[int, ...]:
+def widths_for(
+    backend: str, max_nodes: int, *, adapters: bool = False, together: bool = False, least: int = 1
+) -> tuple[int, ...]:
     """Return the numbers of nodes per request, root included, that steps may have on this attention backend, from
     `least` on; ascending.
 
     A small set on GPUs (powers of four and the maximum): each needs CUDA graphs, and their memory, for all batch sizes;
-    with LoRA adapters one, since SGLang keeps their inputs for graphs of one width. On a CPU there are no graphs and
-    every node costs time, so every width is allowed.
+    with LoRA adapters one, since SGLang keeps their inputs for graphs of one width; also one if ranks that draft by
+    themselves run a step `together`. On a CPU there are no graphs and every node costs time, so every width is allowed.
     """
+    if together:
+        return (max_nodes,)
     if backend == CPU_BACKEND:
         return tuple(range(least, max_nodes + 1))
     if adapters:
@@ -152,11 +157,11 @@ def refuse_unsupported(args: Any, name: str, *, runs_model: bool, head: bool = F
     if nodes is not None and not 1 <= nodes <= 256:
         refuse(f"cannot verify {nodes} nodes per request", "set --speculative-num-draft-tokens to 1..256, say 16")
     adapters = getattr(args, "enable_lora", False) or getattr(args, "lora_paths", None)
-    if adapters and (runs_model or check(LORA_HOOKS)):
-        other = "sssd" if runs_model else "ngram"
+    if adapters and (runs_model or args.attn_dp_size > 1 or check(LORA_HOOKS)):
+        other = "sssd" if runs_model else "ngram without DP attention"
         refuse("does not go with LoRA adapters", f"serve a merged model, or use --speculative-algorithm {other}")
     for option, (reason, remedy) in REFUSED.items():
-        if (head and option in OF_HEADS) or (option == "disaggregation_mode" and not (head or runs_model)):
+        if (head and option in OF_HEADS) or (option in OF_NGRAMS and not (head or runs_model)):
             continue
         given = getattr(args, option, None) or 0
         if given > 1 if option.endswith(("_size", "_num")) else given not in (0, "null"):

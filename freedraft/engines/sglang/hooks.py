@@ -21,7 +21,7 @@ HOOKS = table("""
         speculative_attention_mode, page_size, device, tp_size, model_path, trust_remote_code, revision,
         speculative_num_draft_tokens, speculative_num_steps, speculative_eagle_topk,
         speculative_accept_threshold_single, speculative_accept_threshold_acc, enable_mixed_chunk, max_running_requests,
-        grammar_backend, linear_attn_verify_backend, mamba_backend, enable_linear_replayssm_spec
+        grammar_backend, linear_attn_verify_backend, mamba_backend, enable_linear_replayssm_spec, attn_dp_size
     sglang.srt.arg_groups.model_override_base.model_config_of(server_args)
     sglang.srt.configs.model_config.ModelConfig has hf_config, vocab_size, dtype, attention_chunk_size,
         attention_arch, is_encoder_decoder
@@ -41,6 +41,7 @@ HOOKS = table("""
     sglang.srt.runtime_context.get_disagg
     sglang.srt.runtime_context.get_parallel
     sglang.srt.runtime_context.get_platform
+    sglang.srt.layers.dp_attention.get_dp_tp_group
     sglang.srt.distributed.parallel_state.GroupCoordinator has rank_in_group, world_size, cpu_group, broadcast
     sglang.srt.distributed.parallel_state.GroupCoordinator.broadcast_object(obj, src)
     sglang.srt.plugins.hook_registry.HookRegistry.register(target, hook)
@@ -71,7 +72,7 @@ HOOKS = table("""
         speculative_num_draft_tokens
     sglang.srt.managers.schedule_batch.ScheduleBatch has reqs, forward_mode, input_ids, out_cache_loc, seq_lens,
         seq_lens_cpu, req_pool_indices, req_pool_indices_cpu, req_to_token_pool, spec_info, sampling_info, has_grammar,
-        return_logprob, return_hidden_states
+        return_logprob, return_hidden_states, global_num_tokens, is_extend_in_batch
     sglang.srt.managers.schedule_batch.Req has rid, origin_input_ids, origin_input_ids_unpadded, output_ids,
         sampling_params, custom_logit_processor, extra_key, cache_salt, finished, finished_len
     sglang.srt.sampling.sampling_params.SamplingParams has custom_params, frequency_penalty, presence_penalty,
@@ -94,8 +95,11 @@ HOOKS = table("""
     # verification
     sglang.srt.speculative.ngram_info.NgramVerifyInput.__init__(draft_token, custom_mask, positions, retrieve_index,
         retrieve_next_token, retrieve_next_sibling, draft_token_num, new_seq_lens, accept_tokens, accept_lens)
-    sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation(is_verify)
-    sglang.srt.model_executor.forward_batch_info.ForwardMode has TARGET_VERIFY, DECODE, is_decode, is_extend
+    sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation(forward_batch, is_verify)
+    sglang.srt.model_executor.forward_batch_info.ForwardMode has TARGET_VERIFY, DECODE, is_decode, is_extend, is_idle
+    sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new(batch, model_runner,
+        return_hidden_states_before_norm)
+    sglang.srt.model_executor.forward_batch_info.ForwardBatch.post_forward_mlp_sync_batch(logits_output)
     sglang.srt.speculative.spec_utils.build_grammar_vocab_mask(reqs, tree, sampling_info, device, barrier)
     sglang.srt.speculative.spec_utils.GrammarTree.from_host
     sglang.srt.utils.async_probe.sanitize_nan_logits(logits, msg)
@@ -187,8 +191,6 @@ OPTIONAL_HOOKS += HEAD_HOOKS + HEAD_WORKER_HOOKS + PREDICTION_HOOKS
 # Additional names for methods that run the target model.
 MODEL_HOOKS = table("""
     # draft passes
-    sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new(batch, model_runner,
-        return_hidden_states_before_norm)
     sglang.srt.model_executor.model_runner.ModelRunner.forward(forward_batch)
     sglang.srt.model_executor.forward_batch_info.get_server_return_hidden_states_mode
     sglang.srt.model_executor.forward_batch_info.CaptureHiddenMode has LAST, is_full

@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any
 
-from freedraft.cost.default_length import Room
+from freedraft.cost.default_length import SHARE_EXPERTS, Room
 from freedraft.cost.model_shape import ModelShape
 from freedraft.cost.roofline import weight_bytes
 
@@ -20,20 +20,22 @@ def room_of(args: Any) -> Room:
     from sglang.srt.arg_groups.model_override_base import model_config_of
     from sglang.srt.configs.hybrid_arch import mambaish_config
 
-    model, requests = model_config_of(args), args.max_running_requests
+    model, groups = model_config_of(args), args.attn_dp_size
+    requests, few = max(1, args.max_running_requests // groups), SHARE_EXPERTS if groups > 1 else ""
     if (config := mambaish_config(model)) is None:
-        return Room(requests, model.vocab_size)
+        return Room(requests, model.vocab_size, few=few)
     try:
         from sglang.srt.runtime_context import get_parallel
         from sglang.srt.utils.common import get_device_memory_capacity
 
         tracked = {"extra_buffer": 2, "extra_buffer_lazy": 1}.get(args.mamba_radix_cache_strategy, 0)
         kept: float = 1 if args.disable_radix_cache else 3 + tracked
-        if size := args.max_mamba_cache_size:
+        if size := (args.max_mamba_cache_size or 0) // groups:
             requests = max(1, min(requests, size // int(kept)))
             kept = size / requests
-        alone = dict.fromkeys(("attn_dp_size", "attn_cp_size", "moe_ep_size", "moe_dp_size"), 1)
-        ranks = dict.fromkeys(("tp_size", "attn_tp_size", "moe_tp_size"), args.tp_size)
+        alone = dict.fromkeys(("attn_cp_size", "moe_ep_size", "moe_dp_size"), 1)
+        ranks = dict.fromkeys(("tp_size", "moe_tp_size"), args.tp_size)
+        ranks |= {"attn_dp_size": groups, "attn_tp_size": args.tp_size // groups}
         with get_parallel().override(**alone, **ranks, enable_cp_tp_group_sharing=False):
             params = config.mamba2_cache_params
             one = more = params.mamba_cache_per_req
@@ -44,7 +46,7 @@ def room_of(args: Any) -> Room:
         share = 1 - 1 / (1 + (args.mamba_full_memory_ratio or 0.9))
         cache = max(0.0, memory - weight_bytes(shape, args.tp_size))
         states = {"state": kept * one + more, "more": more, "cache": cache, "share": share}
-        return Room(requests, model.vocab_size, held=requests + 1, **states)  # one pads a batch
+        return Room(requests, model.vocab_size, few=few, held=requests + 1, **states)  # one pads a batch
     except Exception as error:
         reason = (str(error).strip() or repr(error)).splitlines()[-1]
         return Room(requests, model.vocab_size, few=f"the size of its recurrent states is not known ({reason})")

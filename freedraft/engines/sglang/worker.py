@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -15,8 +16,9 @@ from freedraft_kernels import TreeBatch, TreeInputs, tree_inputs
 from numpy.typing import NDArray
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.configs.hybrid_arch import mambaish_config
+from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.managers.utils import GenerationBatchResult
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
@@ -65,6 +67,7 @@ class TreeVerifyWorker(BaseSpecWorker):
     """
 
     own = 0  # draft tokens of another drafter that each step verifies
+    together = False  # whether ranks with other requests run the same steps
     drafting_type: type[BatchDrafting] = BatchDrafting
     verifier_type: type[TreeVerifier] = TreeVerifier
     captured: ClassVar[dict[str, Any]] = {}  # of SGLang's forward pass, besides logits
@@ -77,7 +80,8 @@ class TreeVerifyWorker(BaseSpecWorker):
         self.device = get_device().device
         self.max_nodes: int = get_spec().speculative_num_draft_tokens
         self.speculative_num_draft_tokens = self.max_nodes
-        self._ranks = Ranks(get_parallel().tp_group)
+        self._ranks = Ranks(get_dp_tp_group())  # those with the same requests
+        self.together = get_parallel().attn_dp_size > 1
         self._drafting: BatchDrafting | None = None  # on tensor-parallel rank 0; the others verify the same trees
         self._draft_model: Any = None
         self._window_rows: Any = None
@@ -109,7 +113,9 @@ class TreeVerifyWorker(BaseSpecWorker):
         self._backend = verify_backend_of(self.model_runner)
         runner = self.model_runner
         adapters = runner.lora_manager is not None
-        self.widths = widths_for(self._backend, self.max_nodes, adapters=adapters, least=self.own + 1)
+        self.widths = widths_for(
+            self._backend, self.max_nodes, adapters=adapters, together=self.together, least=self.own + 1
+        )
         page, window = runner.page_size or 1, runner.sliding_window_size
         shape = shape_for(self.name, self._backend, runner.model_config, window, page)
         self._trees = self._verifier.moves = shape != "chain" and get_spec().speculative_eagle_topk > 1
@@ -188,6 +194,8 @@ class TreeVerifyWorker(BaseSpecWorker):
         self._verifier.barrier = grammar_barrier
         if batch.forward_mode.is_decode() and len(batch.reqs):
             return self._decode(batch, on_publish)
+        if batch.forward_mode.is_idle() and not batch.is_extend_in_batch:
+            return self._idle(batch, on_publish)
         return self._prefill(batch, on_publish, pp_proxy_tensors)
 
     def _publish(
@@ -263,6 +271,24 @@ class TreeVerifyWorker(BaseSpecWorker):
             drafting.keep_states(batch.reqs, states)
         return result
 
+    def _idle(self, batch: Any, on_publish: Any) -> GenerationBatchResult:
+        """Take part, without requests, in a verification of other attention ranks."""
+        self._begin(batch)
+        tokens, lengths = self._first(nothing := batch.seq_lens)
+        inputs = TreeInputs(nothing, nothing, self._with_padding(batch, nothing.bool(), self.max_nodes))
+        batch.spec_info = self._verify_input(inputs, self.max_nodes)
+        forward = ForwardBatch.init_new(batch, self.model_runner, return_hidden_states_before_norm=False)
+        # SGLang would cut hidden states, which nobody asked for.
+        forward.post_forward_mlp_sync_batch = lambda output: None
+        result = self._target_worker.forward_batch_generation(None, forward, is_verify=True)
+        return self._publish(batch, result, tokens, lengths, nothing, on_publish)
+
+    def _with_padding(self, batch: Any, mask: torch.Tensor, width: int) -> torch.Tensor:
+        """Append to a mask that of requests of one cached token, by which SGLang pads this rank's to as many as the
+        largest attention rank has."""
+        added = (get_parallel().attn_tp_size - 1) // width + max(batch.global_num_tokens) - len(batch.seq_lens)
+        return F.pad(mask, (0, added * width * (1 + width)), value=True)
+
     def _draft(self, batch: Any) -> DraftBatch:
         model, drafted = self._draft_model, None
         if self._drafting is not None:
@@ -315,6 +341,8 @@ class TreeVerifyWorker(BaseSpecWorker):
             start_offset=batch.seq_lens, end_offset=batch.seq_lens + width, batch_size=size, draft_token_num=width,
             device=self.device,
         )  # fmt: skip
+        if self.together:
+            inputs = replace(inputs, mask=self._with_padding(batch, inputs.mask, width))
         batch.spec_info = self._verify_input(inputs, width)
         if self._recurrent:
             prepare_mamba_track_for_verify(batch)

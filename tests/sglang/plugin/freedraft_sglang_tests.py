@@ -50,6 +50,8 @@ def register():
     take_sinks_on_cpu()
     leave_out_experts_of_others()
     cap_logits_on_cpu()
+    if os.environ.get("TREE_TEST_ATTENTION_RANKS") and multiprocessing.parent_process() is not None:
+        take_attention_ranks_on_cpu()
     if os.environ.get("TREE_TEST_ADAPTERS") and multiprocessing.parent_process() is not None:  # not in the tests' own
         take_pinned_memory_on_cpu()
     register(dataclasses.replace(SPEC, name="sssd_cycle", factory=f"{__name__}:make_cycle"))
@@ -107,6 +109,22 @@ def cap_logits_on_cpu():
         logits.div_(cap).tanh_().mul_(cap)
 
     HookRegistry.register("sglang.srt.layers.logits_processor.fused_softcap", capped, HookType.REPLACE)
+
+
+def take_attention_ranks_on_cpu():
+    """Let DP attention run here, with SGLang's own code for one kind of CPU: torch's copies and collectives in place of
+    its kernels. Its backend of a CPU does not tell the length of the requests that pad a batch, 1 on all others."""
+    from sglang.srt.distributed import parallel_state
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.model_executor import forward_batch_info
+
+    for module in (parallel_state, dp_attention, forward_batch_info):
+        module._is_cpu = True
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    ranks = parallel_state.GroupCoordinator
+    ranks.all_to_all_single = ranks._all_to_all_single
+    TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda _: 1
 
 
 def take_pinned_memory_on_cpu():
@@ -177,6 +195,8 @@ def count_work(path):
     sample, sweep = Sampler.forward, BatchDrafting._sweep
 
     def verifying(self, batch, host_tree, tree, output):
+        if os.environ.get("TREE_TEST_ATTENTION_RANKS") and any(r.rid.startswith("ends") for r in batch.reqs):
+            raise RuntimeError("this rank fails on purpose")
         verified = verify(self, batch, host_tree, tree, output)
         accepted = verified.accepted.numpy()
         totals["compacted"] += int(((accepted >= 0) & (accepted != np.arange(accepted.shape[1]))).any(1).sum())
@@ -276,6 +296,8 @@ def record_ranks(folder):
     run, share = PagedDraftModel.run, Ranks.share_outcome
 
     def verifying(self, batch, host_tree, tree, output):
+        if os.environ.get("TREE_TEST_ATTENTION_RANKS") and any(r.rid.startswith("ends") for r in batch.reqs):
+            raise RuntimeError("this rank fails on purpose")
         verified = verify(self, batch, host_tree, tree, output)
         host = [getattr(host_tree, name) for name in ("tokens", "parents", "depths", "counts")]
         device = [getattr(verified, name).numpy() for name in ("accepted", "lengths", "tokens")]
