@@ -49,6 +49,6 @@ def waits():
     ],
 )
 def test_how_a_start_ended(tmp_path, start, outcome, line):
-    ended = forked(start, tmp_path / "log", 1)
+    ended = forked(start, tmp_path / "log", 1 if start is waits else 30)
     assert (ended["outcome"], ended.get("line")) == (outcome, line)
     assert ended["drafts"] == ("trees" if outcome == "started" else None)
