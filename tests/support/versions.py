@@ -39,7 +39,7 @@ TABLES: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "vllm": {
         "V1": ("CONFIG_HOOKS", "RUNNER_HOOKS"), "layer skipping": ("MODEL_HOOKS",), "V2": ("V2_HOOKS",),
-        "streams": ("STREAM_HOOKS",), "heads": ("HEAD_HOOKS",),
+        "streams": ("STREAM_HOOKS",), "heads": ("HEAD_HOOKS",), "predictions": ("PREDICTION_HOOKS",),
     },
 }  # fmt: skip
 """Tables of hooks by the feature that needs them."""
