@@ -105,9 +105,10 @@ class TestSglang(Conformance):
     def test_accepted_nodes_of_trees_are_moved(self, served):
         """At widths that change with every step."""
         before = served.counts()
-        assert served.ask(PROMPTS, greedy(), method="cycle") == served.expected
+        for _ in range(3):
+            assert served.ask(PROMPTS, greedy(), method="cycle") == served.expected
         done = served.counts() - before
-        assert done["compacted"] > 5 and sum(name.startswith("width") for name in done) >= 3
+        assert done["compacted"] > 5 and sum(name.startswith("width") for name in done) >= 3, done
 
     @pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}], ids=str)
     def test_samples_of_random_trees(self, served, filters):
