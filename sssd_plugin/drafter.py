@@ -125,14 +125,10 @@ class Drafter:
     def recycle(self, logits: NodeLogits) -> None:
         if len(self._entries) == 0:
             return
-        ids, draft = logits.request_ids, logits.draft
+        ids, draft, known = logits.request_ids, logits.draft, logits.contexts
         trees, likeliest = (draft.tokens, draft.parents, draft.counts), (logits.top_tokens, logits.top_log_probs)
         with self._lock:
-            contexts = (
-                np.full(len(ids), -1)
-                if logits.contexts is None
-                else self._with_inserted(ids, logits.contexts.astype(np.int64))
-            )
+            contexts = np.full(len(ids), -1) if known is None else self._with_inserted(ids, known.astype(np.int64))
             requests = self._index.slot_ids(ids), _values(self._tenants, ids), contexts
             recycled_logits.put_trees(
                 self._index.slots, requests, self._entries, trees, likeliest, self.vocab_size, self._recycle_clock

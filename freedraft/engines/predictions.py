@@ -3,12 +3,14 @@ for, and no other."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Self
 
 FIELD = "prediction"
 MOST = 1 << 18  # characters
@@ -31,11 +33,15 @@ def _of(given: Any, kind: str, key: str) -> Any:
     return given.get(key) if isinstance(given, dict) and given.get("type") == kind else None
 
 
-def kept(predicted: Sequence[int], answer: Sequence[int]) -> int:
-    """How many of the predicted tokens stand in the answer, in this order; after a change, from five in a row on."""
+def kept(predicted: Sequence[int], answers: Iterable[Sequence[int]]) -> int:
+    """How many of the predicted tokens stand in each answer, in this order; after a change, from five in a row on."""
     places = defaultdict[tuple[int, ...], list[int]](list)
     for i in range(len(predicted) - _AGAIN + 1):
         places[tuple(predicted[i : i + _AGAIN])].append(i)
+    return sum(_kept(predicted, places, answer) for answer in answers)
+
+
+def _kept(predicted: Sequence[int], places: dict[tuple[int, ...], list[int]], answer: Sequence[int]) -> int:
     count = at = i = 0
     while i < len(answer) and at < len(predicted):
         if predicted[at] != answer[i]:
@@ -49,18 +55,28 @@ def kept(predicted: Sequence[int], answer: Sequence[int]) -> int:
 
 
 class Prediction:
-    """The tokens of one request's prediction, and how many of them its answers have.
+    """The tokens of one request's prediction, and how many of them its answers have; text is read in a thread."""
 
-    Args:
-        encode: returns the tokens of a text, without special tokens.
-    """
+    def __init__(self, tokenizer: Any, executor: Executor | None) -> None:
+        self.tokens: list[int] = []
+        self._tokenizer, self._executor = tokenizer, executor
 
-    def __init__(self, tokens: list[int], encode: Callable[[str], Awaitable[list[int]]]) -> None:
-        self.tokens, self._encode = tokens, encode
+    @classmethod
+    async def read(cls, given: Any, tokenizer: Any, executor: Executor | None = None) -> Self:
+        """That of a request's field; executor: the loop's own by default. Raises ValueError: see `text_of`."""
+        made, text = cls(tokenizer, executor), text_of(given)
+        made.tokens = await made._in_thread(made._encode, text)
+        return made
+
+    async def _in_thread(self, function: Callable[..., Any], *given: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *given)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     async def usage(self, usage: dict[str, Any], texts: Sequence[str]) -> dict[str, Any]:
         """A response's usage with the numbers of OpenAI's API. texts: of its choices."""
-        accepted = sum([kept(self.tokens, await self._encode(text)) for text in texts])
+        accepted = await self._in_thread(lambda: kept(self.tokens, map(self._encode, texts)))
         counted = {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": len(texts) * len(self.tokens) - accepted,

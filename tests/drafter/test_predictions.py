@@ -88,9 +88,9 @@ def test_tokens_beyond_the_vocabulary_are_never_drafted_and_long_ones_are_cut(me
 
 
 def test_how_many_tokens_of_a_prediction_an_answer_has():
-    assert kept(ANSWER, ANSWER) == 200 and kept(ANSWER, []) == kept([], ANSWER) == kept(ANSWER, [1, 2]) == 0
-    assert kept(EDITED, ANSWER) == 60 + 80 + 40 == kept(ANSWER, EDITED)
-    assert kept([5] * 50_000, [5] * 10_000 + [6] * 10_000) == 10_000
+    assert kept(ANSWER, [ANSWER]) == 200 and kept(ANSWER, [[]]) == kept([], [ANSWER]) == kept(ANSWER, [[1, 2]]) == 0
+    assert kept(EDITED, [ANSWER]) == 60 + 80 + 40 == kept(ANSWER, [EDITED]) and kept(ANSWER, 2 * [ANSWER]) == 400
+    assert kept([5] * 50_000, [[5] * 10_000 + [6] * 10_000]) == 10_000
 
 
 def test_a_stream_is_what_it_was_but_for_its_usage():
@@ -105,15 +105,17 @@ def test_a_stream_is_what_it_was_but_for_its_usage():
         for some in given:
             yield some
 
-    async def encode(text):
-        asked.append(text)
-        return [1, 2]
+    class Tokenizer:
+        def encode(self, text, add_special_tokens):
+            asked.append(text)
+            return [1, 2] if asked[1:] else [1, 2, 3]
 
     async def read():
-        return [some async for some in Prediction([1, 2, 3], encode).of_stream(events())]
+        prediction = await Prediction.read({"type": "content", "content": "abc"}, Tokenizer())
+        return [some async for some in prediction.of_stream(events())]
 
     *found, usage, done = asyncio.run(read())
-    assert found == given[:3] and done == given[-1] and asked == ["\u2028 \n" * 2]
+    assert found == given[:3] and done == given[-1] and asked == ["abc", "\u2028 \n" * 2]
     counts = {"accepted_prediction_tokens": 2, "rejected_prediction_tokens": 1}
     whole = {"choices": [], "usage": {"completion_tokens": 2, "completion_tokens_details": counts}}
     assert usage.endswith("\n\n") and json.loads(usage.removeprefix("data: ")) == whole

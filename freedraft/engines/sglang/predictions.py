@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from freedraft.engines.hooks import check
-from freedraft.engines.predictions import FIELD, Prediction, text_of
+from freedraft.engines.predictions import FIELD, Prediction
 from freedraft.engines.sglang.hooks import PREDICTION_HOOKS
 from freedraft.engines.sglang.patches import serves_ours
 
@@ -31,15 +29,9 @@ async def answer(original: Callable[..., Any], serving: Any, request: Any, raw_r
     if given is None or (tokenizer := serving.tokenizer_manager.tokenizer) is None:
         return await original(serving, request, raw_request)
     try:
-        text = text_of(given)
+        prediction = await Prediction.read(given, tokenizer)
     except ValueError as error:
         return serving.create_error_response(str(error), param=FIELD)
-
-    async def encode(text: str) -> list[int]:
-        tokens = partial(tokenizer.encode, text, add_special_tokens=False)
-        return await asyncio.get_running_loop().run_in_executor(None, tokens)
-
-    prediction = Prediction(await encode(text), encode)
     request.custom_params = (request.custom_params or {}) | {FIELD: prediction.tokens}
     found = await original(serving, request, raw_request)
     if hasattr(found, "body_iterator"):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable
-from functools import partial
 from typing import Any
 
 from freedraft.engines.hooks import check
-from freedraft.engines.predictions import FIELD, Prediction, text_of
+from freedraft.engines.predictions import FIELD, Prediction
 from freedraft.engines.vllm.hooks import PREDICTION_HOOKS
 from freedraft.engines.vllm.patching import wrap_once
 
@@ -29,16 +27,9 @@ async def _answer(original: Callable[..., Any], serving: Any, request: Any, *oth
     if given is None:
         return await original(serving, request, *others, **kwargs)
     try:
-        text = text_of(given)
+        prediction = await Prediction.read(given, serving.renderer.get_tokenizer(), serving.renderer._executor)
     except ValueError as error:
         return serving.create_error_response(str(error), param=FIELD)
-    renderer = serving.renderer
-
-    async def encode(text: str) -> list[int]:
-        tokens = partial(renderer.get_tokenizer().encode, text, add_special_tokens=False)
-        return await asyncio.get_running_loop().run_in_executor(renderer._executor, tokens)
-
-    prediction = Prediction(await encode(text), encode)
     request.vllm_xargs = (request.vllm_xargs or {}) | {FIELD: prediction.tokens}
     answer = await original(serving, request, *others, **kwargs)
     if isinstance(answer, AsyncGenerator):
