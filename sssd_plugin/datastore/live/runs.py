@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -45,6 +45,7 @@ class Tenant:
 
     runs: list[Run] = field(default_factory=list)  # oldest and largest first
     memtable: Run | None = None  # run of the newest documents, to merge the next one into
+    running: Run | None = None  # of answers that are still being written
     waiting: int = 0  # runs that wait to be sorted
     hidden: int = 0  # erasures to be applied; until then its text is not drafted from
     tidying: bool = False  # a merge of `runs` is queued
@@ -101,6 +102,7 @@ class LearntRuns:
         self._unused: list[Run] = []
         self.held = self._waiting = 0
         self._documents = 0  # number of the next document
+        self._erasures = 0
         self.counts = LiveStats()
         self._joined: tuple[tuple[View, ...], View] | None = None
         self._statics = {"url": (), "given": static}
@@ -112,14 +114,15 @@ class LearntRuns:
         with self.lock:
             spared = self._documents
             tenants = list(self.tenants.items())
+            self._erasures += 1
         erased = []
         for number, tenant in tenants:
             if self.isolation == "shared" or erasure.tenant in (None, number):
                 with self.lock:
+                    tenant.running = tenant.view = None  # some of them may have ended
                     if tenant.waiting or not all(kept(run, erasure, spared).all() for run in tenant.all_runs):
                         erased.append(tenant)
                         tenant.hidden += 1
-                        tenant.view = None
         with self.lock:
             self._joined = None
             self._submit(partial(self._remove, erased, erasure, spared), always=True)
@@ -143,6 +146,19 @@ class LearntRuns:
             for part in np.split(np.arange(len(ends)), np.flatnonzero(np.diff(parts)) + 1):
                 with self.lock:
                     self.take(*(documents[i] for i in part))
+
+    def show(self, running: Mapping[int, Sequence[NDArray[np.int32]]]) -> None:
+        """Draft for each tenant, by `tenant_number`, from answers that are being written, too (int32 [n]), in place of
+        the last ones; they are sorted in the background."""
+        with self.lock:
+            self._submit(partial(self._show, running, self._erasures))
+
+    def hide(self, number: int) -> None:
+        """Draft from a tenant's running answers only when they are shown again."""
+        with self.lock:
+            self._erasures += 1  # others may be on their way
+            if tenant := self.tenants.get(0 if self.isolation == "shared" else number):
+                tenant.running = tenant.view = None
 
     def view(self, tenants: NDArray[np.int64]) -> tuple[View, NDArray[np.int64]]:
         """Return the view of requests of these tenants (int64 [B]), a new object after each change, and the group of
@@ -197,7 +213,7 @@ class LearntRuns:
         view = tenant.view
         if view is None:
             with self.lock:
-                runs = [] if tenant.hidden else tenant.all_runs
+                runs = [] if tenant.hidden else [*tenant.all_runs, *filter(None, [tenant.running])]
                 view = tenant.view = View.of(self._static, runs) if runs else self._static_view
         return view
 
@@ -207,7 +223,9 @@ class LearntRuns:
         if number not in self.tenants:
             if len(self.tenants) % _MANY_TENANTS == 0:  # forget those without documents
                 for other, tenant in list(self.tenants.items()):
-                    if other and not (tenant.tidying or tenant.waiting or tenant.hidden or tenant.all_runs):
+                    if other and not (
+                        tenant.tidying or tenant.waiting or tenant.hidden or tenant.all_runs or tenant.running
+                    ):
                         del self.tenants[other]
             self.tenants[number] = Tenant()
         return self.tenants[number]
@@ -311,6 +329,14 @@ class LearntRuns:
         finally:
             with self.lock:
                 self._tasks -= 1
+
+    def _show(self, running: Mapping[int, Sequence[NDArray[np.int32]]], erasures: int) -> None:
+        about = np.zeros((0, 3), np.int64)
+        runs = {number: sorted_run(answers, self.vocab_size, about) for number, answers in running.items() if answers}
+        with self.lock:
+            for number in running if erasures == self._erasures else ():
+                tenant = self._tenant(number)
+                tenant.running, tenant.view = runs.get(number), None
 
     def _remove(self, tenants: list[Tenant], erasure: Erasure, spared: int) -> None:
         """Remove erased documents, and show the tenants' text again. spared: number of the first later document."""

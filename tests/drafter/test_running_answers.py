@@ -1,0 +1,184 @@
+"""Answers that are being written, and those of a request's group: who drafts from them, and until when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from freedraft.step import EngineContext
+from sssd_plugin.datastore.live import groups as groups_module
+from sssd_plugin.datastore.live.groups import Groups
+from sssd_plugin.datastore.records import Erasure, Record
+from sssd_plugin.method import SssdMethod, group_in
+from sssd_plugin.options import SssdOptions
+from sssd_plugin.running import LEADING, LEAST, MOST
+from tests.support.steps import make_step
+from tests.support.stores import int32
+
+VOCAB, NODES = 1000, 9
+RANDOM = np.random.default_rng(0)
+PROMPT, ANSWER, OTHER = (RANDOM.choice(VOCAB, size, replace=False).tolist() for size in (40, 2 * LEAST, 60))
+X, Y = '["x", ""]', '["y", ""]'
+
+
+def make(**options: Any) -> SssdMethod:
+    context = EngineContext(vocab_size=VOCAB, max_draft_tokens=NODES - 1, widths=(1, NODES))
+    return SssdMethod(SssdOptions(**({"policy": "fixed"} | options)), context)
+
+
+def begin(method: SssdMethod, name: str, prompt: list[int], tenant: str | None = X, **extra: Any) -> None:
+    method.begin(name, int32(prompt), tenant, extra)
+
+
+def write(method: SssdMethod, name: str, prompt: list[int], answer: list[int]) -> None:
+    """The request gains all of an answer, some tokens per step."""
+    for i in range(0, len(answer), 4):
+        method.draft(make_step([name], [answer[i : i + 4]], capacities=NODES - 1, texts=[prompt + answer[: i + 4]]))
+    assert method.live is None or method.live.runs.settle()
+
+
+def drafted(method: SssdMethod, tenant: str | None, prompt: list[int], gained: list[int], **extra: Any) -> list[int]:
+    """What a new request is drafted behind these tokens."""
+    begin(method, "asks", prompt, tenant, **extra)
+    draft = method.draft(make_step(["asks"], [gained], capacities=NODES - 1, texts=[prompt + gained]))
+    found = draft.tokens[0, 1 : draft.counts[0]].tolist()
+    method._begun.pop("asks")  # not to be learnt from
+    method.drafter.finish(["asks"])
+    return found
+
+
+@pytest.fixture
+def method():
+    made = make()
+    yield made
+    made.close()
+
+
+def run_two(method: SssdMethod, tenant: str | None = X) -> None:
+    """Of a tenant, one of which writes ANSWER."""
+    begin(method, "one", PROMPT, tenant)
+    begin(method, "two", OTHER, tenant)
+    write(method, "one", PROMPT, ANSWER)
+
+
+def test_an_answer_is_drafted_from_while_it_is_written(method):
+    run_two(method)
+    assert drafted(method, X, OTHER, ANSWER[5:8])[:4] == ANSWER[8:12]
+    assert drafted(method, X, OTHER[:20] + PROMPT[-LEADING:], ANSWER[:1])[:4] == ANSWER[1:5], "its prompt leads to it"
+    assert not {*drafted(method, X, OTHER, PROMPT[:3])} & {*PROMPT[3 : -LEADING - 1]}, "and is not shown"
+    assert method.live.stats().documents == 0 == method.live.stats().tokens
+    begin(method, "one", PROMPT + ANSWER, X)  # preempted
+    write(method, "two", OTHER, OTHER[::-1] * 2)
+    assert drafted(method, X, OTHER[:30], ANSWER[5:8])[:4] == ANSWER[8:12]
+    method.finish("one", int32(ANSWER))
+    assert method.live.stats().documents == 1
+    method.finish("two", int32(OTHER[::-1] * 2))
+    write(method, "two", OTHER, OTHER)  # a request that ends with the engine's last word on it
+    assert drafted(method, X, OTHER[:30], ANSWER[5:8])[:4] == ANSWER[8:12], "learnt"
+
+
+@pytest.mark.parametrize(
+    "options, writes, asks",
+    [({}, X, Y), ({}, X, None), ({}, None, X), ({"isolation": "strict"}, None, None), ({"live": "off"}, X, X)],
+    ids=str,
+)
+def test_no_other_tenant_is_drafted_for_from_it(options, writes, asks):
+    method = make(**options)
+    run_two(method, writes)
+    assert drafted(method, asks, OTHER, ANSWER[5:8]) == []
+    method.close()
+
+
+def test_all_share_where_nothing_is_kept_apart():
+    method = make(isolation="shared")
+    run_two(method, X)
+    assert drafted(method, Y, OTHER, ANSWER[5:8])[:4] == ANSWER[8:12]
+    method.close()
+
+
+def test_a_request_alone_is_not_shown(method):
+    begin(method, "one", PROMPT)
+    write(method, "one", PROMPT, ANSWER)
+    assert method.live.runs.tenants.keys() == {0}
+
+
+def test_what_is_erased_or_not_learnt_is_shown_no_longer(method, monkeypatch):
+    runs, submitted = method.live.runs, []
+    run_two(method)
+    method.live.erase(Erasure())
+    assert drafted(method, X, OTHER, ANSWER[5:8]) == []
+    with monkeypatch.context() as patched:
+        patched.setattr(runs, "_submit", lambda task, **_: submitted.append(task))
+        write(method, "one", PROMPT + ANSWER, ANSWER)
+        assert submitted
+    method.live.erase(Erasure())  # while they are being sorted
+    for task in submitted:
+        task()
+    assert drafted(method, X, OTHER, ANSWER[5:8]) == []
+    write(method, "one", PROMPT + ANSWER * 2, ANSWER)
+    assert drafted(method, X, OTHER, ANSWER[5:8])[:4] == ANSWER[8:12]
+    method.finish("one", int32([]))  # nobody knows what its client got
+    assert drafted(method, X, OTHER, ANSWER[5:8]) == []
+
+
+def test_at_most_so_many_tokens_are_shown(method):
+    begin(method, "two", OTHER)
+    begin(method, "one", PROMPT)
+    begin(method, "one", whole := PROMPT + RANDOM.integers(0, VOCAB, 2 * MOST).tolist())  # preempted after that many
+    write(method, "one", whole, ANSWER)
+    (tenant,) = (tenant for tenant in method.live.runs.tenants.values() if tenant.running)
+    assert tenant.running.n == MOST // 2 + 1
+
+
+def answers(method: SssdMethod, *ends: list[int], tenant: str = X, group: str = "g") -> None:
+    """Learn answers of one prompt, each with its own end behind the same beginning."""
+    for number, end in enumerate(ends):
+        begin(method, f"{group} {number}", PROMPT, tenant, freedraft_group=group)
+        method.finish(f"{group} {number}", int32(ANSWER[:6] + end))
+
+
+def test_answers_of_its_group_come_first(method):
+    answers(method, ANSWER[20:30], group="mine")
+    answers(method, *[ANSWER[40:50]] * 3, group="other")
+    method.live.runs.settle()
+    assert drafted(method, X, PROMPT, ANSWER[:6])[:4] == ANSWER[40:44], "the usual and newest one"
+    assert drafted(method, X, PROMPT, ANSWER[:6], freedraft_group="mine")[:4] == ANSWER[20:24]
+    assert drafted(method, Y, PROMPT, ANSWER[:6], freedraft_group="mine") == [], "of another tenant"
+    method.live.erase(Erasure())
+    method.live.runs.settle()
+    assert drafted(method, X, PROMPT, ANSWER[:6], freedraft_group="mine") == []
+
+
+def test_groups_are_bounded(monkeypatch):
+    monkeypatch.setattr(groups_module, "MOST_OF_ONE", 30)
+    monkeypatch.setattr(groups_module, "MOST", 50)
+    monkeypatch.setattr(groups_module, "MOST_GROUPS", 4)
+    held = Groups()
+    for i in range(4):
+        held.add("a", Record(1, i, int32([i] * 9)))
+    assert [text[0] for text in held.answers(1, "a")] == [1, 2, 3] and held.answers(2, "a") == []
+    held.add("a", Record(2, 9, int32([9] * 9)))
+    held.add("b", Record(1, 9, int32([8] * 9)))
+    assert len(held.answers(1, "a")) == 3, "used again, so that another goes first"
+    held.add("c", Record(1, 9, int32([7] * 9)))
+    assert held.answers(2, "a") == [] and len(held.answers(1, "a")) == 3
+    held.erase(Erasure(1, before=2))
+    assert [text[0] for text in held.answers(1, "a")] == [2, 3] and held._tokens == 40
+    held.add("d", Record(1, 9, int32([1] * 40)))
+    assert held.answers(1, "d") == [], "longer than a group may be"
+    for i in range(9):
+        held.add(str(i), Record(1, 9, int32([1])))
+    assert len(held._held) == 4
+    held.erase(Erasure())
+    assert held._tokens == 0 and not held._held
+
+
+@pytest.mark.parametrize("given", [None, 1, "", "x" * 300, ["a"], {"a": 1}], ids=repr)
+def test_what_is_no_group_is_ignored(method, given):
+    answers(method, ANSWER[20:30], group="")
+    assert group_in({"freedraft_group": given}) == "" == group_in({})
+    begin(method, "one", PROMPT, freedraft_group=given)
+    method.finish("one", int32(ANSWER))
+    assert not method.live.groups._held
