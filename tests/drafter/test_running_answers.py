@@ -123,6 +123,15 @@ def test_what_is_erased_or_not_learnt_is_shown_no_longer(method, monkeypatch):
     assert drafted(method, X, OTHER, ANSWER[5:8]) == []
 
 
+@pytest.mark.parametrize("odd", [VOCAB, -7], ids=["no token", "an image"])
+def test_answers_that_are_not_only_text_are_not_shown(method, odd):
+    begin(method, "two", OTHER)
+    begin(method, "one", PROMPT)
+    write(method, "one", PROMPT, [*ANSWER[:99], odd, *ANSWER[100:]])
+    assert drafted(method, X, OTHER, ANSWER[5:8]) == []
+    assert not method.live.runs._failed
+
+
 def test_at_most_so_many_tokens_are_shown(method):
     begin(method, "two", OTHER)
     begin(method, "one", PROMPT)

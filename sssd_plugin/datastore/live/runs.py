@@ -332,7 +332,8 @@ class LearntRuns:
 
     def _show(self, running: Mapping[int, Sequence[NDArray[np.int32]]], erasures: int) -> None:
         about = np.zeros((0, 3), np.int64)
-        runs = {number: sorted_run(answers, self.vocab_size, about) for number, answers in running.items() if answers}
+        usable = {number: [*filter(self._in_vocabulary, answers)] for number, answers in running.items()}
+        runs = {number: sorted_run(answers, self.vocab_size, about) for number, answers in usable.items() if answers}
         with self.lock:
             for number in running if erasures == self._erasures else ():
                 tenant = self._tenant(number)
