@@ -35,8 +35,8 @@ from bench.scorer.long_contexts import COPY_KINDS, copies, edited_files, python_
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore import tokenizer
 from sssd_plugin.datastore.live.store import LiveStore
-from sssd_plugin.drafter import BEFORE, Drafter
-from sssd_plugin.running import LEADING, to_learn
+from sssd_plugin.drafter import Drafter
+from sssd_plugin.method import LEADING, to_learn
 
 COPIES, EDITS, ARCTIC = 4, 20, "build/arctic"  # per kind and length; files; built by bench/arctic.sh
 PAPER = ("paper", "paper-alone", "paper-store")
@@ -155,7 +155,7 @@ def of_edits(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             before, after = map(encoded, (*asks[shown].split("{}"), "")[:2])
             prompt = np.concatenate([before, file, after] if "{}" in asks[shown] else [before])
             sent = {"none": file[:0], "file": file, "another file": edits[number - 1][0]}[given]
-            drafter.predict(f"{number} 0", prompt, [to_learn(prompt, sent, BEFORE)])
+            drafter.predict(f"{number} 0", prompt, sent)
             found = replay([(prompt, answer)], draft, name=str(number))
             steps, produced = steps + found["steps"], produced + found["output_tokens"]
         row = cell._asdict() | {"prompt": shown, "prediction": given, "tokens_per_step": round(produced / steps, 4)}

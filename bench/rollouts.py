@@ -25,7 +25,7 @@ from sssd_plugin.options import SssdOptions
 PROMPTS, SAMPLES, TOKENS = 16, 8, 192
 EPOCHS = {"1.0": 3, "0.7": 1}  # by temperature
 WIDTH, VOCABULARY = 16, 49152  # nodes of a chain, its root included; of the model
-Text = tuple[str, Tokens, Tokens]  # group, prompt and answer
+Text = tuple[str, Tokens, Tokens]  # name of the prompt, prompt and answer
 
 
 def sampled(model: Path, questions: Path) -> dict[str, Any]:
@@ -53,17 +53,18 @@ def sampled(model: Path, questions: Path) -> dict[str, Any]:
 
 
 class Sssd:
-    """Drafts as a server does: answers that are running are shown unless `finished`, and `grouped` ones by group."""
+    """Drafts as a server does: answers that are running are shown unless `finished`; each prompt has its own salt if
+    `salted`."""
 
-    def __init__(self, live: Any = "memory", *, finished: bool = False, grouped: bool = False) -> None:
+    def __init__(self, live: Any = "memory", *, finished: bool = False, salted: bool = False) -> None:
         context = EngineContext(vocab_size=VOCABULARY, max_draft_tokens=WIDTH - 1)
         options = SssdOptions(policy="fixed", shape="chain", live=live, recycle="off")
-        self.method, self.grouped = SssdMethod(options, context), grouped
+        self.method, self.salted = SssdMethod(options, context), salted
         if finished:
             self.method._running = None
 
     def begin(self, name: str, text: Text) -> None:
-        self.method.begin(name, text[1], None, {"freedraft_group": text[0]} if self.grouped else {})
+        self.method.begin(name, text[1], text[0] if self.salted else None, {})
 
     def draft(self, names: Sequence[str], gained: Sequence[Tokens], known: Sequence[Tokens]) -> list[list[int]]:
         ends = np.cumsum([len(tokens) for tokens in gained])
@@ -110,7 +111,7 @@ ARMS: dict[str, Callable[[], Any]] = {
     "sssd, nothing learnt": lambda: Sssd("off"),
     "sssd, finished answers": lambda: Sssd(finished=True),
     "sssd": Sssd,
-    "sssd, groups": lambda: Sssd(grouped=True),
+    "sssd, a salt per prompt": lambda: Sssd(salted=True),
     "suffix": Suffix,
 }
 

@@ -34,7 +34,7 @@ _REQUEST, _STORE, _OTHER = range(len(SOURCES))
 MAX_NODES = 256
 MAX_THREADS = 8
 MOST_INDEXED = 1 << 14  # tokens of prompts per step, so that a long one does not keep others waiting
-BEFORE = 16  # tokens of the prompt behind which an answer begins
+BEFORE = 16  # tokens of the prompt behind which a predicted answer begins
 MIN_NODES = 128  # fewest of a thread's trees together; waking it takes as long as drafting these
 
 
@@ -115,12 +115,13 @@ class Drafter:
         else:
             self._tenants.pop(request_id, None)
 
-    def predict(self, request_id: str, prompt: NDArray[np.int32], texts: Sequence[NDArray[np.int32]]) -> None:
-        """Draft for the request as if these texts stood before the end of its prompt, the likeliest one last: answers
-        behind the end of such a prompt. Call it before `replace`. All are int32 [n]."""
-        if any(len(text) for text in texts):
-            apart = [part for text in (*texts, prompt[max(0, len(prompt) - BEFORE) :]) for part in ([OUTSIDE], text)]
-            self._inserted[request_id] = len(prompt), np.concatenate(apart).astype(np.int32)
+    def predict(self, request_id: str, prompt: NDArray[np.int32], answer: NDArray[np.int32]) -> None:
+        """Draft for the request as if its prompt had been answered so before; call it before `replace`. Both are int32
+        [n]."""
+        self._inserted.pop(request_id, None)
+        if len(answer):
+            again = [OUTSIDE], prompt[max(0, len(prompt) - BEFORE) :]  # so that the answer begins behind the same text
+            self._inserted[request_id] = len(prompt), np.concatenate([answer, *again]).astype(np.int32)
 
     def recycle(self, logits: NodeLogits) -> None:
         if len(self._entries) == 0:
@@ -215,11 +216,12 @@ class Drafter:
                     future.result()
         return out
 
-    def tokens(self, request_id: str, first: int = 0) -> NDArray[np.int32]:
-        """Return a copy of the tokens of a request from its `first` one on: int32 [n], none if it is unknown."""
+    def tokens(self, request_id: str, first: int = 0, most: int = 1 << 31) -> NDArray[np.int32]:
+        """Return a copy of the tokens of a request from its `first` one on, the last `most` of them: int32 [n], none if
+        it is unknown."""
         with self._lock:
-            at, others = self._inserted.get(request_id, (0, ()))
-            tokens = self._index.tokens(request_id)
+            tokens, (at, others) = self._index.tokens(request_id), self._inserted.get(request_id, (0, ()))
+            first = max(first, len(tokens) - len(others) - most)
             return np.concatenate([tokens[first:at], tokens[max(first, at) + len(others) :]])
 
     def finish(self, request_ids: Iterable[str]) -> None:

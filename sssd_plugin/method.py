@@ -25,9 +25,9 @@ from sssd_plugin.datastore.disk.store import Datastore
 from sssd_plugin.datastore.errors import DatastoreError
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
 from sssd_plugin.datastore.live.store import LiveStore, check_live
-from sssd_plugin.drafter import BEFORE, Drafter, Shape
+from sssd_plugin.drafter import Drafter, Shape
 from sssd_plugin.options import SssdOptions
-from sssd_plugin.running import Begun, RunningAnswers, to_learn
+from sssd_plugin.running import LEADING, RunningAnswers
 from sssd_plugin.scoring.weights import Weights
 
 logger = logging.getLogger("freedraft.sssd")
@@ -39,13 +39,13 @@ _RULES = {
     "shared": "all requests share what they wrote",
 }
 MOST_PREDICTED = 1 << 16  # tokens of an answer
-LONGEST_GROUP = 256  # characters of a group's name
 
 
-def group_in(extra: Mapping[str, Any]) -> str:
-    """Return the group of a request, from its client's fields for the drafter; "" without a usable one."""
-    given = extra.get("freedraft_group")
-    return given if isinstance(given, str) and len(given) <= LONGEST_GROUP else ""
+def to_learn(prompt: NDArray[np.int32], answer: NDArray[np.int32], leading: int) -> NDArray[np.int32]:
+    """Return the document to learn from a request: the last `leading` tokens of its prompt, after its last image
+    (negative ids), and its answer; empty without an answer. All are int32 [n]."""
+    lead = prompt[max(0, len(prompt) - leading) :] if len(answer) else prompt[:0]
+    return np.concatenate([lead[np.flatnonzero(lead < 0).max(initial=-1) + 1 :], answer])
 
 
 def predicted_in(extra: Mapping[str, Any]) -> NDArray[np.int32]:
@@ -123,7 +123,7 @@ class SssdMethod(Method):
             lacks = "this engine gives no logits" if options.scoring == "learned" else "scoring 'paper' takes no logits"
             logger.warning("freedraft: option 'recycle' is on, but %s: n-grams are drafted without them", lacks)
         self.needs_logits = can_recycle and options.recycle != "off"
-        self._begun: dict[str, Begun] = {}  # by request
+        self._begun: dict[str, tuple[int, int]] = {}  # prompt length and tenant, by request
         self._secret = secrets.token_bytes(16)  # of tenants' numbers, without a store
         self._alone = count(-1, -1)  # numbers of requests that share nothing
         self.drafter = Drafter(
@@ -161,12 +161,10 @@ class SssdMethod(Method):
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         number = self._number_of(tenant)
         begun = self._begun.get(request_id)
-        if begun is None:
-            begun = Begun(len(tokens), number, group_in(extra))
-            answers = self.live.groups.answers(number, begun.group) if self.live is not None else []
-            self.drafter.predict(request_id, tokens, [*answers, to_learn(tokens, predicted_in(extra), BEFORE)])
-        # A preempted request begins again, with its output after its prompt.
-        self._begun[request_id] = begun._replace(tenant=number)
+        if begun is None or begun[1] != number:  # an id may come again, of another client
+            begun = len(tokens), number
+            self.drafter.predict(request_id, tokens, predicted_in(extra))
+        self._begun[request_id] = begun  # a preempted request begins again, with its output after its prompt
         self.drafter.set_tenant(request_id, 0 if self.options.isolation == "shared" else number)
         self.drafter.replace(request_id, tokens)
 
@@ -181,10 +179,10 @@ class SssdMethod(Method):
         begun = self._begun.pop(request_id, None)
         try:
             if self.live is not None and begun is not None:
-                tokens, (prompt_length, tenant, group) = self.drafter.tokens(request_id), begun
+                tokens, (prompt_length, tenant) = self.drafter.tokens(request_id), begun
                 prompt, answer = tokens[:prompt_length], tokens[prompt_length:] if output is None else output
-                if not self.live.insert(to_learn(prompt, answer), tenant, group) and len(tokens) > prompt_length:
-                    self.live.runs.hide(tenant)
+                if not self.live.insert(to_learn(prompt, answer, LEADING), tenant) and tenant >= 0:
+                    self.live.runs.show(tenant, ())  # it is not known what its client got
                 self.live_metrics.show(self.live)
         finally:
             self.drafter.finish([request_id])

@@ -20,9 +20,9 @@ from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.runs import View
 from sssd_plugin.datastore.live.store import LiveStore
+from sssd_plugin.method import LEADING, to_learn
 from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
 from sssd_plugin.request_index import RequestIndex, ingest, request_at
-from sssd_plugin.running import LEADING, to_learn
 from sssd_plugin.scoring.candidates import SHORTLIST, scratch
 from sssd_plugin.scoring.inputs import INPUTS, NODE_INPUTS, ROW, ROWS
 from sssd_plugin.scoring.learned import FEW_CANDIDATES, Sources, draft_tree, effort_of, expand, look_back, start

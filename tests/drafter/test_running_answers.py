@@ -1,4 +1,4 @@
-"""Answers that are being written, and those of a request's group: who drafts from them, and until when."""
+"""Answers that are being written: who drafts from them, and until when."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from freedraft.step import EngineContext
-from sssd_plugin.datastore.live import groups as groups_module
-from sssd_plugin.datastore.live.groups import Groups
-from sssd_plugin.datastore.records import Erasure, Record
-from sssd_plugin.method import SssdMethod, group_in
+from sssd_plugin.datastore.records import Erasure
+from sssd_plugin.method import SssdMethod
 from sssd_plugin.options import SssdOptions
-from sssd_plugin.running import LEADING, LEAST, MOST
+from sssd_plugin.running import EACH, LEADING, LEAST, MOST
 from tests.support.steps import make_step
 from tests.support.stores import int32
 
@@ -138,56 +136,33 @@ def test_at_most_so_many_tokens_are_shown(method):
     begin(method, "one", whole := PROMPT + RANDOM.integers(0, VOCAB, 2 * MOST).tolist())  # preempted after that many
     write(method, "one", whole, ANSWER)
     (tenant,) = (tenant for tenant in method.live.runs.tenants.values() if tenant.running)
-    assert tenant.running.n == MOST // 2 + 1
+    assert tenant.running.n == MOST // 2 + LEADING + 2, "separators among them"
 
 
-def answers(method: SssdMethod, *ends: list[int], tenant: str = X, group: str = "g") -> None:
-    """Learn answers of one prompt, each with its own end behind the same beginning."""
-    for number, end in enumerate(ends):
-        begin(method, f"{group} {number}", PROMPT, tenant, freedraft_group=group)
-        method.finish(f"{group} {number}", int32(ANSWER[:6] + end))
+def test_tenants_are_shown_and_forgotten_each_by_itself(method):
+    """The others are many, and end, while one that has ended otherwise hides its own."""
+    for i in range(20):
+        for name in "ab":
+            begin(method, f"{name}{i}", [*PROMPT, i], f'["{i}", ""]')
+    runs, long = method.live.runs, RANDOM.integers(0, VOCAB, 500).tolist()
+    for i in range(19):
+        write(method, f"a{i}", [*PROMPT, i], long)
+    assert sum(tenant.running is not None for tenant in runs.tenants.values()) == 20
+    write(method, "a19", [*PROMPT, 19], ANSWER)
+    write(method, "b19", [*PROMPT, 19], OTHER[: LEAST + EACH * 40])
+    assert drafted(method, '["19", ""]', OTHER, ANSWER[5:8])[:4] == ANSWER[8:12], "however much the others wrote"
+    method.finish("a19", int32([]))
+    for i in range(19):
+        for name in "ab":
+            method.finish(f"{name}{i}", int32([]))
+    write(method, "b19", [*PROMPT, 19, *OTHER], [*range(600, 600 + 2 * LEAST)])
+    assert [tenant for tenant in runs.tenants.values() if tenant.running] == [] and not method._running._shown
 
 
-def test_answers_of_its_group_come_first(method):
-    answers(method, ANSWER[20:30], group="mine")
-    answers(method, *[ANSWER[40:50]] * 3, group="other")
-    method.live.runs.settle()
-    assert drafted(method, X, PROMPT, ANSWER[:6])[:4] == ANSWER[40:44], "the usual and newest one"
-    assert drafted(method, X, PROMPT, ANSWER[:6], freedraft_group="mine")[:4] == ANSWER[20:24]
-    assert drafted(method, Y, PROMPT, ANSWER[:6], freedraft_group="mine") == [], "of another tenant"
-    method.live.erase(Erasure())
-    method.live.runs.settle()
-    assert drafted(method, X, PROMPT, ANSWER[:6], freedraft_group="mine") == []
-
-
-def test_groups_are_bounded(monkeypatch):
-    monkeypatch.setattr(groups_module, "MOST_OF_ONE", 30)
-    monkeypatch.setattr(groups_module, "MOST", 50)
-    monkeypatch.setattr(groups_module, "MOST_GROUPS", 4)
-    held = Groups()
-    for i in range(4):
-        held.add("a", Record(1, i, int32([i] * 9)))
-    assert [text[0] for text in held.answers(1, "a")] == [1, 2, 3] and held.answers(2, "a") == []
-    held.add("a", Record(2, 9, int32([9] * 9)))
-    held.add("b", Record(1, 9, int32([8] * 9)))
-    assert len(held.answers(1, "a")) == 3, "used again, so that another goes first"
-    held.add("c", Record(1, 9, int32([7] * 9)))
-    assert held.answers(2, "a") == [] and len(held.answers(1, "a")) == 3
-    held.erase(Erasure(1, before=2))
-    assert [text[0] for text in held.answers(1, "a")] == [2, 3] and held._tokens == 40
-    held.add("d", Record(1, 9, int32([1] * 40)))
-    assert held.answers(1, "d") == [], "longer than a group may be"
-    for i in range(9):
-        held.add(str(i), Record(1, 9, int32([1])))
-    assert len(held._held) == 4
-    held.erase(Erasure())
-    assert held._tokens == 0 and not held._held
-
-
-@pytest.mark.parametrize("given", [None, 1, "", "x" * 300, ["a"], {"a": 1}], ids=repr)
-def test_what_is_no_group_is_ignored(method, given):
-    answers(method, ANSWER[20:30], group="")
-    assert group_in({"freedraft_group": given}) == "" == group_in({})
-    begin(method, "one", PROMPT, freedraft_group=given)
-    method.finish("one", int32(ANSWER))
-    assert not method.live.groups._held
+def test_an_id_that_comes_again_of_another_tenant_has_nothing_of_the_one_before(method):
+    begin(method, "asks", PROMPT, X, prediction=ANSWER)
+    assert drafted(method, Y, PROMPT, ANSWER[:5]) == []
+    begin(method, "asks", PROMPT, X, prediction=ANSWER)
+    begin(method, "asks", PROMPT + ANSWER[:3], X, prediction=ANSWER)  # preempted
+    method.finish("asks", int32(ANSWER[:9]))
+    assert method.live.stats().inserted == LEADING + 9

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.extended
 
 
 def test_answers_are_of_the_new_weights_and_what_was_learnt_stays(tiny_model, tmp_path):
-    asked = parameters(TOKENS, ignore_eos=True, detokenize=False, extra_args={"freedraft_group": "all"})
+    asked = parameters(TOKENS, ignore_eos=True, detokenize=False)
     other = save(make_tiny(seed=8, **TINY), tmp_path / "other")
     expected = [continuations(model, IDS, TOKENS) for model in (tiny_model, other)]
     assert expected[0] != expected[1]

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +28,7 @@ from sssd_plugin.datastore.records import FOREVER, Erasure, LiveStats, Record, k
 
 logger = logging.getLogger("freedraft.datastore")
 
-SEARCHED = 8  # sub-indices at most, static ones included (arXiv 2411.05894, 3.1.3)
+SEARCHED = 8  # sub-indices at most, static ones included (arXiv 2411.05894, 3.1.3); one more of running answers
 MIN_RUNS = 2  # per tenant, regardless of static sub-indices
 MEMTABLE_TOKENS = 1 << 12  # capacity of a memtable: merging a document takes a pass over it
 LARGE_TOKENS = 1 << 12  # larger documents are sorted in the background, to not delay the engine
@@ -46,6 +46,7 @@ class Tenant:
     runs: list[Run] = field(default_factory=list)  # oldest and largest first
     memtable: Run | None = None  # run of the newest documents, to merge the next one into
     running: Run | None = None  # of answers that are still being written
+    shows: int = 0  # changes of `running` that were asked for
     waiting: int = 0  # runs that wait to be sorted
     hidden: int = 0  # erasures to be applied; until then its text is not drafted from
     tidying: bool = False  # a merge of `runs` is queued
@@ -102,7 +103,6 @@ class LearntRuns:
         self._unused: list[Run] = []
         self.held = self._waiting = 0
         self._documents = 0  # number of the next document
-        self._erasures = 0
         self.counts = LiveStats()
         self._joined: tuple[tuple[View, ...], View] | None = None
         self._statics = {"url": (), "given": static}
@@ -114,12 +114,11 @@ class LearntRuns:
         with self.lock:
             spared = self._documents
             tenants = list(self.tenants.items())
-            self._erasures += 1
         erased = []
         for number, tenant in tenants:
             if self.isolation == "shared" or erasure.tenant in (None, number):
                 with self.lock:
-                    tenant.running = tenant.view = None  # some of them may have ended
+                    self._hide(tenant)  # some of its running answers may have ended
                     if tenant.waiting or not all(kept(run, erasure, spared).all() for run in tenant.all_runs):
                         erased.append(tenant)
                         tenant.hidden += 1
@@ -147,18 +146,16 @@ class LearntRuns:
                 with self.lock:
                     self.take(*(documents[i] for i in part))
 
-    def show(self, running: Mapping[int, Sequence[NDArray[np.int32]]]) -> None:
-        """Draft for each tenant, by `tenant_number`, from answers that are being written, too (int32 [n]), in place of
-        the last ones; they are sorted in the background."""
+    def show(self, number: int, answers: Sequence[NDArray[np.int32]]) -> None:
+        """Let requests of a tenant draft from answers that are being written (int32 [n]), in place of the last ones,
+        once they are sorted in the background; not if another call or an erasure comes before."""
         with self.lock:
-            self._submit(partial(self._show, running, self._erasures))
-
-    def hide(self, number: int) -> None:
-        """Draft from a tenant's running answers only when they are shown again."""
-        with self.lock:
-            self._erasures += 1  # others may be on their way
-            if tenant := self.tenants.get(0 if self.isolation == "shared" else number):
-                tenant.running = tenant.view = None
+            tenant = self._tenant(0 if self.isolation == "shared" else number)
+            if not answers:
+                self._hide(tenant)
+            else:
+                tenant.shows += 1
+                self._submit(partial(self._show, tenant, tenant.shows, answers))
 
     def view(self, tenants: NDArray[np.int64]) -> tuple[View, NDArray[np.int64]]:
         """Return the view of requests of these tenants (int64 [B]), a new object after each change, and the group of
@@ -223,12 +220,15 @@ class LearntRuns:
         if number not in self.tenants:
             if len(self.tenants) % _MANY_TENANTS == 0:  # forget those without documents
                 for other, tenant in list(self.tenants.items()):
-                    if other and not (
-                        tenant.tidying or tenant.waiting or tenant.hidden or tenant.all_runs or tenant.running
-                    ):
+                    text = tenant.all_runs or tenant.running
+                    if other and not (tenant.tidying or tenant.waiting or tenant.hidden or text):
                         del self.tenants[other]
             self.tenants[number] = Tenant()
         return self.tenants[number]
+
+    def _hide(self, tenant: Tenant) -> None:
+        tenant.shows += 1
+        tenant.running = tenant.view = None
 
     def reason_against(self, tokens: NDArray[np.int32]) -> str:  # "" if there is none
         reasons = {
@@ -330,14 +330,13 @@ class LearntRuns:
             with self.lock:
                 self._tasks -= 1
 
-    def _show(self, running: Mapping[int, Sequence[NDArray[np.int32]]], erasures: int) -> None:
-        about = np.zeros((0, 3), np.int64)
-        usable = {number: [*filter(self._in_vocabulary, answers)] for number, answers in running.items()}
-        runs = {number: sorted_run(answers, self.vocab_size, about) for number, answers in usable.items() if answers}
-        with self.lock:
-            for number in running if erasures == self._erasures else ():
-                tenant = self._tenant(number)
-                tenant.running, tenant.view = runs.get(number), None
+    def _show(self, tenant: Tenant, number: int, answers: Sequence[NDArray[np.int32]]) -> None:
+        usable = [*filter(self._in_vocabulary, answers)]
+        if usable and tenant.shows == number:
+            run = sorted_run(usable, self.vocab_size, np.zeros((0, 3), np.int64))
+            with self.lock:
+                if tenant.shows == number:
+                    tenant.running, tenant.view = run, None
 
     def _remove(self, tenants: list[Tenant], erasure: Erasure, spared: int) -> None:
         """Remove erased documents, and show the tenants' text again. spared: number of the first later document."""

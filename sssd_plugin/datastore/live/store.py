@@ -19,7 +19,6 @@ from sssd_plugin.datastore.errors import DatastoreError, reporting
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.exchange import Exchange
 from sssd_plugin.datastore.live.folder import FolderLock, LiveManifest
-from sssd_plugin.datastore.live.groups import Groups
 from sssd_plugin.datastore.live.log import Log
 from sssd_plugin.datastore.live.runs import LearntRuns
 from sssd_plugin.datastore.records import Changes, Erasure, LiveStats, Record, now_ms
@@ -49,7 +48,6 @@ class LiveStore:
 
     Attributes:
         runs: what was learnt, in memory: requests draft from it.
-        groups: the same documents by group, of those inserted with one by this process.
 
     Raises:
         DatastoreError: the directory cannot be read or written, has another tokenizer, isolation or version, or another
@@ -61,7 +59,7 @@ class LiveStore:
         fingerprint: str | None = None, isolation: Isolation = "salt", max_tokens: int = MAX_TOKENS,
         max_age: float | None = None,
     ) -> None:  # fmt: skip
-        self.runs, self.groups = LearntRuns(vocab_size, static, isolation, max_tokens), Groups()
+        self.runs = LearntRuns(vocab_size, static, isolation, max_tokens)
         self._max_age_ms = None if max_age is None else int(max_age * 1000)
         self._own_key = secrets.token_bytes(16)
         self._latest = self._expire_at = 0  # ms
@@ -95,7 +93,7 @@ class LiveStore:
         """Secret of `tenant_number`; None until the bucket's is known."""
         return self._log.key if self._log else self._own_key
 
-    def insert(self, tokens: NDArray[np.int32], tenant: int = 0, group: str = "") -> bool:
+    def insert(self, tokens: NDArray[np.int32], tenant: int = 0) -> bool:
         """Insert a document (int32 [n]) of a tenant (`tenant_number`; negative: of a request that shares nothing),
         visible in the next view, a large one a moment later; return whether it was taken (`stats` counts refusals)."""
         if not len(tokens):
@@ -110,15 +108,12 @@ class LiveStore:
             if self._log is not None:
                 self._log.pending.append(record)
             self.runs.take(record)
-        if group:
-            self.groups.add(group, record)
         return True
 
     def erase(self, erasure: Erasure) -> None:
         """Forget documents, also unwritten ones; see `LearntRuns.erase`."""
         if self._log is not None:
             self._log.pending.erase(erasure)
-        self.groups.erase(erasure)
         self.runs.erase(erasure)
 
     def stats(self) -> LiveStats:
