@@ -225,8 +225,27 @@ class GuardedMethod:
             with self:
                 self._count_reasons(step, draft)
 
+    def judge_head(
+        self, gained: Sequence[NDArray[Any]], ngrams: NDArray[Any], drafted: NDArray[np.int32], known: NDArray[np.bool_]
+    ) -> None:
+        """Count what a step accepted of the K tokens of the drafter that ours are on top of. n-grams were verified
+        where they had all of these and more, and all were right: else the others were, or the host does not know.
+
+        Args:
+            gained: `tokens`, `starts` and `ends` as in `Step`; known: bool [B], where the K tokens were verified.
+            ngrams: int [B, K], the first tokens of n-grams; drafted: int32 [B], number of all, 0 from now on where
+                they were not verified.
+        """
+        (tokens, starts, ends), k = gained, ngrams.shape[1]
+        count = ends - starts
+        new = tokens[np.minimum(starts[:, None] + np.arange(k), len(tokens) - 1)]
+        drafted[(new != ngrams).any(1) | (count <= k) | (drafted <= k)] = 0
+        self.count_head(np.minimum(count - 1, k)[known])
+
     def count_head(self, accepted: NDArray[np.int64]) -> None:
-        """Count accepted tokens of the drafter that ours are on top of: [B], of each of its drafts."""
+        """Count accepted tokens of the drafter that ours are on top of, [B], of each of its drafts; and learn them."""
+        if (head := self.method.controller.head) is not None and len(accepted):
+            head.learn(float(accepted.mean()))
         for length, drafts in Counter(accepted.tolist()).items():
             self.metrics.head_lengths(self._below, str(length)).inc(drafts)
         self._report.add_head(accepted)

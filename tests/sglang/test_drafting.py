@@ -3,11 +3,8 @@ of windows, candidates of a pass, draws, and models that are refused. The rest: 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from array import array
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -34,6 +31,28 @@ def request(**fields):
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     return Req("a", "", array("q", [1]), SamplingParams(), **fields)
+
+
+def bare(cls, **attributes):
+    """One of a class that cannot be built alone, with what is read here."""
+    made = cls.__new__(cls)
+    made.__dict__.update(attributes)
+    return made
+
+
+def batch_of(**fields):
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+
+    return ScheduleBatch(**{"reqs": [], "device": "cpu"} | fields)
+
+
+@pytest.fixture(scope="module")
+def configured():
+    """SGLang's own settings, at their defaults."""
+    from sglang.srt.runtime_context import get_context
+
+    with get_context().override_server_args():
+        yield
 
 
 def test_an_adapter_makes_another_tenant():
@@ -68,8 +87,6 @@ def test_trees_are_cut_to_chains_and_verified_at_widths_that_could_be_prepared(n
 @pytest.mark.parametrize("places", [5, 1])
 def test_images_are_in_no_text(places):
     """SGLang puts hashes where images are; the drafter's text has the model's own mark, at one place or several."""
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-
     mark, hashes, said = 96, [2**40 + i for i in range(5)], [11, 12, 13]
     prompt = [7, 8, *[mark] * places, *said, 9]
     asked = request(origin_input_ids_unpadded=array("q", prompt))
@@ -85,7 +102,7 @@ def test_images_are_in_no_text(places):
     # The last of `said` is the newest token, which is not in the KV cache.
     gained = Gained(np.array(said[-1:], np.int32), np.array([0]), np.array([1]), np.array([len(hashes) + 2 + 4 + 2]))
     _, tracked, drafted = drafting._look_up([asked], ["a"])
-    step = drafting._step(ScheduleBatch(reqs=[asked]), gained, tracked, drafted)
+    step = drafting._step(batch_of(reqs=[asked]), gained, tracked, drafted)
     assert step.contexts.tolist() == [len(prompt + said)] and step.history(0).tolist() == prompt + said
     assert (step.capacities >= NODES - 1).all() and tracked[0, 1] == 5 - places
     draft = guarded.step(step)
@@ -94,26 +111,28 @@ def test_images_are_in_no_text(places):
     guarded.close()
 
 
-def test_positions_of_trees_go_on_from_those_of_images(monkeypatch):
+@pytest.mark.usefixtures("configured")
+def test_positions_of_trees_go_on_from_those_of_images():
     """Three for each node: those of decoding, where a node is the newest token behind those above it."""
     from sglang.srt.managers.schedule_batch import MultimodalInputs
     from sglang.srt.model_executor import forward_batch_info as info
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
-    settings = SimpleNamespace(deterministic=SimpleNamespace(rl_on_policy_target=None))
-    monkeypatch.setattr(info, "get_exec", lambda: settings)
     lengths, depths = torch.tensor([9, 20]), torch.tensor([0, 1, 1, 2])
     tree = TreeBatch.from_numpy(
         np.ones((2, 4), np.int32), np.array([[-1, 0, 0, 2]] * 2, np.int32), depths.int().expand(2, 4).numpy(),
         np.full(2, 4, np.int32), "cpu",
     )  # fmt: skip
     images = [MultimodalInputs([], mrope_position_delta=torch.tensor([[-5]])), None]
-    runner, none = SimpleNamespace(device="cpu"), torch.zeros(0)
+    runner, none = bare(ModelRunner, device="cpu"), torch.zeros(0)
 
     def forward(mode, seq_lens):
         return info.ForwardBatch(mode, 2, none, none, seq_lens, none, 0, seq_lens_cpu=seq_lens)
 
-    positions = tree_inputs(tree, lengths, int(lengths.sum())).positions
-    batch = SimpleNamespace(multimodal_inputs=images, spec_info=SimpleNamespace(positions=positions))
+    inputs = tree_inputs(tree, lengths, int(lengths.sum()))
+    asked = NgramVerifyInput(inputs.input_ids, inputs.mask, inputs.positions, draft_token_num=4)
+    batch = batch_of(multimodal_inputs=images, spec_info=asked)
     verifying = forward(info.ForwardMode.TARGET_VERIFY, lengths)
     verifying.compute_spec_mrope_positions(runner, batch)
     assert verifying.mrope_positions.shape == (3, 8)
@@ -165,18 +184,19 @@ def test_candidates_of_a_pass():
     assert most_likely(logits, PassOutputs(1, entropy=True)).isfinite().all()
 
 
+@pytest.mark.usefixtures("configured")
 def test_other_architectures_are_refused():
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.linear import ReplicatedLinear
+    from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.models import gemma2, llama, qwen2, qwen2_moe
 
     from freedraft.engines.sglang.passes import check_structure
 
-    def bare(cls, **attributes):
-        made = cls.__new__(cls)
-        made.__dict__.update(attributes)
-        return made
-
-    def stack(layer=llama.LlamaDecoderLayer, mlp=llama.LlamaMLP, scale=None):
-        norm = SimpleNamespace(_quant_linear=SimpleNamespace(input_scale=scale))
+    def stack(layer=llama.LlamaDecoderLayer, mlp=llama.LlamaMLP, scales="dynamic"):
+        quantised = Fp8Config(is_checkpoint_fp8_serialized=True, activation_scheme=scales)
+        norm = RMSNorm(16)
+        norm.fuse_input_quant(ReplicatedLinear(16, 16, bias=False, quant_config=quantised))
         made = bare(layer, mlp=bare(mlp), input_layernorm=norm, post_attention_layernorm=norm)
         return bare(llama.LlamaForCausalLM, model=bare(llama.LlamaModel, layers=[made]))
 
@@ -187,7 +207,7 @@ def test_other_architectures_are_refused():
         (bare(qwen2_moe.Qwen2MoeForCausalLM, model=None), "cannot skip layers of Qwen2MoeForCausalLM"),
         (stack(layer=gemma2.Gemma2DecoderLayer), "layers are of type Gemma2DecoderLayer"),
         (stack(mlp=qwen2_moe.Qwen2MoeSparseMoeBlock), "MLPs are of type Qwen2MoeSparseMoeBlock"),
-        (stack(scale=1.0), "norms quantise"),
+        (stack(scales="static"), "norms quantise"),
     ):
         with pytest.raises(ConfigError, match=why):
             check_structure(model)
@@ -201,7 +221,7 @@ def test_logits_that_are_no_numbers(monkeypatch):
 
     one, few = torch.ones(1, 1), torch.ones(1)
     sampling = SamplingBatchInfo(one, few, few, few, True, True, False, False, False, vocab_size=4)
-    batch, tree = SimpleNamespace(sampling_info=sampling, has_grammar=False), DraftBatch.roots(np.array([1], np.int32))
+    batch, tree = batch_of(sampling_info=sampling), DraftBatch.roots(np.array([1], np.int32))
     verifier, logits = TreeVerifier.__new__(TreeVerifier), torch.tensor([[1.0, float("nan"), 3.0, 2.0]])
     for replaced, token in (("0", 1), ("1", 2)):
         monkeypatch.setenv("SGLANG_SANITIZE_NAN_LOGITS", replaced)
@@ -209,39 +229,52 @@ def test_logits_that_are_no_numbers(monkeypatch):
         assert verifier._targets(batch, tree, None, logits).tolist() == [token]
 
 
-def test_chains_are_kept_where_they_are():
+@pytest.mark.parametrize(("moves", "kept"), [(True, [0, 2, 2, 3]), (False, [0, 1, 2, 3])])
+def test_chains_are_kept_where_they_are(moves, kept):
     """Some of SGLang's KV pools cannot move; those of attention that verifies chains alone need not."""
+    from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
     from freedraft.engines.sglang.verify import TreeVerifier
 
-    verifier, moved, nodes = TreeVerifier.__new__(TreeVerifier), [], torch.arange(4, dtype=torch.int32)[None]
-    verifier._pool = SimpleNamespace(compact=lambda *given: moved.append(given))
-    batch = SimpleNamespace(return_logprob=False, return_hidden_states=False, out_cache_loc=torch.arange(4))
-    for moves in (False, True):
-        verifier.moves = moves
-        verifier.keep(batch, Verification(nodes, nodes[:, 3] + 1, nodes), None)
-        assert len(moved) == moves
+    pool = MHATokenToKVPool(8, 1, torch.float32, 1, 2, 1, "cpu", False)
+    verifier = TreeVerifier(4, None, "cpu", TokenToKVPoolAllocator(8, torch.float32, "cpu", pool, False), None)
+    verifier.moves = moves
+    for buffer in (pool.k_buffer[0], pool.v_buffer[0]):
+        buffer[:] = torch.arange(len(buffer))[:, None, None]
+    accepted = torch.tensor([[0, 2, -1, -1]], dtype=torch.int32)
+    outcome = Verification(accepted, torch.tensor([2], dtype=torch.int32), accepted)
+    verifier.keep(batch_of(out_cache_loc=torch.arange(4)), outcome, None)
+    assert pool.k_buffer[0][:4, 0, 0].tolist() == pool.v_buffer[0][:4, 0, 0].tolist() == kept
 
 
+@pytest.mark.usefixtures("configured")
 def test_recurrent_layers_are_told_the_links_of_chains_too(monkeypatch):
     """Where only attention asks for chains, SGLang's graphs are those of trees, and read links."""
-    from freedraft.engines.sglang import worker as module
+    from sglang.srt.managers.tp_worker import TpModelWorker
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-    class Verifying(Exception):
-        pass
+    from freedraft.engines.sglang.graphs import WidthGraphs
+    from freedraft.engines.sglang.worker import TreeVerifyWorker
 
-    worker, draft = module.TreeVerifyWorker.__new__(module.TreeVerifyWorker), DraftBatch.empty(2, 3)
+    draft, told = DraftBatch.empty(2, 3), []
     draft.parents[:], draft.depths[:], draft.counts[:] = [-1, 0, 1], [0, 1, 2], [3, 2]
-    worker.device, worker._backend, worker._recurrent, worker._trees = "cpu", "flashinfer", True, False
-    worker._draft, worker._graphs = lambda batch: draft, SimpleNamespace(use=lambda width: contextlib.nullcontext())
-    worker._target_worker = SimpleNamespace(forward_batch_generation=Mock(side_effect=Verifying))
-    for name in ("assign_extend_cache_locs_func", "prepare_mamba_track_for_verify"):
-        monkeypatch.setattr(module, name, Mock())
-    lengths = torch.tensor([4, 5])
-    batch = Mock(seq_lens=lengths, seq_lens_cpu=lengths)
-    with pytest.raises(Verifying):
-        worker._decode(batch, None)
-    assert batch.spec_info.retrieve_next_token.tolist() == [[1, 2, -1], [1, -1, -1]]
-    assert (batch.spec_info.retrieve_next_sibling == -1).all()
+    worker = bare(
+        TreeVerifyWorker, device="cpu", _backend="flashinfer", _recurrent=True, _trees=False, _graphs=WidthGraphs(None),
+        _draft=lambda batch: draft, _target_worker=bare(TpModelWorker),
+    )  # fmt: skip
+
+    def run(self, batch, **given):
+        told.append(batch.spec_info)
+        raise RuntimeError("there is no model")
+
+    monkeypatch.setattr(TpModelWorker, "forward_batch_generation", run)
+    rows, lengths = torch.tensor([1, 2]), torch.tensor([4, 5])
+    pool = {"req_to_token_pool": ReqToTokenPool(2, 30, "cpu", False), "req_pool_indices": rows}
+    with pytest.raises(RuntimeError, match="no model"):
+        worker._decode(batch_of(seq_lens=lengths, seq_lens_cpu=lengths, **pool), None)
+    assert told[0].retrieve_next_token.tolist() == [[1, 2, -1], [1, -1, -1]]
+    assert (told[0].retrieve_next_sibling == -1).all()
 
 
 # Fields of SGLang's results that ours leave at their defaults, and why.
@@ -272,7 +305,7 @@ def test_results_have_every_field_that_sglang_reads():
     worker, few = TreeVerifyWorker.__new__(TreeVerifyWorker), torch.ones(1)
     worker._drafting, worker.max_nodes = None, 1
     target = GenerationBatchResult(logits_output="logits", can_run_cuda_graph=True)
-    result = worker._publish(SimpleNamespace(reqs=[]), target, few[:, None], few, few, None)
+    result = worker._publish(batch_of(), target, few[:, None], few, few, None)
     given = {each.name for each in dataclasses.fields(result) if getattr(result, each.name) is not each.default}
     left_out = " ".join(LEFT_OUT.values()).split()
     assert sorted([*given, *left_out]) == sorted(each.name for each in dataclasses.fields(GenerationBatchResult))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,19 +19,20 @@ LARGE = {"nemotron": models.NEMOTRON3_NANO_30B, "granite": models.GRANITE4, "lfm
 @pytest.fixture
 def args_of(tmp_path_factory, monkeypatch):
     """Gives SGLang's arguments for a model of these sizes, with all its defaults, on a device of 80 GB."""
-    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils import common
 
     monkeypatch.setattr(common, "get_device_memory_capacity", lambda device: MEMORY / 2**20)
 
-    def resolve(config, **given):
+    def resolve(config, switched=None, **given):
         folder = tmp_path_factory.mktemp("sizes")  # SGLang remembers each one's configuration
         (folder / "config.json").write_text(json.dumps(config))
         usual = {"device": "cpu", "attention_backend": "torch_native", "mem_fraction_static": 0.9}
         usual |= {"skip_tokenizer_init": True, "disable_overlap_schedule": True}
         args = ServerArgs(model_path=str(folder), **usual | {"max_running_requests": 48} | given)
         args.resolve_once()
+        declare_resolution(args, "tests", **switched or {})  # what a CPU refuses
         return resolving_view(args)
 
     return resolve
@@ -60,53 +61,41 @@ def test_an_attention_rank_keeps_whole_states_of_its_own_requests(args_of):
 
 
 def test_replayed_states_take_no_memory_by_draft_token(args_of):
-    args = args_of(models.QWEN3_NEXT_80B, tp_size=4)
-
-    class Replaying:
-        enable_linear_replayssm_spec, linear_replayssm_cache_len = True, 16
-
-        def __getattr__(self, name):
-            return getattr(args, name)
-
-    plain, replaying = room.room_of(args), room.room_of(Replaying())
+    switched = {"enable_linear_replayssm_spec": True, "linear_replayssm_cache_len": 16}
+    plain, replaying = (room.room_of(args_of(models.QWEN3_NEXT_80B, s, tp_size=4)) for s in ({}, switched))
     assert plain.more > 0 == replaying.more and 0.75 * plain.state < replaying.state < plain.state
 
 
-def requests_of(args, config, left, nodes, monkeypatch):
+def requests_of(args, left, nodes):
     """The number of requests that SGLang itself finds room for. left: bytes beside the weights; nodes: of a draft."""
-    from sglang.srt.mem_cache import kv_cache_configurator as sizing
+    from sglang.srt.arg_groups.model_override_base import model_config_of
+    from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+    from sglang.srt.model_executor.model_runner_components.layer_setup import ModelLayerInfo
+    from sglang.srt.runtime_context import get_context, get_schedule
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    part = SimpleNamespace(
-        max_mamba_cache_size=args.max_mamba_cache_size, max_running_requests=args.max_running_requests,
-        mamba_full_memory_ratio=0.9, disable_overlap_schedule=True, speculative_num_draft_tokens=nodes,
-        disable_radix_cache=args.disable_radix_cache,
-        mamba=SimpleNamespace(enable_linear_replayssm_spec=False, enable_mamba_extra_buffer=False),
-        override=lambda name, **values: vars(part).update(values),
-    )  # fmt: skip
-    for name in ("schedule", "memory", "exec", "spec", "context"):
-        monkeypatch.setattr(sizing, f"get_{name}", lambda: part)
-    monkeypatch.setattr(sizing, "_pd_prefill_skips_mamba_spec_state", lambda: False)
-    monkeypatch.setattr(sizing.KVCacheConfigurator, "fused_entry_bytes", lambda self, name: None)
-    divided = object.__new__(sizing.KVCacheConfigurator)
-    known = {"mambaish_config": config, "pp_size": 1, "attn_dp_size": 1, "extra_mamba_cache_bytes_per_req": 0}
-    known |= {"spec_algorithm": SimpleNamespace(is_none=lambda: False), "hybrid_gdn_config": None}
-    for name, value in (known | {"hybrid_kda_config": None}).items():
-        setattr(divided, name, value)
-    divided._handle_max_mamba_cache(left / 2**30)
-    return part.max_mamba_cache_size // divided._calculate_mamba_ratio()
+    needed = [f for f in dataclasses.fields(KVCacheConfigurator) if f.init and f.default is dataclasses.MISSING]
+    unread = dict.fromkeys(field.name for field in needed)
+    sizes = {"model_config": model_config_of(args), "pp_size": 1, "attn_dp_size": 1, "is_draft_worker": False}
+    sizes |= {"spec_algorithm": SpeculativeAlgorithm.NGRAM}
+    sizes |= {"layer_info": ModelLayerInfo(start_layer=0, end_layer=1, num_effective_layers=1)}
+    given = {"mamba_full_memory_ratio": 0.9, "disable_overlap_schedule": True, "speculative_num_draft_tokens": nodes}
+    given |= {"max_running_requests": args.max_running_requests, "max_mamba_cache_size": args.max_mamba_cache_size}
+    with get_context().override_server_args(**given, disable_radix_cache=args.disable_radix_cache):
+        configurator = KVCacheConfigurator(**unread | sizes)
+        configurator._handle_max_mamba_cache(left / 2**30)
+        return get_schedule().max_mamba_cache_size // configurator._calculate_mamba_ratio()
 
 
 @pytest.mark.parametrize(("requests", "longest"), [(8, 31), (48, 3), (200, 0)])
-def test_what_fits_is_what_sglang_serves(args_of, monkeypatch, requests, longest):
-    from sglang.srt.arg_groups.model_override_base import model_config_of
-    from sglang.srt.configs.hybrid_arch import mambaish_config
+def test_what_fits_is_what_sglang_serves(args_of, requests, longest):
     from sglang.srt.runtime_context import get_parallel
 
     args, served = args_of(models.GRANITE4, max_running_requests=requests), [0]
-    found, config = room.room_of(args), mambaish_config(model_config_of(args))
+    found = room.room_of(args)
     with get_parallel().override(attn_tp_size=1, tp_size=1):
         for length in (1, 3, 7, 15, 31):
-            most = requests_of(args, config, found.cache, length + 1, monkeypatch)
+            most = requests_of(args, found.cache, length + 1)
             served += [length] if most >= requests else []
             assert not found.excess(length) or most <= requests + 1, length
             assert found.excess(length) or most >= requests, length

@@ -46,6 +46,17 @@ def tiny_model(tmp_path_factory):
     return save(model, tmp_path_factory.mktemp("tiny_model"))
 
 
+@pytest.fixture
+def as_with_triton(monkeypatch):
+    """What vLLM decides on a GPU: there is Triton, and nobody says which model runner is to serve."""
+    from vllm import triton_utils
+    from vllm.config import vllm as vllm_config
+
+    for module in (triton_utils, vllm_config):
+        monkeypatch.setattr(module, "HAS_TRITON", True)
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+
+
 @pytest.fixture(scope="session")
 def live_prompts():
     return cases.token_prompts(prompts.random_ids([12] * 6, 24, first=2, seed=3))

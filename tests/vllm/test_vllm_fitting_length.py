@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from test_vllm_start import as_with_triton, config_of, refusal, save_falcon, save_mixtral
-
-__all__ = ["as_with_triton"]
+from test_vllm_start import config_of, refusal, save_falcon, save_mixtral
 
 SSSD = {"method": "sssd", "scoring": "paper"}
 LORA = {"enable_lora": True, "max_num_seqs": 16}

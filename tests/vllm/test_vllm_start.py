@@ -172,17 +172,6 @@ def test_a_runner_that_the_method_cannot_have(tiny_model, monkeypatch):
     assert "'sssd'" in message and "vllm.no_such_module" in message and "VLLM_USE_V2_MODEL_RUNNER" in message
 
 
-@pytest.fixture
-def as_with_triton(monkeypatch):
-    """What vLLM decides on a GPU: there is Triton, and nobody says which model runner is to serve."""
-    from vllm import triton_utils
-    from vllm.config import vllm as vllm_config
-
-    for module in (triton_utils, vllm_config):
-        monkeypatch.setattr(module, "HAS_TRITON", True)
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
-
-
 def test_methods_are_served_by_v2_where_vllm_has_it(tiny_model, as_with_triton):
     for given in (SKIPPING, SKIPPING | {"selection": "knapsack"}, BOTH):
         config = config_of(tiny_model, dict(given))

@@ -50,19 +50,10 @@ class OnTopDrafting(BatchDrafting):
         self._proposed = dict(zip((r.rid for r in batch.reqs), tokens, strict=True))
 
     def _step(self, batch: Any, gained: Gained, tracked: NDArray[np.int64], drafted: NDArray[np.int32]) -> Step:
-        """n-grams were verified where they had all of the head's tokens and more, and all of these were right:
-        otherwise the head's were, or the host does not know."""
-        k, count = self.head, gained.ends - gained.starts
-        unknown = np.full(k, -1, np.int32)
-        proposed = np.array([self._proposed.get(request.rid, unknown) for request in batch.reqs])
-        rows = np.array([request.rid in self._proposed for request in batch.reqs])
-        new = gained.tokens[np.minimum(gained.starts[:, None] + np.arange(k), len(gained.tokens) - 1)]
-        agree = (new == proposed).all(1)
-        drafted = np.where(agree & (count > k) & (drafted > k), drafted, 0).astype(np.int32)
-        accepted = np.minimum(count - 1, k)[rows]
-        self.guarded.count_head(accepted)
-        if (learnt := self.guarded.method.controller.head) is not None and rows.any():
-            learnt.learn(float(accepted.mean()))
+        ids, unknown = [request.rid for request in batch.reqs], np.full(self.head, -1, np.int32)
+        ngrams = np.array([self._proposed.get(request_id, unknown) for request_id in ids])
+        known = np.array([request_id in self._proposed for request_id in ids])
+        self.guarded.judge_head(gained[:3], ngrams, drafted, known)
         return super()._step(batch, gained, tracked, drafted)
 
 

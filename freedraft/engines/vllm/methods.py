@@ -27,6 +27,7 @@ from freedraft.engines.vllm.context import (
     context_of_arguments,
     context_of_engine,
 )
+from freedraft.engines.vllm.heads import refusal
 from freedraft.engines.vllm.hooks import (
     AOT_SWITCH,
     CONFIG_HOOKS,
@@ -243,7 +244,7 @@ def _with_head(
         try:
             made = original(args, *others, **kwargs)
         except NotImplementedError:
-            stop_start(_error(spec, f"this model has no drafter '{head}' that vLLM knows: use 'sssd' alone"))
+            stop_start(refusal(spec, f"this model has no drafter '{head}' that vLLM knows: use 'sssd' alone"))
     if missing:
         _warn(spec, missing, f"'{head}' drafts alone")
         return made
@@ -283,7 +284,7 @@ def _check_window(
             if draft_window is not None:
                 draft_window(context_of_engine(vllm_config))
         except ValueError as error:
-            stop_start(_error(spec, str(error)))
+            stop_start(refusal(spec, str(error)))
     return vllm_config
 
 
@@ -313,7 +314,7 @@ def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
         missing = ["pinned memory, through which tokens and drafts go"]
     if asked and missing:
         lacks = f"lacks what it needs ({'; '.join(missing)})"
-        raise _error(spec, f"model runner V2 of vLLM {vllm_version()} {lacks}: unset VLLM_USE_V2_MODEL_RUNNER")
+        raise refusal(spec, f"model runner V2 of vLLM {vllm_version()} {lacks}: unset VLLM_USE_V2_MODEL_RUNNER")
     stock = HAS_TRITON and not (
         getattr(engine_args, "enable_dbo", False)
         or getattr(engine_args, "ubatch_size", 0)
@@ -322,7 +323,7 @@ def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
     v2 = not missing and (stock if asked is None else asked)
     if not v2 and getattr(engine_args, "async_scheduling", None):
         reason = "model runner V1, which serves it here, has no async scheduling for it"
-        raise _error(spec, f"{reason}: leave --async-scheduling out")
+        raise refusal(spec, f"{reason}: leave --async-scheduling out")
     return bool(v2)
 
 
@@ -344,23 +345,23 @@ def _split(
         elif key != "method":
             nearest = suggestion(key, ["method", *ENGINE_KEYS, *option_type.model_fields])
             remedy = "leave it out, it is for vLLM's other methods" if key in others else nearest
-            raise _error(spec, f"unknown option '{key}': {remedy}")
+            raise refusal(spec, f"unknown option '{key}': {remedy}")
     if head:
         config |= {} if head == heads.AUTO else {"method": head}
     elif getattr(engine_args, "spec_model", None) is not None:
-        raise _error(spec, "option '--spec-model' has no meaning here: remove it")
+        raise refusal(spec, "option '--spec-model' has no meaning here: remove it")
     spec_tokens = getattr(engine_args, "spec_tokens", None)
     if spec_tokens is not None:
         if K in config:
-            raise _error(spec, f"{K} is given twice: remove --spec-tokens or the key in --speculative-config")
+            raise refusal(spec, f"{K} is given twice: remove --spec-tokens or the key in --speculative-config")
         config[K] = spec_tokens
     tokens = config.setdefault(K, None if head else spec.default_length)
     if tokens is None:
-        raise _error(spec, f"option '{K}' is missing: add \"{K}\": {3 if head else 8}")
+        raise refusal(spec, f"option '{K}' is missing: add \"{K}\": {3 if head else 8}")
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_DRAFT_TOKENS:
-        raise _error(spec, f"option '{K}' must be a whole number from 1 to {MAX_DRAFT_TOKENS}, not {tokens!r}: try 8")
+        raise refusal(spec, f"option '{K}' must be a whole number from 1 to {MAX_DRAFT_TOKENS}, not {tokens!r}: try 8")
     if (way := config.get(VERIFICATION)) in LOSSY:
-        raise _error(spec, f"'{VERIFICATION}' '{way}' accepts other tokens than the model's: leave it out")
+        raise refusal(spec, f"'{VERIFICATION}' '{way}' accepts other tokens than the model's: leave it out")
     return config, option_type.read(flags)
 
 
@@ -391,8 +392,4 @@ def _check(
     except ConfigError:
         raise
     except ValueError as error:
-        raise _error(spec, str(error)) from None
-
-
-def _error(spec: MethodSpec, message: str) -> ConfigError:
-    return ConfigError(f"speculative config of method '{spec.name}': {message}")
+        raise refusal(spec, str(error)) from None

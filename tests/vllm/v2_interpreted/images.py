@@ -96,9 +96,7 @@ def served(model, rounds, method, counts):
 
 def main():
     if V2:
-        serve.take_any_mask()
-        serve.filter_as_on_cpus()
-        serve.schedule_asynchronously()
+        serve.as_on_devices()
     model, rounds, counts = sys.argv[1], int(sys.argv[2]), note_positions()
     plain = served(model, 1, None, counts)
     print("\n" + json.dumps([plain, served(model, rounds, {"method": "sssd"}, counts)]))

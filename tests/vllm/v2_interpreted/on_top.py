@@ -10,28 +10,16 @@ of steps. The rest are arguments of vLLM's `LLM`.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from unittest.mock import Mock
 
 import pytest
-from vllm import LLM
 
 from bench.lib import launches
-from freedraft.engines.vllm.v2.requests import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from tests.support.switched import kept_by
 from tests.vllm.v2_interpreted import serve
-
-NAMES = {"drafts": "spec_decode_num_drafts", "drafted": "spec_decode_num_draft_tokens"}
-NAMES |= {"accepted": "spec_decode_num_accepted_tokens"}
-NAMES |= {"preempted": "num_preemptions", "cached": "prefix_cache_hits"}
-
-
-def figures(llm):
-    found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-    return {name: found.get(f"vllm:{metric}", 0) for name, metric in NAMES.items()}
 
 
 def note_drafts(runner, own):
@@ -84,12 +72,7 @@ def totals(llm):
 
 def served(model, cases, speculative_config=None, *, own=0, seconds=(), launches=False, **given):
     """What one engine says."""
-    if seconds:
-        time = serve.PATCH.setattr
-        time(GainedTokens, "seconds_since", lambda self, other: seconds[0] + seconds[1] * self.query_tokens)
-    given |= {"dtype": "float32", "enforce_eager": True, "seed": 0, "disable_log_stats": False}
-    llm = LLM(model, speculative_config=speculative_config, **{"gpu_memory_utilization": 0.2} | given)
-    try:
+    with serve.engine(model, seconds, speculative_config=speculative_config, **given) as llm:
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         ours = getattr(runner.speculator, "_freedraft_speculator", runner.speculator)
         ours = ours if isinstance(ours, MethodSpeculator) else None
@@ -109,16 +92,11 @@ def served(model, cases, speculative_config=None, *, own=0, seconds=(), launches
             if (head := guarded.method.controller.head) is not None:
                 found["engine"]["learnt"] = [head.accepted, *head.tails.tolist()]
         return found
-    finally:
-        serve.PATCH.undo()
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
 
 
 def asked(llm, ours, noted, waits, *, fails=False, **case):
     """One case's answers, and what was drafted and accepted."""
-    before, first, waited = figures(llm), len(noted), waits[1]
+    before, first, waited = serve.figures(llm), len(noted), waits[1]
     guarded = getattr(ours, "guarded", None)
     failures = guarded.metrics.failures._value.get() if ours else 0
     mine = counted(guarded.metrics, guarded._below) if ours else []
@@ -128,7 +106,7 @@ def asked(llm, ours, noted, waits, *, fails=False, **case):
         if ours:
             patch.setattr(ours.host, "draft", calls := Mock(wraps=ours.host.draft))
         said = serve.answers(llm, **case)
-    found = {name: value - before[name] for name, value in figures(llm).items()}
+    found = {name: value - before[name] for name, value in serve.figures(llm).items()}
     found |= {"answers": said, "own drafts": noted[first:], "waits": waits[1] - waited}
     if ours:
         found["failures"] = guarded.metrics.failures._value.get() - failures
@@ -146,9 +124,7 @@ def counted(metrics, below):
 
 
 def main():
-    serve.take_any_mask()
-    serve.filter_as_on_cpus()
-    serve.schedule_asynchronously()
+    serve.as_on_devices()
     found = [served(**engine) for engine in json.loads(sys.argv[1])]
     print("\n" + json.dumps(found))
 

@@ -12,9 +12,7 @@ def install():
     if os.environ.get("SERVED_AS_ON_GPUS") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
         from tests.vllm.v2_interpreted import serve
 
-        serve.take_any_mask()
-        serve.filter_as_on_cpus()
-        serve.schedule_asynchronously()
+        serve.as_on_devices()
     if os.environ.get("SPLIT_EXPERTS"):
         compute_own_experts()
     if os.environ.get("ADAPTIVE"):

@@ -23,6 +23,7 @@ import itertools
 import json
 import logging
 import sys
+from contextlib import contextmanager
 
 import by_score
 import numpy as np
@@ -59,7 +60,7 @@ from tests.support.speech import speech_prompt
 from tests.support.triton_launches import record_launches
 
 METRICS = {"drafted": "spec_decode_num_draft_tokens", "accepted": "spec_decode_num_accepted_tokens"}
-METRICS |= {"preempted": "num_preemptions", "cached": "prefix_cache_hits"}
+METRICS |= {"drafts": "spec_decode_num_drafts", "preempted": "num_preemptions", "cached": "prefix_cache_hits"}
 PATCH = pytest.MonkeyPatch()  # undone behind each engine
 STEPS = []  # tokens of each step that vLLM makes up to compile kernels
 GRAPH_LENGTHS = []  # draft lengths that vLLM lists graphs for, each time that it does
@@ -200,6 +201,12 @@ def note_gone(runner):
     return counts, left
 
 
+def figures(llm):
+    """Of all cases so far."""
+    found = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+    return {name: found.get(f"vllm:{metric}", 0) for name, metric in METRICS.items()}
+
+
 def answers(llm, prompts, parameters, each=(), abort=0, chains=(), salt="", speech=False):
     engine = llm.llm_engine
     found = {}
@@ -226,6 +233,13 @@ def answers(llm, prompts, parameters, each=(), abort=0, chains=(), salt="", spee
                 if f"request {i}" not in found:
                     add(i)
     return [found[f"request {i}"] for i in range(len(prompts))]
+
+
+def as_on_devices():
+    """As far as this CPU can."""
+    take_any_mask()
+    filter_as_on_cpus()
+    schedule_asynchronously()
 
 
 def schedule_asynchronously():
@@ -421,25 +435,31 @@ def largest_difference(kv):
     return [worst, pairs]
 
 
+@contextmanager
+def engine(model, seconds, **given):
+    """An engine, after the memory of the one before is free."""
+    gc.collect()
+    if seconds:
+        PATCH.setattr(GainedTokens, "seconds_since", lambda self, other: seconds[0] + seconds[1] * self.query_tokens)
+    given |= {"dtype": "float32", "enforce_eager": True, "seed": 0, "disable_log_stats": False}
+    llm = LLM(model, **{"gpu_memory_utilization": 0.2} | given)
+    try:
+        yield llm
+    finally:
+        PATCH.undo()
+        llm.llm_engine.engine_core.shutdown()
+
+
 def served(model, cases, speculative_config=None, *, seconds=(), rows=0, **given):
     """What one engine says."""
     noting = {name: given.pop(name, None) for name in ("kv", "drafts", "graphs", "graph_sizes", "warm_up", "launches")}
     noting["by_score"] = given.pop("by_score", False)
     if rows:
         PATCH.setattr(rejection_sampler, "get_max_chunk_logits", lambda vocab_size: rows)
-    if seconds:
-        PATCH.setattr(GainedTokens, "seconds_since", lambda self, other: seconds[0] + seconds[1] * self.query_tokens)
-    given |= {"dtype": "float32", "enforce_eager": True, "seed": 0, "disable_log_stats": False}
-    llm = LLM(model, speculative_config=speculative_config, **{"gpu_memory_utilization": 0.2} | given)
-    try:
+    with engine(model, seconds, speculative_config=speculative_config, **given) as llm:
         if speculative_config is None:
             return {name: answers(llm, **case) for name, case in cases.items()}
         return asked(llm, cases, noting)
-    finally:
-        PATCH.undo()
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
 
 
 def asked(llm, cases, noting):
@@ -479,17 +499,15 @@ def asked(llm, cases, noting):
     core = llm.llm_engine.engine_core.engine_core
     for _ in range(3):  # so that the runner hears of the last requests' ends, as in a process of its own
         core.step()
-    figures = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     config = llm.llm_engine.vllm_config
     engine |= {"waits": waits, "by score": scored, "compiled while serving": sorted(signatures() - at_start)}
-    engine |= {name: figures[f"vllm:{metric}"] for name, metric in METRICS.items()}
+    engine |= figures(llm) | {"by case": by_case}
     engine |= {"v2": isinstance(runner, GPUModelRunner), "async": config.scheduler_config.async_scheduling}
     engine["failures"] = guarded.metrics.failures._value.get() - failed
     engine |= {"counts": counts, "branches": branches, "reads": reads, "gone": gone, "left": left[0]}
     engine["skipped"] = skipped
     engine["schedule"] = config.speculative_config.num_speculative_tokens_per_batch_size
     engine["lookup"] = core.scheduler.dynamic_sd_lookup
-    engine |= {"drafts": drafts, "by case": by_case}
     engine |= {"trees": trees is not None and trees.buffers.enabled}
     engine["reasons for chains"] = reasons_for_chains(runner) if trees is not None else []
     engine["built otherwise"] = prepared_without("fast_prefill", runner, trees) if trees is not None else []
@@ -508,9 +526,7 @@ def asked(llm, cases, noting):
 
 
 def main():
-    take_any_mask()
-    filter_as_on_cpus()
-    schedule_asynchronously()
+    as_on_devices()
     note_tokens()
     warm_up_as_on_devices()
     profile_graphs_as_on_devices()

@@ -139,23 +139,11 @@ class HostDrafting:
         """Take the newest step's tokens. most: draft tokens that each request may verify next."""
         self.gained.taken = True
         taken = self.requests.append(self.gained, most)
-        if self._head and len(taken.rows):
-            self._judge(taken)
+        if (k := self._head) and len(taken.rows):
+            new = self.requests.tokens.reshape(-1), taken.starts, taken.ends
+            ngrams = self.proposed[self.gained.slots[taken.rows], 0, :k]
+            self.guarded.judge_head(new, ngrams, taken.drafted, self.gained.scheduled[taken.rows] >= k)
         return taken
-
-    def _judge(self, taken: Taken) -> None:
-        """Count what a step accepted of a head's K tokens. In `taken`, n-grams were drafted where they had all of these
-        and more, and all were right: otherwise the head's were verified, or the host does not know."""
-        k, gained, slots = self._head, taken.ends - taken.starts, self.gained.slots[taken.rows]
-        tokens = self.requests.tokens.reshape(-1)
-        new = tokens[np.minimum(taken.starts[:, None] + np.arange(k), len(tokens) - 1)]
-        agree = (new == self.proposed[slots, 0, :k]).all(1)
-        taken.drafted[~agree | (gained <= k) | (taken.drafted <= k)] = 0
-        verified = self.gained.scheduled[taken.rows] >= k
-        accepted = np.minimum(gained - 1, k)[verified]
-        self.guarded.count_head(accepted)
-        if (head := self.guarded.method.controller.head) is not None and len(accepted):
-            head.learn(float(accepted.mean()))
 
     def recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
         """Copy the logits at every node that the newest step verified, where we made the draft."""
