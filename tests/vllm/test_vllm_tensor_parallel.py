@@ -1,5 +1,5 @@
-"""Two tensor-parallel ranks, one core each, on both model runners: the answers are those of one rank without us. And
-a server of two data-parallel replicas."""
+"""Two tensor-parallel ranks, one core each, on both model runners: the answers are those of one rank without us. Also
+two stages of a pipeline, and a server of two data-parallel replicas."""
 
 from __future__ import annotations
 
