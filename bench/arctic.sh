@@ -8,7 +8,7 @@
 # nothing is installed into the environment and the package's own vLLM plugin, which patches the engine, stays away.
 set -euo pipefail
 
-VERSION=0.1.1 # the one that vLLM 0.32 asks for
+VERSION=0.1.1 # the one that vLLM 0.33 asks for
 target=$(realpath -m "${1:-build/arctic}")
 python=$(command -v "${PYTHON:-python}")
 work=$(mktemp -d)

@@ -95,7 +95,7 @@ install() { # folder, engine, version: an environment with it, what it compiles 
         || { echo "error: $2 $3 does not run here" >&2; exit 2; }
     touch "$1/ready"
 }
-install "$VLLM" vllm 0.32.0
+install "$VLLM" vllm 0.33.0
 [ "$WHAT" = minutes ] || install "$SGLANG" sglang 0.5.23
 folder=$MODEL
 [ -d "$MODEL" ] || folder=$("$VLLM/bin/hf" download "$MODEL" --exclude 'original/*' | tail -n 1) \

@@ -1,6 +1,6 @@
 # freedraft in vLLM's own GPU image. Build: make wheel && docker build -f docker/vllm.Dockerfile -t freedraft-vllm .
 # Run: docker run --gpus all -p 8000:8000 freedraft-vllm --model MODEL
-ARG VLLM_VERSION=v0.32.0
+ARG VLLM_VERSION=v0.33.0
 FROM vllm/vllm-openai:${VLLM_VERSION}
 
 # The engine's own packages stay as they are: freedraft needs nothing newer.

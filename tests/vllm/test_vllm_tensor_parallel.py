@@ -1,5 +1,5 @@
-"""Two tensor-parallel ranks, one core each, on both model runners: the answers are those of one rank without us. And
-a server of two data-parallel replicas."""
+"""Two tensor-parallel ranks, one core each, on both model runners: the answers are those of one rank without us. Also
+two stages of a pipeline, and a server of two data-parallel replicas."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def plain(model):
 # Triton's interpreter stands in for a compiler; inductor, which vLLM compiles the embedding with, needs a real one.
 INTERPRETED = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TORCH_COMPILE_DISABLE": "1"}
 TREES = INTERPRETED | {"INTERPRETED_ATTENTION": "triton"}
+STAGES = INTERPRETED | {"SERVED_AS_ON_GPUS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 BY_SCORE = INTERPRETED | {"INTERPRETED_ATTENTION": "flash", "ADAPTIVE": "1"}
 
 
@@ -66,6 +67,14 @@ def test_two_ranks_answer_as_one_does_plainly(model, plain, changed):
     found = answers(model, 2, changed, speculative_config=SSSD)
     assert found["answers"] == [plain, plain]
     assert found["accepted"] > (40 if "ADAPTIVE" in changed else 60), "the second time, from what was learnt"
+
+
+@pytest.mark.extended
+def test_two_stages_of_a_pipeline(model, plain):
+    """Steps hold two requests, so that two are on their way at a time."""
+    found = answers(model, 2, STAGES, speculative_config=SSSD, stages=2, max_num_batched_tokens=32)
+    assert found["answers"] == [plain, plain]
+    assert found["accepted"] > 40, "the second time, from what was learnt"
 
 
 @pytest.mark.extended

@@ -43,13 +43,15 @@ def fitting_length(
     return length
 
 
-def check_ranks(engine_args: Any) -> None:
-    """Refuse ranks that no method drafts on. Raises ValueError of one line."""
-    if (stages := getattr(engine_args, "pipeline_parallel_size", 1) or 1) > 1:
-        # vLLM fetches drafts by a blocking call per batch, so that the stages of a pipeline would wait for one another.
-        raise ValueError(
-            f"drafts on the host would stop the pipeline at every step: set --pipeline-parallel-size 1, not {stages}"
-        )
+def check_ranks(engine_args: Any, *, v2: bool, layers: bool) -> None:
+    """Refuse ranks that a method does not draft on. layers: whether it runs some of the model's, or a head behind them.
+    Raises ValueError of one line."""
+    stages = getattr(engine_args, "pipeline_parallel_size", 1) or 1
+    asynchronous = v2 and getattr(engine_args, "async_scheduling", None) is not False
+    if stages > 1 and (layers or not asynchronous):
+        # Otherwise vLLM fetches drafts by a blocking call per batch, also those of steps that it has scheduled.
+        why = "in a pipeline n-grams alone are drafted, by model runner V2 with async scheduling"
+        raise ValueError(f"{why}: set --pipeline-parallel-size 1, not {stages}")
     ranks = getattr(engine_args, "tensor_parallel_size", 1) or 1
     if ranks > 1 and getattr(engine_args, "distributed_executor_backend", None) == "external_launcher":
         # Each rank has a scheduler of its own, and the first one alone drafts.

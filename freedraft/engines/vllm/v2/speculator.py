@@ -145,7 +145,7 @@ class MethodSpeculator(BaseSpeculator):
         usual = type(runner.model_state).prepare_inputs is DefaultModelState.prepare_inputs
         # They read the tokens before `prepare_inputs`.
         readers = METHODS[name].runs_model, runner.uses_inputs_embeds, runner.ubatch_runner
-        if not runner.pcp_manager:
+        if not runner.pcp_manager and not runner.use_pp:  # stages get the drafts that `propose` returns
             self.usual_stage = Stage.MODEL if usual and not any(readers) else Stage.SLOTS
         if getattr(runner, "adaptive_verification", None) is not None:
             self.verify_by_score()
@@ -186,7 +186,7 @@ class MethodSpeculator(BaseSpeculator):
         slots, on_device = input_batch.idx_mapping_np[:batch], input_batch.idx_mapping[:batch]
         # The bound is exact in prefill.
         over = input_batch.seq_lens_cpu_upper_bound.numpy()[:batch] >= self._states.prefill_len.np[slots]
-        step, queued = NextStep(slots.copy()), False
+        step, queued = NextStep(slots.copy(), alone=not self.runner.use_pp), False
         if host is not None:
             with host.guarded:
                 host.catch_up()
@@ -252,13 +252,15 @@ class MethodSpeculator(BaseSpeculator):
             proposed = self._proposed.numpy()[step.rows]
             sent = self._ranks.broadcast_object(proposed if drafted else None, src=0)
             if self.host is None and (drafted := sent is not None):
-                proposed[:] = sent
+                self._proposed.numpy()[step.rows] = sent
         return drafted
 
     def _copy(self, step: NextStep, drafted: bool) -> None:
         """Copy drafts to the device, on all ranks. The copy is one block of slots: a slot in it that was not in the
-        step gets the drafts that it has once more, or none."""
-        if drafted:
+        step gets the drafts that it has once more, or none. In a pipeline, other steps verify theirs: one by one."""
+        if not step.alone:
+            self._drafts[step.slots] = self._proposed[step.slots].to(self._device) if drafted else 0
+        elif drafted:
             self._drafts[step.rows].copy_(self._proposed[step.rows], non_blocking=True)
         else:  # chains of the token 0, on all ranks
             self._drafts[step.rows].zero_()

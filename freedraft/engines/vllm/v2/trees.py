@@ -155,6 +155,7 @@ def why_chains(runner: Any, vllm_config: Any) -> str | None:
         "adaptive verification": ours.enable_adaptive_verification,
         f"rejection sampling method '{ours.rejection_sample_method}'": ours.rejection_sample_method != "standard",
         "context parallelism": runner.dcp_size > 1 or runner.pcp_manager is not None,
+        "pipeline parallelism": runner.use_pp,
         "microbatches": runner.ubatch_runner is not None,
         "sampling by shards of the batch": runner.batch_sharder is not None,
         "routed experts": vllm_config.aux_output_config.enabled,
