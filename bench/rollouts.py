@@ -9,6 +9,7 @@ between epochs, which favours last epoch's answers.
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.answers.exists():
         arguments.answers.write_text(json.dumps(sampled(arguments.model, arguments.questions)))
+    sys.path.append("build/arctic")  # built by bench/arctic.sh
     found = json.loads(arguments.answers.read_text())
     lengths = [len(answer) for epoch in found["answers"]["1.0"] for answers in epoch for answer in answers]
     figures = {"prompts": PROMPTS, "samples": SAMPLES, "answer_tokens": round(sum(lengths) / len(lengths), 1)}
