@@ -39,6 +39,7 @@ QWEN |= {"linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_va
 MODELS = {"dense": SHAPE, "experts": SHAPE | GLM, "recurrent": SHAPE | QWEN}  # and heads of the dense one
 MODELS["eagle"] = SHAPE | {"num_hidden_layers": 1}  # of vLLM: SGLang's has another architecture
 MODELS["eagle3"] = MODELS["eagle"] | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 49152}
+MODELS["eagle3"] |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
 HEADS = {"vllm": ("eagle", "eagle3", "mtp"), "sglang": ("eagle", "eagle3", "nextn")}
 METHODS, SHAPES, LENGTHS = ("sssd", "layerskip", "sssd+layerskip"), ("chain", "tree"), (8, None)
 RUNNERS = {"vllm": ("V2", "V1"), "sglang": ("-",)}
@@ -107,9 +108,8 @@ def start_sglang(arm: Arm, folder: Path) -> None:
         os.environ[f"FREEDRAFT_{name.upper()}"] = str(value).lower() if isinstance(value, bool) else value
     engine = {"load_format": "dummy", "context_length": 1024, "mem_fraction_static": 0.3, "skip_tokenizer_init": True}
     engine |= {"attention_backend": arm["attention"], "sampling_backend": "pytorch"}
-    if arm["requests"] is not None:
-        engine |= {"max_running_requests": arm["requests"], "cuda_graph_max_bs_decode": arm["requests"]}
-        engine |= {"cuda_graph_max_bs_prefill": 256}
+    if (most := arm["requests"]) is not None:
+        engine |= {"max_running_requests": most, "cuda_graph_max_bs_decode": most, "cuda_graph_max_bs_prefill": 256}
     if (head := arm["method"].partition("+")[2]) in HEADS["sglang"]:
         engine |= {"speculative_num_steps": arm["length"]}
         engine |= {"speculative_draft_model_path": str(folder / head)} if head in MODELS else {}
