@@ -39,7 +39,7 @@ QWEN |= {"linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_va
 MODELS = {"dense": SHAPE, "experts": SHAPE | GLM, "recurrent": SHAPE | QWEN}  # and heads of the dense one
 MODELS["eagle"] = SHAPE | {"num_hidden_layers": 1}  # of vLLM: SGLang's has another architecture
 MODELS["eagle3"] = MODELS["eagle"] | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 49152}
-MODELS["eagle3"] |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
+MODELS["eagle3"] |= {(READ := "eagle_aux_hidden_state_layer_ids"): [0, 1, 2], "eagle_config": {READ: [0, 1, 2]}}
 HEADS = {"vllm": ("eagle", "eagle3", "mtp"), "sglang": ("eagle", "eagle3", "nextn")}
 METHODS, SHAPES, LENGTHS = ("sssd", "layerskip", "sssd+layerskip"), ("chain", "tree"), (8, None)
 RUNNERS = {"vllm": ("V2", "V1"), "sglang": ("-",)}
