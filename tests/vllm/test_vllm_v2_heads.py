@@ -209,19 +209,22 @@ def test_grammars(kind, tmp_path, demo_model):
 
     folder = tmp_path / "model"
     vocab_size = save_byte_tokenizer(folder, (demo_model / "chat_template.jinja").read_text())
-    model, method = save_on_top(kind, tmp_path, 0.3, **TINY | {"vocab_size": vocab_size})
+    model, method = save_on_top(kind, tmp_path, 0.1, **TINY | {"vocab_size": vocab_size})
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenizer("red, red, blue, red, red, ")["input_ids"]
     asked = {"temperature": 0, "max_tokens": 16, "structured_outputs": {"choice": ["red, red, red", "blue"]}}
     greedy = greedy_case(token_prompts([text, text[5:]]), 16)
     cases = {"choice": {"prompts": [text, text], "parameters": asked}, "greedy": greedy, "again": greedy}
+    cases["print"] = greedy | {"parameters": asked | {"ignore_eos": True, "structured_outputs": {"regex": "[ -~]{16}"}}}
     engine = {"model": model, "cases": cases, "speculative_config": method, "max_num_seqs": 2}
     (found,) = run("on_top.py", [engine | {"max_model_len": 128}])
     for answer in found["choice"]["answers"]:
         assert tokenizer.decode(answer, skip_special_tokens=True) in ("red, red, red", "blue")
     wanted = continuations(model, greedy["prompts"], 16)
     assert found["greedy"]["answers"] == found["again"]["answers"] == wanted
-    assert found["choice"]["accepted"] > 0 and found["again"]["n-grams"][1] > 0
+    printed = tokenizer.batch_decode(found["print"]["answers"])
+    assert all(len(said) == 16 and said.isascii() and said.isprintable() for said in printed)
+    assert found["print"]["accepted"] > 0 < found["again"]["n-grams"][1]
     assert not any(found[case]["failures"] for case in cases)
     check_nothing_is_left(found["engine"])
 
