@@ -14,7 +14,7 @@ from v2_engines import FOLDER, ROOT, start
 from vllm_cases import two_skip_sets
 from vllm_server import TOKENS, clients_that_go_away, complete, metric, metrics, serving
 
-from tests.support.built_head import save_on_top
+from tests.support.built_head import save_model_and_head
 from tests.support.models import continuations, save, tiny_model
 from tests.support.prompts import SHORT, random_ids
 
@@ -169,9 +169,9 @@ def test_replicas_that_share_experts(demo_model, tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
-def test_n_grams_on_top_of_a_head(kind, tmp_path):
+def test_n_grams_on_top_of_a_head(tmp_path):
     """Each rank has the head's drafts, and n-grams of rank 0 behind them."""
-    model, method = save_on_top(kind, tmp_path, 0.1, **SHAPE)
+    model, head = save_model_and_head(tmp_path, 0.1, **SHAPE)
+    method = {"method": "sssd+eagle", "model": str(head), "num_speculative_tokens": 3, "policy": "fixed"}
     found = answers(model, 2, INTERPRETED, speculative_config=method)
     assert found["answers"] == 2 * [continuations(model, PROMPTS, 30)] and found["accepted"] > 130
