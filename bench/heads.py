@@ -18,13 +18,8 @@ from tests.support.built_head import save_model_and_head
 from tests.support.prompts import random_ids
 
 K, TOKENS, FACTORS, VOCABULARY = 3, 30, (0.1, 0.3), 24
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "intermediate_size": 96,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-SHAPE |= {"head_dim": 32, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1}
+SHAPE: dict[str, Any] = {"vocab_size": VOCABULARY, "intermediate_size": 96, "bos_token_id": 0, "eos_token_id": 1}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256}
 ROOM = {"skip_tokenizer_init": True, "max_model_len": 64, "max_num_batched_tokens": 128, "max_num_seqs": 8}
 
 

@@ -50,12 +50,8 @@ SURE = {0.8: 0.985, 0.0: 0.9}  # from this score of a right n-gram token on, a c
 NODES = ("tokens", "parents", "depths", "scores", "kinds")
 NONE = -1  # a head's wrong token, or no token
 RATE, PARTING_RATE, FORECAST_RATE, GAIN = 0.02, 0.05, 0.1, 1.03
-HEADS: dict[str, tuple[tuple[float, ...], int]] = {
-    "mtp1": ((0.85,), 1),
-    "mtp": ((0.85, 0.70, 0.60), 3),
-    "eagle3": ((0.75, 0.60, 0.50), 3),
-    "block7": ((0.88, 0.775, 0.682, 0.601, 0.529, 0.466, 0.41), 2),
-}
+HEADS: dict[str, tuple[tuple[float, ...], int]] = {"mtp1": ((0.85,), 1), "mtp": ((0.85, 0.70, 0.60), 3)}
+HEADS |= {"eagle3": ((0.75, 0.60, 0.50), 3), "block7": ((0.88, 0.775, 0.682, 0.601, 0.529, 0.466, 0.41), 2)}
 """Share of positions at which each of the head's tokens is accepted, and its passes."""
 HOST = {1: 0.43e-3, 8: 0.85e-3, 32: 1.2e-3}  # seconds between tokens and launch, predicted
 EIGHT = {1: 5.3e-3, 8: 5.65e-3, 32: 9.2e-3}  # seconds of a step with eight draft tokens, without the host's, estimated

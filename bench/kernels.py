@@ -161,11 +161,8 @@ def attention(shape: Shape, device: torch.device) -> Operation:
     how: dict[str, Any] = {"max_queries": nodes, "max_seq_len": length, "trees_only": False, "scratch": scratch}
     out = torch.empty_like(query)
     moved = (2 * batch * length * shape.heads * dim + 2 * query.numel()) * query.element_size()
-    return (
-        "tree attention",
-        lambda _: tree_attention(query, keys, values, queries, pages, out, scale=dim**-0.5, **how),
-        moved,
-    )
+    how["scale"] = dim**-0.5
+    return "tree attention", lambda _: tree_attention(query, keys, values, queries, pages, out, **how), moved
 
 
 def of_slots(shape: Shape, device: torch.device) -> list[Operation]:

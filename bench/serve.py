@@ -89,9 +89,8 @@ class Bench:
         self.status.update(f"starting {len(team)} servers")
         for running in team:
             running.server = self.server(running.arm)  # on a port that is free now
-            command = [
-                self.args.model.name if part == str(self.args.model) else part for part in running.server.command
-            ]
+            model, command = self.args.model, running.server.command
+            command = [model.name if part == str(model) else part for part in command]
             self.report.commands[running.arm.name] = shlex.join(["python", *command[1:]])
             running.server.start()
         for running in team:
@@ -177,9 +176,8 @@ def described(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    description, form = (__doc__ or "").partition("\n\n")[0], argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=form)
     add = parser.add_argument
     named = "Spec-Bench's format; spec-bench, long, agent, quotes, sessions:FILE"
     add("--questions", nargs="+", required=True, metavar="FILE", help=named)

@@ -30,6 +30,17 @@ SHAPE: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "l
 SHAPE |= {"intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9, "num_key_value_heads": 3}
 SHAPE |= {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e5, "torch_dtype": "bfloat16"}
 SHAPE |= {"vocab_size": 49152, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 64}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_nextn_predict_layers": 1}
+GLM = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 1}
+GLM |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "partial_rotary_factor": 0.5} | EXPERTS
+QWEN = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 8} | EXPERTS
+QWEN |= {"shared_expert_intermediate_size": 256, "full_attention_interval": 2, "linear_key_head_dim": 128}
+QWEN |= {"linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+MODELS = {"dense": SHAPE, "experts": SHAPE | GLM, "recurrent": SHAPE | QWEN}  # and heads of the dense one
+MODELS["eagle"] = SHAPE | {"num_hidden_layers": 1}  # of vLLM: SGLang's has another architecture
+MODELS["eagle3"] = MODELS["eagle"] | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 49152}
+MODELS["eagle3"] |= {(READ := "eagle_aux_hidden_state_layer_ids"): [0, 1, 2], "eagle_config": {READ: [0, 1, 2]}}
+HEADS = {"vllm": ("eagle", "eagle3", "mtp"), "sglang": ("eagle", "eagle3", "nextn")}
 METHODS, SHAPES, LENGTHS = ("sssd", "layerskip", "sssd+layerskip"), ("chain", "tree"), (8, None)
 RUNNERS = {"vllm": ("V2", "V1"), "sglang": ("-",)}
 ATTENTION = {"vllm": ("FLASH_ATTN", "TRITON_ATTN"), "sglang": ("fa3", "triton")}
@@ -53,13 +64,19 @@ def arms(engine: str) -> dict[str, Arm]:
         usual = (arm["length"] is None) == (arm["method"] == "sssd") and not lora  # the others have no default
         usual &= (arm["attention"] in TREES) == (arm["shape"] == "tree")
         found[name] = {"engine": engine} | arm | {"lora": lora, "requests": requests, "compiled": usual}
+    own = [(f"sssd+{head}", "dense") for head in HEADS[engine][:2]]
+    own += [(method, model) for method in (f"sssd+{HEADS[engine][2]}", "sssd") for model in ("experts", "recurrent")]
+    for (method, model), attention in product(own, ATTENTION[engine]):
+        arm = {"engine": engine, "method": method, "runner": RUNNERS[engine][0], "attention": attention}
+        arm |= {"shape": "chain", "length": 3 if "+" in method else None, "lora": False, "requests": 8}
+        found[" ".join(map(str, [*list(arm.values())[:6], model]))] = arm | {"compiled": False, "model": model}
     return found
 
 
 def options(arm: Arm, folder: Path) -> dict[str, Any]:
     """Return the method's options."""
     given: dict[str, Any] = {"shape": arm["shape"]}
-    if arm["method"] != "sssd":
+    if "layerskip" in arm["method"]:
         given["skip_set"] = str(folder / "skip_set.json")
     if arm["method"] == "layerskip" and arm["shape"] == "tree":
         given["lookahead"] = "confidence"  # drafts that end early: V2's condition for trees
@@ -73,17 +90,15 @@ def start_vllm(arm: Arm, folder: Path) -> None:
     given = {"method": arm["method"]} | options(arm, folder)
     if arm["length"] is not None:
         given["num_speculative_tokens"] = arm["length"]
-    engine: dict[str, Any] = {"load_format": "dummy", "max_model_len": 1024, "gpu_memory_utilization": 0.3}
-    engine |= {
-        "attention_config": {"backend": arm["attention"]},
-        "enable_lora": arm["lora"],
-        "skip_tokenizer_init": True,
-    }
+    if (head := arm["method"].partition("+")[2]) in MODELS:
+        given["model"] = str(folder / head)
+    engine: dict[str, Any] = {"load_format": "dummy", "max_model_len": 1024, "num_gpu_blocks_override": 512}
+    engine |= {"attention_config": {"backend": arm["attention"]}, "enable_lora": arm["lora"]}
     if not arm["compiled"]:
         engine["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if arm["requests"] is not None:
         engine["max_num_seqs"] = arm["requests"]
-    LLM(str(folder), speculative_config=given, **engine)
+    LLM(str(folder / arm.get("model", "dense")), speculative_config=given, skip_tokenizer_init=True, **engine)
 
 
 def start_sglang(arm: Arm, folder: Path) -> None:
@@ -93,14 +108,16 @@ def start_sglang(arm: Arm, folder: Path) -> None:
         os.environ[f"FREEDRAFT_{name.upper()}"] = str(value).lower() if isinstance(value, bool) else value
     engine = {"load_format": "dummy", "context_length": 1024, "mem_fraction_static": 0.3, "skip_tokenizer_init": True}
     engine |= {"attention_backend": arm["attention"], "sampling_backend": "pytorch"}
-    if arm["requests"] is not None:
-        engine |= {"max_running_requests": arm["requests"], "cuda_graph_max_bs_decode": arm["requests"]}
-        engine |= {"cuda_graph_max_bs_prefill": 256}
-    if arm["length"] is not None:
+    if (most := arm["requests"]) is not None:
+        engine |= {"max_running_requests": most, "cuda_graph_max_bs_decode": most, "cuda_graph_max_bs_prefill": 256}
+    if (head := arm["method"].partition("+")[2]) in HEADS["sglang"]:
+        engine |= {"speculative_num_steps": arm["length"]}
+        engine |= {"speculative_draft_model_path": str(folder / head)} if head in MODELS else {}
+    elif arm["length"] is not None:
         engine["speculative_num_draft_tokens"] = arm["length"]
     if arm["lora"]:
         engine |= {"enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj"]}
-    Engine(model_path=str(folder), speculative_algorithm=arm["method"], **engine)
+    Engine(model_path=str(folder / arm.get("model", "dense")), speculative_algorithm=arm["method"], **engine)
 
 
 def forked(start: Any, log: Path, limit: float) -> dict[str, Any]:
@@ -156,7 +173,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         folder, logs = Path(temporary), args.logs or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(SHAPE))
+        if args.engine == "sglang":
+            MODELS["eagle"]["architectures"] = ["LlamaForCausalLMEagle"]
+        for model, shape in MODELS.items():
+            (folder / model).mkdir()
+            (folder / model / "config.json").write_text(json.dumps(shape))
         skipped = SkipSet.of_sublayers([2, 3, 5], SHAPE["num_hidden_layers"], model_fingerprint(SHAPE))
         skipped.save(folder / "skip_set.json")
         ran = forked(check_kernels, folder / "kernels.log", args.limit)["outcome"] == "started"

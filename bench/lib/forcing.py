@@ -79,11 +79,8 @@ class Forcing:
         """Replace a head's drafts, int [B, K]. slots, lengths: int [B], of the requests, and tokens that they have."""
         if not self.on:
             return
-        texts, last, nodes = (
-            self.which[slots.long()],
-            lengths.long() - 1,
-            torch.arange(drafts.shape[1], device=drafts.device),
-        )
+        texts, last = self.which[slots.long()], lengths.long() - 1
+        nodes = torch.arange(drafts.shape[1], device=drafts.device)
         tokens = self._texts[texts[:, None], last[:, None] + nodes]
         drafts.copy_(torch.where(nodes < self._right[texts, last][:, None], tokens, (tokens - 1).abs()))
 

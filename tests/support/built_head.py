@@ -151,7 +151,7 @@ def save_glm_with_mtp(folder: Path, factor: float, *, size: int = 64, inner: int
     own = {"enorm": ones, "hnorm": ones, "eh_proj": torch.cat((torch.eye(size), torch.zeros(size, size)), 1)}
     own |= {"shared_head.norm": ones, "shared_head.head": weights["lm_head.weight"], "embed_tokens": embeddings}
     weights |= {f"model.layers.2.{name}.weight": weight for name, weight in own.items()}
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     save_file({name: weight.clone() for name, weight in weights.items()}, folder / "model.safetensors")
     config = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "dtype": "float32"}
     config |= {"hidden_size": size, "intermediate_size": inner, "moe_intermediate_size": inner, "head_dim": width}
@@ -162,3 +162,14 @@ def save_glm_with_mtp(folder: Path, factor: float, *, size: int = 64, inner: int
     config |= {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def save_on_top(kind: str, folder: Path, factor: float, **shape: Any) -> tuple[Path, dict[str, Any]]:
+    """A model of this shape with a head, and vLLM's speculative configuration of n-grams on top of it. kind: eagle,
+    eagle3, or mtp, whose GLM4-MoE takes the vocabulary alone."""
+    method: dict[str, Any] = {"method": f"sssd+{kind}", "num_speculative_tokens": 3, "policy": "fixed"}
+    if kind == "mtp":
+        return save_glm_with_mtp(folder / "model", factor, vocab_size=shape["vocab_size"]), method
+    make = {"eagle": save_model_and_head, "eagle3": save_model_and_eagle3}[kind]
+    model, head = make(folder, factor, **shape)
+    return model, method | {"model": str(head)}

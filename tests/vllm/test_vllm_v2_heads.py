@@ -12,6 +12,7 @@ from tests.support.built_head import (
     save_glm_with_mtp,
     save_model_and_eagle3,
     save_model_and_head,
+    save_on_top,
     save_qwen3_next_with_mtp,
 )
 from tests.support.models import continuations, save, save_byte_tokenizer, tiny_model, weaken
@@ -50,7 +51,7 @@ def check_own_drafts(found, stock, least=11):
 
 
 def check_nothing_is_left(engine):
-    assert engine["held"] == [0, 0, 0] and engine["class"] == "EagleSpeculator", "vLLM's own"
+    assert engine["held"] == [0, 0, 0] and engine["class"] in ("EagleSpeculator", "MTPSpeculator"), "vLLM's own"
 
 
 def test_n_grams_go_on_behind_the_drafts_of_a_head(built):
@@ -201,24 +202,29 @@ def test_an_mtp_layer_of_a_mixture_of_experts(tmp_path):
 
 
 @pytest.mark.extended
-def test_grammars(tmp_path, demo_model):
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
+def test_grammars(kind, tmp_path, demo_model):
     """With one, drafts of both go back to the scheduler, which cuts them."""
     from transformers import AutoTokenizer
 
     folder = tmp_path / "model"
     vocab_size = save_byte_tokenizer(folder, (demo_model / "chat_template.jinja").read_text())
-    model, head = save_model_and_head(tmp_path, 0.3, **TINY | {"vocab_size": vocab_size})
+    model, method = save_on_top(kind, tmp_path, 0.1, **TINY | {"vocab_size": vocab_size})
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenizer("red, red, blue, red, red, ")["input_ids"]
     asked = {"temperature": 0, "max_tokens": 16, "structured_outputs": {"choice": ["red, red, red", "blue"]}}
     greedy = greedy_case(token_prompts([text, text[5:]]), 16)
     cases = {"choice": {"prompts": [text, text], "parameters": asked}, "greedy": greedy, "again": greedy}
-    engine = {"model": model, "cases": cases, "speculative_config": on_top(head), "max_num_seqs": 2}
+    cases["print"] = greedy | {"parameters": asked | {"ignore_eos": True, "structured_outputs": {"regex": "[ -~]{16}"}}}
+    engine = {"model": model, "cases": cases, "speculative_config": method, "max_num_seqs": 2}
     (found,) = run("on_top.py", [engine | {"max_model_len": 128}])
     for answer in found["choice"]["answers"]:
         assert tokenizer.decode(answer, skip_special_tokens=True) in ("red, red, red", "blue")
     wanted = continuations(model, greedy["prompts"], 16)
     assert found["greedy"]["answers"] == found["again"]["answers"] == wanted
+    printed = tokenizer.batch_decode(found["print"]["answers"])
+    assert all(len(said) == 16 and said.isascii() and said.isprintable() for said in printed)
+    assert found["print"]["accepted"] > 0 < found["again"]["n-grams"][1]
     assert not any(found[case]["failures"] for case in cases)
     check_nothing_is_left(found["engine"])
 
