@@ -139,6 +139,10 @@ def together(drafter: Any, name: str, texts: Sequence[Text]) -> tuple[int, int]:
     return sum(len(answer) - 1 for _, _, answer in texts), sum(steps)
 
 
+def texts_of(name: str, prompt: Tokens, answers: Sequence[Sequence[int]]) -> list[Text]:
+    return [(name, prompt, np.array(answer, np.int32)) for answer in answers if len(answer) > 1]
+
+
 def replayed(found: dict[str, Any]) -> dict[str, Any]:
     """Tokens per step, by arm: of each epoch at once, and of one prompt's samples after those of the others."""
     prompts = [np.array(ids, np.int32) for ids in found["prompts"]]
@@ -146,20 +150,12 @@ def replayed(found: dict[str, Any]) -> dict[str, Any]:
     for arm, make in ARMS.items():
         drafter, table["epochs"][arm], table["samples"][arm] = make(), [], {}
         for temperature, epochs in found["answers"].items():
-            of_prompts = [
-                [(str(i), prompts[i], np.array(answer, np.int32)) for answer in answers if len(answer) > 1]
-                for i, answers in enumerate(epochs[0])
-            ]
-            alone = make()
-            counted = [together(alone, f"{temperature} {i}", texts) for i, texts in enumerate(of_prompts)]
+            alone, counted = make(), []
+            for i, answers in enumerate(epochs[0]):
+                counted.append(together(alone, f"{temperature} {i}", texts_of(str(i), prompts[i], answers)))
             table["samples"][arm][temperature] = per_step(counted)
         for number, epoch in enumerate(found["answers"]["1.0"]):
-            texts = [
-                (str(i), prompts[i], np.array(answer, np.int32))
-                for i, answers in enumerate(epoch)
-                for answer in answers
-                if len(answer) > 1
-            ]
+            texts = [text for i, answers in enumerate(epoch) for text in texts_of(str(i), prompts[i], answers)]
             table["epochs"][arm].append(per_step([together(drafter, str(number), texts)]))
         print(arm, table["epochs"][arm], table["samples"][arm], flush=True)
     return table

@@ -30,10 +30,19 @@ SHAPE: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "l
 SHAPE |= {"intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 9, "num_key_value_heads": 3}
 SHAPE |= {"max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 1e5, "torch_dtype": "bfloat16"}
 SHAPE |= {"vocab_size": 49152, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2, "head_dim": 64}
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_nextn_predict_layers": 1}
-GLM = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "n_routed_experts": 8, "n_shared_experts": 1}
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_nextn_predict_layers": 1}
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+}
 GLM |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "partial_rotary_factor": 0.5} | EXPERTS
-QWEN = {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 8} | EXPERTS
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "num_experts": 8,
+} | EXPERTS
 QWEN |= {"shared_expert_intermediate_size": 256, "full_attention_interval": 2, "linear_key_head_dim": 128}
 QWEN |= {"linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 MODELS = {"dense": SHAPE, "experts": SHAPE | GLM, "recurrent": SHAPE | QWEN}  # and heads of the dense one

@@ -220,7 +220,7 @@ def drafts(rows: Any, paper: Any, reference: Any) -> Screen:
     )  # fmt: skip
 
 
-@question("Does it learn?", "learning", "live-datastore.json exchange.json")
+@question("Does it learn?", "learning", "live-datastore.json exchange.json", "rollouts.json")
 def learning(live: Any, shared: Any) -> Screen:
     growth = live["cold_start"]["by_hundred_rows"]
     (first, *_), last = growth, growth[-2]
