@@ -131,7 +131,8 @@ class SssdMethod(Method):
             weights=options.weights, snapshot=self._snapshot() if self.live is None else (), live=self.live,
             recycle_megabytes=options.recycle_megabytes if self.needs_logits else 0, marks=context.marks,
         )  # fmt: skip
-        self._running = None if self.live is None else RunningAnswers(self.drafter, self.live.runs)
+        # On top of a head, whose lengths were judged without them, running answers are no source.
+        self._running = None if self.live is None or context.head else RunningAnswers(self.drafter, self.live.runs)
         self.source_metrics = SourceMetrics(self._snapshot())
         logger.info("freedraft: sssd drafts up to %d tokens per request", context.max_draft_tokens)
 

@@ -29,10 +29,9 @@ def note_drafts(runner, own):
     def proposed(batch, *args, **kwargs):
         drafts, states = propose(batch, *args, **kwargs), runner.req_states
         for row, slot in enumerate(batch.idx_mapping_np.tolist()):
-            length = int(states.total_len.gpu[slot])
-            if length > states.prefill_len.np[slot]:
-                text = states.all_token_ids.gpu[slot, :length].tolist()
-                noted.append((text, drafts[row, :own].tolist()))
+            length, drafted = int(states.total_len.gpu[slot]), drafts[row, :own].tolist()
+            if length > states.prefill_len.np[slot] and -1 not in drafted:  # vLLM 0.33 drafts nothing that is not used
+                noted.append((states.all_token_ids.gpu[slot, :length].tolist(), drafted))
         return drafts
 
     runner.speculator.propose = proposed
