@@ -175,6 +175,7 @@ def test_steps_whose_drafts_nobody_verifies(tiny_model, tmp_path):
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 def test_recurrent_layers(tmp_path):
     """Whose states are those of the accepted tokens: in steps with drafts, in steps without, and after aborts."""
     shape = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
