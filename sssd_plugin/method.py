@@ -131,7 +131,7 @@ class SssdMethod(Method):
             weights=options.weights, snapshot=self._snapshot() if self.live is None else (), live=self.live,
             recycle_megabytes=options.recycle_megabytes if self.needs_logits else 0, marks=context.marks,
         )  # fmt: skip
-        # On top of a head, whose lengths were judged without them, running answers are no source.
+        # Running answers are no source on top of a head: draft lengths there were judged without them.
         self._running = None if self.live is None or context.head else RunningAnswers(self.drafter, self.live.runs)
         self.source_metrics = SourceMetrics(self._snapshot())
         logger.info("freedraft: sssd drafts up to %d tokens per request", context.max_draft_tokens)
@@ -183,7 +183,7 @@ class SssdMethod(Method):
                 tokens, (prompt_length, tenant) = self.drafter.tokens(request_id), begun
                 prompt, answer = tokens[:prompt_length], tokens[prompt_length:] if output is None else output
                 if not self.live.insert(to_learn(prompt, answer, LEADING), tenant) and tenant >= 0:
-                    self.live.runs.show(tenant, ())  # it is not known what its client got
+                    self.live.runs.show(tenant, ())  # what is not learnt is not shown any longer
                 self.live_metrics.show(self.live)
         finally:
             self.drafter.finish([request_id])

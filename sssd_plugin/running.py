@@ -23,7 +23,7 @@ class RunningAnswers:
         self._shown: dict[int, tuple[int, int]] = {}  # tokens shown, and about how many were written since, by tenant
 
     def gained(self, tokens: int, begun: Mapping[str, tuple[int, int]]) -> None:
-        """After a step of so many tokens. begun: length of the prompt and `tenant_number`, by request."""
+        """Count `tokens` that a step wrote. begun: by request, the length of its prompt and its `tenant_number`."""
         self._new += tokens
         if self._new < max(LEAST, EACH * len(begun)):
             return
