@@ -24,15 +24,16 @@ class DraftBatch:
     # above the parent's
     scores: NDArray[np.float32]
     counts: NDArray[np.int32]  # [B], number of nodes, root included; 0 where the request has no token to extend
-    # [B, N], by which acceptance is learnt: a drafter's own (source, match length) below 112; draft passes from it on
-    kinds: NDArray[np.uint8]
+    # [B, N]. The lowest seven bits are what acceptance is learnt by: a drafter's own (source, match length) below 112,
+    # draft passes from it on. The others are the drafter's own.
+    kinds: NDArray[np.uint16]
 
     @classmethod
     def empty(cls, batch_size: int, max_nodes: int) -> DraftBatch:
         """Trees without nodes, with room for `max_nodes` each, roots included."""
         shape = (batch_size, max_nodes)
         tokens, parents, depths = np.zeros((3, *shape), np.int32)
-        scores, kinds = np.zeros(shape, np.float32), np.zeros(shape, np.uint8)
+        scores, kinds = np.zeros(shape, np.float32), np.zeros(shape, np.uint16)
         return cls(tokens, parents, depths, scores, np.zeros(batch_size, np.int32), kinds)
 
     @classmethod

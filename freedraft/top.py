@@ -22,7 +22,10 @@ Samples = Mapping[tuple[str, str], float]
 PREFIX, START = "freedraft_", "process_start_time_seconds"
 SOURCES = {
     "request": "prompt and answer",
-    "store": "datastore and earlier answers",
+    "prediction": "the client's prediction",
+    "running": "answers being written",
+    "learnt": "earlier answers",
+    "datastore": "datastore",
     "other": "recycled logits and other",
 }
 REASONS = {

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
-from freedraft.cost.acceptance import PASS_KINDS
+from freedraft.cost.acceptance import KINDS
 from freedraft.draft import DraftBatch
 from freedraft.step import NodeLogits, rows_in
 from sssd_plugin import recycled_logits
@@ -23,14 +23,12 @@ from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.options import Scoring
 from sssd_plugin.recycled_logits import TOP
 from sssd_plugin.request_index import OUTSIDE, RequestIndex
-from sssd_plugin.scoring.inputs import NODE_KINDS, REQUEST_ORDERS
 from sssd_plugin.scoring.learned import draft_batch
 from sssd_plugin.scoring.weights import Weights
+from sssd_plugin.sources import OTHER, SOURCES
 
 Shape = Literal["tree", "chain"]
 
-SOURCES = ("request", "store", "other")  # of draft tokens
-_REQUEST, _STORE, _OTHER = range(len(SOURCES))
 MAX_NODES = 256
 MAX_THREADS = 8
 MOST_INDEXED = 1 << 14  # tokens of prompts per step, so that a long one does not keep others waiting
@@ -55,7 +53,7 @@ class Drafter:
         recycle_megabytes: memory for recycled logits, with scoring "learned"; 0 for none.
 
     Attributes:
-        sourced: int64 [2, 3], draft tokens verified and accepted, by SOURCES; the caller may reset it.
+        sourced: int64 [2, 6], draft tokens verified and accepted, by SOURCES; the caller may reset it.
 
     Raises:
         ValueError: an argument is out of range, or the weights file is unreadable.
@@ -80,7 +78,7 @@ class Drafter:
         if scoring == "learned":
             loaded = Weights.load(weights)
             self._weights = loaded.layer, loaded.out, loaded.copies
-        self.sourced, self._source_of = np.zeros((2, len(SOURCES)), np.int64), _sources_of_kinds(scoring)
+        self.sourced = np.zeros((2, len(SOURCES)), np.int64)
         self._drafted_for: Sequence[str] = ()
         self._entries = recycled_logits.entries(recycle_megabytes)
         self._recycle_clock = np.zeros(1, np.int64)
@@ -151,7 +149,7 @@ class Drafter:
             if drafted is not None:
                 out, step = self._out, (drafted, tokens, starts, ends)
                 draft, rows = (out.tokens, out.parents, out.counts, out.kinds), rows_in(self._drafted_for, request_ids)
-                _count_sources(self.sourced, self._source_of, draft, rows, step)
+                _count_sources(self.sourced, draft, rows, step)
             self._may_index = MOST_INDEXED
             if self._index.behind:
                 self._index.catch_up(MOST_INDEXED // 2)
@@ -198,11 +196,11 @@ class Drafter:
             if self._live is not None:
                 self._view, groups = self._live.runs.view(tenants)
             arrays = (
-                self._index.slot_ids(request_ids), groups, tenants,
+                self._index.slot_ids(request_ids), groups, tenants, self._predicted(request_ids),
                 out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds,
             )  # fmt: skip
             view, limits = self._view, (max_nodes, shape == "chain")
-            arrays_of_view = view.table, view.bounds, view.static_rows, view.widest
+            arrays_of_view = view.table, view.bounds, view.widest
             same: tuple[Any, ...] = self._index.slots, arrays_of_view, self._entries, limits, self._weights
             parts = min(self._threads, n, n * max_nodes // MIN_NODES)
             if parts <= 1:
@@ -249,6 +247,15 @@ class Drafter:
             return contexts
         return contexts + np.array([len(self._inserted.get(name, ((), ()))[1]) for name in request_ids], contexts.dtype)
 
+    def _predicted(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
+        """Where in the tokens of each request an answer is predicted: int64 [B, 2], empty without one."""
+        bounds = np.zeros((len(request_ids), 2), np.int64)
+        for row, request_id in enumerate(request_ids if self._inserted else ()):
+            if request_id in self._inserted:
+                at, others = self._inserted[request_id]
+                bounds[row] = at, at + len(others) - 1 - min(BEFORE, at)
+        return bounds
+
     def _forget_others(self) -> None:
         """After an erasure: drop the last view, and all recycled logits, since their age is unknown."""
         with self._lock:
@@ -273,26 +280,19 @@ def _values(numbers: dict[str, int], request_ids: Sequence[str]) -> NDArray[np.i
     return np.array([numbers.get(request_id, 0) for request_id in request_ids], np.int64)
 
 
-def _sources_of_kinds(scoring):
-    """Return the index in SOURCES of every kind: the source with the longest context of a node, up to four tokens."""
-    kinds = np.arange(PASS_KINDS)
-    store, request = (kinds == 0, kinds) if scoring == "paper" else np.divmod(kinds % NODE_KINDS, REQUEST_ORDERS + 1)
-    return np.select([store > request, request > 0], [_STORE, _REQUEST], _OTHER)
-
-
 @compiled(nogil=True)
-def _count_sources(totals, source_of, draft, rows, step):
-    """Add to int64 [2, 3] what requests verified and accepted of their last drafts, by SOURCES. rows: int32 [B], of
+def _count_sources(totals, draft, rows, step):
+    """Add to int64 [2, 6] what requests verified and accepted of their last drafts, by SOURCES. rows: int32 [B], of
     each request in the draft; -1: not known any more, so of source other. draft, step: as unpacked below."""
     (tokens, parents, counts, kinds), (drafted, new, starts, ends) = draft, step
     for b in range(len(rows)):
         row, node = rows[b], 0
         n = counts[row] if row >= 0 else 0
         for i in range(1, drafted[b] + 1):
-            totals[0, source_of[kinds[row, i]] if i < n else _OTHER] += 1
+            totals[0, kinds[row, i] // KINDS if i < n else OTHER] += 1
         for at in range(starts[b], starts[b] + min(ends[b] - starts[b] - 1, drafted[b])):
             i = node + 1
             while i < n and not (parents[row, i] == node and tokens[row, i] == new[at]):
                 i += 1
-            totals[1, source_of[kinds[row, i]] if i < n else _OTHER] += 1
+            totals[1, kinds[row, i] // KINDS if i < n else OTHER] += 1
             node = i

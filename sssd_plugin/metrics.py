@@ -11,7 +11,7 @@ from prometheus_client import Counter, Gauge
 
 from sssd_plugin.datastore.index.sub_index import Snapshot
 from sssd_plugin.datastore.live.store import LiveStore
-from sssd_plugin.drafter import SOURCES
+from sssd_plugin.sources import SOURCES
 
 _BY = "by the source with the longest context"
 _SOURCED = Counter("freedraft_sourced_tokens", f"Draft tokens accepted by the target, {_BY}", ["source"])

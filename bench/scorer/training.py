@@ -19,6 +19,7 @@ from bench.scorer.weights import initial_weights
 from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
 from sssd_plugin.datastore.index.runs import View
+from sssd_plugin.datastore.index.sub_index import SOURCE
 from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.method import LEADING, to_learn
 from sssd_plugin.recycled_logits import TOP, Recycled, entries, put
@@ -31,6 +32,7 @@ from sssd_plugin.scoring.places import NOWHERE, find_in_request, find_in_store, 
 from sssd_plugin.scoring.places import ROWS as COPY_ROWS
 from sssd_plugin.scoring.views import Tree, store_of, write_context
 from sssd_plugin.scoring.weights import WIDTH, Weights
+from sssd_plugin.sources import DATASTORE, LEARNT
 
 NO_LOGITS = np.zeros((0, TOP), np.int32), np.zeros((0, TOP), np.float32)
 NO_LIMIT = 1 << 31
@@ -69,7 +71,7 @@ def _replay(
     """Replay one request, adding examples from index `filled` on; return where its slot has to grow, and their number.
     If `recycled` has entries, the logits before `truth[start + i]` are `top_tokens[i]` and `top_log_probs[i]`."""
     while position < len(truth) and ingest(slots, s, truth, 0, position, position):
-        sources = Sources(request_at(slots, s), store, recycled)
+        sources = Sources(request_at(slots, s), store, recycled, (0, 0))
         scratch.matches[:, 0, 0] = UNSEEN
         n = draft_tree(sources, weights, limits, tree, scratch)
         current, parent, accepted = 0, len(scratch.ranges) - 1 if position > 1 else -1, 0
@@ -110,7 +112,7 @@ def _count_copies(slots, s, truth, position, store, tree, scratch, seen):
     int64 [2, COPY_ROWS, MAX_MATCH + 1]. Returns where its slot has to grow."""
     while position < len(truth) and ingest(slots, s, truth, 0, position, position):
         request, places = request_at(slots, s), (scratch.places[0], scratch.place[0])
-        sources = Sources(request, store, WITHOUT_LOGITS)
+        sources = Sources(request, store, WITHOUT_LOGITS, (0, 0))
         start(sources, scratch)
         filled = look_back(sources, tree, scratch, 0, 0)
         find_in_request(request, scratch.matches[0], scratch.context, filled, 0, places[0])
@@ -127,7 +129,7 @@ def shares_of_copies(lessons: Iterator[Lesson]) -> NDArray[np.float32]:
     """Return `Weights.copies`; rare lengths take over from the next shorter one."""
     seen, tree = np.zeros((2, COPY_ROWS, MAX_MATCH + 1), np.int64), DraftBatch.empty(1, 2)
     for view, answer, _ in lessons:
-        store, space = store_of((view.table, view.bounds, view.static_rows), 0), scratch(1, len(view.table))
+        store, space = store_of((view.table, view.bounds), 0), scratch(1, len(view.table))
         truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
         index, position = RequestIndex(1), len(answer.prompt)
         while position < len(truth):
@@ -153,7 +155,7 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
 
     most = 2 * len(answer.output) + 1  # nodes on the true path: one per token, and one per step
     examples = Examples(*inputs(most), np.zeros(most, np.int32), np.zeros(most, np.int32))
-    store, space = store_of((view.table, view.bounds, view.static_rows), 0), scratch(n, len(view.table))
+    store, space = store_of((view.table, view.bounds), 0), scratch(n, len(view.table))
     truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
     index, position, filled = RequestIndex(1), len(answer.prompt), 0
     while position < len(truth):
@@ -170,7 +172,8 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
 def view_of(outputs: Sequence[NDArray[np.int32]], vocab_size: int, learnt: bool) -> View:
     """Build a store of outputs, marked as built or as learnt."""
     view = View.of(trace.store_of(outputs, vocab_size))
-    return view if not learnt else View(view.table, view.bounds, 0 * view.static_rows, view.keeps, 1)
+    view.table[:, SOURCE] = LEARNT if learnt else DATASTORE
+    return view
 
 
 def lessons_of_rows(rows: Sequence[Row], vocab_size: int) -> Iterator[Lesson]:

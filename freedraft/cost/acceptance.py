@@ -21,7 +21,7 @@ from freedraft.compiled import compiled
 from freedraft.draft import DraftBatch
 from freedraft.step import Step, rows_in
 
-KINDS = 128
+KINDS = 1 << 7  # of `DraftBatch.kinds`, without its upper bits
 # First of `DraftBatch.kinds` for nodes of draft passes, one per recipe; n-gram drafters use smaller ones
 PASS_KINDS = 112
 _BINS = 12
@@ -48,9 +48,9 @@ _Gained = namedtuple("_Gained", ("rows", "tokens", "starts", "ends"))
 def _given_parent(odds, ratio, kind, depth):
     """(P(node accepted | parent accepted), its four corrections). odds: exp of the corrections, so that products
     suffice; ratio: the node's score over its parent's."""
-    ratio = min(max(ratio, 1e-4), 0.9995)
+    ratio, kind = min(max(ratio, 1e-4), 0.9995), kind % KINDS
     x = _BIN_OF[int(ratio * _GRID)]
-    y = _KINDS_AT + min(kind, KINDS - 1)
+    y = _KINDS_AT + kind
     d = _DEPTHS_AT + min(depth - 1, _DEPTHS - 1)
     f = _COMMON_AT + (kind >= PASS_KINDS)
     o = ratio * odds[x] * odds[y] * odds[d] * odds[f]
@@ -177,10 +177,10 @@ class Acceptance:
         return out
 
     def given_parent(
-        self, confidences: NDArray[np.float32], kinds: NDArray[np.uint8], depth: int
+        self, confidences: NDArray[np.float32], kinds: NDArray[np.uint16], depth: int
     ) -> NDArray[np.float64]:
         """float64 [R]: probability that nodes at a depth of at least 1 are accepted if their parents are. confidences:
-        float32 [R], the drafter's own probability of that; kinds: uint8 [R], see `DraftBatch`."""
+        float32 [R], the drafter's own probability of that; kinds: uint16 [R], see `DraftBatch`."""
         out = np.empty(len(confidences))
         _estimate(self.odds, np.ascontiguousarray(confidences), kinds, depth, out)  # one signature
         return out

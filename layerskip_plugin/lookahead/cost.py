@@ -178,7 +178,7 @@ class Cost(Lookahead):
         left = self.max_draft_len - position - 1
         if left < 1 or not len(rows):
             return more
-        confidence, kinds = top[:, 0], np.full(len(rows), self.kind, np.uint8)
+        confidence, kinds = top[:, 0], np.full(len(rows), self.kind, np.uint16)
         self.tokens += len(rows)
         likely = self.measured.acceptance.given_parent(confidence, kinds, position + 1)
         self.survival[rows] *= likely

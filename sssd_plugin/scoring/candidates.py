@@ -252,7 +252,7 @@ def gather(sources, scratch, node, parent, max_samples, context_length):
     for column in range(COLUMNS):
         columns[column].total = columns[column].distinct = 0
     _count_store(scratch, store.table, ranges[node], many, 0, max_samples)
-    about.follower, about.learnt = newest_follower(store, ranges[node], many, max_samples)
+    about.follower, about.learnt = newest_follower(store.table, ranges[node], many, max_samples)
     _count_occurrences(request, scratch, 0, context_length)
     _count_matches(request, scratch, node)
     if parent >= 0:

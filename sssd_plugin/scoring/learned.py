@@ -12,16 +12,29 @@ import math
 from typing import NamedTuple
 
 from freedraft.compiled import compiled
+from freedraft.cost.acceptance import KINDS
+from sssd_plugin.datastore.index.sub_index import SOURCE
 from sssd_plugin.pointers import int32_at
 from sssd_plugin.recycled_logits import SCALE, Recycled
 from sssd_plugin.request_index import Request, request_at
 from sssd_plugin.scoring import paper
 from sssd_plugin.scoring.candidates import MAX_SAMPLES, NUMBER, SHORTLIST, gather, scratch, write_matches
 from sssd_plugin.scoring.inputs import COLUMN, NODE_KINDS, REQUEST_ORDERS, STORE_ORDERS
+from sssd_plugin.scoring.matches import LENGTH, POSITION
 from sssd_plugin.scoring.network import evaluate, write_inputs, write_node_inputs
-from sssd_plugin.scoring.places import NOWHERE, find_in_request, find_in_store, go_on, kind_of, next_token, share_of
+from sssd_plugin.scoring.places import (
+    NOWHERE,
+    find_in_request,
+    find_in_store,
+    go_on,
+    kind_of,
+    next_token,
+    share_of,
+    source_at,
+)
 from sssd_plugin.scoring.ranges import advance, find_many
 from sssd_plugin.scoring.views import Store, Tree, add_node, store_of, write_context
+from sssd_plugin.sources import OTHER
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root (at the root MAX_SAMPLES)
 FEW_NODES = 16  # larger trees use more candidates and samples, and look for them longer
@@ -39,6 +52,7 @@ class Sources(NamedTuple):
     request: Request
     store: Store
     recycled: Recycled
+    predicted: tuple[int, int]  # where a predicted answer begins and ends in the request's text
 
 
 @compiled(nogil=True)
@@ -117,14 +131,33 @@ def _choose(store, scratch, limit):
 
 
 @compiled(nogil=True, inline="always")
+def _source_of(sources, scratch, node, store_order, request_order):
+    """Return where a node's longest context is, up to four tokens of the store's: the newest text there, or the longest
+    match of the request."""
+    table, ranges, matches = sources.store.table, scratch.ranges[node], scratch.matches[node]
+    source, longest, at = OTHER, 0, -1
+    if min(store_order, STORE_ORDERS) > request_order:
+        for j in range(len(table)):
+            if ranges[j, store_order - 1, 0] < ranges[j, store_order - 1, 1]:
+                source = table[j, SOURCE]
+    elif request_order > 0:
+        for m in range(1, 1 + matches[0, 0]):
+            if matches[m, LENGTH] > longest:
+                longest, at = matches[m, LENGTH], matches[m, POSITION]
+        source = source_at(sources.predicted, at)
+    return source
+
+
+@compiled(nogil=True, inline="always")
 def score(sources, scratch, node, order, limit, weights):
     """Score the most promising candidates of `gather` at a node, at most `limit`.
 
     Writes the shortlist, its inputs and probabilities P(next token = candidate), which sum to 1 with P(none of these).
-    Returns the length of the shortlist and the node's kind. order: result of `gather`.
+    Returns the length of the shortlist, and the node's kind with its source. order: result of `gather`.
     """
     m, store_order, request_order = _choose(sources.store, scratch, limit)
     kind = min(store_order, STORE_ORDERS) * (REQUEST_ORDERS + 1) + request_order + (NODE_KINDS if order > 0 else 0)
+    kind += KINDS * _source_of(sources, scratch, node, store_order, request_order)
     if m == 0:
         return m, kind
     write_node_inputs(scratch, node, store_order, request_order, order)
@@ -230,7 +263,8 @@ def draft_tree(sources, weights, limits, tree, scratch):
         sources, scratch: `Sources`, `Scratch`.
         weights: layer, out and copies, as in `Weights`.
         limits: largest number of nodes, root included; whether to extend only the newest node, by its best candidate.
-        tree: output; a node's kind encodes its longest contexts in store and request (see `inputs.NODE_KINDS`).
+        tree: output; a node's kind encodes its longest contexts in store and request (see `inputs.NODE_KINDS`) and,
+            above `KINDS`, its source.
     """
     (tokens, table, (max_nodes, chain)), copies = (sources.request.tokens, sources.store.table, limits), weights[2]
     if len(tokens) == 0:
@@ -257,7 +291,7 @@ def draft_tree(sources, weights, limits, tree, scratch):
             if place.text != NOWHERE:
                 token, value = next_token(sources.request, table, place), path_scores[current] * share_of(place, copies)
                 if token >= 0:
-                    pending = _insert(frontier, pending, capacity, value, current, token, kind_of(place))
+                    pending = _insert(frontier, pending, capacity, value, current, token, kind_of(sources, place))
             elif path_scores[current] >= effort[3]:
                 m, kind = expand(sources, weights, scratch, current, parent, effort, filled)
                 for i in range(m):
@@ -285,24 +319,26 @@ def draft_batch(arrays, slots, view, entries, limits, weights):
     Bundles are passed from Python as plain tuples, which numba unpacks faster than named ones.
 
     Args:
-        arrays: int64 [B] each, slots, groups in the view, tenants; those of the `DraftBatch`.
+        arrays: int64 [B] each, slots, groups in the view, tenants; int64 [B, 2], see `Sources.predicted`; those of the
+            `DraftBatch`.
         slots: `RequestIndex.slots`.
         view: see `views.store_of`, then `View.widest`; entries: of recycled logits, none to draft without.
         limits: as of `draft_tree`; weights: layer, out and copies, as in `Weights`; None: by the paper's scorer. Only
             one of the scorers is compiled.
     """
-    slot_ids, groups, tenants, tokens, parents, depths, scores, counts, kinds = arrays
+    slot_ids, groups, tenants, predicted, tokens, parents, depths, scores, counts, kinds = arrays
     if weights is None:
         tries = paper.scratch()
     else:
-        arrays_of_nodes = scratch(limits[0], view[3])
+        arrays_of_nodes = scratch(limits[0], view[2])
     for b in range(len(slot_ids)):
         counts[b] = 0
         if slot_ids[b] >= 0:
-            request, store = request_at(slots, slot_ids[b]), store_of(view[:3], groups[b])
+            request, store = request_at(slots, slot_ids[b]), store_of(view[:2], groups[b])
             tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
             if weights is None:
                 counts[b] = paper.draft_tree(request, store, limits, tree, tries)
             else:
-                sources = Sources(request, store, Recycled(entries, tenants[b]))
+                own = predicted[b, 0], predicted[b, 1]
+                sources = Sources(request, store, Recycled(entries, tenants[b]), own)
                 counts[b] = draft_tree(sources, weights, limits, tree, arrays_of_nodes)

@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
+from freedraft.cost.acceptance import KINDS
 from sssd_plugin.datastore.index.search import find_ngram, suffixes_of
 from sssd_plugin.request_index import find
 from sssd_plugin.scoring.views import add_node, record
+from sssd_plugin.sources import DATASTORE, REQUEST
 
 PREFIX = 4  # P: maximum context that is looked up
 OCCURRENCES = 128  # newest occurrences in the request
@@ -143,8 +145,8 @@ def _push_children(nodes, node, source, scale, parent, heap):
 def draft_tree(request, store, limits, tree, tries):
     """Merge all sources, best first, into a tree (Algorithm 3); return its number of nodes.
 
-    A node's kind is its match length in the request, 0 for the datastore. Arguments as in `learned.draft_tree`; tries:
-    from `scratch`.
+    A node's kind is its match length in the request, 0 for the datastore, and its source; learnt text counts as
+    datastore. Arguments as in `learned.draft_tree`; tries: from `scratch`.
     """
     nodes, used = tries  # unpacked once: each access to a tuple's field counts references
     tokens, n, (max_nodes, chain) = request.tokens, 1, limits
@@ -167,7 +169,7 @@ def draft_tree(request, store, limits, tree, tries):
         if here == n:
             if chain and parent != n - 1:
                 continue
-            add_node(tree, n, token, parent, -negative, source)
+            add_node(tree, n, token, parent, -negative, source + KINDS * (REQUEST if source else DATASTORE))
             n += 1
         _push_children(nodes, node, source, -negative * DISCOUNTS[source], here, heap)
     return n

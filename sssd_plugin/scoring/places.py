@@ -9,12 +9,16 @@ from __future__ import annotations
 import numpy as np
 
 from freedraft.compiled import compiled
+from freedraft.cost.acceptance import KINDS
 from sssd_plugin.datastore.index.search import suffixes_of
+from sssd_plugin.datastore.index.sub_index import SOURCE
 from sssd_plugin.request_index import find
 from sssd_plugin.scoring.inputs import LONG_ORDERS, REQUEST_ORDERS, SHORT_ORDERS, STORE_ORDERS
 from sssd_plugin.scoring.matches import LENGTH, MAX_MATCH, POSITION
 from sssd_plugin.scoring.ranges import MANY
 from sssd_plugin.scoring.views import record
+from sssd_plugin.sources import PREDICTION
+from sssd_plugin.sources import REQUEST as OWN
 
 NOWHERE, REQUEST = -2, -1  # texts; others are sub-indices of the store
 ROWS = 4  # request and store, each with matches that disagree and that agree on the next token
@@ -102,11 +106,18 @@ def go_on(request, above, place):
 
 
 @compiled(nogil=True)
-def kind_of(place):
-    """Return a copied node's kind, see `inputs.NODE_KINDS`."""
+def kind_of(sources, place):
+    """Return a copied node's kind, see `inputs.NODE_KINDS`, and its source."""
     if place.text != REQUEST:
-        return min(place.length, STORE_ORDERS) * (REQUEST_ORDERS + 1)
+        source = sources.store.table[place.text, SOURCE]
+        return min(place.length, STORE_ORDERS) * (REQUEST_ORDERS + 1) + KINDS * source
     orders = min(place.length, SHORT_ORDERS)
     for order in LONG_ORDERS:
         orders += place.length >= order
-    return orders
+    return orders + KINDS * source_at(sources.predicted, place.at)
+
+
+@compiled(nogil=True)
+def source_at(predicted, at):
+    """Return the source of the token after a place in a request's text. predicted: see `Sources`."""
+    return PREDICTION if predicted[0] <= at + 1 < predicted[1] else OWN

@@ -6,7 +6,9 @@ import numpy as np
 
 from freedraft.compiled import compiled
 from sssd_plugin.datastore.index.search import bucket, find_ngram, narrow, suffixes_of
+from sssd_plugin.datastore.index.sub_index import SOURCE
 from sssd_plugin.scoring.inputs import STORE_ORDERS
+from sssd_plugin.sources import DATASTORE
 
 MANY = STORE_ORDERS
 MANY_SIZES = (6, 8, 12, 16, 24, 32, 48, 64)
@@ -52,7 +54,7 @@ def find_many(table, ranges, tokens):
 @compiled(nogil=True)
 def advance(table, ranges, many, source, target, token):
     """Write the ranges of node `target`: the context of node `source` (-1: empty), followed by `token`. table: int64
-    [J, 7], `View.table`; ranges, many: as in `Scratch`."""
+    [J, TABLE_COLUMNS], `View.table`; ranges, many: as in `Scratch`."""
     here = ranges[target]
     here[: len(table), MANY] = 0
     many[target] = 0
@@ -102,18 +104,18 @@ def sample(table, ranges, k, offset, max_samples, out):
 
 
 @compiled(nogil=True)
-def newest_follower(store, ranges, many, max_samples):
+def newest_follower(table, ranges, many, max_samples):
     """Return the token after the newest occurrence of the node's longest context, four tokens or many, and whether it
     was learnt; -1 and 0 for none. Documents are in the order of learning; of more than `max_samples` occurrences,
     evenly spaced ones are visited."""
     k, length = (MANY, many) if many > 0 else (STORE_ORDERS - 1, STORE_ORDERS)
-    for j in range(len(store.table) - 1, -1, -1):
+    for j in range(len(table) - 1, -1, -1):
         start = np.int64(ranges[j, k, 0])
         size = np.int64(ranges[j, k, 1]) - start
         if size > 0:
-            tokens, suffixes = suffixes_of(store.table, j)
+            tokens, suffixes = suffixes_of(table, j)
             take, newest = min(size, max_samples), 0
             for q in range(take):
                 newest = max(newest, suffixes[start + q * size // take])
-            return tokens[newest + length], 1 if j >= store.static_rows else 0
+            return tokens[newest + length], 0 if table[j, SOURCE] == DATASTORE else 1
     return np.int32(-1), 0

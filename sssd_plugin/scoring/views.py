@@ -13,19 +13,18 @@ from freedraft.compiled import compiled
 class Store(NamedTuple):
     """The sub-indices that one request drafts from."""
 
-    table: NDArray[np.int64]  # [J, 7], rows as in `View.table`
+    table: NDArray[np.int64]  # [J, TABLE_COLUMNS], rows as in `View.table`
     size: int  # tokens in all of them
-    static_rows: int  # first rows, of the built store; the others were learnt
 
 
 class Tree(NamedTuple):
-    """One row of a `DraftBatch`: tokens, parents, depths int32 [N]; scores float32 [N]; kinds uint8 [N]."""
+    """One row of a `DraftBatch`: tokens, parents, depths int32 [N]; scores float32 [N]; kinds uint16 [N]."""
 
     tokens: NDArray[np.int32]
     parents: NDArray[np.int32]
     depths: NDArray[np.int32]
     scores: NDArray[np.float32]
-    kinds: NDArray[np.uint8]
+    kinds: NDArray[np.uint16]
 
 
 def record(**fields: str) -> np.dtype:
@@ -35,12 +34,12 @@ def record(**fields: str) -> np.dtype:
 
 @compiled(nogil=True)
 def store_of(view, group):
-    """Return the `Store` of a group of requests; view: table, bounds and static_rows of a `View`."""
-    table, bounds, static_rows = view
+    """Return the `Store` of a group of requests; view: table and bounds of a `View`."""
+    table, bounds = view
     rows, size = table[bounds[group] : bounds[group + 1]], 0
     for j in range(len(rows)):
         size += rows[j, 3]
-    return Store(rows, size, static_rows[group])
+    return Store(rows, size)
 
 
 @compiled(nogil=True)

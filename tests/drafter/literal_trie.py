@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from oracle import OracleStore
 
+from freedraft.cost.acceptance import KINDS
 from freedraft.draft import DraftBatch
 
 Path = tuple[int, ...]
@@ -97,7 +98,7 @@ def check(
         scores = batch.scores[b, :count].astype(float)
         assert (batch.tokens[b, 0], scores[0]) == (text[-1], 1.0)
         assert len(set(paths)) == count <= max_nodes
-        for path, score, source in zip(paths[1:], scores[1:], batch.kinds[b, 1:count], strict=True):
+        for path, score, source in zip(paths[1:], scores[1:], batch.kinds[b, 1:count] % KINDS, strict=True):
             assert np.isclose(score, best[path], TOLERANCE, 0), path
             assert np.isclose(score, sources[source][path], TOLERANCE, 0), path
         assert (np.diff(scores) <= 0).all()

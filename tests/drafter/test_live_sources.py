@@ -18,9 +18,9 @@ from freedraft.cost.controller import FullLength, Knee
 from freedraft.draft import DraftBatch
 from freedraft.step import TOP_TOKENS, EngineContext, NodeLogits
 from freedraft.tenants import parse_tenant, tenant_key
-from sssd_plugin.drafter import SOURCES
 from sssd_plugin.method import SssdMethod
 from sssd_plugin.options import SssdOptions
+from sssd_plugin.sources import SOURCES
 from tests.support.steps import make_step
 from tests.support.stores import int32
 
@@ -277,18 +277,39 @@ def counted(name: str) -> Counter[str]:
     return Counter({source: int(value) for source, value in values.items()})
 
 
-@pytest.mark.parametrize("scoring", ["learned", "paper"])
-@pytest.mark.parametrize(("source", "prompt"), [("request", PROMPT), ("store", [150, *range(80, 84)])])
-def test_tokens_are_counted_by_where_they_come_from(scoring: Any, source: str, prompt: list[int]) -> None:
+STORED, OWN = int32([*range(80, 100)]), [*range(100, 120), *range(100, 104)]
+
+
+@pytest.mark.parametrize("place", ["behind a match of one token", "behind many"])
+@pytest.mark.parametrize(
+    ("source", "scoring"),
+    [*((source, "learned") for source in SOURCES[:-1]), ("request", "paper"), ("datastore", "paper")],
+)
+def test_tokens_are_counted_by_where_they_come_from(scoring: Any, source: str, place: str) -> None:
     """Those that were verified, of which the engine may leave out the last, and those that were accepted."""
-    sssd, text = method(None, scoring=scoring, live="off"), [*prompt]
-    sssd.add_corpus("c", [int32([*range(80, 100)])])
-    sssd.begin("a", int32(text[:-1]), None, {})
-    before, drafted = (counted("draft_tokens"), counted("tokens")), chain(sssd, text)
-    text += (gained := [*drafted[:3], 199])
+    sssd, extra = method(None, scoring=scoring, live="memory"), {}
+    before = [150] if source != "prediction" else [150, 151, 152]
+    text = OWN if source == "request" else [*before, *STORED[: 4 if place == "behind many" else 1].tolist()]
+    if source == "datastore":
+        sssd.add_corpus("c", [STORED])
+    elif source == "learnt":
+        sssd.begin("b", int32([1, 2]), None, {})
+        sssd.finish("b", STORED)
+    elif source == "running":
+        for name, prompt in (("b", STORED), ("c", int32([1, 2]))):
+            sssd.begin(name, prompt[:1], None, {})
+            sssd.draft(make_step([name], [prompt[1:].tolist()], texts=[prompt.tolist()]))
+        assert sssd._running is not None
+        sssd._running.gained(1 << 10, sssd._begun)
+        assert sssd.live is not None and sssd.live.runs.settle()
+    elif source == "prediction":
+        extra = {"prediction": STORED[len(text) - 4 :].tolist()}
+    sssd.begin("a", int32(text[:-1]), None, extra)
+    known, drafted = (counted("draft_tokens"), counted("tokens")), chain(sssd, text)
+    text = text + (gained := [*drafted[:3], 199])
     step = make_step(["a"], [gained], drafted=len(drafted) - 1, texts=[text])
     sssd.draft(step)
     sssd.record_acceptance(step)
-    assert counted("draft_tokens") - before[0] == Counter({source: len(drafted) - 1}) and len(drafted) > 4
-    assert counted("tokens") - before[1] == Counter({source: 3})
+    assert counted("draft_tokens") - known[0] == Counter({source: len(drafted) - 1}) and len(drafted) > 4
+    assert counted("tokens") - known[1] == Counter({source: 3})
     sssd.close()

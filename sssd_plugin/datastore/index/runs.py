@@ -17,6 +17,7 @@ from sssd_plugin.datastore.index.sub_index import (
     PAD,
     PADDING,
     SEPARATOR,
+    SOURCE,
     TABLE_COLUMNS,
     Snapshot,
     SubIndex,
@@ -25,6 +26,7 @@ from sssd_plugin.datastore.index.sub_index import (
     sorted_arrays,
     with_tables,
 )
+from sssd_plugin.sources import LEARNT, RUNNING
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LARGE = 1 << 18  # bytes
@@ -141,29 +143,28 @@ class View:
     Attributes:
         table: int64 [R, TABLE_COLUMNS], `SubIndex.row` of each, group after group.
         bounds: int64 [G + 1], where each group's rows start.
-        static_rows: int64 [G], number of each group's first rows that belong to the built store.
         keeps: references that keep the addresses valid.
         widest: the largest number of sub-indices of a group.
     """
 
     table: NDArray[np.int64]
     bounds: NDArray[np.int64]
-    static_rows: NDArray[np.int64]
     keeps: tuple[object, ...]
     widest: int
 
     @classmethod
-    def of(cls, static: Snapshot, runs: Sequence[Run] = ()) -> View:
-        """Return the view of one group."""
-        subs = [*static, *(run.sub for run in runs)]
+    def of(cls, static: Snapshot, runs: Sequence[Run] = (), running: Run | None = None) -> View:
+        """Return the view of one group; running: of answers that are still being written."""
+        learnt = [*runs, running] if running else [*runs]
+        subs = [*static, *(run.sub for run in learnt)]
         table = np.array([sub.row for sub in subs], np.int64).reshape(-1, TABLE_COLUMNS)
-        bounds, n_static = np.array([0, len(subs)], np.int64), np.array([len(static)], np.int64)
-        return cls(table, bounds, n_static, (static, *runs), len(subs))
+        table[len(static) :, SOURCE], table[len(static) + len(runs) :, SOURCE] = LEARNT, RUNNING
+        return cls(table, np.array([0, len(subs)], np.int64), (static, *learnt), len(subs))
 
     @classmethod
     def join(cls, views: Sequence[View]) -> View:
         """Return a view with a group for each of these views of one group."""
         bounds = np.zeros(len(views) + 1, np.int64)
         np.cumsum([len(view.table) for view in views], out=bounds[1:])
-        table, static = (np.concatenate([getattr(view, name) for view in views]) for name in ("table", "static_rows"))
-        return cls(table, bounds, static, tuple(views), max(view.widest for view in views))
+        table = np.concatenate([view.table for view in views])
+        return cls(table, bounds, tuple(views), max(view.widest for view in views))

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
+from sssd_plugin.sources import DATASTORE
 
 SEPARATOR = -1  # after every document; below every token id, so it sorts first, and no draft crosses it
 PAD = 32  # separators after the last document: compiled code may look this far beyond any suffix start, unchecked
@@ -22,9 +23,10 @@ _SMALL = 12
 _STACK = 256
 MAX_DIRECT_BUCKETS = 1 << 20
 
-TABLE_COLUMNS = 7
+TABLE_COLUMNS = 8
 """Columns of `View.table`: addresses of tokens, suffix_array and bucket_starts; n, m and D of `SubIndex`; address
-of sparse_index."""
+of sparse_index; what the text is, of `SOURCES`."""
+SOURCE = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +54,7 @@ class SubIndex:
             raise ValueError(f"SubIndex.tokens must end in {PAD} separators")
         addresses = [a.ctypes.data for a in (self.tokens, self.suffix_array, self.bucket_starts, self.sparse_index)]
         sizes = (self.n, len(self.suffix_array), len(self.bucket_starts) - 1)
-        object.__setattr__(self, "row", np.array([*addresses[:3], *sizes, addresses[3]], np.int64))
+        object.__setattr__(self, "row", np.array([*addresses[:3], *sizes, addresses[3], DATASTORE], np.int64))
 
     @property
     def n(self) -> int:  # tokens, separators between documents included, padding not

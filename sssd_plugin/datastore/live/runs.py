@@ -167,8 +167,8 @@ class LearntRuns:
         view = tenant.view
         if view is None:
             with self.lock:
-                runs = [] if tenant.hidden else [*tenant.all_runs, *filter(None, [tenant.running])]
-                view = tenant.view = View.of(self._static, runs) if runs else self._static_view
+                runs, running = ([], None) if tenant.hidden else (tenant.all_runs, tenant.running)
+                view = tenant.view = View.of(self._static, runs, running) if runs or running else self._static_view
         return view
 
     # With the lock held.
