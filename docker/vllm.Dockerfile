@@ -9,6 +9,8 @@ RUN python3 -m pip install --no-cache-dir /srv/install/freedraft-*.whl && rm -r 
     && useradd --create-home --home-dir /srv/freedraft --uid 10001 freedraft
 USER 10001
 WORKDIR /srv/freedraft
+# Folders to mount volumes at, which that user may write.
+RUN mkdir learnt .cache
 # Compiled drafting code and models are kept here: mount it to keep them from one container to the next.
 ENV HF_HOME=/srv/freedraft/.cache/huggingface NUMBA_CACHE_DIR=/srv/freedraft/.cache/numba
 EXPOSE 8000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.support import prompts
 from tests.support.models import continuations, save, tiny_model
@@ -21,8 +22,13 @@ def test_answers_are_of_the_new_weights_and_what_was_learnt_stays(tiny, demo_mod
     accepted = []
     counts, env = tmp_path / "counts.json", {"FREEDRAFT_LIVE": "memory"}
     with sglang_engine(tiny, counts, env, skip_tokenizer_init=True, speculative_algorithm="SSSD") as engine:
-        for model, right in ((tiny, expected[0]), (other, expected[1]), (tiny, expected[0])):
-            assert engine.update_weights_from_disk(str(model))[0]
+        for model, right in ((tiny, expected[0]), (other, expected[1]), (tiny, expected[0]), (other, expected[1])):
+            if len(accepted) < 3:
+                assert engine.update_weights_from_disk(str(model))[0]
+            else:  # as a trainer in this process
+                engine.begin_weight_update()
+                assert engine.update_weights_from_tensor([*load_file(model / "model.safetensors").items()])[0]
+                engine.end_weight_update()
             assert ids(engine.generate(input_ids=IDS, sampling_params=GREEDY)) == right
             accepted.append(read_counts(counts)["accepted"])
-    assert accepted[2] - accepted[1] > 2 * TOKENS > accepted[0]
+    assert accepted[2] - accepted[1] > 2 * TOKENS > accepted[0] and accepted[3] - accepted[2] > 2 * TOKENS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from safetensors.torch import load_file
 from vllm_cases import TINY, parameters, token_prompts
 from vllm_engines import engine, runner_of, settle, spied
 
@@ -22,8 +23,12 @@ def test_answers_are_of_the_new_weights_and_what_was_learnt_stays(tiny_model, tm
     settings = {"skip_tokenizer_init": True, "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 256}
     accepted = []
     with engine(tiny_model, speculative_config={"method": "sssd", "policy": "fixed"}, **settings) as llm:
-        for model, right in ((tiny_model, expected[0]), (other, expected[1]), (tiny_model, expected[0])):
-            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+        models = [(tiny_model, expected[0]), (other, expected[1])] * 2
+        for model, right in models:
+            if len(accepted) < 3:
+                llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+            else:  # as a trainer that sends tensors
+                llm.collective_rpc("reload_weights", args=([*load_file(model / "model.safetensors").items()],))
             llm.reset_prefix_cache()
             accepted.append(0)
 
@@ -34,4 +39,4 @@ def test_answers_are_of_the_new_weights_and_what_was_learnt_stays(tiny_model, tm
                 outputs = llm.generate(token_prompts(IDS), asked, use_tqdm=False)
                 settle(llm)
             assert [list(output.outputs[0].token_ids) for output in outputs] == right
-    assert accepted[2] > 3 * TOKENS > accepted[0]
+    assert min(accepted[2:]) > 3 * TOKENS > accepted[0]
