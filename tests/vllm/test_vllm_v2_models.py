@@ -6,9 +6,11 @@ import json
 
 import pytest
 from v2_engines import SSSD, check_images, run, start
-from vllm_cases import class_case
+from vllm_cases import TINY, class_case, greedy_case, token_prompts
 
 from tests.support.model_classes import ATTENTION, KIMI, RECURRENT, by_class, save_class
+from tests.support.models import continuations, save, tiny_model
+from tests.support.prompts import random_ids
 from tests.support.speech import save_speech_model
 
 CHEAP = "Mixtral"
@@ -95,6 +97,22 @@ def test_an_encoder(tmp_path, record_property):
     drafted, accepted = found["engine"]["counts"]["again"]
     record_property("drafts", f"{accepted:.0f}/{drafted:.0f}")
     assert drafted >= accepted > 30
+
+
+@pytest.mark.extended
+def test_new_weights(tmp_path):
+    """Answers are theirs, and what was learnt before stays."""
+    one, other = (save(tiny_model(seed=seed, **TINY), tmp_path / f"{seed}") for seed in (7, 8))
+    ids = random_ids([12] * 4, 24, first=2, seed=5)
+    turns = {"first": one, "other": other, "again": one}
+    cases = {name: greedy_case(token_prompts(ids), 30) | {"weights": str(weights)} for name, weights in turns.items()}
+    (found,) = run(
+        "serve.py", [SMALL | STEPS | {"model": one, "cases": cases, "speculative_config": {"method": "sssd"}}]
+    )
+    expected = [continuations(model, ids, 30) for model in turns.values()]
+    assert [found[name] for name in turns] == expected and expected[0] != expected[1]
+    accepted = [found["engine"]["counts"][name][1] for name in turns]
+    assert accepted[2] > 2 * 30 > accepted[0]
 
 
 @pytest.mark.extended

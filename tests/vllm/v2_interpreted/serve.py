@@ -207,9 +207,12 @@ def figures(llm):
     return {name: found.get(f"vllm:{metric}", 0) for name, metric in METRICS.items()}
 
 
-def answers(llm, prompts, parameters, each=(), abort=0, chains=(), salt="", speech=False):
+def answers(llm, prompts, parameters, each=(), abort=0, chains=(), salt="", speech=False, weights=""):
     engine = llm.llm_engine
     found = {}
+    if weights:
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
+        llm.reset_prefix_cache()
 
     def add(i):
         prompt = TokensPrompt(prompt_token_ids=prompts[i], cache_salt=f"{salt}salt {i % 2}")
