@@ -39,15 +39,18 @@ def post(server, asked, enough=1 << 30):
     return events
 
 
+SSSD = {"method": "sssd", "num_speculative_tokens": 12, "policy": "fixed"}
+
+
 class Pair:
     """A server for prompts and one for answers."""
 
-    def __init__(self, model, folder):
+    def __init__(self, model, folder, answers=SSSD):
         self.port, self.rooms = servers.free_port(), 0
-        self.prompts, self.answers = (self._server(model, folder, mode) for mode in ("prefill", "decode"))
+        self.prompts = self._server(model, folder, "prefill", SSSD)
+        self.answers = self._server(model, folder, "decode", answers)
 
-    def _server(self, model, folder, mode):
-        speculative = {"method": "sssd", "num_speculative_tokens": 12, "policy": "fixed"}
+    def _server(self, model, folder, mode, speculative):
         server = servers.build(
             mode, "sglang", model, folder / f"{mode}.log", speculative=speculative, python=sys.executable, prefixes=True
         )
@@ -92,3 +95,19 @@ def test_answers_are_the_model_s_with_drafts_from_the_first_step(tmp_path):
     steps = [events[-1]["meta_info"]["spec_verify_ct"] for events in again]
     assert max(steps) <= 5, "of up to 12 tokens: asked again, the answer is known from the first step on"
     assert held == 0
+
+
+@pytest.mark.extended
+@pytest.mark.rare
+def test_a_server_of_prompts_that_starts_again_and_one_of_answers_without_drafts(tmp_path):
+    model = save(tiny_model(seed=3, vocab_size=64, max_position_embeddings=2048), tmp_path / "model")
+    expected = continuations(model, PROMPTS[:2], TOKENS)
+    for name, answers in (("plain", None), ("drafting", SSSD)):
+        pair = Pair(model, tmp_path / name, answers)
+        with servers.running(pair.prompts, pair.answers):
+            for again in (False, True):
+                if again:
+                    pair.prompts.stop()
+                    pair.prompts.start()
+                    pair.prompts.wait_until_ready()
+                assert [pair.ask(prompt)[-1]["output_ids"] for prompt in PROMPTS[:2]] == expected
