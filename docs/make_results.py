@@ -284,16 +284,20 @@ def cost(measured: Any) -> Screen:
             value = Value(*(took[key] / 1e3 for key in ("median", "p5", "p95")))
             found.setdefault(f"store of {store} tokens", {})[int(batch.removeprefix("batch "))] = value
     large = found["store of 8 M tokens"]
-    longer = {row["at"]: row["value"] for row in sorted(earlier("Host time in a step (vLLM"), key=lambda r: r["value"])}
+    longer, idle = (
+        {row["at"]: float(row["value"]) / 1e3 for row in earlier(f"Host time in our adapter per step{what}")}
+        for what in ("; policy fixed; 7 draft tokens", " without drafts; policy auto")
+    )
     return Screen(
         f"A draft takes {large[1].at:.2f} ms of the host for one request.",
         lines(
-            "Drafting takes 0.08 ms for one request and 12 ms for 256",
+            f"Drafting takes {large[1].at:.2f} ms for one request and {large[256].at:.0f} ms for 256",
             "time of one draft for the whole batch, 16 draft tokens, two threads; bars: 5 to 95 %",
             {"": found}, names=list(found), across="requests", scale="milliseconds",
         ),
         "AMD EPYC. A step of vLLM's V1 took the host "
-        f"{longer['1']} ms longer with one request, {longer['32']} ms with 32. A store takes "
+        f"{longer['1']:.2f} ms longer with one request, {longer['32']:.2f} ms with 32; without drafts "
+        f"{idle['32']:.2f}. A store takes "
         f"{min(measured['store_bytes_per_token'].values()):.1f} bytes per token. {streamed()}",
     )  # fmt: skip
 
