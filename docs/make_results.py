@@ -296,7 +296,8 @@ def cost(measured: Any) -> Screen:
             {"": found}, names=list(found), across="requests", scale="milliseconds",
         ),
         "AMD EPYC. A step of vLLM's V1 took the host "
-        f"{longer['1']:.2f} ms longer, {longer['32']:.2f} ms with 32 requests, {idle['32']:.2f} without drafts. A store takes "
+        f"{longer['1']:.2f} ms longer, {longer['32']:.2f} ms with 32 requests, {idle['32']:.2f} without drafts. "
+        "Stores take "
         f"{min(measured['store_bytes_per_token'].values()):.1f} bytes per token. {streamed()}",
     )  # fmt: skip
 
