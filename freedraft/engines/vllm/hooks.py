@@ -119,6 +119,17 @@ SCHEDULER_HOOKS = table("""
     vllm.config.VllmConfig._maybe_disable_dynamic_sd_for_data_parallel
 """)
 
+# Also needed by ranks that share experts, to draft other than one number of tokens.
+RANKS_HOOKS = table("""
+    # one draft length of ranks that share experts
+    vllm.config.parallel.cpu_all_reduce_(tensor, group)
+    vllm.v1.engine.core.DPEngineCoreProc._has_global_unfinished_reqs(local_unfinished)
+    vllm.v1.engine.core.DPEngineCoreProc has scheduler, dp_group, vllm_config, collective_rpc, execute_dummy_batch
+    vllm.v1.core.sched.scheduler.Scheduler has running
+    vllm.v1.worker.gpu_worker.Worker has execute_dummy_batch
+    vllm.v1.worker.gpu.model_runner.GPUModelRunner has decode_query_len
+""")
+
 # Needed to draft in model runner V2.
 V2_HOOKS = SCHEDULER_HOOKS + table("""
     # drafting in model runner V2
