@@ -61,8 +61,8 @@ def compute_own_experts():
 
 def note_lengths(folder):
     """Data-parallel ranks prefer the lengths that `preferred.json` has by rank and number of requests, the last one for
-    more, as if step times said so. Each notes its steps, before they begin: wave, number, requests, and the length to
-    draft; and of each forward its tokens, and on how many per request all ranks agreed."""
+    more; without it, those that step times tell. Each notes its steps, before they begin: process, wave, number,
+    requests, and the length to draft; and of each forward its tokens, and on how many per request all ranks agreed."""
     from vllm.distributed import get_dp_group
     from vllm.v1.engine.core import DPEngineCoreProc
     from vllm.v1.worker.gpu import model_runner
@@ -70,19 +70,23 @@ def note_lengths(folder):
     from freedraft.engines.vllm.v2.drafting import HostDrafting
 
     step, dispatch = DPEngineCoreProc._process_engine_step, model_runner.dispatch_cg_and_sync_dp
+    learnt, preferred = HostDrafting.decide, folder / "preferred.json"
 
     def note(name, rank, *figures):
         with (folder / f"{name}-{rank}.jsonl").open("a") as file:
             file.write(json.dumps(figures) + "\n")
 
     def decide(self, batch):
-        lengths = json.loads((folder / "preferred.json").read_text())[get_dp_group().rank_in_group]
+        if not preferred.exists():
+            return learnt(self, batch)
+        lengths = json.loads(preferred.read_text())[get_dp_group().rank_in_group]
         return [(n, n if n < len(lengths) else 1 << 30, length) for n, length in enumerate(lengths, 1)]
 
     def process(core):
         table = core.scheduler.dynamic_sd_lookup
         length = table[-1] if table else None
-        note("steps", core.dp_rank, core.current_wave, core.step_counter, len(core.scheduler.running), length)
+        at = core.current_wave, core.step_counter
+        note("steps", core.dp_rank, os.getpid(), *at, len(core.scheduler.running), length)
         return step(core)
 
     def noted(manager, requests, tokens, *args, **kwargs):
