@@ -35,10 +35,6 @@ class ProbeSchedule:
         self._intervals[key] = min(self.growth * interval, float(longest))
         return True
 
-    def spread(self, ranks: int) -> None:
-        """Probe more rarely, since all of so many ranks follow the probes of each. Call once."""
-        self.first, self.longest = self.first * ranks, self.longest * ranks
-
     def reset(self) -> None:
         """Restart with the first intervals."""
         self._waited.clear()

@@ -48,16 +48,15 @@ def test_ranks_keep_their_lengths(tiny_model, tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [2, 3, 8, 34, 35, 300, 1000])
 def test_votes_fit_what_vllm_adds_up(size):
     """The shortest one wins; a rank that adds what vLLM does is told apart."""
-    from freedraft.engines.vllm.v2.agreement import Ballot
+    from freedraft.engines.vllm.v2.agreement import shortest, vote
 
-    ballot = Ballot(size)
-    most = max(i for i in range(7) if ballot.vote(i) > ballot.vote(i - 1))
+    most = max(i for i in range(7) if vote(i, size) > vote(i - 1, size))
     assert most >= {2: 6, 3: 6, 8: 6, 34: 4, 35: 4, 300: 1, 1000: 1}[size]
     for index in range(7):
-        assert 0 < size * ballot.vote(index) < 2**31, "the sum is an int32"
+        assert 0 < size * vote(index, size) < 2**31, "the sum is an int32"
         for longer in range(index, 7):
-            votes = ballot.vote(index) + (size - 1) * ballot.vote(longer)
-            assert ballot.shortest(votes) == min(index, most) and ballot.shortest(votes + 1) == -1
+            votes = vote(index, size) + (size - 1) * vote(longer, size)
+            assert shortest(votes, size) == min(index, most) and shortest(votes + 1, size) == -1
 
 
 def test_votes_say_what_vllm_asks():
@@ -68,16 +67,16 @@ def test_votes_say_what_vllm_asks():
     from vllm.config import ParallelConfig
     from vllm.distributed.utils import init_gloo_process_group, stateless_destroy_torch_distributed_process_group
 
-    from freedraft.engines.vllm.v2.agreement import Ballot
+    from freedraft.engines.vllm.v2.agreement import vote
 
-    ballot, store = Ballot(2), HashStore()
+    store = HashStore()
 
     def rank(number):
         limit = {"group_size": 2, "timeout": timedelta(seconds=60)}
         group = init_gloo_process_group(prefix_store=store, group_rank=number, **limit)
         found = []
         for votes in ((1, 3), (3, None), (None, None)):
-            left = votes[number] is not None and ballot.vote(votes[number])
+            left = votes[number] is not None and vote(votes[number], 2)
             found.append(ParallelConfig().sync_dp_state(group, left, False))
         stateless_destroy_torch_distributed_process_group(group)
         return found
@@ -187,4 +186,4 @@ def test_a_rank_without_freedraft(model, said, tmp_path):
     assert drawn[0] == drawn[1] == drawn[2]
     alone, beside, again = drafted
     assert 0 not in alone and beside.count(0) > 0.7 * len(beside) and again.count(3) > 0.5 * len(again)
-    assert ours.log.read_text().count("another rank has no freedraft") == 1
+    assert ours.log.read_text().count("no drafts beside a rank") == 1

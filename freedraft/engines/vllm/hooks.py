@@ -114,27 +114,22 @@ AOT_SWITCH = Hook("vllm.compilation.decorators.support_torch_compile", parameter
 SCHEDULER_HOOKS = table("""
     # draft lengths in model runner V2
     vllm.v1.core.sched.scheduler.Scheduler.update_from_output(scheduler_output, model_runner_output)
-    vllm.v1.core.sched.scheduler.Scheduler has dynamic_sd_lookup
+    vllm.v1.core.sched.scheduler.Scheduler has dynamic_sd_lookup, running
     # draft lengths of replicas
     vllm.config.VllmConfig._maybe_disable_dynamic_sd_for_data_parallel
 """)
 
-# Also needed by ranks that share experts, to draft other than one number of tokens.
 RANKS_HOOKS = table("""
     # one draft length of ranks that share experts
     vllm.config.parallel.cpu_all_reduce_(tensor, group)
-    vllm.v1.engine.core.DPEngineCoreProc._has_global_unfinished_reqs(local_unfinished)
-    vllm.v1.engine.core.DPEngineCoreProc has scheduler, dp_group, vllm_config, collective_rpc, execute_dummy_batch
-    vllm.v1.core.sched.scheduler.Scheduler has running
-    vllm.v1.worker.gpu_worker.Worker has execute_dummy_batch
-    vllm.v1.worker.gpu.model_runner.GPUModelRunner has decode_query_len
+    vllm.v1.engine.core.DPEngineCoreProc has _has_global_unfinished_reqs, scheduler, dp_group, execute_dummy_batch
 """)
 
 # Needed to draft in model runner V2.
 V2_HOOKS = SCHEDULER_HOOKS + table("""
     # drafting in model runner V2
     vllm.v1.worker.worker_base.WorkerBase.__init__(vllm_config)
-    vllm.v1.worker.gpu_worker.Worker has compile_or_warm_up_model
+    vllm.v1.worker.gpu_worker.Worker has compile_or_warm_up_model, execute_dummy_batch
     vllm.v1.worker.gpu.model_runner.GPUModelRunner has sample_tokens, shutdown, get_model, speculator,
         rejection_sampler, block_tables, attn_groups, kv_cache_config, max_num_reqs, max_model_len, device, model_state,
         input_buffers, uses_inputs_embeds, pcp_manager, use_pp, ubatch_runner, kv_caches, cudagraph_manager, sampler,

@@ -14,7 +14,6 @@ import torch
 from freedraft.engines.vllm.context import configured
 from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
 from freedraft.engines.vllm.patching import after, before, signature_of, wrap_once
-from freedraft.engines.vllm.v2.agreement import dummy_of_length
 from freedraft.engines.vllm.v2.drafting import HostDrafting
 from freedraft.engines.vllm.v2.heads import OnTop
 from freedraft.engines.vllm.v2.lengths import LENGTHS, find_nearest, whole_table
@@ -36,7 +35,6 @@ def install() -> None:
     from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
     wrap_once(gpu_worker.Worker, "compile_or_warm_up_model", _warm_up)
-    wrap_once(gpu_worker.Worker, "execute_dummy_batch", dummy_of_length)
     wrap_once(speculator, "NgramGPUSpeculator", _or_ours)
     wrap_once(model_runner, "init_speculator", _on_top)
     wrap_once(cudagraph_utils, "build_dynamic_sd_schedule_lookup", whole_table)
