@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -60,26 +61,27 @@ def test_votes_fit_what_vllm_adds_up(size):
             assert shortest(votes, size) == min(index, most) and shortest(votes + 1, size) == -1
 
 
-def test_votes_say_what_vllm_asks():
+def test_votes_say_what_vllm_asks(monkeypatch):
     """By its own sum over ranks, of two here: whether one has requests left."""
     from datetime import timedelta
 
     from torch.distributed import HashStore
     from vllm.config import ParallelConfig
-    from vllm.distributed.utils import init_gloo_process_group, stateless_destroy_torch_distributed_process_group
+    from vllm.distributed import utils
 
     from freedraft.engines.vllm.v2.agreement import vote
 
+    monkeypatch.setattr(utils, "suppress_stdout", nullcontext)  # which is not for two threads
     store = HashStore()
 
     def rank(number):
         limit = {"group_size": 2, "timeout": timedelta(seconds=60)}
-        group = init_gloo_process_group(prefix_store=store, group_rank=number, **limit)
+        group = utils.init_gloo_process_group(prefix_store=store, group_rank=number, **limit)
         found = []
         for votes in ((1, 3), (3, None), (None, None)):
             left = votes[number] is not None and vote(votes[number], 2)
             found.append(ParallelConfig().sync_dp_state(group, left, False))
-        stateless_destroy_torch_distributed_process_group(group)
+        utils.stateless_destroy_torch_distributed_process_group(group)
         return found
 
     with ThreadPoolExecutor(2) as pool:
