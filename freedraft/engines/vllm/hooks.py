@@ -114,9 +114,16 @@ AOT_SWITCH = Hook("vllm.compilation.decorators.support_torch_compile", parameter
 SCHEDULER_HOOKS = table("""
     # draft lengths in model runner V2
     vllm.v1.core.sched.scheduler.Scheduler.update_from_output(scheduler_output, model_runner_output)
-    vllm.v1.core.sched.scheduler.Scheduler has dynamic_sd_lookup
+    vllm.v1.core.sched.scheduler.Scheduler has dynamic_sd_lookup, running
     # draft lengths of replicas
     vllm.config.VllmConfig._maybe_disable_dynamic_sd_for_data_parallel
+""")
+
+RANKS_HOOKS = table("""
+    # one draft length of ranks that share experts
+    vllm.config.parallel.cpu_all_reduce_(tensor, group)
+    vllm.v1.engine.core.DPEngineCoreProc has _has_global_unfinished_reqs, scheduler, dp_group, step_counter,
+        dp_sync_interval
 """)
 
 # Needed to draft in model runner V2.

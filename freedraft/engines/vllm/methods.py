@@ -53,6 +53,7 @@ from freedraft.engines.vllm.patching import (
 from freedraft.engines.vllm.predictions import take_predictions
 from freedraft.engines.vllm.room import USAGE
 from freedraft.engines.vllm.streams import stream_by_token
+from freedraft.engines.vllm.v2.agreement import agree_on_lengths
 from freedraft.engines.vllm.v2.lengths import receive_lengths
 from freedraft.method import METHODS, REPLACED, MethodSpec, register_installed
 from freedraft.on_top import DEFAULT, BothOptions, on_top
@@ -106,8 +107,8 @@ def register(spec: MethodSpec) -> bool:
     wrap_once(SamplingParams, "_validate_spec_decode", unless(_is_v1))
     wrap_once(Scheduler, "_update_request_with_output", after(_resume_at_stop))
     if not check(SCHEDULER_HOOKS):
-        wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_data_parallel", _keep_lengths_of_replicas)
         wrap_once(Scheduler, "update_from_output", before(receive_lengths))
+        agree_on_lengths()
     if hasattr(VllmConfig, "_maybe_disable_dynamic_sd_for_v1"):
         # vLLM 0.33 removes draft lengths from unknown proposers on V1. Ours draft no more than is scheduled.
         wrap_once(VllmConfig, "_maybe_disable_dynamic_sd_for_v1", unless(_is_ours))
@@ -286,19 +287,6 @@ def _check_window(
         except ValueError as error:
             stop_start(refusal(spec, str(error)))
     return vllm_config
-
-
-def _keep_lengths_of_replicas(original: Callable[..., Any], vllm_config: Any) -> None:
-    """vLLM removes draft lengths by batch size under data parallelism, because ranks that share experts step together.
-    Replicas of a dense model are independent, so they keep them."""
-    from vllm import envs
-
-    ours, experts = configured(vllm_config), getattr(vllm_config.model_config, "is_moe", False)
-    if _is_ours(vllm_config) and not experts and envs.VLLM_ENABLE_V1_MULTIPROCESSING:
-        return
-    original(vllm_config)
-    if ours.lengths and getattr(vllm_config.speculative_config, SCHEDULE) is None:
-        setattr(vllm_config.speculative_config, ATTRIBUTE, dataclasses.replace(ours, lengths=()))
 
 
 def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:

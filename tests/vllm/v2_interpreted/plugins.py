@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+from pathlib import Path
 
 
 def install():
     """SERVED_AS_ON_GPUS: what an API server needs to run model runner V2 here as on GPUs.
-    SPLIT_EXPERTS: experts that are split between ranks."""
+    SPLIT_EXPERTS: experts that are split between ranks. PREFERRED: folder for `note_lengths`."""
     if os.environ.get("SERVED_AS_ON_GPUS") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
         from tests.vllm.v2_interpreted import serve
 
         serve.as_on_devices()
     if os.environ.get("SPLIT_EXPERTS"):
         compute_own_experts()
+    if os.environ.get("PREFERRED"):
+        note_lengths(Path(os.environ["PREFERRED"]))
     if os.environ.get("ADAPTIVE"):
         import by_score
 
@@ -53,6 +57,45 @@ def compute_own_experts():
     CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv
     CPUUnquantizedExperts.process_weights_after_loading = lambda self, layer: None
     CPUUnquantizedExperts.apply = apply
+
+
+def note_lengths(folder):
+    """Data-parallel ranks prefer the lengths that `preferred.json` has by rank and number of requests, the last one for
+    more; without it, those that step times tell. Each notes its steps, before they begin: process, wave, number,
+    requests, and the length to draft; and of each forward its tokens, and on how many per request all ranks agreed."""
+    from vllm.distributed import get_dp_group
+    from vllm.v1.engine.core import DPEngineCoreProc
+    from vllm.v1.worker.gpu import model_runner
+
+    from freedraft.engines.vllm.v2.drafting import HostDrafting
+
+    step, dispatch = DPEngineCoreProc._process_engine_step, model_runner.dispatch_cg_and_sync_dp
+    learnt, preferred = HostDrafting.decide, folder / "preferred.json"
+
+    def note(name, rank, *figures):
+        with (folder / f"{name}-{rank}.jsonl").open("a") as file:
+            file.write(json.dumps(figures) + "\n")
+
+    def decide(self, batch):
+        if not preferred.exists():
+            return learnt(self, batch)
+        lengths = json.loads(preferred.read_text())[get_dp_group().rank_in_group]
+        return [(n, n if n < len(lengths) else 1 << 30, length) for n, length in enumerate(lengths, 1)]
+
+    def process(core):
+        table = core.scheduler.dynamic_sd_lookup
+        length = table[-1] if table else None
+        at = core.current_wave, core.step_counter
+        note("steps", core.dp_rank, os.getpid(), *at, len(core.scheduler.running), length)
+        return step(core)
+
+    def noted(manager, requests, tokens, *args, **kwargs):
+        made, agreed = dispatch(manager, requests, tokens, *args, **kwargs)
+        note("forwards", get_dp_group().rank_in_group, requests, tokens, agreed and agreed.uniform_token_count)
+        return made, agreed
+
+    DPEngineCoreProc._process_engine_step, HostDrafting.decide = process, decide
+    model_runner.dispatch_cg_and_sync_dp = noted
 
 
 def fail_on_a_rank(part, time, rank):

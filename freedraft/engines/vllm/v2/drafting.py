@@ -64,6 +64,9 @@ class HostDrafting:
         self.guarded = GuardedMethod(spec, spec.options.parse(ours.options), context)
         method = self.guarded.method
         self.lengths = method.controller if isinstance(method.controller, BatchLengths) else None
+        if self.lengths is not None:  # ranks that share experts all follow the probes of each
+            self.lengths.probes.first *= vllm_config.parallel_config.data_parallel_size
+            self.lengths.probes.longest *= vllm_config.parallel_config.data_parallel_size
         tokenizer = tokenizer_of(vllm_config.model_config) if method.learns else None
         longest = vllm_config.model_config.max_model_len
         self.requests = Requests(states.max_num_reqs, longest, length, tokenizer, trees)

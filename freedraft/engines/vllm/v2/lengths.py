@@ -10,11 +10,12 @@ from freedraft.engines.vllm.context import configured
 from freedraft.method import METHODS
 
 LENGTHS = "_freedraft_lengths"  # Attribute of vLLM's ModelRunnerOutput: draft lengths by batch size, `Rows`
+OWN = "_freedraft_own"  # of a Scheduler whose rank shares experts: the table by its own requests, int [batch size]
 
 
 def receive_lengths(scheduler: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any) -> None:
     """Update the scheduler's table of draft lengths by batch size from received rows."""
-    table = scheduler.dynamic_sd_lookup
+    table = getattr(scheduler, OWN, scheduler.dynamic_sd_lookup)
     for first, last, length in getattr(model_runner_output, LENGTHS, ()) if table else ():
         last = min(last, len(table) - 1)
         table[first : last + 1] = [length] * (last + 1 - first)
