@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 TREE = 31  # nodes besides the root
 CHAIN = 15  # longer chains gain .002 tokens per step: `CHAIN_TOKENS_PER_STEP`
-SHARE_EXPERTS = "ranks that share experts all draft as many"
+SHARE_EXPERTS = "ranks that share experts verify as many at every batch size"
 _FEW = 3
 _SHORTER = (15, 7, 3, 1)  # with the root a power of two, as in `candidate_lengths`
 _MASKS = 1 << 28  # bytes; the keys and values of 2,000 tokens of an 8B take as much
@@ -20,6 +20,7 @@ class Room:
 
     Attributes:
         requests: most at once; vocab: size of the vocabulary.
+        one_length: whether all requests verify as many draft tokens at every batch size.
         few: why few draft tokens are the default; "" if they are not.
         state, more: bytes of a request's recurrent states without draft tokens, and of those for each draft token.
         cache: bytes for keys, values and states; share: of it, for the states of `held` requests.
@@ -28,6 +29,7 @@ class Room:
 
     requests: int
     vocab: int
+    one_length: bool = False
     few: str = ""
     state: float = 0.0
     more: float = 0.0

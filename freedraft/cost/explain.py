@@ -68,7 +68,7 @@ def rooms(
     plain = Room(requests, shape.vocab, state=2 * one, more=one, cache=left, held=requests)  # one of cached prefixes
     # Five, and that of a draft's root; one request pads a batch.
     sglang = replace(plain, state=6 * one, share=0.9 / 1.9, held=requests + 1)
-    return {"vLLM": replace(plain, few=few), "SGLang": sglang}
+    return {"vLLM": replace(plain, one_length=bool(few), few=few), "SGLang": sglang}
 
 
 def draft_tokens(room: Room, *, trees: bool) -> tuple[int, str, list[tuple[int, float, int, int, int, int]]]:
@@ -78,7 +78,7 @@ def draft_tokens(room: Room, *, trees: bool) -> tuple[int, str, list[tuple[int, 
     default, why = room.default(TREE, trees=trees)
     rows = []
     for n in sorted({default, 1, 3, 7, CHAIN, TREE}):
-        graphs = full_graphs(room.requests, candidate_lengths(n))
+        graphs = full_graphs(room.requests, (n,) if room.one_length else candidate_lengths(n))
         held = min(room.requests, int(room.cache / room.states(n))) if room.states(n) else room.requests
         rows.append((n, room.states(n), held, room.masks(n), graphs, min(room.requests, _LARGEST // (1 + n))))
     return default, why, rows

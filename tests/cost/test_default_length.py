@@ -28,13 +28,13 @@ CACHE = 0.92 * 80e9 - 2 * 27e9
         (Room(1024, QWEN), False, 7, "15 would take grammar masks of 296 MiB"),
         (Room(1024, GEMMA), False, 7, "15 would take grammar masks of 512 MiB"),
         (Room(4096, GEMMA), False, 1, "3 would take grammar masks of 512 MiB"),
-        (Room(256, LLAMA, few="ranks that share experts"), False, 3, "share experts"),
+        (Room(256, LLAMA, one_length=True, few="ranks that share experts"), False, 3, "share experts"),
         (Room(256, QWEN, state=STATE, more=STATE, cache=CACHE), False, 7, "15 would take recurrent states of 2.42 GB"),
         (Room(64, QWEN, state=STATE, more=STATE, cache=CACHE, held=64), False, 1, "38.65 GB for 64 requests, from 9.8"),
         (Room(8, QWEN, state=STATE, more=STATE, cache=CACHE, held=8), False, 7, "19.33 GB for 8 requests, from 9.8"),
         (Room(256, QWEN, few="of no class"), False, 3, "of no class"),
         (Room(64, QWEN, state=2 * STATE, more=STATE, cache=7e9), False, 1, "recurrent states of 0.75 GB"),
-        (Room(256, QWEN, state=STATE, more=STATE, cache=5e9), False, 1, "3 would take recurrent"),
+        (Room(256, QWEN, one_length=True, state=STATE, more=STATE, cache=5e9), False, 1, "3 would take recurrent"),
         (Room(256, QWEN, state=STATE, more=0.0, cache=CACHE), False, 15, "longer chains"),  # no states of draft tokens
     ],
 )

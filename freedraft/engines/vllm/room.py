@@ -18,7 +18,7 @@ def room_of(args: Any, model_config: Any, memory: float | None = None) -> Room:
     this machine."""
     known: dict[str, Any] = {"requests": args.max_num_seqs, "vocab": model_config.get_vocab_size()}
     if args.data_parallel_size > 1 and model_config.is_moe:
-        known["few"] = SHARE_EXPERTS
+        known |= {"one_length": True, "few": SHARE_EXPERTS}
     if not (model_config.is_hybrid or model_config.is_attention_free):
         return Room(**known)
     try:
