@@ -25,10 +25,13 @@ def test_answers_are_of_the_new_weights_and_what_was_learnt_stays(tiny_model, tm
     with engine(tiny_model, speculative_config={"method": "sssd", "policy": "fixed"}, **settings) as llm:
         models = [(tiny_model, expected[0]), (other, expected[1])] * 2
         for model, right in models:
+            llm.sleep(level=2)  # memory is kept on a CPU
+            llm.wake_up(tags=["weights"])
             if len(accepted) < 3:
                 llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
             else:  # as a trainer that sends tensors
                 llm.collective_rpc("reload_weights", args=([*load_file(model / "model.safetensors").items()],))
+            llm.wake_up(tags=["kv_cache"])
             llm.reset_prefix_cache()
             accepted.append(0)
 

@@ -211,6 +211,8 @@ def answers(llm, prompts, parameters, each=(), abort=0, chains=(), salt="", spee
     engine = llm.llm_engine
     found = {}
     if weights:
+        llm.sleep(level=2)  # memory is kept on a CPU
+        llm.wake_up()
         llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
         llm.reset_prefix_cache()
 
