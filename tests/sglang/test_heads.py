@@ -107,7 +107,6 @@ def test_an_mtp_layer_of_a_model_with_recurrent_layers(nodes, tmp_path):
         engine.loop.run_until_complete(give_up(engine, IDS, GREEDY | {"max_new_tokens": 60}))
         first, again = (engine.generate(input_ids=IDS, sampling_params=GREEDY) for _ in range(2))
         off = engine.generate(input_ids=IDS, sampling_params=GREEDY | OFF)
-    print(nodes, *map(per_verification, (first, again, off)))
     assert ids(first) == ids(again) == ids(off) == wanted
     assert 1.3 < per_verification(off) <= per_verification(first) + 0.1
     if nodes is None:
