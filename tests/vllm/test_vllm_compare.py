@@ -48,6 +48,7 @@ def test_forced_trees_on_model_runner_v2(demo_model, tmp_path):
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 def test_forced_heads_on_model_runner_v2(demo_model, tmp_path):
     """A head is right as often as it is told to be; behind it n-grams repeat the prompt."""
     arms = {"head": {"method": "eagle"}, "both": {"method": "sssd+eagle", "policy": "fixed"}}
