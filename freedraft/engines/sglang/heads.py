@@ -6,16 +6,14 @@ attribute of ServerArgs, which reaches every process.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from freedraft.config import PREFIX, ConfigError
+from freedraft.config import ConfigError
 from freedraft.engines.hooks import stop_start
 from freedraft.engines.sglang.guards import refuse_unsupported
 from freedraft.method import METHODS, MethodSpec
-from freedraft.on_top import NGRAMS
 
 RESOLVE = "sglang.srt.server_args.ServerArgs.resolve_once"
 COMPLETE = "sglang.srt.arg_groups.speculative_hook._handle_eagle_family"
@@ -65,13 +63,10 @@ def _rename(args: Any, spec: MethodSpec, head: str) -> None:
         raise _error(spec.name, head, "only sssd drafts on top of others", f"use sssd+{head.lower()}")
     if args.speculative_eagle_topk not in (None, 1):
         raise _error(spec.name, head, "n-grams go behind chains", "start without --speculative-eagle-topk")
-    own = K if args.speculative_num_steps is None else args.speculative_num_steps
-    if not 1 <= own < 64:
-        raise _error(spec.name, head, f"the head cannot draft {own} tokens", "set --speculative-num-steps to 1..63")
-    nodes = args.speculative_num_draft_tokens
-    if nodes is not None and not own < nodes <= 64:
-        remedy = f"set --speculative-num-draft-tokens to {own + 1}..64, or leave it out"
-        raise _error(spec.name, head, f"cannot verify {nodes} nodes with {own} draft tokens of the head", remedy)
+    own, nodes = (K if (n := args.speculative_num_steps) is None else n), args.speculative_num_draft_tokens
+    if not 1 <= own < (own + 1 if nodes is None else nodes) <= 64:
+        remedy = f"set --speculative-num-steps to 1..63 and --speculative-num-draft-tokens to {own + 1}..64"
+        raise _error(spec.name, head, f"{nodes or 'its'} nodes with {own} draft tokens of the head do not go", remedy)
     args.speculative_algorithm, args.speculative_eagle_topk = head, 1
     args.speculative_num_steps, args.speculative_num_draft_tokens = own, own + 1
     setattr(args, _ATTRIBUTE, OnTop(spec.name, nodes))
@@ -103,8 +98,6 @@ def _complete(ours: OnTop, args: Any) -> None:
             raise _error(ours.name, head, f"n-grams on top do not go with {flag}", "start without it")
     refuse_unsupported(args, f"{ours.name}+{head}", runs_model=False, head=True)
     options: Any = spec.options.read()
-    if os.environ.get(PREFIX + NGRAMS.upper()):
-        raise _error(ours.name, head, f"option '{NGRAMS}' is --speculative-num-draft-tokens here", "set that one")
     own = args.speculative_num_steps
     if options.shape == "tree" or options.recycle == "on":
         name = "shape" if options.shape == "tree" else "recycle"
