@@ -9,8 +9,9 @@ import sys
 import pytest
 
 from tests.sglang.conftest import HERE, give_up, ids, read_counts, sglang_engine
+from tests.sglang.test_recurrent import INTERPRETED
 from tests.sglang.test_tensor_parallel import BINDING
-from tests.support.built_head import SGLANG, save_model_and_eagle3, save_model_and_head
+from tests.support.built_head import SGLANG, save_model_and_eagle3, save_model_and_head, save_qwen3_next_with_mtp
 from tests.support.models import continuations, save_byte_tokenizer
 from tests.support.prompts import random_ids
 
@@ -31,7 +32,7 @@ def heads_in_this_process():
 
 
 def on_top(model, head, algorithm="SSSD+EAGLE", counts=None, env=None, **options):
-    options |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": str(head)}
+    options |= {"speculative_algorithm": algorithm, "speculative_draft_model_path": head and str(head)}
     return sglang_engine(model, counts, env=DEFAULTS | (env or {}), **{"skip_tokenizer_init": True} | options)
 
 
@@ -91,6 +92,27 @@ def test_eagle_3_on_two_ranks(tmp_path):
     steps = [path.read_text().splitlines() for path in tmp_path.glob("steps-*")]
     accepted = [[json.loads(step)[4:] for step in rank] for rank in steps]
     assert len(accepted) == 2 and accepted[0] == accepted[1] and len(accepted[0]) > 10
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("nodes", [None, 8])
+def test_an_mtp_layer_of_a_model_with_recurrent_layers(nodes, tmp_path):
+    """Which brings it. By default drafts are no longer than the head's, so that no state is added."""
+    layers = {"layer_types": 3 * ["linear_attention"], "num_hidden_layers": 3}
+    layers["layer_types"][1] = "full_attention"
+    model = save_qwen3_next_with_mtp(tmp_path / "model", 0.02, vocab_size=32, **layers)
+    wanted = continuations(model, IDS, TOKENS)
+    given = {"env": INTERPRETED, "speculative_num_steps": 2, "speculative_num_draft_tokens": nodes}
+    with on_top(model, None, algorithm="sssd+nextn", **given) as engine:
+        engine.loop.run_until_complete(give_up(engine, IDS, GREEDY | {"max_new_tokens": 60}))
+        first, again = (engine.generate(input_ids=IDS, sampling_params=GREEDY) for _ in range(2))
+        off = engine.generate(input_ids=IDS, sampling_params=GREEDY | OFF)
+    assert ids(first) == ids(again) == ids(off) == wanted
+    assert 1.3 < per_verification(off) <= per_verification(first) + 0.1
+    if nodes is None:
+        assert per_verification(again) <= 3
+    else:
+        assert per_verification(again) > 1.2 * per_verification(off)
 
 
 CASES = {

@@ -80,23 +80,26 @@ def save_model_and_eagle3(folder: Path, factor: float, *, first: int = 0, **shap
 
 def save_qwen3_next_with_mtp(folder: Path, factor: float, **shape: Any) -> Path:
     """A random Qwen3-Next of a layer with attention and a weakened recurrent one, whose multi-token prediction layer is
-    the first one again."""
+    the one with attention again. SGLang takes every second layer for that one."""
     import torch
     from safetensors.torch import load_file, save_file
 
     from tests.support.model_classes import RECURRENT, SHAPE
 
     given = SHAPE | RECURRENT["Qwen3Next"] | {"layer_types": ["full_attention", "linear_attention"]} | shape
+    given |= {"pad_token_id": None}  # whose embedding would be of zeros
     model = tiny_model("Qwen3Next", **{"seed": 11, "num_hidden_layers": 2} | given)
     embeddings = model.model.embed_tokens.weight.data
     embeddings /= embeddings.pow(2).mean(1, keepdim=True).sqrt()
-    for name, weight in model.model.layers[1].named_parameters():
-        if "out_proj" in name or "down_proj" in name:
+    full = given["layer_types"].index("full_attention")
+    for name, weight in model.model.layers.named_parameters():
+        if not name.startswith(f"{full}.") and ("out_proj" in name or "down_proj" in name):
             weight.data *= factor
     (file,) = save(model, folder).glob("*.safetensors")
     weights, size = load_file(file), model.config.hidden_size
-    first = {name: weight for name, weight in weights.items() if name.startswith("model.layers.0.")}
-    weights |= {name.replace("model.", "mtp.", 1): weight.clone() for name, weight in first.items()}
+    own = f"model.layers.{full}."
+    again = {name: weight.clone() for name, weight in weights.items() if name.startswith(own)}
+    weights |= {name.replace(own, "mtp.layers.0."): weight for name, weight in again.items()}
     weights["mtp.fc.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
     weights |= {f"mtp.pre_fc_norm_{of}.weight": torch.zeros(size) for of in ("hidden", "embedding")}
     weights["mtp.norm.weight"] = weights["model.norm.weight"].clone()

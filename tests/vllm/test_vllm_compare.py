@@ -34,10 +34,23 @@ def test_forced_on_model_runner_v1(demo_model, tmp_path):
         assert found[arm]["tokens_per_step"] > 1.2 and 0 < found[arm]["accepted"] <= 1
 
 
+def forced_on_v2(folder, tokenizer, arms, attention=""):
+    pytest.importorskip("triton")
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1", "INTERPRETED_ATTENTION": attention}
+    environment["PYTHONPATH"] = os.fspath(Path(__file__).parent / "v2_interpreted")
+    return forced("vllm", folder, tokenizer, arms, **environment)
+
+
 @pytest.mark.extended
 def test_forced_trees_on_model_runner_v2(demo_model, tmp_path):
-    pytest.importorskip("triton")
-    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1", "INTERPRETED_ATTENTION": "triton"}
-    environment["PYTHONPATH"] = os.fspath(Path(__file__).parent / "v2_interpreted")
-    found = forced("vllm", tmp_path, demo_model, {"tree": SSSD | {"shape": "tree"}}, **environment)
+    found = forced_on_v2(tmp_path, demo_model, {"tree": SSSD | {"shape": "tree"}}, "triton")
     assert found["tree"]["tokens_per_step"] > 1.2 and 0 < found["tree"]["accepted"] <= 1
+
+
+@pytest.mark.extended
+@pytest.mark.rare
+def test_forced_heads_on_model_runner_v2(demo_model, tmp_path):
+    """A head is right as often as it is told to be; behind it n-grams repeat the prompt."""
+    arms = {"head": {"method": "eagle"}, "both": {"method": "sssd+eagle", "policy": "fixed"}}
+    head, both = forced_on_v2(tmp_path, demo_model, arms).values()
+    assert 2 < head["tokens_per_step"] < 4 and head["tokens_per_step"] < both["tokens_per_step"]

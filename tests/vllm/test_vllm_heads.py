@@ -124,7 +124,7 @@ def test_engines_that_are_refused(built, monkeypatch, tmp_path):
     (tmp_path / "several" / "config.json").write_text(json.dumps(several))
     given = ON_TOP | {"model": str(head)}
     for words, model_of, asked, arguments in (
-        ("vocabulary of 32", model, given | {"model": str(tmp_path)}, {}),
+        ("vocabulary of 32, the model of 24: use one of this model", model, given | {"model": str(tmp_path)}, {}),
         ("several MTP layers", tmp_path / "several", {"method": "sssd+mtp", K: 2}, {}),
         ("--pipeline-parallel-size 1", model, given, {"pipeline_parallel_size": 2}),
         ("12 does not hold 15", model, given | {"ngram_tokens": 15}, {"max_num_batched_tokens": 12, "max_num_seqs": 4}),

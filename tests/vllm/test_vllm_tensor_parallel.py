@@ -14,7 +14,7 @@ from v2_engines import FOLDER, ROOT, start
 from vllm_cases import two_skip_sets
 from vllm_server import TOKENS, clients_that_go_away, complete, metric, metrics, serving
 
-from tests.support.built_head import save_model_and_head
+from tests.support.built_head import save_on_top
 from tests.support.models import continuations, save, tiny_model
 from tests.support.prompts import SHORT, random_ids
 
@@ -178,9 +178,11 @@ def test_replicas_that_share_experts(demo_model, tmp_path):
 
 
 @pytest.mark.extended
-def test_n_grams_on_top_of_a_head(tmp_path):
-    """Each rank has the head's drafts, and n-grams of rank 0 behind them."""
-    model, head = save_model_and_head(tmp_path, 0.1, **SHAPE)
-    method = {"method": "sssd+eagle", "model": str(head), "num_speculative_tokens": 3, "policy": "fixed"}
+@pytest.mark.parametrize("kind", ["eagle", pytest.param("eagle3", marks=pytest.mark.rare), "mtp"])
+def test_n_grams_on_top_of_a_head(kind, tmp_path):
+    """Each rank has the head's drafts, and behind them n-grams of rank 0, which knows the answers the second time."""
+    model, method = save_on_top(kind, tmp_path, 0.03, **SHAPE)
     found = answers(model, 2, INTERPRETED, speculative_config=method)
-    assert found["answers"] == 2 * [continuations(model, PROMPTS, 30)] and found["accepted"] > 130
+    plain = answers(model, 1, INTERPRETED)["answers"] if kind == "mtp" else 2 * [continuations(model, PROMPTS, 30)]
+    assert found["answers"] == plain
+    assert 20 < found["at first"] < found["accepted"] - found["at first"] - 10

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from v2_engines import OFF, SMALL, run
-from vllm_cases import TINY, greedy_case, save_sets, seeded_case, token_prompts
+from vllm_cases import TINY, class_case, greedy_case, save_sets, seeded_case, token_prompts
 
 from tests.support.built_head import (
     save_glm_with_mtp,
@@ -284,3 +284,26 @@ def test_an_mtp_layer_of_a_model_with_recurrent_layers(tmp_path, monkeypatch):
     )
     assert short["first"]["accepted"] == stock["first"]["accepted"]
     assert per_verification(longer["again"]) > 1.3 * per_verification(stock["first"])
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("lengths", "blocks", "counted"), [((118, 110), 21, "preempted"), ((130, 100), 64, "cached")], ids=lambda x: str(x)
+)
+def test_states_follow_what_both_have_drafted(lengths, blocks, counted, tmp_path, monkeypatch):
+    """Greedily and with seeds, after aborts; without prefix caching in too few blocks for all requests, and with it."""
+    monkeypatch.setenv("ON_TOP", "1")
+    model = save_qwen3_next_with_mtp(tmp_path / "model", 0.2, vocab_size=32)
+    first = class_case(lengths=lengths, tokens=24)
+    cases = {"first": first, "again": first, "aborted": first | {"abort": 6}}
+    given = {"model": model, "skip_tokenizer_init": True, "max_model_len": 192, "max_num_seqs": 8}
+    given |= {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    ours = {"method": "sssd+mtp", "num_speculative_tokens": 2, "ngram_tokens": 6, "policy": "fixed"}
+    few = {"num_gpu_blocks_override": blocks, "enable_prefix_caching": counted == "cached"}
+    engines = [{"cases": {"first": first}}, {"cases": cases, "speculative_config": ours, "own": 2} | few]
+    plain, found = run("recurrent.py", [given | engine for engine in engines])
+    for case in cases:
+        assert found[case]["answers"] == plain["first"]["answers"] and not found[case]["failures"], case
+    assert sum(found[case][counted] for case in cases) > 0
+    assert found["again"]["n-grams"][1] > 20 < sum(n * found["first"]["below"][n] for n in range(3))
+    check_nothing_is_left(found["engine"])

@@ -63,10 +63,10 @@ def _rename(args: Any, spec: MethodSpec, head: str) -> None:
         raise _error(spec.name, head, "only sssd drafts on top of others", f"use sssd+{head.lower()}")
     if args.speculative_eagle_topk not in (None, 1):
         raise _error(spec.name, head, "n-grams go behind chains", "start without --speculative-eagle-topk")
-    own, nodes = args.speculative_num_steps or K, args.speculative_num_draft_tokens
-    if nodes is not None and not own < nodes <= 64:
-        remedy = f"set --speculative-num-draft-tokens to {own + 1}..64, or leave it out"
-        raise _error(spec.name, head, f"cannot verify {nodes} nodes with {own} draft tokens of the head", remedy)
+    own, nodes = (K if (n := args.speculative_num_steps) is None else n), args.speculative_num_draft_tokens
+    if not 1 <= own < (own + 1 if nodes is None else nodes) <= 64:
+        remedy = f"set --speculative-num-steps to 1..63 and --speculative-num-draft-tokens to {own + 1}..64"
+        raise _error(spec.name, head, f"{nodes or 'its'} nodes with {own} draft tokens of the head do not go", remedy)
     args.speculative_algorithm, args.speculative_eagle_topk = head, 1
     args.speculative_num_steps, args.speculative_num_draft_tokens = own, own + 1
     setattr(args, _ATTRIBUTE, OnTop(spec.name, nodes))

@@ -44,11 +44,11 @@ def check(spec: MethodSpec, head: str, config: dict[str, Any], options: Any, *, 
 
 def longest(spec: MethodSpec, made: Any, given: int | None, model_config: Any, parallel_config: Any) -> int:
     """The most n-gram tokens. made: vLLM's SpeculativeConfig of the head. Raises ConfigError: they do not go on it."""
-    own, vocabulary = made.num_speculative_tokens, made.draft_model_config.get_vocab_size()
+    own, of_head = made.num_speculative_tokens, made.draft_model_config.get_vocab_size()
     if made.method not in HEADS or made.parallel_drafting:
         raise refusal(spec, f"vLLM runs this drafter as '{made.method}': n-grams go on top of {', '.join(HEADS)} only")
-    if vocabulary != model_config.get_vocab_size():
-        raise refusal(spec, f"the head has a vocabulary of {vocabulary}, the model of {model_config.get_vocab_size()}")
+    if of_head != (of_model := model_config.get_vocab_size()):
+        raise refusal(spec, f"the head has a vocabulary of {of_head}, the model of {of_model}: use one of this model")
     if given is not None and given < own:
         raise refusal(spec, f"option '{NGRAMS}' must be at least the head's {own} tokens, not {given}: leave it out")
     if getattr(made.draft_model_config.hf_config, "num_nextn_predict_layers", 1) > 1 and made.method == "mtp":

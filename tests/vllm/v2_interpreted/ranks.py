@@ -27,13 +27,13 @@ def main():
     llm = LLM(sys.argv[1], **ranks | options | room | given)
     asked = {"temperature": temperature, "seed": 5, "max_tokens": 30, "ignore_eos": True, "detokenize": False}
     parameters = [SamplingParams(**asked, extra_args={"skip_set": name} if name else None) for name in skip_sets]
-    answers = [
-        [list(output.outputs[0].token_ids) for output in llm.generate(prompts, parameters, use_tqdm=False)]
-        for _ in range(2)
-    ]
-    figures = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
-    accepted = figures.get("vllm:spec_decode_num_accepted_tokens", 0)
-    print("\n" + json.dumps({"answers": answers, "accepted": accepted}))
+    answers, accepted = list[list[list[int]]](), list[float]()
+    for _ in range(2):
+        outputs = llm.generate(prompts, parameters, use_tqdm=False)
+        answers.append([list(output.outputs[0].token_ids) for output in outputs])
+        figures = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+        accepted.append(figures.get("vllm:spec_decode_num_accepted_tokens", 0))
+    print("\n" + json.dumps({"answers": answers, "accepted": accepted[-1], "at first": accepted[0]}))
 
 
 if __name__ == "__main__":
