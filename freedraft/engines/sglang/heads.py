@@ -66,7 +66,7 @@ def _rename(args: Any, spec: MethodSpec, head: str) -> None:
     own, nodes = (K if (n := args.speculative_num_steps) is None else n), args.speculative_num_draft_tokens
     if not 1 <= own < (own + 1 if nodes is None else nodes) <= 64:
         remedy = f"set --speculative-num-steps to 1..63 and --speculative-num-draft-tokens to {own + 1}..64"
-        raise _error(spec.name, head, f"{nodes or 'its'} nodes with {own} draft tokens of the head do not go", remedy)
+        raise _error(spec.name, head, f"{own} draft tokens of the head do not go with {nodes or own + 1} nodes", remedy)
     args.speculative_algorithm, args.speculative_eagle_topk = head, 1
     args.speculative_num_steps, args.speculative_num_draft_tokens = own, own + 1
     setattr(args, _ATTRIBUTE, OnTop(spec.name, nodes))
