@@ -445,7 +445,7 @@ def test_not_where_sglang_runs_no_drafters(resolved, monkeypatch):
         ({"speculative_eagle_topk": 4}, "chains", "without --speculative-eagle-topk"),
         ({"speculative_num_steps": 0}, "with 0 draft tokens", "--speculative-num-steps to 1..63"),
         ({"speculative_num_steps": 64}, "with 64 draft tokens", "--speculative-num-steps to 1..63"),
-        ({"speculative_num_draft_tokens": 3}, "3 nodes with 3 draft tokens of the head", "4..64"),
+        ({"speculative_num_draft_tokens": 3}, "3 draft tokens of the head do not go with 3 nodes", "4..64"),
         ({"speculative_num_draft_tokens": 65}, "65 nodes", "4..64"),
         ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle", "without it"),
         ({"speculative_use_rejection_sampling": True}, "--speculative-use-rejection-sampling", "without it"),
