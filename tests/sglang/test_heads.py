@@ -95,7 +95,7 @@ def test_eagle_3_on_two_ranks(tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("nodes", [None, 8])
+@pytest.mark.parametrize("nodes", [pytest.param(None, marks=pytest.mark.rare), 8])
 def test_an_mtp_layer_of_a_model_with_recurrent_layers(nodes, tmp_path):
     """Which brings it. By default drafts are no longer than the head's, so that no state is added."""
     layers = {"layer_types": 3 * ["linear_attention"], "num_hidden_layers": 3}

@@ -288,7 +288,9 @@ def test_an_mtp_layer_of_a_model_with_recurrent_layers(tmp_path, monkeypatch):
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    ("lengths", "blocks", "counted"), [((118, 110), 21, "preempted"), ((130, 100), 64, "cached")], ids=lambda x: str(x)
+    ("lengths", "blocks", "counted"),
+    [pytest.param((118, 110), 21, "preempted", marks=pytest.mark.rare), ((130, 100), 64, "cached")],
+    ids=str,
 )
 def test_states_follow_what_both_have_drafted(lengths, blocks, counted, tmp_path, monkeypatch):
     """Greedily and with seeds, after aborts; without prefix caching in too few blocks for all requests, and with it."""
