@@ -54,7 +54,7 @@ KIMI: dict[str, dict[str, Any]] = {
        | {"short_conv_kernel_size": 4}} | EXPERTS,
 }  # fmt: skip
 # Another class has the same kinds of layers: tests of engines that take longest leave these out where time is short.
-RARE = ("Llama", "GPT2", "Phi3", "Olmoe", "Cohere2", "Gemma2", "DeepseekV2", "GraniteMoeHybrid")
+RARE = ("Llama", "GPT2", "Phi3", "Olmoe", "Cohere2", "Gemma2", "DeepseekV2", "GraniteMoeHybrid", "FalconH1")
 # Quantised weights, by kind: a configuration as such models have it.
 MIDDLES = -0x77777778  # eight zero points of 8
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
