@@ -50,7 +50,7 @@ def test_forced_trees_on_model_runner_v2(demo_model, tmp_path):
 @pytest.mark.extended
 @pytest.mark.rare
 def test_forced_heads_on_model_runner_v2(demo_model, tmp_path):
-    """A head is right as often as it is told to be; behind it n-grams repeat the prompt."""
+    """The head's tokens are accepted with given probabilities. N-grams copy the prompt behind them."""
     arms = {"head": {"method": "eagle"}, "both": {"method": "sssd+eagle", "policy": "fixed"}}
     head, both = forced_on_v2(tmp_path, demo_model, arms).values()
     assert 2 < head["tokens_per_step"] < 4 and head["tokens_per_step"] < both["tokens_per_step"]

@@ -17,11 +17,11 @@ import shutil
 import tempfile
 from collections import defaultdict
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+import zmq
 
 from tests.support.models import DEMO_MODEL
 from tests.support.parser_texts import CALLS, MARKS, TEMPLATE, THINKING, TOOLS, VLLM_TOOL_TEXTS, vllm_thought_text
@@ -43,9 +43,10 @@ class Steps:
     """In place of the client of an engine's process: each request gets the `answer`, in runs of this `length`, of which
     each waits until the one before has been read, if `at_once`."""
 
-    resources = SimpleNamespace(engine_dead=False)
-
     def __init__(self):
+        from vllm.v1.engine.core_client import BackgroundResources
+
+        self.resources = BackgroundResources(zmq.Context.instance())
         self.answer, self.length, self.at_once = [], 1, True
         self.states, self.running, self.aborted = {}, {}, []
 

@@ -23,7 +23,7 @@ from freedraft.method import METHODS
 
 _error_once = functools.cache(logging.getLogger(__name__).error)
 _sum = [0]  # what vLLM added up last
-PROBE = 64  # one of so many votes is for the longest, which drafts that do not pay now may do later
+PROBE = 64  # every 64th vote is for the longest length, since drafts may pay again
 
 
 def agree_on_lengths() -> None:
@@ -88,7 +88,7 @@ def _agree(original: Callable[..., bool], core: Any, local_unfinished: bool) -> 
     unfinished = original(core, local_unfinished and vote(bisect_left(lengths, preferred), ranks))
     if _sum[0] > 0:
         index = shortest(_sum[0], ranks)
-        table[:] = [0 if index < 0 else lengths[index]] * len(table)
+        table[:] = [0 if index < 0 else lengths[min(index, len(lengths) - 1)]] * len(table)  # others may have more
         if index < 0:
             _error_once("freedraft: no drafts beside a rank without it, or of another policy: start all ranks alike")
     return unfinished
