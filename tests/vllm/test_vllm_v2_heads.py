@@ -152,15 +152,16 @@ def more(found, stock, kind):
 
 @pytest.mark.extended
 def test_launches_of_a_step(built):
-    """Beside the head's own: tokens go to the host, and n-grams come behind its drafts, where there can be any."""
+    """Beside the head's own: tokens go to the host, and n-grams come behind its drafts, where there are any."""
     model, head = built
-    engines = [alone(head), on_top(head), on_top(head, ngram_tokens=K)]
-    given = {"model": model, "cases": {}, "launches": True, **ROOM}
-    stock, both, short = (
-        found["engine"]["launches"]
-        for found in run("on_top.py", [given | {"speculative_config": engine} for engine in engines])
-    )
-    for found, ours in ((both, ["extend_drafts_kernel", "newest_tokens_kernel"]), (short, ["newest_tokens_kernel"])):
+    engines = [alone(head), on_top(head), on_top(head, ngram_tokens=K), on_top(head)]
+    engines = [{"speculative_config": engine, "launches": True} for engine in engines]
+    engines[-1]["launches"] = "nothing"
+    given = {"model": model, "cases": {}, **ROOM}
+    found = run("on_top.py", [given | engine for engine in engines])
+    stock, both, short, nothing = (each["engine"]["launches"] for each in found)
+    copied = ["newest_tokens_kernel"]
+    for found, ours in ((both, ["extend_drafts_kernel", *copied]), (short, copied), (nothing, copied)):
         assert more(found, stock, "kernels") == sorted([*VERIFIED, *ours])
         assert more(found, stock, "eager") == SAMPLED
         assert len(found["kernels"]) <= len(stock["kernels"])

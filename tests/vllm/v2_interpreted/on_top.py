@@ -5,7 +5,8 @@ answers, as a list of JSON on the last line.
 
 Cases are those of `serve.py`; with "fails", every other draft of ours raises. Of an engine, "own" is how many tokens
 its own drafter drafts, "seconds" what a step is measured to take, and each of its query tokens, "launches" counts those
-of steps. The rest are arguments of vLLM's `LLM`.
+of steps, of which "nothing" have no n-gram, and with "by_score", draft tokens are verified by score. The rest are
+arguments of vLLM's `LLM`.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from unittest.mock import Mock
 import pytest
 
 from bench.lib import launches
+from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from tests.support.switched import kept_by
+from tests.vllm.v2_interpreted import by_score as scores
 from tests.vllm.v2_interpreted import serve
 
 
@@ -69,17 +72,21 @@ def totals(llm):
     return {"eager": max(sums[0], key=len), "kernels": max(sums[1], key=len)}
 
 
-def served(model, cases, speculative_config=None, *, own=0, seconds=(), launches=False, **given):
+def served(model, cases, speculative_config=None, *, own=0, seconds=(), launches=False, by_score=False, **given):
     """What one engine says."""
     with serve.engine(model, seconds, speculative_config=speculative_config, **given) as llm:
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         ours = getattr(runner.speculator, "_freedraft_speculator", runner.speculator)
         ours = ours if isinstance(ours, MethodSpeculator) else None
+        if launches == "nothing":
+            ours.guarded.method.propose = lambda step, most: DraftBatch.empty(step.batch_size, 1)
         counted = totals(llm) if launches else {}
         noted = note_drafts(runner, own) if own else []
+        scored = scores.begin_on_top(runner, runner.speculator, ours) if by_score else {}
         waits = serve.note_waits()
         found = {name: asked(llm, ours, noted, waits, **case) for name, case in cases.items()}
         found["engine"] = {"launches": counted, "class": type(runner.speculator).__name__, "async": True}
+        found["engine"] |= scored
         if ours is not None:
             core = llm.llm_engine.engine_core.engine_core
             for _ in range(3):
