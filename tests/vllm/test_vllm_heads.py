@@ -102,7 +102,7 @@ def test_no_more_than_the_head_where_longer_drafts_cost_too_much(built):
         ({"method": "sssd+ngram"}, ["'ngram'", "'sssd+mtp'", "alone"]),
         ({"method": "sssd+dflash"}, ["'dflash'", "'sssd+mtp'", "alone"]),
         ({"method": "layerskip+eagle"}, ["'layerskip'", "use 'sssd+eagle'"]),
-        ({"method": "sssd+mtp", "model": None}, ["no 'mtp'", "brings none", "use 'sssd' alone"]),
+        ({"method": "sssd+mtp", "model": None}, ["no drafter 'mtp' of this model", "use 'sssd' alone"]),
         ({"model": None}, ["'sssd+eagle'", '"model"']),
         ({K: 0}, [f"'{K}'", "0"]),
         ({K: None}, [f"'{K}'", "missing"]),
@@ -138,8 +138,9 @@ def test_engines_that_are_refused(built, monkeypatch, tmp_path):
     given = ON_TOP | {"model": str(head)}
     for words, model_of, asked, arguments in (
         ("vocabulary of 32, the model of 24: use one of this model", model, given | {"model": str(tmp_path)}, {}),
-        ('set "model" to a drafter', model, given | {"model": str(tmp_path / "empty")}, {}),
-        ('set "model" to a drafter', model, given | {"model": str(tmp_path / "none")}, {}),
+        ("empty", model, given | {"model": str(tmp_path / "empty")}, {}),
+        ("no-such-folder", model, given | {"model": str(tmp_path / "no-such-folder")}, {}),
+        ("use_local_argmax_reduction", model, given | BOTH, {}),
         ("several MTP layers", tmp_path / "several", {"method": "sssd+mtp", K: 2}, {}),
         ("--pipeline-parallel-size 1", model, given, {"pipeline_parallel_size": 2}),
         ("12 does not hold 15", model, given | {"ngram_tokens": 15}, {"max_num_batched_tokens": 12, "max_num_seqs": 4}),

@@ -248,8 +248,9 @@ def _with_head(
             made = original(args, *others, **kwargs)
         except (NotImplementedError, ValueError, OSError) as error:
             said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-            why = " ".join(said.split()) or "this model brings none that it knows"
-            stop_start(refusal(spec, f"vLLM makes no '{head}' ({why}): mend that, or use 'sssd' alone"))
+            why = f"({' '.join(said.split())}): mend that, or"
+            why = "of this model:" if isinstance(error, NotImplementedError) else why
+            stop_start(refusal(spec, f"vLLM makes no drafter '{head}' {why} use 'sssd' alone"))
     if missing:
         _warn(spec, missing, f"'{head}' drafts alone")
         return made
