@@ -178,11 +178,15 @@ def test_replicas_that_share_experts(demo_model, tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", ["eagle", pytest.param("eagle3", marks=pytest.mark.rare), "mtp"])
-def test_n_grams_on_top_of_a_head(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "changed"),
+    [("eagle", BY_SCORE), pytest.param("eagle3", INTERPRETED, marks=pytest.mark.rare), ("mtp", INTERPRETED)],
+    ids=["eagle, by score", "eagle3", "mtp"],
+)
+def test_n_grams_on_top_of_a_head(kind, changed, tmp_path):
     """Each rank has the head's drafts, and behind them n-grams of rank 0, which knows the answers the second time."""
     model, method = save_on_top(kind, tmp_path, 0.03, **SHAPE)
-    found = answers(model, 2, INTERPRETED, speculative_config=method)
+    found = answers(model, 2, changed, speculative_config=method)
     plain = answers(model, 1, INTERPRETED)["answers"] if kind == "mtp" else 2 * [continuations(model, PROMPTS, 30)]
     assert found["answers"] == plain
     assert 20 < found["at first"] < found["accepted"] - found["at first"] - 10

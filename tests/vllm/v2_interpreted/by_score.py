@@ -12,6 +12,7 @@ from vllm.v1.worker.cpu import shm
 from vllm.v1.worker.gpu.spec_decode import adaptive_verification
 from vllm.v1.worker.gpu.spec_decode.acceptance_estimator import OnlineAcceptanceEstimator
 
+from freedraft.engines.vllm.v2.heads import OnTop
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 
 SIZES = [1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64]  # of steps whose times are known, in tokens
@@ -86,6 +87,9 @@ def install():
     @functools.wraps(prepare)
     def prepared(self, runner):
         prepare(self, runner)
-        begin(runner)
+        if isinstance(self, OnTop):
+            begin_on_top(runner, runner.speculator, self)
+        else:
+            begin(runner)
 
     MethodSpeculator.prepare = prepared
