@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-WORTH = 1.03  # rate at which drafts longer than a head's own are preferred
+from freedraft.step import Step
+
 _RATE, _MEMORY = 0.02, 0.98  # of what is learnt of a head, and of what goes on behind
 
 
@@ -29,6 +30,7 @@ class Head:
         """accepted: tokens of the head's draft in a step, on average."""
         self.accepted += _RATE * (accepted - self.accepted)
 
-    def learn_tails(self, gained: float, expected: float) -> None:
-        """Tokens per request behind the head's: gained in a step, and what n-grams had expected."""
+    def learn_tails(self, step: Step, expected: float) -> None:
+        """expected: tokens per request of a step that n-grams had expected behind the head's."""
+        gained = np.clip(step.gained - 1 - self.length, 0, None).mean()
         self.tails = _MEMORY * self.tails + (gained, expected)

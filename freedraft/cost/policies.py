@@ -47,20 +47,18 @@ def make_controller(
         ConfigError: `hardware` names no usable profile.
     """
     profile, most, widths = choose_profile(hardware, context.device), context.max_draft_tokens, context.widths
-    controller: Controller | None = None
-    head = Head(context.head) if context.head else None
     if policy == "fixed" or (context.lengths is not None and (policy != "auto" or len(context.lengths) == 1)):
-        controller = FullLength(profile, most, widths)  # the engine's table of lengths has the knee, if that decides
-    elif policy == "auto":
+        return FullLength(profile, most, widths)  # the engine's table of lengths has the knee, if that decides
+    if policy == "auto":
+        head = Head(context.head) if context.head else None
         try:
             measured = Measured(roofline_of(context, profile), step_times)
             if context.lengths is not None:
-                controller = BatchLengths(measured, context.lengths, head)
-            else:
-                controller = (DrafterDecides if drafter_decides else Auto)(profile, most, widths, measured, head)
+                return BatchLengths(measured, context.lengths, head)
+            return (DrafterDecides if drafter_decides else Auto)(profile, most, widths, measured, head)
         except ConfigError as error:
             logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
-    return controller or Knee(profile, most, widths, knee or knee_of(context, profile))
+    return Knee(profile, most, widths, knee or knee_of(context, profile))
 
 
 def draft_lengths(
