@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.recipe import Recipe
 from freedraft.step import Step
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-T = TypeVar("T")
-Visit: TypeAlias = "Callable[[Tensor, Callable[[int, Tensor], Tensor]], T]"
 
 
 class PassOutputs(NamedTuple):
@@ -79,25 +72,6 @@ class DraftModel(ABC):
         draft pass from `build`."""
 
     @abstractmethod
-    def scorer(self, window: int) -> MatchnessScorer:
-        """A scorer of recipes on the newest `window` generated tokens of a request, for searches while serving."""
-
-
-class MatchnessScorer(ABC):
-    """SWIFT's matchness: the share of a window's tokens that a recipe's most likely token predicts."""
-
-    @abstractmethod
-    def observe(self, step: Step) -> bool:
-        """Take the newest tokens of one request of this step, a different one each time; False if none has enough."""
-
-    @abstractmethod
-    def __call__(self, recipes: Sequence[Recipe]) -> NDArray[np.float64]:
-        """float64 [J]: matchness of each recipe on the tokens that `observe` took; one batched forward pass."""
-
-    @abstractmethod
-    def run_sublayers(self, visit: Visit[T]) -> T:
-        """Return the result of `visit`, which runs the model sublayer by sublayer over the tokens that `observe` took.
-
-        Its arguments: the embedded tokens, float [W, H], and a function (index of a sublayer, float [J, W, H]) -> the
-        residual stream after it, for J streams before it.
-        """
+    def scorer(self, window: int) -> Any:
+        """`freedraft.engines.matchness.SetScores` of recipes on the newest `window` generated tokens of a request, for
+        searches while serving."""
