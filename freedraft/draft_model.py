@@ -27,28 +27,6 @@ class Drafted(NamedTuple):
     entropy: NDArray[np.float32] | None  # [N, R], of the whole distribution in nats, if requested
 
 
-class DraftRound(ABC):
-    """Draft passes for the requests of one step, one token per request and pass.
-
-    The pass at position p of a request writes the KV of its token at context - 1 + p, in a slot that the engine has
-    reserved for this step's verification, which writes it again before anything else reads it.
-    """
-
-    @abstractmethod
-    def launch(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1) -> Any:
-        """Start `count` passes, each on the most likely token of the previous one, without waiting; `read` waits.
-
-        Args:
-            rows: intp [R], rows of the step; all smaller positions must have been run for them.
-            tokens: int32 [R], the token at `position` of each: its root at 0, then its drafts.
-            position: of the first pass, from 0.
-        """
-
-    @abstractmethod
-    def read(self, launched: Any) -> Drafted:
-        """Wait for launched passes and return their tokens."""
-
-
 class DraftModel(ABC):
     """The target model, run with some sublayers skipped, over the engine's own weights and paged KV cache."""
 
@@ -67,9 +45,9 @@ class DraftModel(ABC):
         return step.capacities
 
     @abstractmethod
-    def start(self, step: Step, draft_pass: Any, rows: NDArray[np.intp], max_draft_len: int) -> DraftRound:
-        """Start a round of at most `max_draft_len` positions for the requests at `rows` of the step (intp [R]), with a
-        draft pass from `build`."""
+    def start(self, step: Step, draft_pass: Any, rows: NDArray[np.intp], max_draft_len: int) -> Any:
+        """Start a `freedraft.engines.draft_round.RankedRound` of at most `max_draft_len` positions for the requests at
+        `rows` of the step (intp [R]), with a draft pass from `build`."""
 
     @abstractmethod
     def scorer(self, window: int) -> Any:
