@@ -15,9 +15,8 @@ from pydantic import Field
 
 from freedraft.config import ConfigError, PluginOptions
 from freedraft.draft import DraftBatch
-from freedraft.draft_model import DraftModel
 from freedraft.method import Method, MethodSpec
-from freedraft.step import EngineContext, NodeLogits, Step, rows_in
+from freedraft.step import EngineContext, Step, rows_in
 
 NGRAMS, DEFAULT, MOST = "ngram_tokens", 15, 63  # option: most tokens of a draft, those of the drafter below included
 OWN = 5  # tokens of the drafter below, where the engine's setting is that of both
@@ -89,6 +88,11 @@ class OnTop(Method):
         self.below: Method = below.make(options.of(below), inner, *shared)
         self.learns, self.needs_logits = self.above.learns, self.above.needs_logits
         self.needs_prompt_states = self.below.needs_prompt_states
+        # What one of the two serves alone.
+        self.prepare = self.below.prepare  # type: ignore[method-assign]
+        self.set_prompt_state = self.below.set_prompt_state  # type: ignore[method-assign]
+        self.recycle = self.above.recycle  # type: ignore[method-assign]
+        self.record_acceptance = self.above.record_acceptance  # type: ignore[method-assign]
         if above.takes_corpora:
             self.add_corpus, self.remove_corpus = self.above.add_corpus, self.above.remove_corpus
             self.corpora = self.above.corpora
@@ -118,9 +122,6 @@ class OnTop(Method):
             return step, None
         return self._last[1:]
 
-    def record_acceptance(self, step: Step) -> None:
-        self.above.record_acceptance(step)
-
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         self.above.begin(request_id, tokens, tenant, extra)
         self.below.begin(request_id, tokens, tenant, extra)
@@ -135,18 +136,7 @@ class OnTop(Method):
         self.above.close()
         self.below.close()
 
-    # What one of the two serves alone.
-
     optimized_passes = property(lambda self: self.below.optimized_passes)
-
-    def prepare(self, model: DraftModel) -> None:
-        self.below.prepare(model)
-
-    def set_prompt_state(self, request_id: str, state: NDArray[np.float32]) -> None:
-        self.below.set_prompt_state(request_id, state)
-
-    def recycle(self, logits: NodeLogits) -> None:
-        self.above.recycle(logits)
 
 
 def continued(draft: DraftBatch, other: DraftBatch) -> DraftBatch:

@@ -82,14 +82,11 @@ class OnTopWorker(TreeVerifyWorker):
         self._chains: dict[tuple[int, int], tuple[tuple[torch.Tensor, ...], DraftBatch]] = {}
         with nodes(self.own + 1):
             self.head = head(server_args, gpu_id, nccl_port, target_worker)
+        self._draft_worker = self.head.draft_worker
 
     @property
     def name(self) -> str:
         return f"{self._spec.name}+{get_spec().speculative_algorithm.lower()}"
-
-    @property
-    def draft_worker(self) -> Any:
-        return self.head.draft_worker
 
     @property
     def last_shared_read_runner(self) -> Any:

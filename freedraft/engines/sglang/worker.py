@@ -75,7 +75,7 @@ class TreeVerifyWorker(BaseSpecWorker):
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any, *, spec: MethodSpec) -> None:
         super().__init__()
         self._spec = spec
-        self._target_worker = target_worker
+        self._target_worker, self._draft_worker = target_worker, None  # what SGLang's properties return
         self.model_runner = target_worker.model_runner
         self.device = get_device().device
         self.max_nodes: int = get_spec().speculative_num_draft_tokens
@@ -92,10 +92,6 @@ class TreeVerifyWorker(BaseSpecWorker):
     @property
     def name(self) -> str:
         return self._spec.name
-
-    @property
-    def draft_worker(self) -> None:
-        return None
 
     def alloc_memory_pool(self, **kwargs: Any) -> None:
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()

@@ -54,7 +54,7 @@ RUNNER_HOOKS = table("""
     vllm.v1.core.sched.output.NewRequestData has req_id
     vllm.v1.worker.gpu_input_batch.InputBatch has req_ids
     # verification
-    vllm.v1.worker.gpu_model_runner.GPUModelRunner has initialize_kv_cache, rejection_sampler, sampler
+    vllm.v1.worker.gpu_model_runner.GPUModelRunner has initialize_kv_cache, rejection_sampler, sampler, shutdown
     vllm.v1.sample.rejection_sampler.RejectionSampler.forward(metadata, draft_probs, logits, sampling_metadata)
     vllm.v1.sample.sampler.Sampler.forward(logits, sampling_metadata, predict_bonus_token)
     vllm.v1.sample.metadata.SamplingMetadata has generators, output_token_ids, spec_token_ids, logitsprocs

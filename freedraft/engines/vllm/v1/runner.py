@@ -71,9 +71,6 @@ class MethodProposer:
             self.guarded = GuardedMethod(self.spec, options, context_of_engine(vllm_config))
             self.tokenizer = tokenizer_of(vllm_config.model_config) if self.guarded.method.learns else None
 
-    def load_model(self, target_model: Any) -> None:
-        """Required by vLLM; `prepare` comes later."""
-
     def close(self) -> None:
         """Release all memory: the process may outlive the engine."""
         if self.guarded is not None:
@@ -184,8 +181,7 @@ def install(runs_model: bool) -> None:
 
     wrap_once(GPUModelRunner, "propose_draft_token_ids", _propose)
     wrap_once(GPUModelRunner, "_update_states", _update_states)
-    if hasattr(GPUModelRunner, "shutdown"):
-        wrap_once(GPUModelRunner, "shutdown", before(_close))
+    wrap_once(GPUModelRunner, "shutdown", before(_close))
     wrap_once(GPUModelRunner, "initialize_kv_cache", after(_prepare))
     wrap_once(gpu_model_runner, "build_logitsprocs", _build_processors)
     if runs_model:
