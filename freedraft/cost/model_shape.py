@@ -98,7 +98,7 @@ class ModelShape:
             config = {"num_hidden_layers": len(blocks), **config}
         try:
             hidden, heads, layers = (int(_first(config, names)) for names in (_HIDDEN, _HEADS, _LAYERS))
-            name = _dtype(config, dtype)
+            name, slides = _dtype(config, dtype), config.get("use_sliding_window")
             size = DTYPE_BYTES[name]
             return cls(
                 hidden=hidden,
@@ -115,7 +115,7 @@ class ModelShape:
                 dtype=name,
                 latent=_latent(config),
                 experts=_experts(config, layers),
-                window=_window(config),
+                window=None if slides is False else int(config.get("sliding_window") or 0) or None,
                 window_layers=_window_layers(config, layers),
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -192,12 +192,6 @@ def _kv_bytes(kv_dtype: str | None, quantised: Mapping[str, Any]) -> float | Non
         return 0.5 if name.startswith("fp4") or name.startswith("int4") else DTYPE_BYTES.get(name)
     bits = (quantised.get("kv_cache_scheme") or {}).get("num_bits")
     return float(bits) / 8 if bits else None
-
-
-def _window(config: Mapping[str, Any]) -> int | None:
-    if config.get("use_sliding_window") is False or not config.get("sliding_window"):
-        return None
-    return int(config["sliding_window"])
 
 
 def _window_layers(config: Mapping[str, Any], layers: int) -> float:

@@ -6,20 +6,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from freedraft.engines.hooks import check
 from freedraft.engines.predictions import FIELD, Prediction
-from freedraft.engines.sglang.hooks import PREDICTION_HOOKS
 from freedraft.engines.sglang.patches import serves_ours
 
 ANSWER = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request"
-
-
-def take_predictions() -> None:
-    """Register the hook of all endpoints, unless this SGLang lacks what it needs: then predictions are ignored."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    if not check(PREDICTION_HOOKS):
-        HookRegistry.register(ANSWER, answer, HookType.AROUND)
 
 
 async def answer(original: Callable[..., Any], serving: Any, request: Any, raw_request: Any) -> Any:

@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 from freedraft.engines.hooks import check, installed_version
-from freedraft.engines.sglang import heads, patches, streams
+from freedraft.engines.sglang import heads, patches, predictions, streams
 from freedraft.engines.sglang.hooks import (
     CORPUS_HOOKS,
     CPU_HOOKS,
@@ -17,9 +17,9 @@ from freedraft.engines.sglang.hooks import (
     HOOKS,
     LORA_HOOKS,
     MODEL_HOOKS,
+    PREDICTION_HOOKS,
     SESSION_HOOKS,
 )
-from freedraft.engines.sglang.predictions import take_predictions
 from freedraft.engines.sglang_cpu import choose_cpu, register_platform, selected
 from freedraft.method import METHODS, REPLACED, MethodSpec, register_installed
 from freedraft.on_top import on_top
@@ -92,6 +92,7 @@ def _patch_once() -> None:
     if not check(CORPUS_HOOKS):
         patches.let_corpora_through()
     streams.register_stream_hooks()
-    take_predictions()
+    if not check(PREDICTION_HOOKS):
+        HookRegistry.register(predictions.ANSWER, predictions.answer, HookType.AROUND)
     if selected():
         register_platform()

@@ -60,7 +60,8 @@ class MethodProposer:
         self.spec = METHODS[ours.name]
         install(self.spec.runs_model)
         if not ours.graph_mode_given:
-            prefer_full_graphs(vllm_config.compilation_config)
+            wrap_once(type(vllm_config.compilation_config), "resolve_cudagraph_mode_and_sizes", before(_prefer))
+            setattr(vllm_config.compilation_config, _PREFERRED, True)
         self.vllm_config = vllm_config
         self.draft_model: PagedDraftModel | None = None
         # Maximum total tokens by request; requests with prompt embeddings are missing.
@@ -242,14 +243,9 @@ def _capture(_: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         ours.draft_model.capture(runner.input_batch.block_table[0].max_num_blocks_per_req)
 
 
-def prefer_full_graphs(compilation_config: Any) -> None:
+def _prefer(config: Any, min_cg_support: Any, *args: Any, **kwargs: Any) -> None:
     """Set CUDA graph mode FULL once the attention backends are known, if they can be captured for any batch. By default
     (FULL_AND_PIECEWISE) only steps in which every request has 1 + K tokens have full graphs, which is rare."""
-    wrap_once(type(compilation_config), "resolve_cudagraph_mode_and_sizes", before(_prefer))
-    setattr(compilation_config, _PREFERRED, True)
-
-
-def _prefer(config: Any, min_cg_support: Any, *args: Any, **kwargs: Any) -> None:
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backend import AttentionCGSupport
 
