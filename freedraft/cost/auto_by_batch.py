@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from freedraft.cost.allocation import WORTH
 from freedraft.cost.controller import Controller
-from freedraft.cost.head import Head
-from freedraft.cost.measured import Measured
+from freedraft.cost.measured import Head, Measured
 from freedraft.cost.probes import Probes
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, context_bucket, row_of
 from freedraft.draft import DraftBatch

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from freedraft.cost.allocation import keep_likeliest
 from freedraft.cost.hardware import HardwareProfile
-from freedraft.cost.head import Head
-from freedraft.cost.measured import Measured
+from freedraft.cost.measured import Head, Measured
 from freedraft.draft import DraftBatch
 from freedraft.step import Step
 

@@ -14,8 +14,7 @@ from freedraft.cost.auto import Auto
 from freedraft.cost.auto_by_batch import BatchLengths, Rows, candidate_lengths
 from freedraft.cost.controller import Controller, DrafterDecides, FullLength, Knee, Policy
 from freedraft.cost.hardware import choose_profile
-from freedraft.cost.head import Head
-from freedraft.cost.measured import Measured
+from freedraft.cost.measured import Head, Measured
 from freedraft.cost.roofline import knee_of, roofline_of
 from freedraft.step import EngineContext
 

@@ -53,8 +53,7 @@ from freedraft.engines.vllm.patching import (
 from freedraft.engines.vllm.predictions import take_predictions
 from freedraft.engines.vllm.room import USAGE
 from freedraft.engines.vllm.streams import stream_by_token
-from freedraft.engines.vllm.v2.agreement import agree_on_lengths
-from freedraft.engines.vllm.v2.lengths import receive_lengths
+from freedraft.engines.vllm.v2.lengths import agree_on_lengths, receive_lengths
 from freedraft.method import METHODS, REPLACED, MethodSpec, register_installed
 from freedraft.on_top import DEFAULT, BothOptions, on_top
 from freedraft.step import EngineContext
@@ -203,11 +202,9 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
             shape = "chain"
         context = _check(args, spec, options, model_config, parallel_config, config, shape, v2=v2, given=chosen)
         learnt = tuple[int, ...]()
-        if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
-            # vLLM decides draft lengths by batch size, before drafting.
-            schedule = spec.schedule(options, context)
-            if schedule is not None:
-                config[SCHEDULE], learnt = schedule
+        decides = v2 and SCHEDULE not in config and not config.get(ADAPTIVE)  # by batch size, before drafting
+        if decides and spec.schedule is not None and (found := spec.schedule(options, context)):
+            config[SCHEDULE], learnt = found
     except ConfigError as error:
         stop_start(error)
     if spec.runs_model and AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
@@ -253,10 +250,10 @@ def _with_head(
         model_config, parallel_config = signature_of(original).bind(args, *others, **kwargs).args[1:3]
         own = made.num_speculative_tokens
         longest = heads.longest(spec, made, most, model_config, parallel_config)
-        shape, chosen = "chain", most is not None
         config |= {K: longest}
+        chosen = most is not None
         context = _check(
-            args, spec, options, model_config, parallel_config, config, shape, v2=True, given=chosen, head=own
+            args, spec, options, model_config, parallel_config, config, "chain", v2=True, given=chosen, head=own
         )
         made.num_speculative_tokens, learnt = config[K], tuple[int, ...]()
         if spec.schedule is not None and config[K] > own and (found := spec.schedule(options, context)):
@@ -264,7 +261,7 @@ def _with_head(
             setattr(made, SCHEDULE, rows)
     except ConfigError as error:
         stop_start(error)
-    return _marked(made, args, spec, options, learnt, shape, own)
+    return _marked(made, args, spec, options, learnt, "chain", own)
 
 
 def _is_v1(_: Any, speculative_config: Any) -> bool:
