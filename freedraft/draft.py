@@ -69,10 +69,7 @@ class DraftBatch:
 
     def head(self, batch_size: int) -> DraftBatch:
         """The first `batch_size` requests, as views of the same memory."""
-        b = batch_size
-        return DraftBatch(
-            self.tokens[:b], self.parents[:b], self.depths[:b], self.scores[:b], self.counts[:b], self.kinds[:b]
-        )
+        return DraftBatch(*(getattr(self, name)[:batch_size] for name in self.__slots__))
 
     def chain(self, row: int) -> list[int]:
         """Draft tokens of `row`, root excluded, in order. Raises ValueError if the tree of this row has a branch."""

@@ -227,9 +227,8 @@ def state_shape(args: Any, name: str) -> Shape:
 
 def verify_backend(args: Any) -> str | None:
     """Return the attention backend of the verification pass; None if SGLang has not chosen one yet."""
-    own = (
-        args.decode_attention_backend if args.speculative_attention_mode == "decode" else args.prefill_attention_backend
-    )
+    decodes = args.speculative_attention_mode == "decode"
+    own = args.decode_attention_backend if decodes else args.prefill_attention_backend
     return own or args.attention_backend
 
 
