@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 from freedraft.engines.hooks import check, installed_version
-from freedraft.engines.sglang import heads, patches, predictions, streams
+from freedraft.engines.sglang import heads, patches, streams
 from freedraft.engines.sglang.hooks import (
     CORPUS_HOOKS,
     CPU_HOOKS,
@@ -93,6 +93,6 @@ def _patch_once() -> None:
         patches.let_corpora_through()
     streams.register_stream_hooks()
     if not check(PREDICTION_HOOKS):
-        HookRegistry.register(predictions.ANSWER, predictions.answer, HookType.AROUND)
+        HookRegistry.register(patches.ANSWER, patches.answer, HookType.AROUND)
     if selected():
         register_platform()
