@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import PluginOptions, UserPath
 from freedraft.cost.measured import Measured
+from freedraft.draft_model import Window
 from freedraft.extras import require
-from freedraft.recipe import Window
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead.base import Confidence, FixedLength, Lookahead
 from layerskip_plugin.lookahead.cost import Cost

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from freedraft.draft_model import Recipe
 from freedraft.files import write_json_atomically
-from freedraft.recipe import Recipe
 
 FORMAT = "freedraft skip set 1"
 SHAPE_FIELDS = (

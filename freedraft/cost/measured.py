@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import StepTimes
-from freedraft.recipe import Recipe
+from freedraft.draft_model import Recipe
 from freedraft.step import Step
 
 _RATE, _MEMORY = 0.02, 0.98  # of what is learnt of a head, and of what goes on behind

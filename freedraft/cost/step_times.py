@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from freedraft.compiled import compiled
 from freedraft.cost.roofline import Roofline
+from freedraft.draft_model import Recipe
 from freedraft.files import write_json_atomically
-from freedraft.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 

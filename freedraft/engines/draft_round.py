@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from torch.distributed import ReduceOp, all_reduce
 from torch.nn.functional import pad
 
-from freedraft.draft_model import Drafted, PassOutputs
+from freedraft.draft_model import Drafted, PassOutputs, Window
 from freedraft.guarded_method import EngineMustEnd, is_device_fault
-from freedraft.recipe import Window
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

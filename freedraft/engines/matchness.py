@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad
 
+from freedraft.draft_model import Recipe
 from freedraft.engines.draft_round import Sublayer, sublayers_of
-from freedraft.recipe import Recipe
 from freedraft.step import Step
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from lookahead_tools import RECIPE, KnownCosts
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from freedraft.config import ConfigError
-from freedraft.recipe import Window
+from freedraft.draft_model import Window
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead.base import Confidence, FixedLength, Lookahead
 from layerskip_plugin.lookahead.cost import Cost

@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from freedraft.draft_model import DraftModel, PassOutputs
+from freedraft.draft_model import DraftModel, PassOutputs, Recipe, Window
 from freedraft.engines.draft_round import DraftPass, DraftRanks, RankedRound, most_likely, on_device, run_kept
 from freedraft.engines.matchness import SetScores
 from freedraft.engines.sglang.graphs import Captured, capture, free_bytes, log_taken
 from freedraft.engines.sglang.passes import Forward, Kept, Passes, Tokens, WindowedRead, kept_of
 from freedraft.guarded_method import is_device_fault
-from freedraft.recipe import Recipe, Window
 from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
