@@ -1,5 +1,4 @@
-"""`DraftModel`: the target model as a drafter of itself; `Recipe`: what its draft passes skip; `Window`: what they read of
-the KV cache."""
+"""`DraftModel`: the target model as a drafter of itself; `Recipe` and `Window`: what its passes skip, and read."""
 
 from __future__ import annotations
 

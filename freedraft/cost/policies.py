@@ -4,7 +4,6 @@ engines that decide them before drafting (vLLM's `num_speculative_tokens_per_bat
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -68,23 +67,22 @@ def draft_lengths(
     if policy == "fixed":
         return None
     profile, max_tokens = choose_profile(hardware, context.device), context.max_draft_tokens
-    by_knee = Knee(profile, max_tokens, None, knee or knee_of(context, profile)).length
-    length_of: Callable[[int], int] = lambda batch: max(by_knee(batch), context.head)  # noqa: E731
-    lengths = context.lengths or candidate_lengths(max_tokens)
-    learnt: tuple[int, ...] = ()
+    rule = Knee(profile, max_tokens, None, knee or knee_of(context, profile))
+    model: BatchLengths | None = None
     if policy == "auto":
         with suppress(ConfigError):  # as in `make_controller`: the knee decides
             head = Head(context.head) if context.head else None
+            lengths = context.lengths or candidate_lengths(max_tokens)
             model = BatchLengths(Measured(roofline_of(context, profile)), lengths, head)
-            length_of, learnt = (lambda batch: model.best(model.seconds(batch, CONTEXT))), tuple(model.lengths.tolist())
     rows: Rows = []
     first = 1
     while first <= LARGEST:
-        last = 2 * first - 1
-        length = length_of((first + last + 1) // 2)
+        last, batch = 2 * first - 1, first + first // 2
+        length = model.best(model.seconds(batch, CONTEXT)) if model else max(rule.length(batch), context.head)
         if rows and rows[-1][2] == length:
             rows[-1] = rows[-1][0], last, length
         else:
             rows.append((first, last, length))
         first = last + 1
+    learnt = tuple(model.lengths.tolist()) if model else ()
     return Schedule(rows, learnt) if learnt or len(rows) > 1 or rows[0][2] < max_tokens else None
