@@ -54,14 +54,6 @@ def scratch():
 
 
 @compiled(nogil=True)
-def _clear(nodes, used):
-    for source in range(1 + PREFIX):
-        root = nodes[source]
-        root.count, root.first, root.last = 0, -1, -1
-    used[0] = 1 + PREFIX
-
-
-@compiled(nogil=True)
 def _child(nodes, used, node, token):
     """Return the child of a node for `token`, created if there is none; -1 if the array is full."""
     before, child, last = -1, nodes[node].first, nodes[node].last
@@ -153,7 +145,10 @@ def draft_tree(request, store, limits, tree, tries):
     if len(tokens) == 0:
         return 0
     add_node(tree, 0, tokens[-1], -1, 1.0, 0)
-    _clear(nodes, used)
+    for source in range(1 + PREFIX):
+        root = nodes[source]
+        root.count, root.first, root.last = 0, -1, -1
+    used[0] = 1 + PREFIX
     _add_request(nodes, used, request)
     _add_store(nodes, used, store, tokens)
     # (negative score, parent in the tree, node, source); equal scores are ordered by parent, oldest first.

@@ -158,7 +158,12 @@ class PagedRound(RankedRound):
         return ready._replace(tokens=tokens, batch=self._pass(tokens, ready.read))
 
     def _output(self, ready: _Ready) -> torch.Tensor:
-        logits = self._as_sampled(self._model.run(self.draft_pass.layers, ready.batch), ready.tokens.rows_there)
+        logits, rows = self._model.run(self.draft_pass.layers, ready.batch), ready.tokens.rows_there
+        sampling = self._batch.sampling_info
+        if sampling.logit_bias is not None:
+            logits = logits + sampling.logit_bias[rows]
+        if not sampling.is_all_greedy:
+            logits = logits / sampling.temperatures.view(-1, 1)[rows]
         return most_likely(logits, self.draft_pass.outputs)
 
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -181,12 +186,6 @@ class PagedRound(RankedRound):
             dropped_there = on_device(dropped, there.device)
             self._read = WindowedRead(key, window_rows.rows[:n], torch.from_numpy(dropped), dropped_there)
         return self._read
-
-    def _as_sampled(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        sampling = self._batch.sampling_info
-        if sampling.logit_bias is not None:
-            logits = logits + sampling.logit_bias[rows]
-        return logits if sampling.is_all_greedy else logits / sampling.temperatures.view(-1, 1)[rows]
 
 
 class WindowRows:

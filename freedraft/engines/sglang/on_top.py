@@ -30,7 +30,6 @@ from freedraft.engines.sglang.drafting import BatchDrafting, Gained
 from freedraft.engines.sglang.graphs import Captured
 from freedraft.engines.sglang.guards import BACKENDS
 from freedraft.engines.sglang.requests import rests_on_drafts
-from freedraft.engines.sglang.verify import TreeVerifier
 from freedraft.engines.sglang.worker import TreeVerifyWorker
 from freedraft.step import Step
 
@@ -57,20 +56,10 @@ class OnTopDrafting(BatchDrafting):
         return super()._step(batch, gained, tracked, drafted)
 
 
-class OnTopVerifier(TreeVerifier):
-    """Verifies chains whose tokens only the device knows. grammar_chain: those of a step with grammars."""
-
-    grammar_chain: GrammarTree
-    moves_states = False  # SGLang reads W rows for each request, which are in their places
-
-    def _grammar_tree(self, tree: DraftBatch) -> GrammarTree:
-        return self.grammar_chain
-
-
 class OnTopWorker(TreeVerifyWorker):
     """head: class of SGLang's worker, an EAGLEWorkerV2. Other arguments: see `TreeVerifyWorker`."""
 
-    drafting_type, verifier_type = OnTopDrafting, OnTopVerifier
+    drafting_type = OnTopDrafting
     captured: ClassVar = {"capture_hidden_mode": CaptureHiddenMode.FULL}
 
     def __init__(
@@ -104,6 +93,7 @@ class OnTopWorker(TreeVerifyWorker):
     def alloc_memory_pool(self, **kwargs: Any) -> None:
         self.head.alloc_memory_pool(**kwargs)
         super().alloc_memory_pool(**kwargs)
+        self._verifier.moves_states = False  # SGLang reads W rows for each request, which are in their places
 
     def init_attention_backends(self) -> None:
         with nodes(self.own + 1):
@@ -182,7 +172,6 @@ class OnTopWorker(TreeVerifyWorker):
         chain, on_host = self._chains[size, width]
         tree = TreeBatch(tokens.to(torch.int32), *chain)
         if batch.has_grammar:
-            assert isinstance(self._verifier, OnTopVerifier)
             self._verifier.grammar_chain = GrammarTree.from_linear_chain(tokens)
         return draft, on_host, tree
 

