@@ -38,7 +38,7 @@ from freedraft.engines.vllm.hooks import (
     SCHEDULER_HOOKS,
     V2_HOOKS,
 )
-from freedraft.engines.vllm.outputs import add_salt
+from freedraft.engines.vllm.outputs import add_salt, take_predictions
 from freedraft.engines.vllm.patching import (
     MARK,
     after,
@@ -50,7 +50,6 @@ from freedraft.engines.vllm.patching import (
     unless,
     wrap_once,
 )
-from freedraft.engines.vllm.predictions import take_predictions
 from freedraft.engines.vllm.room import USAGE
 from freedraft.engines.vllm.streams import stream_by_token
 from freedraft.engines.vllm.v2.lengths import agree_on_lengths, receive_lengths
