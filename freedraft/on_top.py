@@ -1,12 +1,15 @@
-"""`on_top`: a method whose drafts go on behind those of another one that runs the model, in one engine.
+"""`on_top`: a method whose drafts go on behind those of another one that runs the model, in one engine;
+`register_installed`: all methods.
 
 The tokens of the other one ("below") are always verified. A draft that begins with all of them goes on behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -15,7 +18,7 @@ from pydantic import Field
 
 from freedraft.config import ConfigError, PluginOptions
 from freedraft.draft import DraftBatch
-from freedraft.method import Method, MethodSpec
+from freedraft.method import METHODS, Method, MethodSpec
 from freedraft.step import EngineContext, Step, rows_in
 
 NGRAMS, DEFAULT, MOST = "ngram_tokens", 15, 63  # option: most tokens of a draft, those of the drafter below included
@@ -68,6 +71,18 @@ def on_top(above: MethodSpec, below: MethodSpec) -> MethodSpec:
         name, f"{__name__}:OnTop", Options, check, runs_model=True, takes_corpora=above.takes_corpora,
         schedule=schedule and (lambda options, context: schedule(options.of(above), context)),
     )  # fmt: skip
+
+
+def register_installed(register: Callable[[MethodSpec], object]) -> None:
+    """Register the methods in the entry point group `freedraft.methods`, and what goes on top of another one. One that
+    fails is logged, and left out."""
+    for point in entry_points(group="freedraft.methods"):
+        try:
+            register(point.load())
+        except Exception:
+            logging.getLogger(__name__).exception("freedraft: no method '%s': %s failed", point.name, point.value)
+    if "sssd" in METHODS and "layerskip" in METHODS:
+        register(on_top(METHODS["sssd"], METHODS["layerskip"]))
 
 
 class OnTop(Method):

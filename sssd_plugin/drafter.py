@@ -231,9 +231,6 @@ class Drafter:
         with self._lock:
             self._index.finish(request_ids)
 
-    def __len__(self) -> int:
-        return len(self._index)
-
     def close(self) -> None:
         """Stop the background threads, forget every request and close the live datastore; may be called twice."""
         self._pool.shutdown()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,10 +13,9 @@ from numpy.typing import NDArray
 from torch.nn.functional import pad
 
 from freedraft.draft_model import Recipe
-from freedraft.engines.draft_round import Sublayer, sublayers_of
+from freedraft.engines.draft_round import Sublayer, T, sublayers_of
 from freedraft.step import Step
 
-T = TypeVar("T")
 SETS = 16  # most sets of a pass sublayer by sublayer, which is padded to it
 
 

@@ -21,8 +21,8 @@ from freedraft.engines.sglang.hooks import (
     SESSION_HOOKS,
 )
 from freedraft.engines.sglang_cpu import choose_cpu, register_platform, selected
-from freedraft.method import METHODS, REPLACED, MethodSpec, register_installed
-from freedraft.on_top import on_top
+from freedraft.method import METHODS, REPLACED, MethodSpec
+from freedraft.on_top import register_installed
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 def register_all() -> None:
     """Entry point of `sglang.srt.plugins`: runs in every process of SGLang."""
     register_installed(register)
-    if "sssd" in METHODS and "layerskip" in METHODS:
-        register(on_top(METHODS["sssd"], METHODS["layerskip"]))
 
 
 def register(spec: MethodSpec) -> bool:

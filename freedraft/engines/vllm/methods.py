@@ -53,8 +53,8 @@ from freedraft.engines.vllm.patching import (
 from freedraft.engines.vllm.room import USAGE
 from freedraft.engines.vllm.streams import stream_by_token
 from freedraft.engines.vllm.v2.lengths import agree_on_lengths, receive_lengths
-from freedraft.method import METHODS, REPLACED, MethodSpec, register_installed
-from freedraft.on_top import DEFAULT, BothOptions, on_top
+from freedraft.method import METHODS, REPLACED, MethodSpec
+from freedraft.on_top import DEFAULT, BothOptions, register_installed
 from freedraft.step import EngineContext
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,6 @@ LOSSY = ("fly", "synthetic")  # verification methods of vLLM
 def register_all() -> None:
     """Entry point of `vllm.general_plugins`: runs in every process of vLLM."""
     register_installed(register)
-    if "sssd" in METHODS and "layerskip" in METHODS:
-        register(on_top(METHODS["sssd"], METHODS["layerskip"]))
 
 
 def register(spec: MethodSpec) -> bool:

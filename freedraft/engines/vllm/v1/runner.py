@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.context import configured, context_of_engine, start_line, tokenizer_of
-from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
+from freedraft.engines.vllm.draft_graphs import with_draft_graphs
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.forward import Pages
 from freedraft.engines.vllm.outputs import SALT, drafted_up_to, trimmed_output
@@ -187,8 +187,7 @@ def install(runs_model: bool) -> None:
     wrap_once(gpu_model_runner, "build_logitsprocs", _build_processors)
     if runs_model:
         wrap_once(GPUModelRunner, "capture_model", after(_capture))
-        passes_of = partial(with_draft_graphs, lambda runner: passes_to_capture(_ours(runner)))
-        wrap_once(GPUModelRunner, "profile_cudagraph_memory", passes_of)
+        wrap_once(GPUModelRunner, "profile_cudagraph_memory", partial(with_draft_graphs, _ours))
 
 
 def _ours(runner: Any) -> MethodProposer | None:
