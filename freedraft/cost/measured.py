@@ -78,9 +78,6 @@ class Measured:
         """By number of requests."""
         return self.times.pass_seconds(recipe, batch, self.context)
 
-    def record_pass(self, recipe: Recipe, batch: int, seconds: float) -> None:
-        self.times.update_pass(recipe, batch, self.context, seconds)
-
     def warm_up(self) -> None:
         """Compile, or load from the cache, everything that a step calls."""
         self.acceptance.warm_up()

@@ -37,10 +37,9 @@ from freedraft.step import Step
 class OnTopDrafting(BatchDrafting):
     """Counts what a step accepted of the head's tokens, and of n-grams. head: K."""
 
-    head = 0
-
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
+        self.head: int = get_spec().speculative_num_steps
         self._proposed: dict[str, NDArray[np.int32]] = {}  # first K tokens of the n-grams in verification, by request
 
     def note(self, batch: Any, draft: DraftBatch) -> None:
@@ -99,8 +98,6 @@ class OnTopWorker(TreeVerifyWorker):
         with nodes(self.own + 1):
             self.head.init_attention_backends()
         super().init_attention_backends()
-        if isinstance(self._drafting, OnTopDrafting):
-            self._drafting.head = self.own
 
     def init_cuda_graphs(self) -> None:
         with nodes(self.own + 1):
