@@ -121,7 +121,7 @@ class TreeVerifier:
         grammar = self._grammar_mask(batch, tree) if batch.has_grammar else None
         sampling.grammar_mask = None  # the prefill's, if any
         nodes = logits.view(tree.batch_size, tree.max_nodes, -1)
-        # Requests with penalties or a custom processor have only a root: see `drafted_from`.
+        # Requests with penalties or a custom processor have only a root: see `Tracked.of`.
         roots = nodes[:, 0]
         sampling.apply_logits_bias(roots)
         if sampling.logit_bias is not None:
