@@ -231,6 +231,9 @@ class Drafter:
         with self._lock:
             self._index.finish(request_ids)
 
+    def __len__(self) -> int:
+        return len(self._index.request_ids())
+
     def close(self) -> None:
         """Stop the background threads, forget every request and close the live datastore; may be called twice."""
         self._pool.shutdown()

@@ -58,7 +58,7 @@ def test_close() -> None:
     drafter.draft(drafter._index.request_ids(), max_nodes=8)
     for _ in range(2):
         drafter.close()
-        assert not drafter._index.request_ids() and set(threading.enumerate()) <= threads
+        assert len(drafter) == 0 and set(threading.enumerate()) <= threads
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)

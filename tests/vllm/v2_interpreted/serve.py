@@ -526,8 +526,7 @@ def asked(llm, cases, noting):
         engine |= {"compiled": len(compiled), "compiled late": [str(kind) for kind in launched - compiled]}
     engine["said"] = [[*text, *likeliest] for text, likeliest in said.items() if len(likeliest) == 1]
     held = runner.speculator.host.requests
-    known = len(drafter._index.request_ids())
-    engine["held"] = [known, len(guarded.running), len(held.slots) + len(held._preempted) + len(held.ended)]
+    engine["held"] = [len(drafter), len(guarded.running), len(held.slots) + len(held._preempted) + len(held.ended)]
     return result | {"engine": engine}
 
 
