@@ -72,6 +72,9 @@ class MethodProposer:
             self.guarded = GuardedMethod(self.spec, options, context_of_engine(vllm_config))
             self.tokenizer = tokenizer_of(vllm_config.model_config) if self.guarded.method.learns else None
 
+    def load_model(self, target_model: Any) -> None:
+        """Required by vLLM; `prepare` comes later."""
+
     def close(self) -> None:
         """Release all memory: the process may outlive the engine."""
         if self.guarded is not None:
