@@ -33,8 +33,7 @@ from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.allocation import keep_likeliest
 from freedraft.cost.auto_by_batch import BatchLengths, candidate_lengths
 from freedraft.cost.hardware import HardwareProfile
-from freedraft.cost.head import Head
-from freedraft.cost.measured import Measured
+from freedraft.cost.measured import Head, Measured
 from freedraft.cost.roofline import Roofline
 from freedraft.draft import DraftBatch
 from freedraft.method import Method

@@ -75,17 +75,14 @@ def run(console: Console | None = None, as_json: bool = False) -> int:
     complete = bool(installed) and all(report.usable for report in installed)
     try:
         profile = HardwareProfile.detect()
-        speeds = (
-            f"profile '{profile.name}' ({profile.source}): {profile.ridge} tokens per step cost about as much as one"
-        )
-        hardware = f"{device_name() or 'CPU'}, {speeds}"
+        speed = f"{profile.ridge} tokens per step cost about as much as one"
+        hardware = f"{device_name() or 'CPU'}, profile '{profile.name}' ({profile.source}): {speed}"
     except ConfigError as error:
         hardware, complete = str(error), False
     if as_json:
         found = {report.engine: asdict(report) | {"usable": report.usable} for report in reports}
-        console.print_json(
-            json.dumps({"freedraft": __version__, "ok": complete, "engines": found, "hardware": hardware})
-        )
+        told = {"freedraft": __version__, "ok": complete, "engines": found, "hardware": hardware}
+        console.print_json(json.dumps(told))
         return 0 if complete else 1
     console.print(f"freedraft {__version__}")
     for report in reports:

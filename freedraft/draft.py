@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.cost.allocation import limit
+
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
@@ -58,8 +60,6 @@ class DraftBatch:
     def limit(self, capacities: NDArray[np.int32], trees: NDArray[np.bool_]) -> None:
         """Cut drafts that may not be trees to their chains of first children, then all to their capacities; see
         `Step`. Raises ValueError: the draft is of another number of requests."""
-        from freedraft.cost.allocation import limit
-
         if not len(capacities) == len(trees) == self.batch_size:
             raise ValueError(f"{self.batch_size} drafts for {len(capacities)} requests")
         limit((self.tokens, self.parents, self.depths, self.scores, self.kinds), self.counts, capacities, trees)
@@ -69,10 +69,7 @@ class DraftBatch:
 
     def head(self, batch_size: int) -> DraftBatch:
         """The first `batch_size` requests, as views of the same memory."""
-        b = batch_size
-        return DraftBatch(
-            self.tokens[:b], self.parents[:b], self.depths[:b], self.scores[:b], self.counts[:b], self.kinds[:b]
-        )
+        return DraftBatch(*(getattr(self, name)[:batch_size] for name in self.__slots__))
 
     def chain(self, row: int) -> list[int]:
         """Draft tokens of `row`, root excluded, in order. Raises ValueError if the tree of this row has a branch."""

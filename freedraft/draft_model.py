@@ -1,22 +1,64 @@
-"""`DraftModel`: the target model as a drafter of itself, with some sublayers skipped and part of the KV cache read."""
+"""`DraftModel`: the target model as a drafter of itself; `Recipe` and `Window`: what its passes skip, and read."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.recipe import Recipe
 from freedraft.step import Step
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-T = TypeVar("T")
-Visit: TypeAlias = "Callable[[Tensor, Callable[[int, Tensor], Tensor]], T]"
+class Window(NamedTuple):
+    """The part of a request's KV cache that a draft pass reads: its first tokens (attention sinks) and its newest, in
+    whole pages, so that kernels read a shorter block table and nothing else changes (StreamingLLM, Xiao et al., 2024).
+    """
+
+    sinks: int
+    newest: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sinks + self.newest
+
+    def whole_up_to(self, page_size: int) -> int:
+        """Longest request, in tokens with its root, of which the window leaves out no page."""
+        return self.newest + (-(-self.sinks // page_size) + 1) * page_size - 1
+
+    def pages(
+        self, roots: NDArray[np.int64], page_size: int, *, attended: int | None = None, max_draft_len: int = 1
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """s and d, int64 [B], which say what a round of draft passes leaves out: page i of its table is page i of the
+        request for i < s, and page i + d from there on.
+
+        Args:
+            roots: int64 [B], position of each request's root. The newest tokens are counted from here.
+            attended: the model's own sliding window, tokens; a request that may draft beyond it has no sinks: the
+                engine may have reused their pages.
+        """
+        sinks = np.full(len(roots), -(-self.sinks // page_size))
+        if attended is not None:
+            sinks[roots + max_draft_len > attended] = 0
+        return sinks, np.maximum((roots + 1 - self.newest) // page_size - sinks, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The sublayers of a model that a draft pass skips, and the part of the KV cache that it reads."""
+
+    n_layers: int  # L
+    attention: frozenset[int]  # layers whose attention is skipped
+    mlp: frozenset[int]  # layers whose MLP is skipped
+    model: str = ""  # fingerprint of the set's model; "" if unknown
+    window: Window | None = None  # the part of the KV cache that draft passes read, not saved; None for all of it
+
+    @property
+    def bits(self) -> tuple[bool, ...]:
+        """2L flags, True where skipped, in the order attention 0, MLP 0, attention 1, ..."""
+        return tuple(i in kind for i in range(self.n_layers) for kind in (self.attention, self.mlp))
 
 
 class PassOutputs(NamedTuple):
@@ -32,28 +74,6 @@ class Drafted(NamedTuple):
     tokens: NDArray[np.int32]  # [N, R, K], best first; beyond the vocabulary's size undefined
     probabilities: NDArray[np.float32]  # [N, R, K], theirs; beyond the vocabulary's size 0
     entropy: NDArray[np.float32] | None  # [N, R], of the whole distribution in nats, if requested
-
-
-class DraftRound(ABC):
-    """Draft passes for the requests of one step, one token per request and pass.
-
-    The pass at position p of a request writes the KV of its token at context - 1 + p, in a slot that the engine has
-    reserved for this step's verification, which writes it again before anything else reads it.
-    """
-
-    @abstractmethod
-    def launch(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1) -> Any:
-        """Start `count` passes, each on the most likely token of the previous one, without waiting; `read` waits.
-
-        Args:
-            rows: intp [R], rows of the step; all smaller positions must have been run for them.
-            tokens: int32 [R], the token at `position` of each: its root at 0, then its drafts.
-            position: of the first pass, from 0.
-        """
-
-    @abstractmethod
-    def read(self, launched: Any) -> Drafted:
-        """Wait for launched passes and return their tokens."""
 
 
 class DraftModel(ABC):
@@ -74,30 +94,11 @@ class DraftModel(ABC):
         return step.capacities
 
     @abstractmethod
-    def start(self, step: Step, draft_pass: Any, rows: NDArray[np.intp], max_draft_len: int) -> DraftRound:
-        """Start a round of at most `max_draft_len` positions for the requests at `rows` of the step (intp [R]), with a
-        draft pass from `build`."""
+    def start(self, step: Step, draft_pass: Any, rows: NDArray[np.intp], max_draft_len: int) -> Any:
+        """Start a `freedraft.engines.draft_round.RankedRound` of at most `max_draft_len` positions for the requests at
+        `rows` of the step (intp [R]), with a draft pass from `build`."""
 
     @abstractmethod
-    def scorer(self, window: int) -> MatchnessScorer:
-        """A scorer of recipes on the newest `window` generated tokens of a request, for searches while serving."""
-
-
-class MatchnessScorer(ABC):
-    """SWIFT's matchness: the share of a window's tokens that a recipe's most likely token predicts."""
-
-    @abstractmethod
-    def observe(self, step: Step) -> bool:
-        """Take the newest tokens of one request of this step, a different one each time; False if none has enough."""
-
-    @abstractmethod
-    def __call__(self, recipes: Sequence[Recipe]) -> NDArray[np.float64]:
-        """float64 [J]: matchness of each recipe on the tokens that `observe` took; one batched forward pass."""
-
-    @abstractmethod
-    def run_sublayers(self, visit: Visit[T]) -> T:
-        """Return the result of `visit`, which runs the model sublayer by sublayer over the tokens that `observe` took.
-
-        Its arguments: the embedded tokens, float [W, H], and a function (index of a sublayer, float [J, W, H]) -> the
-        residual stream after it, for J streams before it.
-        """
+    def scorer(self, window: int) -> Any:
+        """`freedraft.engines.matchness.SetScores` of recipes on the newest `window` generated tokens of a request, for
+        searches while serving."""

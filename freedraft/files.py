@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
@@ -55,14 +52,6 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o600, durable: boo
         raise
     if durable:
         fsync_folder(path.parent)
-
-
-def write_json_atomically(
-    path: Path, values: Mapping[str, Any], *, indent: int | None = None, durable: bool = True
-) -> None:
-    """As `write_atomically`; indented JSON ends in a newline."""
-    text = json.dumps(values, indent=indent) + ("" if indent is None else "\n")
-    write_atomically(path, text.encode(), mode=0o666, durable=durable)
 
 
 class FileLock:

@@ -59,6 +59,7 @@ class GuardedMethod:
     Attributes:
         running: ids of the requests that the method drafts for.
         in_prompt: of those in prefill, if the method needs prompt states.
+        paused: steps for which the method is left alone after a failure.
     """
 
     def __init__(self, spec: MethodSpec, options: Any, context: EngineContext) -> None:
@@ -69,7 +70,7 @@ class GuardedMethod:
         self._below = context.below or inner  # the drafter that ours are on top of
         self.metrics, self._report = self.method.metrics, Report(name, self._below, alone=context.head > 0)
         self.running, self.in_prompt, self._opted_out = set[str](), set[str](), set[str]()
-        self._paused = 0
+        self.paused = 0
         self._next_pause = FIRST_PAUSE
         self._good_steps = 0
         self._unsettled: tuple[Step, DraftBatch | None, float, str] | None = None  # the newest step, until `settle`
@@ -83,14 +84,14 @@ class GuardedMethod:
         if not isinstance(error, Exception) or is_device_fault(error):
             return False
         self.metrics.failures.inc()
-        if self._paused == 0:
-            self._paused = self._next_pause
+        if self.paused == 0:
+            self.paused = self._next_pause
             self._next_pause = min(2 * self._next_pause, LONGEST_PAUSE)
             self._good_steps = 0
             self.method.controller.interrupt()
             logger.error(
                 "freedraft: drafting failed. Answers are not affected; %d steps have no drafts. Please report this",
-                self._paused, exc_info=error,
+                self.paused, exc_info=error,
             )  # fmt: skip
         return True
 
@@ -146,8 +147,8 @@ class GuardedMethod:
     def _do(self, action: Callable[[Step], DraftBatch], step: Step, undrafted: str) -> DraftBatch | None:
         self.settle()
         started, draft = time.perf_counter(), None
-        if self._paused > 0:
-            self._paused -= 1
+        if self.paused > 0:
+            self.paused -= 1
         else:
             with self:
                 draft = action(step)
@@ -159,7 +160,7 @@ class GuardedMethod:
 
     def rests(self) -> bool:
         """See `Method.rests`; the adapter then calls `keep` in place of `step`."""
-        if self._paused == 0:
+        if self.paused == 0:
             with self:
                 return self.method.rests()
         return False
@@ -188,14 +189,9 @@ class GuardedMethod:
         return DraftBatch.roots(step.roots)
 
     @property
-    def paused(self) -> bool:
-        """Whether the method is left alone for some steps after a failure."""
-        return self._paused > 0
-
-    @property
     def needs_logits(self) -> bool:
         """See `Method.needs_logits`; not during a pause, nor in steps without the method."""
-        return self._paused == 0 and not self._kept and self.method.needs_logits
+        return self.paused == 0 and not self._kept and self.method.needs_logits
 
     def settle(self) -> None:
         """Count the newest step, and let the controller learn."""

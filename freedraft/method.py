@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -166,15 +164,6 @@ class MethodSpec:
         """Build the `Method`. controller: one that it shares with another method. Raises ValueError: it cannot work."""
         module, _, name = self.factory.partition(":")
         return getattr(importlib.import_module(module), name)(options, context, *controller)
-
-
-def register_installed(register: Callable[[MethodSpec], object]) -> None:
-    """Register the methods in the entry point group `freedraft.methods`. One that fails is logged, and left out."""
-    for point in entry_points(group="freedraft.methods"):
-        try:
-            register(point.load())
-        except Exception:
-            logging.getLogger(__name__).exception("freedraft: no method '%s': %s failed", point.name, point.value)
 
 
 REPLACED = {"hybrid": "there is no method 'hybrid' any more: use 'sssd+layerskip', which takes its options"}

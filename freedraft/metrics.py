@@ -39,8 +39,8 @@ class Metrics:
         def one(kind: str, name: str, text: str, **mode: str) -> Any:
             return _family(kind, name, text, **mode).labels(method)
 
-        def by(label: str, name: str, text: str) -> Callable[[str], Any]:
-            return functools.cache(functools.partial(_family("Counter", name, text, label).labels, method))
+        def by(name: str, text: str, *labels: str) -> Callable[..., Any]:
+            return functools.cache(functools.partial(_family("Counter", name, text, *labels).labels, method))
 
         budget = "Draft tokens allowed in the last step, over the whole batch"
         speedup = "Estimated tokens per second over plain decoding, by policy auto; NaN for other policies"
@@ -56,11 +56,10 @@ class Metrics:
         self.seconds = one("Summary", "drafting_seconds", "Time spent drafting, per step")
         self.failures = one("Counter", "failures", failures)
         # Functions of labels' values: the number of accepted draft tokens; the drafter below, and that; the reason.
-        self.accepted_lengths = by("length", "accepted_lengths", "Drafts verified, by number of accepted tokens")
+        self.accepted_lengths = by("accepted_lengths", "Drafts verified, by number of accepted tokens", "length")
         below = "Drafts verified of the drafter that n-grams are on top of, by number of accepted tokens"
-        heads = _family("Counter", "head_accepted_lengths", below, "drafter", "length")
-        self.head_lengths = functools.cache(functools.partial(heads.labels, method))
-        self.undrafted = by("reason", "undrafted_requests", undrafted)
+        self.head_lengths = by("head_accepted_lengths", below, "drafter", "length")
+        self.undrafted = by("undrafted_requests", undrafted, "reason")
 
     def add(self, step: Step) -> None:
         """Count the tokens that a step gave."""

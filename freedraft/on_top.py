@@ -1,12 +1,15 @@
-"""`on_top`: a method whose drafts go on behind those of another one that runs the model, in one engine.
+"""`on_top`: a method whose drafts go on behind those of another one that runs the model, in one engine;
+`register_installed`: all methods.
 
 The tokens of the other one ("below") are always verified. A draft that begins with all of them goes on behind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
@@ -16,7 +19,7 @@ from pydantic import Field
 from freedraft.config import ConfigError, PluginOptions
 from freedraft.draft import DraftBatch
 from freedraft.draft_model import DraftModel
-from freedraft.method import Method, MethodSpec
+from freedraft.method import METHODS, Method, MethodSpec
 from freedraft.step import EngineContext, NodeLogits, Step, rows_in
 
 NGRAMS, DEFAULT, MOST = "ngram_tokens", 15, 63  # option: most tokens of a draft, those of the drafter below included
@@ -71,6 +74,18 @@ def on_top(above: MethodSpec, below: MethodSpec) -> MethodSpec:
     )  # fmt: skip
 
 
+def register_installed(register: Callable[[MethodSpec], object]) -> None:
+    """Register the methods in the entry point group `freedraft.methods`, and what goes on top of another one. One that
+    fails is logged, and left out."""
+    for point in entry_points(group="freedraft.methods"):
+        try:
+            register(point.load())
+        except Exception:
+            logging.getLogger(__name__).exception("freedraft: no method '%s': %s failed", point.name, point.value)
+    if "sssd" in METHODS and "layerskip" in METHODS:
+        register(on_top(METHODS["sssd"], METHODS["layerskip"]))
+
+
 class OnTop(Method):
     """Drafts of the method below, continued. The metrics are those of the one above. Raises ValueError: one of both
     cannot work."""
@@ -118,9 +133,6 @@ class OnTop(Method):
             return step, None
         return self._last[1:]
 
-    def record_acceptance(self, step: Step) -> None:
-        self.above.record_acceptance(step)
-
     def begin(self, request_id: str, tokens: NDArray[np.int32], tenant: str | None, extra: Mapping[str, Any]) -> None:
         self.above.begin(request_id, tokens, tenant, extra)
         self.below.begin(request_id, tokens, tenant, extra)
@@ -147,6 +159,9 @@ class OnTop(Method):
 
     def recycle(self, logits: NodeLogits) -> None:
         self.above.recycle(logits)
+
+    def record_acceptance(self, step: Step) -> None:
+        self.above.record_acceptance(step)
 
 
 def continued(draft: DraftBatch, other: DraftBatch) -> DraftBatch:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,19 +37,19 @@ class _Sums:
 
 class Report:
     """Sums up the steps of a method. below: the drafter that it is on top of, "" for none; alone: whether speedups are
-    over that drafter alone; clock: seconds."""
+    over that drafter alone."""
 
-    def __init__(
-        self, method: str, below: str = "", *, alone: bool = False, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._method, self._below, self._clock = method + f"+{below}" * bool(below), below, clock
+    clock = staticmethod(time.monotonic)
+
+    def __init__(self, method: str, below: str = "", *, alone: bool = False) -> None:
+        self._method, self._below = method + f"+{below}" * bool(below), below
         self._alone = f"'{below}' alone" if alone else "without drafts"
         self._reported, self._at = "", -math.inf  # the state that was last reported, and when
         self._sums: _Sums | None = None
 
     def add(self, step: Step, speedup: float) -> None:
         """speedup: see `Controller`."""
-        sums = self._sums = self._sums or _Sums(self._clock())
+        sums = self._sums = self._sums or _Sums(self.clock())
         sums.steps += 1
         sums.requests += step.batch_size
         drafted = step.drafted.tolist()
@@ -61,7 +60,7 @@ class Report:
         if not math.isnan(speedup):
             sums.speedups += speedup
             sums.compared += 1
-        if sums.steps % FEWEST_STEPS == 0 and self._clock() - sums.since >= SECONDS:
+        if sums.steps % FEWEST_STEPS == 0 and self.clock() - sums.since >= SECONDS:
             self._report(sums)
             self._sums = None
 
@@ -76,9 +75,9 @@ class Report:
         speedup = sums.speedups / sums.compared if sums.compared else math.nan
         off = share < (ON if self._reported == "off" else OFF)
         state = "off" if off else "slow" if speedup < SLOW else "on"
-        if state == self._reported and self._clock() - self._at < DAY:
+        if state == self._reported and self.clock() - self._at < DAY:
             return
-        self._reported, self._at = state, self._clock()
+        self._reported, self._at = state, self.clock()
         if off:
             brings = f"drafting is off: {1 - share:.0%} of requests had no draft ('freedraft top' shows why)"
         else:
@@ -90,5 +89,5 @@ class Report:
             if sums.compared:
                 brings = f"about {speedup:.2f} times as fast as {self._alone}; {brings}"
         level = logging.WARNING if state == "slow" else logging.INFO
-        minutes = (self._clock() - sums.since) / 60
+        minutes = (self.clock() - sums.since) / 60
         logger.log(level, "freedraft: %s, last %.0f minutes: %s", self._method, minutes, brings)

@@ -166,8 +166,11 @@ class LayerSkipMethod(Method):
             self.lookahead.learn_outcome(outcome)
             if self.recorder is not None and outcome.recipe == self._first:
                 self.recorder.record(outcome)
-        if isinstance(self.selection, OnlineSearch):
-            self._search(self.selection, step)
+        if isinstance(self.selection, OnlineSearch) and (found := self.selection.search(step, self._first)) is not None:
+            self.use([found])
+            self.lookahead.use([self._first])
+            self.draft_passes.clear()
+            self.build(self._first, optimize=False)
         self._batch, contexts = max(step.batch_size, 1), step.contexts
         chosen = self.selection.choose(step.request_ids, contexts)
         lengths = self.selection.max_lengths(contexts)
@@ -177,13 +180,6 @@ class LayerSkipMethod(Method):
         candidates = self._candidates(chosen, contexts)
         mean = float(step.contexts.mean()) if step.batch_size else 1.0
         self.recipe = self.lookahead.choose(candidates, self._batch, mean)
-
-    def _search(self, selection: OnlineSearch, step: Step) -> None:
-        if (found := selection.search(step, self._first)) is not None:
-            self.use([found])
-            self.lookahead.use([self._first])
-            self.draft_passes.clear()
-            self.build(self._first, optimize=False)
 
     def _candidates(self, chosen: Sequence[SkipSet], contexts: NDArray[np.int32]) -> list[Candidate]:
         found = []
@@ -256,7 +252,7 @@ class LayerSkipMethod(Method):
                 result.take(drafted, active, position)
                 now, lookahead.read = clock(), position + count
                 if self.measured is not None:  # including set-up and decisions of the round
-                    self.measured.record_pass(recipe, len(active), (now - since) / count)
+                    self.measured.times.update_pass(recipe, len(active), self.measured.context, (now - since) / count)
                 since = now
             result.drafted[active] += 1
             latest[active] = result.tokens[active, position, 0]

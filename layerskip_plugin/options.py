@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from freedraft.config import PluginOptions, UserPath
 from freedraft.cost.measured import Measured
+from freedraft.draft_model import Window
 from freedraft.extras import require
-from freedraft.recipe import Window
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead.base import Confidence, FixedLength, Lookahead
 from layerskip_plugin.lookahead.cost import Cost
@@ -103,10 +103,9 @@ class LayerSkipOptions(PluginOptions):
             raise ValueError(f"is in a folder that does not exist: create {path.parent} first")
         return path
 
-    def skip_sets(self, config: Any) -> dict[str, SkipSet]:
+    def skip_sets(self, layers: int, model: str) -> dict[str, SkipSet]:
         """The skip sets by name (the stem of their file), in order; one empty set, "", when none is given. Raises
         ValueError if a file is no skip set or one of another model, or two have the same name."""
-        layers, model = text_config(config).num_hidden_layers, model_fingerprint(config)
         sets: dict[str, SkipSet] = {}
         for path in self.skip_set:
             if path.stem in sets:
@@ -143,11 +142,6 @@ class LayerSkipOptions(PluginOptions):
         fills = self.lookahead == "cost" or (self.lookahead == "fixed" and self.length is None)
         return "chain" if fills else self.shape
 
-    @property
-    def searches(self) -> bool:
-        """Whether sets are searched while serving."""
-        return self.selection == "swift" or (self.selection == "knapsack" and self.selection_file is None)
-
     def make_selection(self, config: Any, hardware: str | None = None) -> Selection:
         """The selection of these options. Raises ValueError, one line, if a file is missing, damaged, or of another
         model or hardware, or options conflict."""
@@ -160,7 +154,7 @@ class LayerSkipOptions(PluginOptions):
             if conflicts:
                 raise ValueError(f"option '{option}' does not go with selection {name}: remove one of the two")
         if name == "static":
-            return Static(self.skip_sets(config))
+            return Static(self.skip_sets(layers, model))
         if name == "knn":
             if file is None:
                 raise ValueError(
@@ -206,7 +200,8 @@ def check(options: LayerSkipOptions, context: EngineContext) -> None:
     """Raise ValueError, before the engine starts: one line that names the option or file and the remedy."""
     if options.selection == "static" and not options.skip_set and options.window is None:
         raise ValueError("drafts would be of the whole model: set option 'skip_set', 'window' or 'selection'")
-    if context.tensor_parallel > 1 and options.searches:
+    searches = options.selection == "swift" or (options.selection == "knapsack" and options.selection_file is None)
+    if context.tensor_parallel > 1 and searches:
         raise ValueError(
             f"selection '{options.selection}' searches on one tensor-parallel rank only, not "
             f"{context.tensor_parallel}: calibrate a set, or use 'knn'"

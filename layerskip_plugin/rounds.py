@@ -21,14 +21,6 @@ _MEMORY = 64.0  # rounds of a recipe after which a round's weight is 1/e
 _PRIOR_WEIGHT = 6.0  # weight of the prior, in rounds
 
 
-class DraftPassEstimate(NamedTuple):
-    """Expected gain and time of a round of draft passes, by maximum draft length m = 1 .. M."""
-
-    gain: NDArray[np.float64]  # [M], accepted tokens of these requests together
-    tokens: NDArray[np.float64]  # [M], their draft tokens together
-    seconds: NDArray[np.float64]  # [M], of the passes
-
-
 class Candidate(NamedTuple):
     recipe: SkipSet
     votes: int  # requests with its skip set

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from freedraft.files import write_json_atomically
-from freedraft.recipe import Recipe
+from freedraft.draft_model import Recipe
+from freedraft.files import write_atomically
 
 FORMAT = "freedraft skip set 1"
 SHAPE_FIELDS = (
@@ -118,7 +118,8 @@ class SkipSet(Recipe):
 def write_json(path: Path, form: str, values: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> None:
     """Raises ValueError, one line, on a disk error."""
     try:
-        write_json_atomically(path, {"format": form, **values, "about": dict(about or {})}, indent=1)
+        text = json.dumps({"format": form, **values, "about": dict(about or {})}, indent=1) + "\n"
+        write_atomically(path, text.encode(), mode=0o666)
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
 

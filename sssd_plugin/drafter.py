@@ -232,7 +232,7 @@ class Drafter:
             self._index.finish(request_ids)
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._index.request_ids())
 
     def close(self) -> None:
         """Stop the background threads, forget every request and close the live datastore; may be called twice."""

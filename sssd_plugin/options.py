@@ -10,8 +10,10 @@ from pydantic import BeforeValidator, Field, field_validator
 
 from freedraft.config import PluginOptions, UserPath, expand_path
 from freedraft.cost.controller import Controller, Policy
+from freedraft.cost.policies import make_controller
 from freedraft.step import EngineContext
 from sssd_plugin.datastore.disk.format import Isolation
+from sssd_plugin.datastore.disk.remote import local_copy
 
 Scoring = Literal["learned", "paper"]
 
@@ -81,8 +83,6 @@ class SssdOptions(PluginOptions):
         """The folder of the built store, or of the local copy of a URL; None without a built store. Raises
         DatastoreError: the URL is unreachable, or has no store."""
         if isinstance(self.datastore, str):
-            from sssd_plugin.datastore.disk.remote import local_copy
-
             return None if self.live == "store" else local_copy(self.datastore)
         if self.datastore is not None and self.live == "store" and not (self.datastore / "manifest.json").exists():
             return None
@@ -94,7 +94,5 @@ class SssdOptions(PluginOptions):
 
     def make_controller(self, context: EngineContext) -> Controller:
         """Build the controller of these options. Raises ConfigError: `hardware` names no profile."""
-        from freedraft.cost.policies import make_controller
-
         policy = self.effective_policy
         return make_controller(context, policy, hardware=self.hardware, knee=self.knee, step_times=self.step_times)

@@ -231,9 +231,6 @@ class RequestIndex:
         self._stale = np.zeros(len(self.slots) + 1, np.int64)
         self.behind: dict[str, None] = {}
 
-    def __len__(self) -> int:
-        return len(self._slot_of)
-
     def slot_ids(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
         """Return the slot of each request: int64 [B], -1 where it is unknown."""
         slot_of = self._slot_of

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from freedraft.recipe import Window
+from freedraft.draft_model import Window
 
 
 def read_by(window: Window, root: int, page: int, attended: int | None, longest: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from freedraft import files
-from freedraft.files import FileLock, write_atomically, write_json_atomically
+from freedraft.files import FileLock, write_atomically
 
 HOLD = """
 import sys, time
@@ -52,9 +51,9 @@ def running(code: str, path: Path) -> Iterator[None]:
 def test_permissions_and_no_other_file(tmp_path: Path) -> None:
     write_atomically(tmp_path / "a", b"x")
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o600
-    write_json_atomically(tmp_path / "b", {"é": [1]}, indent=1)
+    write_atomically(tmp_path / "b", b"y", mode=0o666)
     assert stat.S_IMODE((tmp_path / "b").stat().st_mode) & 0o600 == 0o600
-    assert json.loads((tmp_path / "b").read_text()) == {"é": [1]} and (tmp_path / "b").read_text().endswith("}\n")
+    assert (tmp_path / "b").read_bytes() == b"y"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
@@ -69,7 +68,7 @@ def test_a_disk_that_refuses_leaves_what_was(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(files, "write_all", full)
     with pytest.raises(OSError, match="No space left"):
-        write_json_atomically(path, {"new": 1}, durable=durable)
+        write_atomically(path, b"new", durable=durable)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 

@@ -18,7 +18,8 @@ from freedraft.cost.hardware import HardwareProfile
 from freedraft.draft import DraftBatch
 from freedraft.engines.draft_round import DraftRanks
 from freedraft.guarded_method import FIRST_PAUSE, FORGIVEN, LONGEST_PAUSE, EngineMustEnd, GuardedMethod
-from freedraft.method import Method, MethodSpec, register_installed
+from freedraft.method import Method, MethodSpec
+from freedraft.on_top import register_installed
 from freedraft.step import EngineContext, Step
 from tests.support.steps import make_step
 
@@ -107,7 +108,8 @@ def test_steps_that_verify_nothing_belong_to_a_pause(guarded: GuardedMethod) -> 
 def test_a_method_that_cannot_be_imported_or_registered_is_left_out(monkeypatch, caplog) -> None:
     targets = {"gone": "no_such_package:SPEC", "bad": f"{__name__}:REASONS", "there": f"{__name__}:STEP"}
     points = [EntryPoint(name, target, "g") for name, target in targets.items()]
-    monkeypatch.setattr("freedraft.method.entry_points", lambda group: points)
+    monkeypatch.setattr("freedraft.on_top.entry_points", lambda group: points)
+    monkeypatch.setattr("freedraft.on_top.METHODS", {})
     found: list[Any] = []
     register_installed(lambda spec: found.append(spec.request_ids))
     assert found == [["a"]] and all(f"no method '{name}'" in caplog.text for name in ("gone", "bad"))

@@ -12,9 +12,12 @@ from freedraft.report import FEWEST_STEPS, SECONDS, Report
 from tests.support.steps import make_step
 
 
-def test_it_says_what_drafting_brings_when_that_changes(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_says_what_drafting_brings_when_that_changes(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [0.0]
-    report = Report("sssd", clock=lambda: now[0])
+    report = Report("sssd")
+    monkeypatch.setattr(report, "clock", lambda: now[0])
 
     def serve(drafted: list[int], gained: int, speedup: float, seconds: float = SECONDS + 2) -> list[str]:
         caplog.clear()
@@ -45,9 +48,12 @@ def test_it_says_what_drafting_brings_when_that_changes(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_it_names_the_drafter_below_n_grams(caplog: pytest.LogCaptureFixture, alone: bool) -> None:
+def test_it_names_the_drafter_below_n_grams(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
     now = [0.0]
-    report = Report("sssd", "mtp", alone=alone, clock=lambda: now[0])
+    report = Report("sssd", "mtp", alone=alone)
+    monkeypatch.setattr(report, "clock", lambda: now[0])
     with caplog.at_level(logging.INFO, logger="freedraft.report"):
         for _ in range(FEWEST_STEPS):
             now[0] += 1.0

@@ -195,15 +195,12 @@ def compare(
     if not kinds:
         raise ValueError(f"no kind of request is called {' or '.join(only)}")
     for kind in kinds:
-        before, rounds = drafting.accepted(), [ask(server, kind) for server in (plain, drafting) * 2]
+        before = drafting.accepted()
+        with ThreadPoolExecutor(len(kind["requests"]) if "together" in kind else 1) as pool:
+            rounds = [list(pool.map(server.ask, kind["requests"])) for server in (plain, drafting) * 2]
         outcome, difference = judged(rounds, tolerance)
         row = {"kind": kind["kind"], "outcome": outcome, "difference": difference, "plain": short(rounds[0][0])}
         yield row | {"accepted": None if before is None else (drafting.accepted() or 0) - before}
-
-
-def ask(server: Server, kind: dict[str, Any]) -> list[Answer]:
-    with ThreadPoolExecutor(len(kind["requests"]) if "together" in kind else 1) as pool:
-        return list(pool.map(server.ask, kind["requests"]))
 
 
 def judged(rounds: list[list[Answer]], tolerance: float) -> tuple[str, str | None]:

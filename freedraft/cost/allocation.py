@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from freedraft.compiled import compiled
-from freedraft.cost.head import WORTH
 
 FREE = -1  # no forced number of tokens
+WORTH = 1.03  # rate at which drafts longer than a head's own are preferred
 
 
 @compiled(nogil=True)

@@ -41,8 +41,7 @@ class Auto(Controller):
     def learn(self, step: Step) -> None:
         super().learn(step)
         if self.head is not None and self._tail > 0.0:
-            gained = np.clip(step.gained - 1 - self.head.length, 0, None).sum()
-            self.head.learn_tails(gained / step.batch_size, self._tail / step.batch_size)
+            self.head.learn_tails(step, self._tail / step.batch_size)
             self._tail = 0.0
 
     def rests(self) -> bool:
@@ -105,9 +104,7 @@ class Auto(Controller):
     ) -> tuple[int, float, int]:
         if self.widths is None:
             return allocate(p, counts, seconds, self.drafting_seconds, forced)
-        if (head := self.head) is None:
-            return allocate_width(p, counts, seconds, self.drafting_seconds, forced, self.widths, 1.0)
-        share, undrafted = head.share, 1.0 + head.accepted
+        share, undrafted = (1.0, 1.0) if self.head is None else (self.head.share, 1.0 + self.head.accepted)
         return allocate_width(share * p, counts, seconds, self.drafting_seconds, forced, self.widths, undrafted)
 
     def _probe(self, batch: int, seconds: NDArray[np.float64]) -> int:

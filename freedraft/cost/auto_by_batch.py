@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.cost.allocation import WORTH
 from freedraft.cost.controller import Controller
-from freedraft.cost.head import WORTH, Head
-from freedraft.cost.measured import Measured
+from freedraft.cost.measured import Head, Measured
 from freedraft.cost.probes import Probes
 from freedraft.cost.step_times import MAX_QUERY_TOKENS, context_bucket, row_of
 from freedraft.draft import DraftBatch
@@ -53,11 +52,6 @@ def batch_range(batch: int) -> tuple[int, int]:
     return first, first + size - 1
 
 
-class _Price(NamedTuple):
-    seconds: NDArray[np.float64]  # of a step of each length that may be scheduled
-    steps_left: int  # until it is taken again
-
-
 class BatchLengths(Controller):
     """Policy "auto" on model runner V2: drafts the number of tokens that the engine has scheduled, and recommends the
     next one.
@@ -85,7 +79,8 @@ class BatchLengths(Controller):
         # For `settle`: the last step; its draft, draft tokens per request asked for, and seconds of drafting
         self._step: Step | None = None
         self._cut: tuple[DraftBatch, int, float] | None = None
-        self._prices: dict[tuple[int, int], _Price] = {}  # by range of batch sizes
+        # Seconds of a step of each length that may be scheduled, and steps left with them; by range of batch sizes
+        self._prices: dict[tuple[int, int], tuple[NDArray[np.float64], int]] = {}
         self._probed: tuple[int, int] | None = None
 
     # -- learning ------------------------------------------------------------------------------------------------------
@@ -130,8 +125,7 @@ class BatchLengths(Controller):
                 draft, asked, expected = self._newest
                 if self.head is not None and self._verified > self._shortest:
                     at = np.searchsorted(self.lengths, self._verified)
-                    tail = np.clip(step.gained - 1 - self._shortest, 0, None).mean()
-                    self.head.learn_tails(float(tail), float(expected[at] - expected[0]))
+                    self.head.learn_tails(step, float(expected[at] - expected[0]))
                 self._gain *= self._expected(draft, asked) / np.maximum(expected, 1e-9)
                 self._newest = None
         if cut is not None:
@@ -215,12 +209,12 @@ class BatchLengths(Controller):
         at = batch_range(batch)
         rows: Rows = []
         if self._probed is not None and self._probed != at:
-            rows.append((*self._probed, self.best(self._prices[self._probed].seconds)))
+            rows.append((*self._probed, self.best(self._prices[self._probed][0])))
         self._probed = None
         seconds, left = self._prices.get(at, (None, 0))
         if seconds is None or left == 0:
             seconds, left = self.seconds(batch, context), _PRICE_EVERY
-        self._prices[at] = _Price(seconds, left - 1)
+        self._prices[at] = seconds, left - 1
         length = self.best(seconds)
         if self.probes.due(row_of(batch, context), eager=length > self._shortest):
             length, self._probed = self._probe(seconds, length), at

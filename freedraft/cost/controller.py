@@ -10,9 +10,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from freedraft.cost.allocation import keep_likeliest
 from freedraft.cost.hardware import HardwareProfile
-from freedraft.cost.head import Head
-from freedraft.cost.measured import Measured
+from freedraft.cost.measured import Head, Measured
 from freedraft.draft import DraftBatch
 from freedraft.step import Step
 
@@ -132,15 +132,10 @@ class FullLength(Controller):
 
     def cut(self, draft: DraftBatch) -> None:
         if self.widths is None and draft.draft_tokens > self.budget:
-            self._keep_likeliest(draft)
+            keep_likeliest(draft.scores, draft.counts, self.budget)
 
     def warm_up(self) -> None:
         (draft := DraftBatch.roots(np.zeros(1, np.int32))).limit(draft.counts, draft.counts > 0)
-        self._keep_likeliest(draft)
-
-    def _keep_likeliest(self, draft: DraftBatch) -> None:
-        from freedraft.cost.allocation import keep_likeliest
-
         keep_likeliest(draft.scores, draft.counts, self.budget)
 
 

@@ -13,8 +13,8 @@ from freedraft.config import ConfigError
 from freedraft.cost.auto_by_batch import CHAIN_TOKENS_PER_STEP, candidate_lengths, expected_tokens
 from freedraft.cost.controller import Knee
 from freedraft.cost.default_length import CHAIN, SHARE_EXPERTS, TREE, Room
+from freedraft.cost.model_shape import state_bytes
 from freedraft.cost.roofline import Roofline, weight_bytes
-from freedraft.cost.states import state_bytes
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Tokens per step by nodes, of SSSD's drafts

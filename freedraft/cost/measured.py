@@ -1,4 +1,5 @@
-"""`Measured`: the times of steps and draft passes, and acceptance, learnt while serving. It decides nothing."""
+"""`Measured`: the times of steps and draft passes, and acceptance, learnt while serving; `Head`: what is learnt of a
+drafter that n-grams are on top of. They decide nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 from freedraft.cost.acceptance import Acceptance
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import StepTimes
-from freedraft.recipe import Recipe
+from freedraft.draft_model import Recipe
 from freedraft.step import Step
 
+_RATE, _MEMORY = 0.02, 0.98  # of what is learnt of a head, and of what goes on behind
 _ENOUGH = 3  # timed steps without drafts needed for a comparison
 
 
@@ -76,10 +78,34 @@ class Measured:
         """By number of requests."""
         return self.times.pass_seconds(recipe, batch, self.context)
 
-    def record_pass(self, recipe: Recipe, batch: int, seconds: float) -> None:
-        self.times.update_pass(recipe, batch, self.context, seconds)
-
     def warm_up(self) -> None:
         """Compile, or load from the cache, everything that a step calls."""
         self.acceptance.warm_up()
         StepTimes(self.times.roofline).update(1, 1, 1.0, 1.0)
+
+
+class Head:
+    """Each step verifies the head's K draft tokens first. n-grams bring what they add behind these: a learnt share of
+    their own expectation, since both must agree.
+
+    Attributes:
+        length: K. accepted: of these, on average.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length, self.accepted = length, 0.7 * length
+        self.tails = np.full(2, 4.0)  # tokens behind a head's: gained, and expected
+
+    @property
+    def share(self) -> float:
+        """Of the tokens that n-grams expect behind the head's, how many come."""
+        return float(self.tails[0] / self.tails[1])
+
+    def learn(self, accepted: float) -> None:
+        """accepted: tokens of the head's draft in a step, on average."""
+        self.accepted += _RATE * (accepted - self.accepted)
+
+    def learn_tails(self, step: Step, expected: float) -> None:
+        """expected: tokens per request of a step that n-grams had expected behind the head's."""
+        gained = np.clip(step.gained - 1 - self.length, 0, None).mean()
+        self.tails = _MEMORY * self.tails + (gained, expected)

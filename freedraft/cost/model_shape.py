@@ -1,4 +1,5 @@
-"""`ModelShape`: the dimensions of a decoder, read from its Hugging Face configuration."""
+"""`ModelShape`: the dimensions of a decoder, read from its Hugging Face configuration; `state_bytes`: the same of its
+recurrent states."""
 
 from __future__ import annotations
 
@@ -10,7 +11,6 @@ from typing import Any, Self
 
 from freedraft.config import ConfigError
 from freedraft.cost.hardware import DTYPE_BYTES
-from freedraft.cost.states import layer_kinds
 
 # Names of a field in different families; the first one present counts.
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -98,7 +98,7 @@ class ModelShape:
             config = {"num_hidden_layers": len(blocks), **config}
         try:
             hidden, heads, layers = (int(_first(config, names)) for names in (_HIDDEN, _HEADS, _LAYERS))
-            name = _dtype(config, dtype)
+            name, slides = _dtype(config, dtype), config.get("use_sliding_window")
             size = DTYPE_BYTES[name]
             return cls(
                 hidden=hidden,
@@ -115,7 +115,7 @@ class ModelShape:
                 dtype=name,
                 latent=_latent(config),
                 experts=_experts(config, layers),
-                window=_window(config),
+                window=None if slides is False else int(config.get("sliding_window") or 0) or None,
                 window_layers=_window_layers(config, layers),
             )
         except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -194,12 +194,6 @@ def _kv_bytes(kv_dtype: str | None, quantised: Mapping[str, Any]) -> float | Non
     return float(bits) / 8 if bits else None
 
 
-def _window(config: Mapping[str, Any]) -> int | None:
-    if config.get("use_sliding_window") is False or not config.get("sliding_window"):
-        return None
-    return int(config["sliding_window"])
-
-
 def _window_layers(config: Mapping[str, Any], layers: int) -> float:
     if kinds := config.get("layer_types"):
         return sum("sliding" in str(kind) for kind in kinds) / len(kinds)
@@ -221,3 +215,56 @@ def _experts(config: Mapping[str, Any], layers: int) -> Experts | None:
     able = [i for i in range(layers) if "moe" not in kinds or kinds[i] == "moe"]
     sparse = [i for i in able if i not in dense and (i + 1) % step == 0]
     return Experts(total, int(_first(config, _EXPERTS_PER_TOKEN)), intermediate, shared, len(sparse))
+
+
+def layer_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
+    """The kind of each layer as configurations name them; without a list "linear_attention" or "full_attention".
+    layers: their number."""
+    if kinds := config.get("layer_types") or config.get("layers_block_type"):
+        return [str(kind) for kind in kinds]
+    if pattern := config.get("hybrid_override_pattern"):  # Nemotron-H
+        return [{"M": "mamba", "*": "full_attention", "E": "moe"}.get(letter, "mlp") for letter in pattern]
+    kda = (config.get("linear_attn_config") or {}).get("kda_layers")  # Kimi-Linear counts from 1
+    every = int(config.get("full_attention_interval") or 0)  # Qwen3-Next; Falcon-H1 has both in each layer
+    default = "mamba_d_state" in config
+    recurrent = [i + 1 in kda if kda else bool((i + 1) % every) if every else default for i in range(layers)]
+    return ["linear_attention" if each else "full_attention" for each in recurrent]
+
+
+def state_bytes(config: Mapping[str, Any], ranks: int = 1) -> float:
+    """Bytes of one state of a request over all layers of a rank: matrices of Gated DeltaNet, Kimi Delta Attention or
+    Mamba2, float32 unless the configuration names another dtype, and last inputs of convolutions, two bytes each; 0
+    without recurrent layers.
+
+    Args:
+        config: as in config.json; the text decoder may be inside. ranks: tensor-parallel ones.
+
+    Raises KeyError or ValueError: the configuration misses a size.
+    """
+    config = {**config, **(config.get("text_config") or {})}
+    kinds = layer_kinds(config, int(config.get("num_hidden_layers") or 0))
+    layers = sum(kind in ("linear_attention", "mamba", "conv") for kind in kinds)
+    if not layers:
+        return 0.0
+    numbers, channels, width = _sizes(config, ranks)
+    name = str(config.get("mamba_ssm_dtype") or config.get("mamba_ssm_cache_dtype") or "float32")
+    return layers * (numbers * DTYPE_BYTES[name] + channels * (width - 1) * 2) / ranks
+
+
+def _sizes(config: Mapping[str, Any], ranks: int) -> tuple[int, int, int]:
+    """Of a layer over all ranks: numbers of its matrices, channels and width of its convolution."""
+    if linear := config.get("linear_attn_config"):
+        heads, head = int(linear["num_heads"]), int(linear["head_dim"])
+        return heads * head * head, 3 * heads * head, int(linear["short_conv_kernel_size"])
+    if heads := int(config.get("linear_num_value_heads") or 0):
+        key, value = int(config["linear_key_head_dim"]), int(config["linear_value_head_dim"])
+        channels = 2 * int(config["linear_num_key_heads"]) * key + heads * value
+        return heads * key * value, channels, int(config["linear_conv_kernel_dim"])
+    if width := int(config.get("conv_L_cache") or 0):  # LFM2
+        return 0, int(config["hidden_size"]), width
+    names = ["mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"]  # Nemotron-H
+    if "mamba_d_state" in config:
+        names = ["mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv"]
+    heads, head, state, groups, width = (int(config[name]) for name in names)
+    groups = groups if groups % ranks == 0 else ranks  # each rank has the whole group of its heads
+    return heads * head * state, heads * head + 2 * groups * state, width

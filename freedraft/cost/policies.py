@@ -4,7 +4,6 @@ engines that decide them before drafting (vLLM's `num_speculative_tokens_per_bat
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -14,8 +13,7 @@ from freedraft.cost.auto import Auto
 from freedraft.cost.auto_by_batch import BatchLengths, Rows, candidate_lengths
 from freedraft.cost.controller import Controller, DrafterDecides, FullLength, Knee, Policy
 from freedraft.cost.hardware import choose_profile
-from freedraft.cost.head import Head
-from freedraft.cost.measured import Measured
+from freedraft.cost.measured import Head, Measured
 from freedraft.cost.roofline import knee_of, roofline_of
 from freedraft.step import EngineContext
 
@@ -47,20 +45,18 @@ def make_controller(
         ConfigError: `hardware` names no usable profile.
     """
     profile, most, widths = choose_profile(hardware, context.device), context.max_draft_tokens, context.widths
-    controller: Controller | None = None
-    head = Head(context.head) if context.head else None
     if policy == "fixed" or (context.lengths is not None and (policy != "auto" or len(context.lengths) == 1)):
-        controller = FullLength(profile, most, widths)  # the engine's table of lengths has the knee, if that decides
-    elif policy == "auto":
+        return FullLength(profile, most, widths)  # the engine's table of lengths has the knee, if that decides
+    if policy == "auto":
+        head = Head(context.head) if context.head else None
         try:
             measured = Measured(roofline_of(context, profile), step_times)
             if context.lengths is not None:
-                controller = BatchLengths(measured, context.lengths, head)
-            else:
-                controller = (DrafterDecides if drafter_decides else Auto)(profile, most, widths, measured, head)
+                return BatchLengths(measured, context.lengths, head)
+            return (DrafterDecides if drafter_decides else Auto)(profile, most, widths, measured, head)
         except ConfigError as error:
             logger.warning("freedraft: %s: policy 'knee' decides instead of 'auto'", error)
-    return controller or Knee(profile, most, widths, knee or knee_of(context, profile))
+    return Knee(profile, most, widths, knee or knee_of(context, profile))
 
 
 def draft_lengths(
@@ -71,23 +67,22 @@ def draft_lengths(
     if policy == "fixed":
         return None
     profile, max_tokens = choose_profile(hardware, context.device), context.max_draft_tokens
-    by_knee = Knee(profile, max_tokens, None, knee or knee_of(context, profile)).length
-    length_of: Callable[[int], int] = lambda batch: max(by_knee(batch), context.head)  # noqa: E731
-    lengths = context.lengths or candidate_lengths(max_tokens)
-    learnt: tuple[int, ...] = ()
+    rule = Knee(profile, max_tokens, None, knee or knee_of(context, profile))
+    model: BatchLengths | None = None
     if policy == "auto":
         with suppress(ConfigError):  # as in `make_controller`: the knee decides
             head = Head(context.head) if context.head else None
+            lengths = context.lengths or candidate_lengths(max_tokens)
             model = BatchLengths(Measured(roofline_of(context, profile)), lengths, head)
-            length_of, learnt = (lambda batch: model.best(model.seconds(batch, CONTEXT))), tuple(model.lengths.tolist())
     rows: Rows = []
     first = 1
     while first <= LARGEST:
-        last = 2 * first - 1
-        length = length_of((first + last + 1) // 2)
+        last, batch = 2 * first - 1, first + first // 2
+        length = model.best(model.seconds(batch, CONTEXT)) if model else max(rule.length(batch), context.head)
         if rows and rows[-1][2] == length:
             rows[-1] = rows[-1][0], last, length
         else:
             rows.append((first, last, length))
         first = last + 1
+    learnt = tuple(model.lengths.tolist()) if model else ()
     return Schedule(rows, learnt) if learnt or len(rows) > 1 or rows[0][2] < max_tokens else None

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from freedraft.config import ConfigError
 from freedraft.cost.hardware import HardwareProfile
 from freedraft.cost.model_shape import ModelShape
-from freedraft.recipe import Recipe
+from freedraft.draft_model import Recipe
 from freedraft.step import EngineContext
 
 Number = float | NDArray[np.float64]

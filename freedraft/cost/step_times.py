@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from freedraft.compiled import compiled
 from freedraft.cost.roofline import Roofline
-from freedraft.files import write_json_atomically
-from freedraft.recipe import Recipe
+from freedraft.draft_model import Recipe
+from freedraft.files import write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ class StepTimes:
         data = {"format": FORMAT, "for": self._identity(), "level": self._level, "cells": cells}
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_json_atomically(self._path, data, durable=False)
+            write_atomically(self._path, json.dumps(data).encode(), mode=0o666, durable=False)
         except OSError as error:
             logger.warning("freedraft: cannot write step times to %s (%s); they are not kept", self._path, error)
             self._path = None

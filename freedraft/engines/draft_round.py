@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from torch.distributed import ReduceOp, all_reduce
 from torch.nn.functional import pad
 
-from freedraft.draft_model import Drafted, DraftRound, PassOutputs
+from freedraft.draft_model import Drafted, PassOutputs, Window
 from freedraft.guarded_method import EngineMustEnd, is_device_fault
-from freedraft.recipe import Window
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,10 +61,10 @@ class DraftRanks:
             self._group.broadcast_object((self._calls, name, arguments), src=0)
         return self._calls
 
-    def serve(self, build: Callable[..., Any], start: Callable[..., DraftRound]) -> None:
+    def serve(self, build: Callable[..., Any], start: Callable[..., RankedRound]) -> None:
         """In worker ranks: repeat the calls that rank 0 broadcasts, by `build` and `start`. A failure ends drafting in
         this step on all ranks. Raises EngineMustEnd: see `together`."""
-        round_: DraftRound | None = None
+        round_: RankedRound | None = None
         while (told := self._group.broadcast_object(None, src=0)) is not None:
             call, name, arguments = told
             try:
@@ -130,8 +129,13 @@ class DraftPass(NamedTuple):
     number: int
 
 
-class RankedRound(DraftRound):
-    """Draft passes that all tensor-parallel ranks run at the same time. Results come to the host in one transfer."""
+class RankedRound(ABC):
+    """Draft passes for the requests of one step, one token per request and pass, that all tensor-parallel ranks run at
+    the same time. Results come to the host in one transfer.
+
+    The pass at position p of a request writes the KV of its token at context - 1 + p, in a slot that the engine has
+    reserved for this step's verification, which writes it again before anything else reads it.
+    """
 
     def __init__(self, ranks: DraftRanks, draft_pass: DraftPass, max_draft_len: int) -> None:
         self._ranks, self.draft_pass, self.max_draft_len = ranks, draft_pass, max_draft_len
@@ -149,7 +153,14 @@ class RankedRound(DraftRound):
         """Run the pass; see `most_likely`."""
 
     def launch(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int, count: int = 1) -> torch.Tensor:
-        """float32 [N, R, 2K (+ 1)], see `most_likely`."""
+        """Start `count` passes (N), each on the most likely token of the previous one, without waiting. Returns float32
+        [N, R, 2K (+ 1)], see `most_likely`, for `read`.
+
+        Args:
+            rows: intp [R], rows of the step; all smaller positions must have been run for them.
+            tokens: int32 [R], the token at `position` of each: its root at 0, then its drafts.
+            position: of the first pass, from 0.
+        """
         self._ranks.tell("run", rows, tokens, position, count)
         ready = self._ranks.ready(lambda: self._ready(rows, tokens, position))
         with self._ranks.together():

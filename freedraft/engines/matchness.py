@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import pad
 
-from freedraft.draft_model import MatchnessScorer, T, Visit
-from freedraft.engines.draft_round import Sublayer, sublayers_of
-from freedraft.recipe import Recipe
+from freedraft.draft_model import Recipe
+from freedraft.engines.draft_round import Sublayer, T, sublayers_of
 from freedraft.step import Step
 
 SETS = 16  # most sets of a pass sublayer by sublayer, which is padded to it
@@ -55,10 +54,11 @@ class Target(Protocol):
         tokens from position `first` on, `sets` times; attention writes no KV of requests."""
 
 
-class SetScores(MatchnessScorer):
-    """Matchness of recipes on the newest `window` generated tokens of a request, by the target's own modules,
-    uncompiled. Attention reads the target's KV, also of the window; a real draft would read the draft's own KV of the
-    newest token. max_recipes: most recipes per pass; part: most tokens of the window per pass and recipe."""
+class SetScores:
+    """SWIFT's matchness of recipes: the share of the newest `window` generated tokens of a request that a recipe's most
+    likely token predicts. By the target's own modules, uncompiled. Attention reads the target's KV, also of the window;
+    a real draft would read the draft's own KV of the newest token. max_recipes: most recipes per pass; part: most
+    tokens of the window per pass and recipe."""
 
     def __init__(self, model: Target, window: int, max_recipes: int, part: int) -> None:
         self.model, self.window, self.max_recipes, self.part = model, window, max_recipes, part
@@ -67,6 +67,7 @@ class SetScores(MatchnessScorer):
         self._place: Any = None
 
     def observe(self, step: Step) -> bool:
+        """Take the newest tokens of one request of this step, a different one each time; False if none has enough."""
         if step.engine is None:  # the step is over, and its pages may be reused
             return False
         # `window` tokens, each followed by a generated one.
@@ -81,6 +82,7 @@ class SetScores(MatchnessScorer):
         return True
 
     def __call__(self, recipes: Sequence[Recipe]) -> NDArray[np.float64]:
+        """float64 [J]: matchness of each recipe on the tokens that `observe` took; one batched forward pass."""
         bits = np.array([recipe.bits for recipe in recipes], np.bool_)
         parts = range(0, self.window, self.part)
         right = [
@@ -89,8 +91,10 @@ class SetScores(MatchnessScorer):
         ]
         return np.concatenate(right).mean(1)
 
-    def run_sublayers(self, visit: Visit[T]) -> T:
-        """Over the newest tokens that fit into one pass."""
+    def run_sublayers(self, visit: Callable[[torch.Tensor, Callable[..., torch.Tensor]], T]) -> T:
+        """Return the result of `visit`, which runs the model sublayer by sublayer over the newest of these tokens that
+        fit into one pass. Its arguments: the embedded tokens, float [W, H], and a function (index of a sublayer, float
+        [J, W, H]) -> the residual stream after it, for J streams before it."""
         sets, (embedding, layers, *_) = min(self.max_recipes, SETS), self.model.parts()
 
         def work(ids: torch.Tensor, positions: torch.Tensor, **given: Any) -> T:

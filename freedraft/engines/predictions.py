@@ -38,19 +38,17 @@ def kept(predicted: Sequence[int], answers: Iterable[Sequence[int]]) -> int:
     places = defaultdict[tuple[int, ...], list[int]](list)
     for i in range(len(predicted) - _AGAIN + 1):
         places[tuple(predicted[i : i + _AGAIN])].append(i)
-    return sum(_kept(predicted, places, answer) for answer in answers)
-
-
-def _kept(predicted: Sequence[int], places: dict[tuple[int, ...], list[int]], answer: Sequence[int]) -> int:
-    count = at = i = 0
-    while i < len(answer) and at < len(predicted):
-        if predicted[at] != answer[i]:
-            found = places.get(tuple(answer[i : i + _AGAIN]), [])
-            if (following := bisect_left(found, at)) == len(found):
-                i += 1
-                continue
-            at = found[following]
-        count, at, i = count + 1, at + 1, i + 1
+    count = 0
+    for answer in answers:
+        at = i = 0
+        while i < len(answer) and at < len(predicted):
+            if predicted[at] != answer[i]:
+                found = places.get(tuple(answer[i : i + _AGAIN]), [])
+                if (following := bisect_left(found, at)) == len(found):
+                    i += 1
+                    continue
+                at = found[following]
+            count, at, i = count + 1, at + 1, i + 1
     return count
 
 

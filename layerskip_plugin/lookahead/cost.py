@@ -15,16 +15,7 @@ from freedraft.cost.measured import Measured
 from freedraft.cost.probes import ProbeSchedule
 from freedraft.cost.step_times import row_of
 from layerskip_plugin.lookahead.base import Lookahead
-from layerskip_plugin.rounds import (
-    MAX_DRAFT_LEN,
-    Candidate,
-    DraftPassEstimate,
-    Flags,
-    Floats,
-    Ints,
-    Outcome,
-    RecipeRecord,
-)
+from layerskip_plugin.rounds import MAX_DRAFT_LEN, Candidate, Flags, Floats, Ints, Outcome, RecipeRecord
 from layerskip_plugin.skip_set import SkipSet
 
 PRIOR = 0.8  # initial rate of acceptance
@@ -94,7 +85,9 @@ class Cost(Lookahead):
 
     # -- before a round ------------------------------------------------------------------------------------------------
 
-    def estimate(self, recipe: SkipSet, requests: int, max_draft_len: int) -> DraftPassEstimate:
+    def estimate(self, recipe: SkipSet, requests: int, max_draft_len: int) -> tuple[NDArray[np.float64], ...]:
+        """float64 [M] each, by maximum draft length m = 1 .. M: expected accepted tokens of these requests together,
+        their draft tokens together, and seconds of the passes."""
         record, most = self.records[recipe], min(max_draft_len, self.longest)
         if self.reads_ahead:
             seconds = self.measured.pass_seconds(recipe, requests) * np.arange(1, most + 1)
@@ -104,21 +97,21 @@ class Cost(Lookahead):
             rows = requests * reached / np.maximum(any_left, 1e-9)
             seconds = np.cumsum(any_left * self.measured.pass_seconds(recipe, np.maximum(rows, 1)))
         gain, tokens = (requests * np.cumsum(share[:most]) for share in (record.accepted, record.verified))
-        return DraftPassEstimate(gain, tokens, seconds)
+        return gain, tokens, seconds
 
     def rates(self, recipe: SkipSet, requests: int, batch: int) -> NDArray[np.float64]:
         """float64 [M + 1]: expected tokens per second of a step in which `requests` draft, by maximum draft length from
         0."""
-        expected, widths = self.estimate(recipe, requests, self.longest), self.widths
+        (gain, tokens, seconds), widths = self.estimate(recipe, requests, self.longest), self.widths
         if widths is None:
-            width, verification = 1, self.measured.step_seconds(batch, batch + expected.tokens)
+            width, verification = 1, self.measured.step_seconds(batch, batch + tokens)
         else:  # all requests have the longest draft's width: a position costs if any request drafts there
             width = int(widths[0])
             by_place = self.measured.step_seconds(batch, batch * holding(np.arange(2, self.longest + 2), widths))
             verified = self.records[recipe].verified[1 : self.longest]
             anyone = 1 - (1 - np.minimum(verified, 1)) ** requests
             verification = by_place[0] + np.concatenate([[0.0], np.cumsum(anyone * np.diff(by_place))])
-        drafting = (batch + expected.gain) / (expected.seconds + verification)
+        drafting = (batch + gain) / (seconds + verification)
         return np.concatenate([[batch / float(self.measured.step_seconds(batch, batch * width))], drafting])
 
     def choose(self, candidates: Sequence[Candidate], batch: int, context: float) -> SkipSet | None:
@@ -167,7 +160,7 @@ class Cost(Lookahead):
         self.step_price = self.measured.step_seconds(batch, query_tokens)
         if self.scheduled:  # as measured, with the passes of such a round
             seconds = float(self.measured.step_seconds(batch, batch * (1 + self.max_draft_len)))
-            self.rate = (batch + float(self.estimate(recipe, requests, self.max_draft_len).gain[-1])) / seconds
+            self.rate = (batch + float(self.estimate(recipe, requests, self.max_draft_len)[0][-1])) / seconds
             self.step_price[:] = 0.0
 
     def end(self, length: int) -> None:

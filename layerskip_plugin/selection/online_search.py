@@ -6,7 +6,7 @@ import logging
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from freedraft.cost.measured import Measured
-from freedraft.draft_model import MatchnessScorer
 from freedraft.step import Step
 from layerskip_plugin.knapsack_search import integer_weights, search
 from layerskip_plugin.pass_times import PassTimes, serving_times
@@ -23,7 +22,6 @@ from layerskip_plugin.skip_set import SkipSet
 
 logger = logging.getLogger("freedraft.layerskip")
 
-Clock = Callable[[], float]
 MATCHNESS_RATE = 0.2  # weight of the newest window in the incumbent's matchness
 MAX_SAVED = 1.0  # maximum of saved seconds of searching: no long search after a pause
 # Seconds of a search or a scoring, and the largest weight or number of sets before their times are known.
@@ -49,26 +47,26 @@ class OnlineSearch(Selection):
 
     optimized = 0  # sets are replaced soon
     share, window = 0.01, 32
+    clock = staticmethod(time.perf_counter)
     name: str
     kept: float
     confirm: int
     min_lead: float
 
-    scorer: MatchnessScorer
+    scorer: Any  # see `DraftModel.scorer`
     measured: Measured | None
     _present: SkipSet
     _batch: int
 
-    def __init__(self, incumbent: SkipSet, clock: Clock) -> None:
+    def __init__(self, incumbent: SkipSet) -> None:
         super().__init__({self.name: incumbent})
-        self.clock = clock
         self.matchness, self.candidates, self.idle = 0.0, 0, 0
         self.seconds = {"search": 0.0, "score": 0.0}  # per weight of KnapSpec's search, and per scored set
-        self._saved, self._updated = 0.0, clock()
+        self._saved, self._updated = 0.0, self.clock()
         self._step_seconds = 0.0  # of the newest step, expected for the next one
         self._use([])
 
-    def prepare(self, scorer: MatchnessScorer, measured: Measured | None) -> None:
+    def prepare(self, scorer: Any, measured: Measured | None) -> None:
         self.scorer, self.measured = scorer, measured
 
     @property
@@ -245,16 +243,9 @@ class Swift(OnlineSearch):
     name, kept, confirm, min_lead = "swift", 0.0, 3, 0.01
     ratio, bayesian, most, patience, stop_score = 0.45, 25, 1000, 300, 0.95  # appendix B.2: r, beta, S
 
-    def __init__(
-        self,
-        n_layers: int,
-        model: str = "",
-        ratio: float = ratio,
-        protected: Iterable[int] = (),
-        clock: Clock = time.perf_counter,
-    ) -> None:
+    def __init__(self, n_layers: int, model: str = "", ratio: float = ratio, protected: Iterable[int] = ()) -> None:
         self.space = BitSearch(n_layers, round(ratio * 2 * n_layers), model, protected)
-        super().__init__(self.space.uniform(), clock)
+        super().__init__(self.space.uniform())
 
     @property
     def searching(self) -> bool:
@@ -287,9 +278,9 @@ class KnapSpec(OnlineSearch):
 
     name, kept, confirm, min_lead = "knapspec", 0.25, 6, 0.03
 
-    def __init__(self, n_layers: int, model: str = "", clock: Clock = time.perf_counter) -> None:
+    def __init__(self, n_layers: int, model: str = "") -> None:
         self._empty = SkipSet.empty(n_layers, model)
-        super().__init__(self._empty, clock)
+        super().__init__(self._empty)
         self._times: PassTimes | None = None
         self._searches, self._random = 0, np.random.default_rng(0)
 

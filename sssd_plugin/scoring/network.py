@@ -121,10 +121,6 @@ def write_inputs(request, scratch, node, m):
 # Vectors: short loops over arrays that may overlap are not vectorised.
 
 
-def _array(context, builder, form, value):
-    return context.make_array(form)(context, builder, value)
-
-
 def _row(context, builder, array, row):
     """The address of a row of `WIDTH` numbers."""
     place = builder.gep(array.data, [builder.mul(row, context.get_constant(types.intp, WIDTH))])
@@ -139,8 +135,9 @@ def add_rows(typingctx, start, layer, first, values, row, target):
     """
 
     def codegen(context, builder, signature, args):
-        make, at = partial(_array, context, builder), partial(_row, context, builder)
-        begin, rows, numbers, end = (make(signature.args[i], args[i]) for i in (0, 1, 3, 5))
+        at = partial(_row, context, builder)
+        arrays = (context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 1, 3, 5))
+        begin, rows, numbers, end = arrays
         zero = context.get_constant(types.intp, 0)
         columns = cgutils.unpack_tuple(builder, numbers.shape)[1]
         own = builder.gep(numbers.data, [builder.mul(args[4], columns)])

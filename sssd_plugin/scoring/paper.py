@@ -7,10 +7,8 @@ Algorithm 3 merges the continuations by count ratios, discounted by source and m
 from __future__ import annotations
 
 import heapq
-from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from freedraft.compiled import compiled
 from freedraft.cost.acceptance import KINDS
@@ -40,25 +38,11 @@ _NODE = record(
 )
 
 
-class Tries(NamedTuple):
-    """Tries of continuations by source, in one array: node 0 is the root for the datastore, node m the root for matches
-    of m tokens in the request. Siblings are sorted by token."""
-
-    nodes: NDArray[Any]  # [_MAX_NODES]
-    used: NDArray[np.int64]  # [1], number of nodes
-
-
 @compiled(nogil=True)
 def scratch():
-    return Tries(np.empty(_MAX_NODES, _NODE), np.empty(1, np.int64))
-
-
-@compiled(nogil=True)
-def _clear(nodes, used):
-    for source in range(1 + PREFIX):
-        root = nodes[source]
-        root.count, root.first, root.last = 0, -1, -1
-    used[0] = 1 + PREFIX
+    """Return tries of continuations by source, in one array: node 0 is the root for the datastore, node m the root for
+    matches of m tokens in the request. Siblings are sorted by token. And int64 [1], number of nodes."""
+    return np.empty(_MAX_NODES, _NODE), np.empty(1, np.int64)
 
 
 @compiled(nogil=True)
@@ -148,12 +132,15 @@ def draft_tree(request, store, limits, tree, tries):
     A node's kind is its match length in the request, 0 for the datastore, and its source; learnt text counts as
     datastore. Arguments as in `learned.draft_tree`; tries: from `scratch`.
     """
-    nodes, used = tries  # unpacked once: each access to a tuple's field counts references
+    nodes, used = tries
     tokens, n, (max_nodes, chain) = request.tokens, 1, limits
     if len(tokens) == 0:
         return 0
     add_node(tree, 0, tokens[-1], -1, 1.0, 0)
-    _clear(nodes, used)
+    for source in range(1 + PREFIX):
+        root = nodes[source]
+        root.count, root.first, root.last = 0, -1, -1
+    used[0] = 1 + PREFIX
     _add_request(nodes, used, request)
     _add_store(nodes, used, store, tokens)
     # (negative score, parent in the tree, node, source); equal scores are ordered by parent, oldest first.

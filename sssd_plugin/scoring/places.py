@@ -17,10 +17,9 @@ from sssd_plugin.scoring.inputs import LONG_ORDERS, REQUEST_ORDERS, SHORT_ORDERS
 from sssd_plugin.scoring.matches import LENGTH, MAX_MATCH, POSITION
 from sssd_plugin.scoring.ranges import MANY
 from sssd_plugin.scoring.views import record
-from sssd_plugin.sources import PREDICTION
-from sssd_plugin.sources import REQUEST as OWN
+from sssd_plugin.sources import PREDICTION, REQUEST
 
-NOWHERE, REQUEST = -2, -1  # texts; others are sub-indices of the store
+NOWHERE, OWN = -2, -1  # texts: none, and the request's own; others are sub-indices of the store
 ROWS = 4  # request and store, each with matches that disagree and that agree on the next token
 SHORT_OCCURRENCES = 16  # newest occurrences of a single token to visit
 
@@ -58,7 +57,7 @@ def find_in_request(request, matches, context, filled, depth, place):
             if match > length:
                 length, at = match, np.int64(i)
             i = request.previous[i]
-    _set(place, REQUEST if length > 0 else NOWHERE, at, length, agree, end - at if depth == 0 else 0)
+    _set(place, OWN if length > 0 else NOWHERE, at, length, agree, end - at if depth == 0 else 0)
 
 
 @compiled(nogil=True)
@@ -87,7 +86,7 @@ def share_of(place, copies):
 @compiled(nogil=True)
 def next_token(request, table, place):
     """Return the token after a place, negative if its text ends there."""
-    if place.text == REQUEST:
+    if place.text == OWN:
         at = place.at + 1
         if at >= len(request.tokens):
             return request.tokens[at - place.back] if place.back > 0 else np.int32(-1)
@@ -100,7 +99,7 @@ def next_token(request, table, place):
 def go_on(request, above, place):
     """Write the place of the child of the node at `above`."""
     at = above.at + 1
-    if above.text == REQUEST and at >= len(request.tokens):
+    if above.text == OWN and at >= len(request.tokens):
         at -= above.back
     _set(place, above.text, at, above.length + 1, above.row, above.back)
 
@@ -108,7 +107,7 @@ def go_on(request, above, place):
 @compiled(nogil=True)
 def kind_of(sources, place):
     """Return a copied node's kind, see `inputs.NODE_KINDS`, and its source."""
-    if place.text != REQUEST:
+    if place.text != OWN:
         source = sources.store.table[place.text, SOURCE]
         return min(place.length, STORE_ORDERS) * (REQUEST_ORDERS + 1) + KINDS * source
     orders = min(place.length, SHORT_ORDERS)
@@ -120,4 +119,4 @@ def kind_of(sources, place):
 @compiled(nogil=True)
 def source_at(predicted, at):
     """Return the source of the token after a place in a request's text. predicted: see `Sources`."""
-    return PREDICTION if predicted[0] <= at + 1 < predicted[1] else OWN
+    return PREDICTION if predicted[0] <= at + 1 < predicted[1] else REQUEST

@@ -16,8 +16,7 @@ from freedraft.cost.allocation import allocate, allocate_width
 from freedraft.cost.auto import Auto
 from freedraft.cost.auto_by_batch import BatchLengths, candidate_lengths
 from freedraft.cost.controller import FullLength, Knee
-from freedraft.cost.head import Head
-from freedraft.cost.measured import Measured
+from freedraft.cost.measured import Head, Measured
 from freedraft.cost.policies import make_controller
 from freedraft.draft import DraftBatch
 from tests.support.steps import chains, make_step

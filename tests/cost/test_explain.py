@@ -18,9 +18,9 @@ from freedraft.cost import profiling
 from freedraft.cost.auto_by_batch import CHAIN_TOKENS_PER_STEP, expected_tokens
 from freedraft.cost.explain import CURVES, explain
 from freedraft.cost.hardware import HardwareProfile
+from freedraft.cost.model_shape import state_bytes
 from freedraft.cost.policies import CONTEXT, draft_lengths, make_controller
 from freedraft.cost.roofline import Roofline
-from freedraft.cost.states import state_bytes
 from tests.support.disks import full_disk
 from tests.support.published import QWEN3_30B, QWEN36_27B
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from freedraft.cost.model_shape import ModelShape
+from freedraft.cost.model_shape import ModelShape, state_bytes
 from freedraft.cost.roofline import weight_bytes
-from freedraft.cost.states import state_bytes
 from tests.support import published as models
 
 

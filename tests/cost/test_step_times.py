@@ -12,7 +12,7 @@ from known import PROFILE, ROOFLINE, SHAPE
 
 from freedraft.cost.roofline import Roofline
 from freedraft.cost.step_times import StepTimes
-from freedraft.recipe import Window
+from freedraft.draft_model import Window
 from layerskip_plugin.skip_set import SkipSet
 
 

@@ -12,7 +12,7 @@ from lookahead_tools import RECIPE, KnownCosts
 from transformers import LlamaConfig, MistralConfig, Qwen2Config
 
 from freedraft.config import ConfigError
-from freedraft.recipe import Window
+from freedraft.draft_model import Window
 from freedraft.step import EngineContext
 from layerskip_plugin.lookahead.base import Confidence, FixedLength, Lookahead
 from layerskip_plugin.lookahead.cost import Cost
@@ -74,7 +74,7 @@ def test_trees_at_one_length_are_of_chains_that_end_early(options: dict[str, Any
 def test_several_files_one_and_none(files: list[Path]) -> None:
     for form in (files, ",".join(map(str, files)), [*map(str, files)]):
         options = LayerSkipOptions.parse({"skip_set": form})
-        assert list(options.skip_sets(CONFIG)) == ["little", "much"]
+        assert list(options.skip_sets(CONFIG.num_hidden_layers, MODEL)) == ["little", "much"]
         # What travels between processes of an engine says the same.
         assert LayerSkipOptions.parse(options.model_dump(mode="json", exclude_none=True)) == options
     assert selection(skip_set=str(files[1])).sets["much"].attention == {1, 2}

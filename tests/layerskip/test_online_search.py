@@ -69,13 +69,14 @@ class Traffic:
         return [SkipSet.of_sublayers(skipped, LAYERS, "m") for _, skipped in best.values()]
 
     def swift(self, **options: object) -> Swift:
-        made = Swift(LAYERS, "m", ratio=0.3, clock=lambda: self.now)
-        vars(made).update({"patience": 60} | options)
+        made = Swift(LAYERS, "m", ratio=0.3)
+        vars(made).update({"patience": 60, "clock": lambda: self.now, "_updated": self.now} | options)
         made.prepare(self, None)
         return made
 
     def knapspec(self) -> KnapSpec:
-        made = KnapSpec(LAYERS, "m", lambda: self.now)
+        made = KnapSpec(LAYERS, "m")
+        vars(made).update(clock=lambda: self.now, _updated=self.now)
         made.sets_of_weights, made.pass_times = self.propose, lambda: self.times
         made.prepare(self, None)
         return made

@@ -13,12 +13,11 @@ from freedraft_kernels import TreeBatch, Verification, tree_inputs
 
 from freedraft.config import ConfigError
 from freedraft.draft import DraftBatch
-from freedraft.draft_model import PassOutputs
+from freedraft.draft_model import PassOutputs, Window
 from freedraft.engines.draft_round import most_likely, on_host
 from freedraft.engines.sglang.drafting import AcceptedTokens, BatchDrafting, Gained
 from freedraft.engines.sglang.requests import tenant_of
 from freedraft.guarded_method import GuardedMethod
-from freedraft.recipe import Window
 from freedraft.step import EngineContext
 from freedraft.tenants import tenant_key
 from sssd_plugin.method import SPEC

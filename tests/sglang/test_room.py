@@ -8,7 +8,7 @@ import logging
 
 import pytest
 
-from freedraft.cost.states import state_bytes
+from freedraft.cost.model_shape import state_bytes
 from freedraft.engines.sglang import room
 from tests.support import published as models
 

@@ -15,7 +15,7 @@ from freedraft.cost.controller import Controller, DrafterDecides
 from freedraft.cost.measured import Measured
 from freedraft.cost.roofline import Roofline
 from freedraft.draft import DraftBatch
-from freedraft.draft_model import Drafted, DraftModel, DraftRound, PassOutputs
+from freedraft.draft_model import Drafted, DraftModel, PassOutputs
 from freedraft.engines.sglang.guards import widths_for
 from freedraft.method import Method
 from freedraft.step import EngineContext, Step
@@ -240,7 +240,7 @@ class InTurns(Selection):
         return [list(self.sets.values())[i % len(self.sets)] for i in range(len(request_ids))]
 
 
-class MadeUpModel(DraftModel, DraftRound):
+class MadeUpModel(DraftModel):
     """A draft model without a model; `launch` gives the drafts."""
 
     waits, outputs = False, PassOutputs()
@@ -248,7 +248,7 @@ class MadeUpModel(DraftModel, DraftRound):
     def build(self, recipe: Any, outputs: PassOutputs, *, optimize: bool) -> Any:
         return recipe, outputs
 
-    def start(self, step: Step, draft_pass: Any, rows: np.ndarray, max_draft_len: int) -> DraftRound:
+    def start(self, step: Step, draft_pass: Any, rows: np.ndarray, max_draft_len: int) -> Any:
         self.recipe, self.outputs = draft_pass
         return self
 

@@ -24,10 +24,10 @@ from vllm_pages import Pages, Reading, leaving_the_cache
 from windowed_reference import Reference
 
 from freedraft.draft import DraftBatch
+from freedraft.draft_model import Window
 from freedraft.engines import copies
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from freedraft.engines.vllm.methods import register
-from freedraft.recipe import Window
 from layerskip_plugin.skip_set import SkipSet
 from tests.support import switched
 from tests.support.conformance import (

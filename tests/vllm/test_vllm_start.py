@@ -16,10 +16,10 @@ from rich.console import Console
 
 from freedraft import doctor
 from freedraft.config import ConfigError
-from freedraft.engines.hooks import Hook, check
+from freedraft.engines.hooks import Hook, check, installed_version
 from freedraft.engines.vllm import methods, patching
 from freedraft.engines.vllm.context import start_line
-from freedraft.engines.vllm.hooks import HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
+from freedraft.engines.vllm.hooks import DISTRIBUTIONS, HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
 from tests.support.stores import build_store
 
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
@@ -146,7 +146,7 @@ def test_the_method_is_rewritten_and_options_travel(tiny_model):
 def test_one_line_says_what_decides_the_speed(tiny_model):
     config = config_of(tiny_model, GOOD, tensor_parallel_size=2, enforce_eager=True)
     line = start_line(config, "sssd", v2=False)
-    said = ["method 'sssd'", methods.vllm_version(), "runner V1", "async scheduling off", "CUDA graphs off",
+    said = ["method 'sssd'", installed_version(DISTRIBUTIONS), "runner V1", "async scheduling off", "CUDA graphs off",
             "attention", "2 tensor-parallel ranks", "up to 8 draft tokens"]  # fmt: skip
     assert "\n" not in line and all(words in line for words in said) and "data" not in line and "not test" not in line
     config.speculative_config.num_speculative_tokens_per_batch_size = [(1, 8, 8), (9, 99, 0)]
@@ -389,7 +389,7 @@ def test_a_renamed_hook_leaves_the_engine_running_without_us(tiny_model, monkeyp
     monkeypatch.setattr(GPUModelRunner, "renamed", getattr(GPUModelRunner, name), raising=False)
     monkeypatch.delattr(GPUModelRunner, name)
     assert config_of(tiny_model, dict(GOOD)).speculative_config is None
-    said = [f"GPUModelRunner.{name} is missing", methods.vllm_version(), "without speculation"]
+    said = [f"GPUModelRunner.{name} is missing", installed_version(DISTRIBUTIONS), "without speculation"]
     assert all(words in line() for words in said)
 
 

@@ -358,7 +358,7 @@ def test_graphs_of_draft_passes_that_cannot_be_captured(tiny_model, monkeypatch)
     assert "without CUDA graphs" in line and DraftGraphs.failed
 
 
-def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_model):
+def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_model, monkeypatch):
     """Two sets, at nine sizes each, for each of which vLLM's own graphs take 20 MiB, and the logits of 256 requests;
     not on attention whose passes are not captured, and nothing where vLLM captures nothing itself."""
     from vllm.config import set_current_vllm_config
@@ -368,8 +368,9 @@ def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_mode
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from freedraft.engines.vllm.draft_graphs import with_draft_graphs
+    from freedraft.engines.vllm import draft_graphs
 
+    monkeypatch.setattr(draft_graphs, "passes_to_capture", lambda sets: sets)
     own, vocab, mib = [1, 2, 4, *range(8, 257, 8)], 100_000, 2**20
 
     def profiled(estimate, backend, sets):
@@ -381,7 +382,7 @@ def test_memory_for_graphs_of_draft_passes_is_left_out_of_the_kv_cache(tiny_mode
         compilation.static_forward_context["other"] = torch.nn.Identity()  # a layer without attention, as experts are
         with set_current_vllm_config(runner.vllm_config):
             Attention(4, 64, 0.125, prefix="layers.0", attn_backend=backend)
-        return with_draft_graphs(lambda runner: sets, lambda runner: estimate, runner)
+        return draft_graphs.with_draft_graphs(lambda runner: sets, lambda runner: estimate, runner)
 
     estimate, logits = 20 * mib * len(own), 256 * vocab * (4 + 4 + 4)
     assert profiled(estimate, TritonAttentionBackend, 2) == estimate + 2 * 9 * 20 * mib + logits

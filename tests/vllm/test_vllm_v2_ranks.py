@@ -55,7 +55,7 @@ def test_ranks_keep_their_lengths(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("size", "most"), [(2, 18), (8, 8), (64, 4), (128, 3), (256, 2), (2000, 1), (50000, 0)])
 def test_votes_fit_what_vllm_adds_up(size, most):
     """The shortest length wins. A rank without freedraft, which adds 1, is recognised."""
-    from freedraft.engines.vllm.v2.agreement import shortest, vote, votes_fit
+    from freedraft.engines.vllm.v2.lengths import shortest, vote, votes_fit
 
     assert [n for n in range(31) if votes_fit(n, size)] == [*range(1, most + 1)]
     for index in range(most):
@@ -72,7 +72,7 @@ def test_votes_say_what_vllm_asks(monkeypatch):
     from vllm.config import ParallelConfig
     from vllm.distributed import utils
 
-    from freedraft.engines.vllm.v2.agreement import vote
+    from freedraft.engines.vllm.v2.lengths import vote
 
     monkeypatch.setattr(utils, "suppress_stdout", nullcontext)  # which is not for two threads
     store = HashStore()

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 from vllm_cases import TINY, greedy_case, save_sets, seeded_case, token_prompts, two_skip_sets
 
-from freedraft.recipe import Window
+from freedraft.draft_model import Window
 from tests.support import prompts
 from tests.support.images import IMAGE, VIDEO, add_torchvision, save_image_model
 from tests.support.models import save, tiny_model, weaken

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from freedraft.recipe import Window
+from freedraft.draft_model import Window
 
 
 class Reference:

@@ -124,7 +124,7 @@ class TreeAlgorithm(CustomSpecAlgo):
         return made
 
     def create_future_map(self, device: Any, *args: Any, **kwargs: Any) -> Any:
-        from freedraft.engines.sglang.future_map import EarlyFutureMap
+        from freedraft.engines.sglang.drafting import EarlyFutureMap
 
         return EarlyFutureMap(device, self, *args, **kwargs)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 from sglang.kernels.ops.speculative.cache_locs import assign_extend_cache_locs_func
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from freedraft.draft_model import DraftModel, PassOutputs
+from freedraft.draft_model import DraftModel, PassOutputs, Recipe, Window
 from freedraft.engines.draft_round import DraftPass, DraftRanks, RankedRound, most_likely, on_device, run_kept
 from freedraft.engines.matchness import SetScores
 from freedraft.engines.sglang.graphs import Captured, capture, free_bytes, log_taken
 from freedraft.engines.sglang.passes import Forward, Kept, Passes, Tokens, WindowedRead, kept_of
 from freedraft.guarded_method import is_device_fault
-from freedraft.recipe import Recipe, Window
 from freedraft.step import Step
 
 logger = logging.getLogger(__name__)
@@ -109,12 +108,7 @@ class PagedDraftModel(Passes, DraftModel):
         return forward
 
 
-class _Ready(NamedTuple):
-    """Tokens of a pass, their windowed read and their forward batch."""
-
-    tokens: Tokens
-    read: WindowedRead | None
-    batch: ForwardBatch
+Ready = tuple[Tokens, WindowedRead | None, ForwardBatch]  # of a pass
 
 
 class PagedRound(RankedRound):
@@ -143,23 +137,30 @@ class PagedRound(RankedRound):
             device=batch.seq_lens.device,
         ).view(-1, max_draft_len)
 
-    def _ready(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> _Ready:
+    def _ready(self, rows: NDArray[np.intp], tokens: NDArray[np.int32], position: int) -> Ready:
         past = self._batch.seq_lens_cpu.numpy()[rows].astype(np.int64) + position
         rows_there, ids, positions = on_device(np.stack((rows, tokens, past)), self.slots.device)
         here = torch.from_numpy(np.ascontiguousarray(rows, np.int64))
         slots = self._slots(rows_there, positions)
         there = Tokens(here, torch.from_numpy(past), rows_there, ids, positions, slots)
         read = self._windowed(rows, rows_there)
-        return _Ready(there, read, self._pass(there, read))
+        return there, read, self._pass(there, read)
 
-    def _next(self, ready: _Ready, ids: torch.Tensor) -> _Ready:
-        tokens, positions = ready.tokens, ready.tokens.positions + 1
+    def _next(self, ready: Ready, ids: torch.Tensor) -> Ready:
+        tokens, read, _ = ready
+        positions = tokens.positions + 1
         slots = self._slots(tokens.rows_there, positions)
         tokens = tokens._replace(past=tokens.past + 1, ids=ids, positions=positions, slots=slots)
-        return ready._replace(tokens=tokens, batch=self._pass(tokens, ready.read))
+        return tokens, read, self._pass(tokens, read)
 
-    def _output(self, ready: _Ready) -> torch.Tensor:
-        logits = self._as_sampled(self._model.run(self.draft_pass.layers, ready.batch), ready.tokens.rows_there)
+    def _output(self, ready: Ready) -> torch.Tensor:
+        tokens, _, batch = ready
+        logits, rows = self._model.run(self.draft_pass.layers, batch), tokens.rows_there
+        sampling = self._batch.sampling_info
+        if sampling.logit_bias is not None:
+            logits = logits + sampling.logit_bias[rows]
+        if not sampling.is_all_greedy:
+            logits = logits / sampling.temperatures.view(-1, 1)[rows]
         return most_likely(logits, self.draft_pass.outputs)
 
     def _slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -182,12 +183,6 @@ class PagedRound(RankedRound):
             dropped_there = on_device(dropped, there.device)
             self._read = WindowedRead(key, window_rows.rows[:n], torch.from_numpy(dropped), dropped_there)
         return self._read
-
-    def _as_sampled(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        sampling = self._batch.sampling_info
-        if sampling.logit_bias is not None:
-            logits = logits + sampling.logit_bias[rows]
-        return logits if sampling.is_all_greedy else logits / sampling.temperatures.view(-1, 1)[rows]
 
 
 class WindowRows:

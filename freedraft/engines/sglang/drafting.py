@@ -1,5 +1,6 @@
 """`BatchDrafting`: builds steps from SGLang's batches, passes them to a method and returns its drafts;
-`AcceptedTokens`: asynchronous host copies of the tokens that each step accepts."""
+`AcceptedTokens`: asynchronous host copies of the tokens that each step accepts; `EarlyFutureMap`: SGLang's relay to
+the next step."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sglang.srt.managers.overlap_utils import FutureMap
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.copies import Copied, LogitsCopy, to_host
@@ -251,3 +253,24 @@ class BatchDrafting:
         np.minimum(counts, kept, out=out.counts)
         out.tokens[:, 0], out.parents[:, 0], out.depths[:, 0] = roots, -1, 0
         return out
+
+
+class EarlyFutureMap(FutureMap):
+    """Under overlap scheduling, SGLang schedules a step while the previous one runs, then waits here for its lengths.
+    On the drafting rank they come with the accepted tokens, by one copy and one wait; other ranks use SGLang's copy."""
+
+    spec_algo: Any  # our `TreeAlgorithm`
+    needs_cpu_seq_lens: bool
+
+    def resolve_seq_lens_cpu(self, batch: Any, *args: Any, **kwargs: Any) -> None:
+        drafted_for = batch.forward_mode.is_decode() and batch.reqs and self.spec_algo.receive_step is not None
+        lengths = self.spec_algo.receive_step(batch) if drafted_for else None
+        relayed = batch.spec_info is not None and batch.spec_info.future_indices is not None
+        if lengths is None or not relayed or not self.needs_cpu_seq_lens:
+            return super().resolve_seq_lens_cpu(batch, *args, **kwargs)
+        self.needs_cpu_seq_lens = False
+        try:
+            super().resolve_seq_lens_cpu(batch, *args, **kwargs)
+        finally:
+            self.needs_cpu_seq_lens = True
+        batch.seq_lens_cpu, batch.seq_lens_sum = lengths, int(lengths.sum())

@@ -104,12 +104,10 @@ def widths_for(
     with LoRA adapters one, since SGLang keeps their inputs for graphs of one width; also one if ranks that draft by
     themselves run a step `together`. On a CPU there are no graphs and every node costs time, so every width is allowed.
     """
-    if together:
+    if together or (adapters and backend != CPU_BACKEND):
         return (max_nodes,)
     if backend == CPU_BACKEND:
         return tuple(range(least, max_nodes + 1))
-    if adapters:
-        return (max_nodes,)
     powers = {1 << i for i in range(0, max_nodes.bit_length(), 2) if least < 1 << i < max_nodes}
     return tuple(sorted(powers | {least, max_nodes}))
 
@@ -229,9 +227,8 @@ def state_shape(args: Any, name: str) -> Shape:
 
 def verify_backend(args: Any) -> str | None:
     """Return the attention backend of the verification pass; None if SGLang has not chosen one yet."""
-    own = (
-        args.decode_attention_backend if args.speculative_attention_mode == "decode" else args.prefill_attention_backend
-    )
+    decodes = args.speculative_attention_mode == "decode"
+    own = args.decode_attention_backend if decodes else args.prefill_attention_backend
     return own or args.attention_backend
 
 

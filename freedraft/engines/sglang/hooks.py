@@ -220,7 +220,6 @@ CPU_HOOKS = table("""
     sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend
     sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_decode
     sglang.srt.platforms.interface.SRTPlatform.get_kv_pool_cls(kind)
-    sglang.srt.platforms.interface.PlatformCapabilities
     sglang.srt.platforms.cpu.CpuDeviceMixin
     sglang.srt.platforms.device_mixin.PlatformEnum
     sglang.srt.mem_cache.memory_pool.KVWriteLoc

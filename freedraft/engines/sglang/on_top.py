@@ -30,7 +30,6 @@ from freedraft.engines.sglang.drafting import BatchDrafting, Gained
 from freedraft.engines.sglang.graphs import Captured
 from freedraft.engines.sglang.guards import BACKENDS
 from freedraft.engines.sglang.requests import rests_on_drafts
-from freedraft.engines.sglang.verify import TreeVerifier
 from freedraft.engines.sglang.worker import TreeVerifyWorker
 from freedraft.step import Step
 
@@ -38,10 +37,9 @@ from freedraft.step import Step
 class OnTopDrafting(BatchDrafting):
     """Counts what a step accepted of the head's tokens, and of n-grams. head: K."""
 
-    head = 0
-
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
+        self.head: int = get_spec().speculative_num_steps
         self._proposed: dict[str, NDArray[np.int32]] = {}  # first K tokens of the n-grams in verification, by request
 
     def note(self, batch: Any, draft: DraftBatch) -> None:
@@ -57,20 +55,10 @@ class OnTopDrafting(BatchDrafting):
         return super()._step(batch, gained, tracked, drafted)
 
 
-class OnTopVerifier(TreeVerifier):
-    """Verifies chains whose tokens only the device knows. grammar_chain: those of a step with grammars."""
-
-    grammar_chain: GrammarTree
-    moves_states = False  # SGLang reads W rows for each request, which are in their places
-
-    def _grammar_tree(self, tree: DraftBatch) -> GrammarTree:
-        return self.grammar_chain
-
-
 class OnTopWorker(TreeVerifyWorker):
     """head: class of SGLang's worker, an EAGLEWorkerV2. Other arguments: see `TreeVerifyWorker`."""
 
-    drafting_type, verifier_type = OnTopDrafting, OnTopVerifier
+    drafting_type = OnTopDrafting
     captured: ClassVar = {"capture_hidden_mode": CaptureHiddenMode.FULL}
 
     def __init__(
@@ -82,14 +70,11 @@ class OnTopWorker(TreeVerifyWorker):
         self._chains: dict[tuple[int, int], tuple[tuple[torch.Tensor, ...], DraftBatch]] = {}
         with nodes(self.own + 1):
             self.head = head(server_args, gpu_id, nccl_port, target_worker)
+        self._draft_worker = self.head.draft_worker
 
     @property
     def name(self) -> str:
         return f"{self._spec.name}+{get_spec().speculative_algorithm.lower()}"
-
-    @property
-    def draft_worker(self) -> Any:
-        return self.head.draft_worker
 
     @property
     def last_shared_read_runner(self) -> Any:
@@ -107,13 +92,12 @@ class OnTopWorker(TreeVerifyWorker):
     def alloc_memory_pool(self, **kwargs: Any) -> None:
         self.head.alloc_memory_pool(**kwargs)
         super().alloc_memory_pool(**kwargs)
+        self._verifier.moves_states = False  # SGLang reads W rows for each request, which are in their places
 
     def init_attention_backends(self) -> None:
         with nodes(self.own + 1):
             self.head.init_attention_backends()
         super().init_attention_backends()
-        if isinstance(self._drafting, OnTopDrafting):
-            self._drafting.head = self.own
 
     def init_cuda_graphs(self) -> None:
         with nodes(self.own + 1):
@@ -185,7 +169,6 @@ class OnTopWorker(TreeVerifyWorker):
         chain, on_host = self._chains[size, width]
         tree = TreeBatch(tokens.to(torch.int32), *chain)
         if batch.has_grammar:
-            assert isinstance(self._verifier, OnTopVerifier)
             self._verifier.grammar_chain = GrammarTree.from_linear_chain(tokens)
         return draft, on_host, tree
 

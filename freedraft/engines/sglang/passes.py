@@ -18,11 +18,11 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from freedraft.config import ConfigError
-from freedraft.draft_model import T
+from freedraft.draft_model import Recipe
 from freedraft.engines.draft_round import Sublayer, on_device, sublayers_of
+from freedraft.engines.matchness import T
 from freedraft.engines.sglang.graphs import Captured, swapped_in
 from freedraft.engines.sglang.verify import SPARE_SLOT
-from freedraft.recipe import Recipe
 from freedraft.step import Step
 
 Forward = Callable[..., Any]  # Same signature as the forward of SGLang's models

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import stop_start
+from freedraft.engines.predictions import FIELD, Prediction
 from freedraft.engines.sglang.heads import on_top
 from freedraft.engines.sglang.hooks import settings
 from freedraft.engines.sglang_cpu import selected
@@ -18,6 +20,7 @@ LORA_CHECK = "sglang.srt.arg_groups.lora_hook.check_lora_speculative_compatibili
 ROW_ROOM = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 NEXT_TURN = "sglang.srt.session.session_controller.Session._concat_token_arrays"
 UPDATE_STATES = "sglang.srt.layers.attention.mamba.mamba.selective_state_update"
+ANSWER = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request"
 CHOOSE_DEVICE = "sglang.srt.arg_groups.serving_hook.handle_missing_default_values"
 
 
@@ -90,3 +93,26 @@ def let_corpora_through() -> None:
         return SimpleNamespace(speculative_algorithm="NGRAM", speculative_ngram_external_corpus_max_tokens=most)
 
     module.get_spec = get_spec
+
+
+async def answer(original: Callable[..., Any], serving: Any, request: Any, raw_request: Any) -> Any:
+    """SGLang's response to a request. One with a prediction, which SGLang does not read, is drafted from it, and its
+    usage says what it brought."""
+    body = await raw_request.body() if hasattr(request, "custom_params") and serves_ours() else b""
+    given = json.loads(body).get(FIELD) if f'"{FIELD}"'.encode() in body else None
+    if given is None or (tokenizer := serving.tokenizer_manager.tokenizer) is None:
+        return await original(serving, request, raw_request)
+    try:
+        prediction = await Prediction.read(given, tokenizer)
+    except ValueError as error:
+        return serving.create_error_response(str(error), param=FIELD)
+    request.custom_params = (request.custom_params or {}) | {FIELD: prediction.tokens}
+    found = await original(serving, request, raw_request)
+    if hasattr(found, "body_iterator"):
+        found.body_iterator = prediction.of_stream(found.body_iterator)
+    elif hasattr(found, "usage"):
+        from fastapi.responses import JSONResponse
+
+        response = found.model_dump(mode="json", by_alias=True)
+        return JSONResponse(response | {"usage": await prediction.of_response(response)})
+    return found

@@ -17,12 +17,12 @@ from freedraft.engines.sglang.hooks import (
     HOOKS,
     LORA_HOOKS,
     MODEL_HOOKS,
+    PREDICTION_HOOKS,
     SESSION_HOOKS,
 )
-from freedraft.engines.sglang.predictions import take_predictions
 from freedraft.engines.sglang_cpu import choose_cpu, register_platform, selected
-from freedraft.method import METHODS, REPLACED, MethodSpec, register_installed
-from freedraft.on_top import on_top
+from freedraft.method import METHODS, REPLACED, MethodSpec
+from freedraft.on_top import register_installed
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 def register_all() -> None:
     """Entry point of `sglang.srt.plugins`: runs in every process of SGLang."""
     register_installed(register)
-    if "sssd" in METHODS and "layerskip" in METHODS:
-        register(on_top(METHODS["sssd"], METHODS["layerskip"]))
 
 
 def register(spec: MethodSpec) -> bool:
@@ -92,6 +90,7 @@ def _patch_once() -> None:
     if not check(CORPUS_HOOKS):
         patches.let_corpora_through()
     streams.register_stream_hooks()
-    take_predictions()
+    if not check(PREDICTION_HOOKS):
+        HookRegistry.register(patches.ANSWER, patches.answer, HookType.AROUND)
     if selected():
         register_platform()

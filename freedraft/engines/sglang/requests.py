@@ -35,7 +35,8 @@ class Tracked(NamedTuple):
         padding = len(request.origin_input_ids) - len(request.origin_input_ids_unpadded)
         # SGLang has limited `max_new_tokens` to the maximum context.
         limit = len(request.origin_input_ids) + int(request.sampling_params.max_new_tokens)
-        return cls(request, length, padding, length + drafted_from(request), limit)
+        first = NEVER if opted_out(extra_of(request)) else independent_from(request)
+        return cls(request, length, padding, length + first, limit)
 
 
 UNTRACKED = Tracked(None, 0, 0, 0, 0)
@@ -65,12 +66,6 @@ def extra_of(request: Any) -> dict[str, Any]:
 def output_of(request: Any) -> NDArray[np.int32]:
     """Return the output of a finished request, without tokens that the last step accepted beyond its end."""
     return np.array(request.output_ids[: request.finished_len], np.int32)
-
-
-def drafted_from(request: Any) -> int:
-    """Return how many tokens a request must generate before it may have drafts; `NEVER` for none at all, also where
-    its client has asked for that."""
-    return NEVER if opted_out(extra_of(request)) else independent_from(request)
 
 
 def independent_from(request: Any) -> int:

@@ -58,12 +58,12 @@ class Ranks(DraftRanks):
 class TreeVerifier:
     """Verifies trees of B requests with n <= N nodes each. max_nodes: N; sampler: that of SGLang's ModelRunner."""
 
-    moves_states = True  # hidden states that clients ask for
-
     def __init__(self, max_nodes: int, ranks: Ranks, device: Any, allocator: Any, sampler: Any) -> None:
         self._max_nodes, self._ranks, self._device, self._allocator = max_nodes, ranks, device, allocator
         self._sampler = sampler
         self.moves = True  # accepted KV; that of chains is in its place, and some pools cannot move it
+        self.moves_states = True  # hidden states that clients ask for
+        self.grammar_chain: GrammarTree | None = None  # of a step whose tokens only the device knows
         self.barrier: Any = None  # SGLang's, to wait for grammars of the step before
         self._pool: KVPool | None = None
         kv = allocator.get_kvcache()
@@ -121,7 +121,7 @@ class TreeVerifier:
         grammar = self._grammar_mask(batch, tree) if batch.has_grammar else None
         sampling.grammar_mask = None  # the prefill's, if any
         nodes = logits.view(tree.batch_size, tree.max_nodes, -1)
-        # Requests with penalties or a custom processor have only a root: see `drafted_from`.
+        # Requests with penalties or a custom processor have only a root: see `Tracked.of`.
         roots = nodes[:, 0]
         sampling.apply_logits_bias(roots)
         if sampling.logit_bias is not None:
@@ -133,16 +133,14 @@ class TreeVerifier:
         sanitize_nan_logits(logits, "verification of drafts")
 
     def _grammar_mask(self, batch: Any, tree: DraftBatch) -> Any:
+        tokens = torch.from_numpy(tree.tokens.astype(np.int64))
         return build_grammar_vocab_mask(
             reqs=batch.reqs,
-            tree=self._grammar_tree(tree),
+            tree=self.grammar_chain or GrammarTree.from_host(*tree_links(tree), tokens),
             sampling_info=batch.sampling_info,
             device=self._device,
             barrier=self.barrier,
         )
-
-    def _grammar_tree(self, tree: DraftBatch) -> GrammarTree:
-        return GrammarTree.from_host(*tree_links(tree), torch.from_numpy(tree.tokens.astype(np.int64)))
 
     def _targets(self, batch: Any, host_tree: DraftBatch, tree: Any, logits: torch.Tensor) -> torch.Tensor:
         """Return the token that SGLang's sampler draws after each node, int64 [B * n]; undefined at padding. Seed and

@@ -69,13 +69,12 @@ class TreeVerifyWorker(BaseSpecWorker):
     own = 0  # draft tokens of another drafter that each step verifies
     together = False  # whether ranks with other requests run the same steps
     drafting_type: type[BatchDrafting] = BatchDrafting
-    verifier_type: type[TreeVerifier] = TreeVerifier
     captured: ClassVar[dict[str, Any]] = {}  # of SGLang's forward pass, besides logits
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any, *, spec: MethodSpec) -> None:
         super().__init__()
         self._spec = spec
-        self._target_worker = target_worker
+        self._target_worker, self._draft_worker = target_worker, None  # what SGLang's properties return
         self.model_runner = target_worker.model_runner
         self.device = get_device().device
         self.max_nodes: int = get_spec().speculative_num_draft_tokens
@@ -93,10 +92,6 @@ class TreeVerifyWorker(BaseSpecWorker):
     def name(self) -> str:
         return self._spec.name
 
-    @property
-    def draft_worker(self) -> None:
-        return None
-
     def alloc_memory_pool(self, **kwargs: Any) -> None:
         self.req_to_token_pool, self.token_to_kv_pool_allocator = self._target_worker.get_memory_pool()
         if self._spec.runs_model and getattr(self._spec.options.read(), "window", None):
@@ -104,7 +99,7 @@ class TreeVerifyWorker(BaseSpecWorker):
 
             self._window_rows = WindowRows(self.req_to_token_pool, self.model_runner.page_size or 1)
             self.model_runner.init_kv_index_translator()  # it holds the tensor of all rows
-        self._verifier = self.verifier_type(
+        self._verifier = TreeVerifier(
             self.max_nodes, self._ranks, self.device, self.token_to_kv_pool_allocator, self.model_runner.sampler
         )
         self._accepted = AcceptedTokens(len(self.req_to_token_pool.req_to_token), self.max_nodes)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
-from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from sglang.srt.platforms.interface import SRTPlatform
 
 
 def verify_cache_locs(
@@ -24,13 +24,9 @@ class CpuTreePlatform(CpuDeviceMixin, SRTPlatform):
     """Out-of-tree platform selected by `SGLANG_PLATFORM=freedraft_cpu`."""
 
     _enum = PlatformEnum.OOT
-    capabilities = PlatformCapabilities()
 
     def get_default_attention_backend(self) -> str:
         return "torch_native"
-
-    def get_dispatch_key_name(self) -> str:
-        return "native"
 
     def get_compile_backend(self, mode: str | None = None) -> str:
         return "eager"

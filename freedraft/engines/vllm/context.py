@@ -8,7 +8,7 @@ from typing import Any
 
 from freedraft.cost.hardware import CPU
 from freedraft.engines import hooks
-from freedraft.engines.vllm.hooks import TESTED_VERSIONS, vllm_version
+from freedraft.engines.vllm.hooks import DISTRIBUTIONS, TESTED_VERSIONS
 from freedraft.fingerprints import hardware_name, tokenizer_fingerprint
 from freedraft.step import EngineContext
 
@@ -37,22 +37,6 @@ def configured(vllm_config: Any) -> Configured:
     return getattr(getattr(vllm_config, "speculative_config", None), ATTRIBUTE, Configured())
 
 
-def context_of_arguments(
-    engine_args: Any, model_config: Any, max_draft_tokens: int, lengths: tuple[int, ...] | None, head: int = 0
-) -> EngineContext:
-    """The context in the front end, before the engine starts. lengths: in model runner V2, possible draft lengths."""
-    return _context(
-        model_config,
-        max_draft_tokens,
-        kv_dtype=str(engine_args.kv_cache_dtype),
-        page_size=engine_args.block_size,
-        tensor_parallel=engine_args.tensor_parallel_size,
-        rank=engine_args.data_parallel_rank or 0,
-        lengths=lengths,
-        head=head,
-    )
-
-
 def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = None) -> EngineContext:
     """The context in the drafting rank (tensor-parallel rank 0 of a replica). v2_lengths: in model runner V2, possible
     draft lengths."""
@@ -64,7 +48,7 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
     together = parallel.data_parallel_size > 1 and getattr(vllm_config.model_config, "is_moe", False)
     lengths, head = (most,) if together else None, configured(vllm_config).head
     below = vllm_config.speculative_config.method if head else ""
-    return _context(
+    return engine_context(
         vllm_config.model_config,
         most,
         kv_dtype=str(vllm_config.cache_config.cache_dtype),
@@ -78,7 +62,8 @@ def context_of_engine(vllm_config: Any, *, v2_lengths: tuple[int, ...] | None = 
     )
 
 
-def _context(model_config: Any, max_draft_tokens: int, **known: Any) -> EngineContext:
+def engine_context(model_config: Any, max_draft_tokens: int, **known: Any) -> EngineContext:
+    """The context in the front end, before the engine starts, or in a worker. known: what only the caller knows."""
     device = _device()
     return EngineContext(
         hf_config=model_config.hf_config,
@@ -120,7 +105,7 @@ def _tokenizer_fingerprint(model_config: Any) -> str | None:
 
 def start_line(vllm_config: Any, method: str, *, v2: bool) -> str:
     """The start line of an engine, after its model is loaded. v2: whether model runner V2 serves it."""
-    parallel, version = vllm_config.parallel_config, vllm_version()
+    parallel, version = vllm_config.parallel_config, hooks.installed_version(DISTRIBUTIONS)
     graphs = vllm_config.compilation_config.cudagraph_mode
     layers = vllm_config.compilation_config.static_forward_context.values()
     backends = {layer.get_attn_backend().get_name() for layer in layers if hasattr(layer, "get_attn_backend")}

@@ -136,15 +136,15 @@ class DraftGraphs:
 
 
 def with_draft_graphs(
-    passes_of: Callable[[Any], int | None], original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
+    drafter_of: Callable[[Any], Any], original: Callable[..., int], runner: Any, *args: Any, **kwargs: Any
 ) -> int:
     """In place of a model runner's `profile_cudagraph_memory`, which returns the memory that vLLM leaves out of its KV
     cache (0 if it captures no graphs): add the graphs of draft passes, per graph the average of vLLM's own, and once
-    (one pool) the logits of the largest batch, which vLLM's own graphs do not contain. passes_of: number of draft
-    passes that a runner will capture, called on each rank, known on rank 0 alone; None without a drafter of ours."""
+    (one pool) the logits of the largest batch, which vLLM's own graphs do not contain. drafter_of: ours of a runner;
+    None without one."""
     own = original(runner, *args, **kwargs)
     config = runner.vllm_config.compilation_config
-    passes, layers = passes_of(runner), config.static_forward_context.values()
+    passes, layers = passes_to_capture(drafter_of(runner)), config.static_forward_context.values()
     backends = {layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")}
     captured = config.cudagraph_capture_sizes
     if not passes or not backends.issubset(BACKENDS) or own <= 0 or not captured:

@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft.draft_model import DraftModel, PassOutputs
+from freedraft.draft_model import DraftModel, PassOutputs, Recipe, Window
 from freedraft.engines.draft_round import DraftPass, DraftRanks, RankedRound
 from freedraft.engines.matchness import SetScores
 from freedraft.engines.vllm.draft_graphs import DraftGraphs
 from freedraft.engines.vllm.forward import BlockTables, Forward, Pages, PassInputs
 from freedraft.engines.vllm.kept_layers import Backbone, KeptLayers, UnsupportedModel, compiled
 from freedraft.guarded_method import GuardedMethod
-from freedraft.recipe import Recipe, Window
 from freedraft.step import Step
 
 

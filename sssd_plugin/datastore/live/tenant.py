@@ -28,10 +28,6 @@ class Tenant:
         return [*self.runs, memtable] if memtable else [*self.runs]
 
     @property
-    def n(self) -> int:  # tokens, separators included
-        return sum(run.n for run in self.all_runs)
-
-    @property
     def taught_at(self) -> int:
         """When its newest document was learnt, ms since 1970; 0 without documents."""
         return max((int(run.documents[-1, 0]) for run in self.all_runs), default=0)

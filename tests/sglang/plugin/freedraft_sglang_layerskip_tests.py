@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -19,9 +20,10 @@ trees = collections.defaultdict(dict)
 
 
 def write():
-    from freedraft.files import write_json_atomically
+    from freedraft.files import write_atomically
 
-    write_json_atomically(Path(os.environ["LAYERSKIP_TEST_LOG"]) / "watched.json", log, durable=False)
+    path = Path(os.environ["LAYERSKIP_TEST_LOG"]) / "watched.json"
+    write_atomically(path, json.dumps(log).encode(), durable=False)
 
 
 def register():

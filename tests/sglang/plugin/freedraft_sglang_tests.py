@@ -187,7 +187,7 @@ def count_work(path):
 
     from freedraft.engines.sglang.drafting import BatchDrafting
     from freedraft.engines.sglang.verify import TreeVerifier
-    from freedraft.files import write_json_atomically
+    from freedraft.files import write_atomically
     from tests.support.switched import by_source, kept_by, sssd_in
 
     totals = collections.Counter()
@@ -201,7 +201,7 @@ def count_work(path):
         totals["steps"] += 1
         totals[f"width {accepted.shape[1]}"] += 1
         if "drafted" in totals:  # in the rank that drafts
-            write_json_atomically(path, totals, durable=False)
+            write_atomically(path, json.dumps(totals).encode(), durable=False)
         return verified
 
     @functools.wraps(sample)  # whose parameters are checked
@@ -244,7 +244,7 @@ def count_work(path):
         """Count what is kept of requests."""
         kept = len(drafting.guarded.running) + len(drafting._requests) + len(drafting._states)
         totals["held"] = kept + kept_by(drafting.guarded.method)
-        write_json_atomically(path, totals, durable=False)
+        write_atomically(path, json.dumps(totals).encode(), durable=False)
 
     TreeVerifier.verify, BatchDrafting._step, Sampler.forward = verifying, stepping, sampling
     BatchDrafting.draft, BatchDrafting.finish, BatchDrafting._sweep = drafting, finishing, sweeping
@@ -256,7 +256,7 @@ def record_compilation(path):
     from numba.core.dispatcher import Dispatcher
 
     from freedraft.engines.sglang.drafting import BatchDrafting
-    from freedraft.files import write_json_atomically
+    from freedraft.files import write_atomically
 
     found = {"at start": [], "serving": []}
     phase = "at start"
@@ -274,7 +274,7 @@ def record_compilation(path):
     def recording(original):
         def recorded(self, *given):
             original(self, *given)
-            write_json_atomically(path, found, durable=False)
+            write_atomically(path, json.dumps(found).encode(), durable=False)
 
         return recorded
 

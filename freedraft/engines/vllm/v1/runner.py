@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.context import configured, context_of_engine, start_line, tokenizer_of
-from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
+from freedraft.engines.vllm.draft_graphs import with_draft_graphs
 from freedraft.engines.vllm.draft_model import PagedDraftModel, prepare_passes
 from freedraft.engines.vllm.forward import Pages
 from freedraft.engines.vllm.outputs import SALT, drafted_up_to, trimmed_output
@@ -60,7 +60,8 @@ class MethodProposer:
         self.spec = METHODS[ours.name]
         install(self.spec.runs_model)
         if not ours.graph_mode_given:
-            prefer_full_graphs(vllm_config.compilation_config)
+            wrap_once(type(vllm_config.compilation_config), "resolve_cudagraph_mode_and_sizes", before(_prefer))
+            setattr(vllm_config.compilation_config, _PREFERRED, True)
         self.vllm_config = vllm_config
         self.draft_model: PagedDraftModel | None = None
         # Maximum total tokens by request; requests with prompt embeddings are missing.
@@ -190,8 +191,7 @@ def install(runs_model: bool) -> None:
     wrap_once(gpu_model_runner, "build_logitsprocs", _build_processors)
     if runs_model:
         wrap_once(GPUModelRunner, "capture_model", after(_capture))
-        passes_of = partial(with_draft_graphs, lambda runner: passes_to_capture(_ours(runner)))
-        wrap_once(GPUModelRunner, "profile_cudagraph_memory", passes_of)
+        wrap_once(GPUModelRunner, "profile_cudagraph_memory", partial(with_draft_graphs, _ours))
 
 
 def _ours(runner: Any) -> MethodProposer | None:
@@ -246,14 +246,9 @@ def _capture(_: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
         ours.draft_model.capture(runner.input_batch.block_table[0].max_num_blocks_per_req)
 
 
-def prefer_full_graphs(compilation_config: Any) -> None:
+def _prefer(config: Any, min_cg_support: Any, *args: Any, **kwargs: Any) -> None:
     """Set CUDA graph mode FULL once the attention backends are known, if they can be captured for any batch. By default
     (FULL_AND_PIECEWISE) only steps in which every request has 1 + K tokens have full graphs, which is rare."""
-    wrap_once(type(compilation_config), "resolve_cudagraph_mode_and_sizes", before(_prefer))
-    setattr(compilation_config, _PREFERRED, True)
-
-
-def _prefer(config: Any, min_cg_support: Any, *args: Any, **kwargs: Any) -> None:
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backend import AttentionCGSupport
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from freedraft.engines.vllm.context import configured
-from freedraft.engines.vllm.draft_graphs import passes_to_capture, with_draft_graphs
+from freedraft.engines.vllm.draft_graphs import with_draft_graphs
 from freedraft.engines.vllm.patching import after, before, signature_of, wrap_once
 from freedraft.engines.vllm.v2.drafting import HostDrafting
 from freedraft.engines.vllm.v2.heads import OnTop
@@ -43,8 +43,7 @@ def install() -> None:
     wrap_once(GPUModelRunner, "add_requests", after(_add))
     wrap_once(GPUModelRunner, "sample_tokens", after(_send_lengths))
     wrap_once(GPUModelRunner, "initialize_kv_cache", after(_prepare))
-    passes_of = partial(with_draft_graphs, lambda runner: passes_to_capture(_ours(runner)))
-    wrap_once(GPUModelRunner, "profile_cudagraph_memory", passes_of)
+    wrap_once(GPUModelRunner, "profile_cudagraph_memory", partial(with_draft_graphs, _ours))
     wrap_once(RejectionSampler, "__call__", before(_keep_logits))
     wrap_once(RejectionSampler, "_verify", _verify)
     wrap_once(cudagraph_utils.CudaGraphManager, "_init_candidates", after(find_nearest))

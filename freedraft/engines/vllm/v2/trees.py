@@ -65,7 +65,7 @@ class Trees:
         try:
             if (reason := why_chains(runner, self._vllm_config)) is None:
                 attention = runner.attn_groups[0][0].backend.get_name()
-                self._pool = KVPool([cache.transpose(1, 2).view(-1, *_row(cache)) for cache in runner.kv_caches])
+                self._pool = KVPool([cache.transpose(1, 2).view(-1, *cache.shape[1::2]) for cache in runner.kv_caches])
         except Exception as error:  # another structure of vLLM or of the model
             reason = f"they cannot be prepared here ({(str(error) or repr(error)).splitlines()[0]})"
         if reason is not None:
@@ -140,11 +140,6 @@ class Trees:
         tokens = batch.logits_indices[row : row + len(given["pos"])]
         trees = self._parents, step.kv_slots, tokens, self._counts[first : first + len(slots)]
         return match(sampler, given | {"pos": step.positions[tokens]}, trees, self._pool)
-
-
-def _row(cache: torch.Tensor) -> tuple[int, int]:
-    """Heads H, and numbers D per head, of a layer's cache: float [P, H, S, D]."""
-    return cache.shape[1], cache.shape[3]
 
 
 def why_chains(runner: Any, vllm_config: Any) -> str | None:
