@@ -67,7 +67,10 @@ def states_of(model, tokens):
             ("Qwen3", {"page_size": 16, "disable_overlap_schedule": True, "grammar_backend": "llguidance"}),
             marks=pytest.mark.extended,
         ),
-        pytest.param(("Qwen2", {"page_size": 1, "disable_overlap_schedule": False}), marks=pytest.mark.extended),
+        pytest.param(
+            ("Qwen2", {"page_size": 1, "disable_overlap_schedule": False}),
+            marks=[pytest.mark.extended, pytest.mark.rare],
+        ),
     ],
     ids=["overlap, pages", "Qwen3, sync, pages, llguidance", "Qwen2, overlap"],
 )

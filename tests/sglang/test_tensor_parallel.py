@@ -116,7 +116,7 @@ def test_two_ranks_do_the_same_draft_passes(llama, tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.rare), 1])
 def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(llama, tmp_path, rank):
     """The others wait for it in the layers; what it would send next, they would take for a part of the pass."""
     command = [sys.executable, "-m", "tests.sglang.test_tensor_parallel", str(llama[0]), str(tmp_path), str(rank)]

@@ -11,7 +11,6 @@ import pytest
 from tests.support.compared import TESTED, byte_model, check_kinds, patterns
 from tests.support.forced import forced
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": "off"}
 
 
@@ -22,16 +21,16 @@ def test_every_kind_of_request_is_answered_as_without_drafts(demo_model, tmp_pat
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 def test_kinds_that_take_another_path_on_model_runner_v2(demo_model, tmp_path):
     check_kinds("vllm-v2", byte_model(tmp_path / "model", demo_model, layers=1), tmp_path, patterns(TESTED))
 
 
 @pytest.mark.extended
 def test_forced_on_model_runner_v1(demo_model, tmp_path):
-    found = forced("vllm", tmp_path, demo_model, {"plain": None, "ngram": NGRAM, "chain": SSSD | {"shape": "chain"}})
+    found = forced("vllm", tmp_path, demo_model, {"plain": None, "chain": SSSD | {"shape": "chain"}})
     assert found["plain"]["tokens_per_step"] == 1.0 and found["plain"]["accepted"] is None
-    for arm in ("ngram", "chain"):
-        assert found[arm]["tokens_per_step"] > 1.2 and 0 < found[arm]["accepted"] <= 1
+    assert found["chain"]["tokens_per_step"] > 1.2 and 0 < found["chain"]["accepted"] <= 1
 
 
 def forced_on_v2(folder, tokenizer, arms, attention=""):
@@ -42,6 +41,7 @@ def forced_on_v2(folder, tokenizer, arms, attention=""):
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 def test_forced_trees_on_model_runner_v2(demo_model, tmp_path):
     found = forced_on_v2(tmp_path, demo_model, {"tree": SSSD | {"shape": "tree"}}, "triton")
     assert found["tree"]["tokens_per_step"] > 1.2 and 0 < found["tree"]["accepted"] <= 1

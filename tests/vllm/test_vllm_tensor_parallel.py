@@ -23,6 +23,7 @@ PROMPTS = random_ids([12] * 4, 500, first=2, seed=3)
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 # Heads of 64, which vLLM's CPU attention has, and enough of them for two ranks.
 SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+RARE = (pytest.mark.extended, pytest.mark.rare)
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 
@@ -60,7 +61,12 @@ BY_SCORE = INTERPRETED | {"INTERPRETED_ATTENTION": "flash", "ADAPTIVE": "1"}
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, *(pytest.param(changed, marks=pytest.mark.extended) for changed in (INTERPRETED, TREES, BY_SCORE))],
+    [
+        {},
+        pytest.param(INTERPRETED, marks=RARE),
+        pytest.param(TREES, marks=pytest.mark.extended),
+        pytest.param(BY_SCORE, marks=pytest.mark.extended),
+    ],
     ids=["V1", "V2", "V2, trees", "V2, by score"],
 )
 def test_two_ranks_answer_as_one_does_plainly(model, plain, changed):
@@ -107,10 +113,10 @@ def layerskip(model, tmp_path_factory):
 @pytest.mark.parametrize(
     ("changed", "accepted"),
     [
-        ({}, range(111, 999)),
+        pytest.param({}, range(111, 999), marks=pytest.mark.rare),
         (INTERPRETED, range(111, 999)),
         ({"FAILING": "ready 7 1"}, range(21, 999)),
-        ({"FAILING": "model 1 1"}, [0]),
+        pytest.param({"FAILING": "model 1 1"}, [0], marks=pytest.mark.rare),
     ],
     ids=["V1", "V2", "a rank that fails", "a rank without a draft model"],
 )
@@ -124,7 +130,7 @@ def test_two_ranks_do_the_same_draft_passes(model, plain, layerskip, changed, ac
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.rare), 1])
 def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(model, layerskip, rank):
     """The others wait for it in the layers; what it would send next, they would take for a part of the pass."""
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "FAILING": f"pass 7 {rank}"}
@@ -143,6 +149,7 @@ def test_a_search_on_several_ranks_is_refused(model):
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 def test_two_data_parallel_replicas(demo_model, tmp_path):
     """Each serves its metrics at a port of its own and learns, into one folder."""
     model = save(tiny_model(seed=7, **SHAPE | {"vocab_size": 49152}), tmp_path / "model", demo_model)
@@ -178,7 +185,7 @@ def test_replicas_that_share_experts(demo_model, tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", ["eagle", pytest.param("eagle3", marks=pytest.mark.rare), "mtp"])
+@pytest.mark.parametrize("kind", ["eagle", *(pytest.param(kind, marks=pytest.mark.rare) for kind in ("eagle3", "mtp"))])
 def test_n_grams_on_top_of_a_head(kind, tmp_path):
     """Each rank has the head's drafts, and behind them n-grams of rank 0, which knows the answers the second time."""
     model, method = save_on_top(kind, tmp_path, 0.03, **SHAPE)

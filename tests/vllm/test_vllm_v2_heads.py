@@ -75,6 +75,7 @@ def test_n_grams_go_on_behind_the_drafts_of_a_head(built):
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 def test_n_grams_go_on_behind_draft_passes(tmp_path):
     """The drafter below is the model without some layers."""
     made, skipped = tiny_model(seed=7, **TINY | {"num_hidden_layers": 4}), (1, 2)
@@ -151,6 +152,7 @@ def more(found, stock, kind):
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 def test_launches_of_a_step(built):
     """Beside the head's own: tokens go to the host, and n-grams come behind its drafts, where there can be any."""
     model, head = built
@@ -187,6 +189,7 @@ def test_lengths_are_learnt_with_the_head_inside(built):
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 def test_an_mtp_layer_of_a_mixture_of_experts(tmp_path):
     model = save_glm_with_mtp(tmp_path / "glm", 0.1)
     cases = {"first": (case := greedy_case(token_prompts(IDS[:4]), TOKENS)), "again": case}
@@ -202,7 +205,7 @@ def test_an_mtp_layer_of_a_mixture_of_experts(tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.rare) for kind in ("eagle", "eagle3")), "mtp"])
 def test_grammars(kind, tmp_path, demo_model):
     """With one, drafts of both go back to the scheduler, which cuts them."""
     from transformers import AutoTokenizer
@@ -287,10 +290,9 @@ def test_an_mtp_layer_of_a_model_with_recurrent_layers(tmp_path, monkeypatch):
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 @pytest.mark.parametrize(
-    ("lengths", "blocks", "counted"),
-    [pytest.param((118, 110), 21, "preempted", marks=pytest.mark.rare), ((130, 100), 64, "cached")],
-    ids=str,
+    ("lengths", "blocks", "counted"), [((118, 110), 21, "preempted"), ((130, 100), 64, "cached")], ids=str
 )
 def test_states_follow_what_both_have_drafted(lengths, blocks, counted, tmp_path, monkeypatch):
     """Greedily and with seeds, after aborts; without prefix caching in too few blocks for all requests, and with it."""

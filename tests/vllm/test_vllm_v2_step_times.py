@@ -12,6 +12,8 @@ from v2_engines import ROOT
 
 from bench.step_times import COLUMNS, STEP, WINDOW
 
+pytestmark = pytest.mark.extended
+
 
 @pytest.fixture(scope="module")
 def arms(tmp_path_factory):
