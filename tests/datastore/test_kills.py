@@ -98,7 +98,7 @@ def compact(place: str, progress: Path, first: int) -> None:
 WORKS: dict[str, Callable[[str, Path, int], None]] = {
     "learning": learn, "overflowing": overflow, "forgetting": forget, "exchanging": learn, "compacting": compact
 }  # fmt: skip
-FEW, MANY = 8, 25  # kills, in `make test` and in `make test-all`
+FEW, MANY = 8, 16  # kills, in `make test` and in `make test-all`
 OF_FOLDER = ("learning", "overflowing", "forgetting", "compacting")
 CASES = [
     *(("folder", name) for name in OF_FOLDER),

@@ -25,27 +25,6 @@ def first_draft(drafter: Drafter, name: str) -> int | None:
     return int(batch.tokens[0, 1]) if batch.counts[0] == 2 else None
 
 
-def test_tenants_never_see_each_others() -> None:
-    drafter = Drafter(vocab_size=1000, max_nodes=4, recycle_megabytes=1)
-    for name in ("of a", "too of a", "of b", "of none"):
-        drafter.set_tenant(name, {"of a": 1 << 62, "too of a": 1 << 62, "of b": 1 << 61}.get(name, 0))
-    one_node(drafter, "of a", [1, 2, 3], 777)
-    for name in ("too of a", "of b", "of none"):
-        drafter.replace(name, int32([5, 6, 3]))
-    assert first_draft(drafter, "too of a") == 777, "logits serve all requests of a tenant"
-    assert first_draft(drafter, "of b") is None and first_draft(drafter, "of none") is None
-    one_node(drafter, "of none", [1, 2, 3], 333)
-    assert first_draft(drafter, "of b") is None and first_draft(drafter, "too of a") == 777
-    for i, name in enumerate(("alone", "too alone")):
-        drafter.set_tenant(name, -1 - i)
-        drafter.replace(name, int32([5, 6, 3]))
-    one_node(drafter, "alone", [1, 2, 3], 555)
-    assert first_draft(drafter, "alone") == 555 and first_draft(drafter, "too alone") is None
-    drafter.finish(["of a"])
-    drafter.replace("of a", int32([4, 3]))
-    assert first_draft(drafter, "of a") == 333, "a finished request's id says nothing of its successor's tenant"
-
-
 def test_what_is_no_token_is_never_drafted() -> None:
     """Of a model with logits that overflow, or are padded beyond the vocabulary."""
     drafter = Drafter(vocab_size=10, max_nodes=4, recycle_megabytes=1)

@@ -9,11 +9,10 @@ import pytest
 from tests.sglang.conftest import ENVIRONMENT, GREEDY, read_counts, sglang_engine
 from tests.support.conformance import PROMPTS, make_model
 
-METHODS = ("layerskip", "sssd+layerskip")
 UNSET = dict.fromkeys(name for name in ENVIRONMENT if name.startswith("FREEDRAFT_"))
 
 
-@pytest.mark.parametrize("method", ["sssd", *(pytest.param(name, marks=pytest.mark.extended) for name in METHODS)])
+@pytest.mark.parametrize("method", ["sssd", pytest.param("sssd+layerskip", marks=pytest.mark.extended)])
 def test_nothing_is_compiled_while_serving(demo_model, tmp_path, method):
     """With default options; neither compiled, nor loaded from the disk."""
     model, compiled, counts = make_model(tmp_path / "model", demo_model), tmp_path / "compiled", tmp_path / "counts"

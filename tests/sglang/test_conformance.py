@@ -67,12 +67,8 @@ def states_of(model, tokens):
             ("Qwen3", {"page_size": 16, "disable_overlap_schedule": True, "grammar_backend": "llguidance"}),
             marks=pytest.mark.extended,
         ),
-        pytest.param(
-            ("Qwen2", {"page_size": 1, "disable_overlap_schedule": False}),
-            marks=[pytest.mark.extended, pytest.mark.rare],
-        ),
     ],
-    ids=["overlap, pages", "Qwen3, sync, pages, llguidance", "Qwen2, overlap"],
+    ids=["overlap, pages", "Qwen3, sync, pages, llguidance"],
 )
 def served(request, demo_model, tmp_path_factory):
     kind, options = request.param

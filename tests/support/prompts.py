@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# To be continued.
-ECHO = "one two three four five six seven eight nine ten " * 6
 SHORT = [
     "The capital of France is",
     "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n",

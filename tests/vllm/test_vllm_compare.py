@@ -3,7 +3,6 @@ every arm gives the recorded answers, and drafts are accepted."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -33,24 +32,12 @@ def test_forced_on_model_runner_v1(demo_model, tmp_path):
     assert found["chain"]["tokens_per_step"] > 1.2 and 0 < found["chain"]["accepted"] <= 1
 
 
-def forced_on_v2(folder, tokenizer, arms, attention=""):
-    pytest.importorskip("triton")
-    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1", "INTERPRETED_ATTENTION": attention}
-    environment["PYTHONPATH"] = os.fspath(Path(__file__).parent / "v2_interpreted")
-    return forced("vllm", folder, tokenizer, arms, **environment)
-
-
-@pytest.mark.extended
-@pytest.mark.rare
-def test_forced_trees_on_model_runner_v2(demo_model, tmp_path):
-    found = forced_on_v2(tmp_path, demo_model, {"tree": SSSD | {"shape": "tree"}}, "triton")
-    assert found["tree"]["tokens_per_step"] > 1.2 and 0 < found["tree"]["accepted"] <= 1
-
-
 @pytest.mark.extended
 @pytest.mark.rare
 def test_forced_heads_on_model_runner_v2(demo_model, tmp_path):
     """The head's tokens are accepted with given probabilities. N-grams copy the prompt behind them."""
+    pytest.importorskip("triton")
     arms = {"head": {"method": "eagle"}, "both": {"method": "sssd+eagle", "policy": "fixed"}}
-    head, both = forced_on_v2(tmp_path, demo_model, arms).values()
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(Path(__file__).parent / "v2_interpreted")}
+    head, both = forced("vllm", tmp_path, demo_model, arms, **environment).values()
     assert 2 < head["tokens_per_step"] < 4 and head["tokens_per_step"] < both["tokens_per_step"]

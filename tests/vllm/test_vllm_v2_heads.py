@@ -6,16 +6,15 @@ from collections import Counter
 
 import pytest
 from v2_engines import OFF, SMALL, run
-from vllm_cases import TINY, class_case, greedy_case, save_sets, seeded_case, token_prompts
+from vllm_cases import TINY, class_case, greedy_case, seeded_case, token_prompts
 
 from tests.support.built_head import (
-    save_glm_with_mtp,
     save_model_and_eagle3,
     save_model_and_head,
     save_on_top,
     save_qwen3_next_with_mtp,
 )
-from tests.support.models import continuations, save, save_byte_tokenizer, tiny_model, weaken
+from tests.support.models import continuations, save_byte_tokenizer
 from tests.support.prompts import random_ids
 
 K, TOKENS = 3, 20
@@ -72,33 +71,6 @@ def test_n_grams_go_on_behind_the_drafts_of_a_head(built):
     assert drafted >= accepted > 30 and found["off"]["n-grams"] == [0, 0]
     assert not any(found[case]["failures"] for case in ("first", "again", "off"))
     check_nothing_is_left(found["engine"])
-
-
-@pytest.mark.extended
-@pytest.mark.rare
-def test_n_grams_go_on_behind_draft_passes(tmp_path):
-    """The drafter below is the model without some layers."""
-    made, skipped = tiny_model(seed=7, **TINY | {"num_hidden_layers": 4}), (1, 2)
-    weaken(made, skipped, 0.3)
-    model = save(made, tmp_path / "model")
-    (file,) = save_sets(model, tmp_path, two=(skipped, skipped))
-    greedy, seeded = greedy_case(token_prompts(IDS[:3]), 16), seeded_case()
-    seeded |= {name: seeded[name][2:4] for name in ("prompts", "each")}
-    method = {"method": "sssd+layerskip", "num_speculative_tokens": K, "skip_set": file}
-    method |= {"policy": "fixed", "lookahead": "fixed"}
-    cases = {"first": greedy, "again": greedy, "seeded": seeded, "seeded, aborted": seeded | {"abort": 4}}
-    given = {"model": model, **SMALL, "max_num_seqs": 4}
-    plain, found = run(
-        "on_top.py", [given | {"cases": {"seeded": seeded}}, given | {"cases": cases, "speculative_config": method}]
-    )
-    assert found["first"]["answers"] == found["again"]["answers"] == continuations(model, IDS[:3], 16)
-    assert found["seeded"]["answers"] == found["seeded, aborted"]["answers"] == plain["seeded"]["answers"]
-    assert not any(found[case]["failures"] for case in cases) and found["engine"]["held"] == [0, 0, 0]
-    first, again = (found[case]["below"] for case in ("first", "again"))
-    assert sum(first) > 0 < sum(n * drafts for n, drafts in enumerate(first)), "drafts of passes, by accepted tokens"
-    drafted, accepted = found["again"]["n-grams"]
-    assert drafted >= accepted > 20 and sum(again) < sum(first)
-    assert per_verification(found["again"]) > 1.3 * per_verification(found["first"])
 
 
 @pytest.fixture(scope="module")
@@ -186,22 +158,6 @@ def test_lengths_are_learnt_with_the_head_inside(built):
     assert rows[0] > 2 * K and rows[1] < 1.4 * K, "but for some probes"
     gained, expected = cheap["engine"]["learnt"][1:]
     assert 0 < gained < expected, "both must agree"
-
-
-@pytest.mark.extended
-@pytest.mark.rare
-def test_an_mtp_layer_of_a_mixture_of_experts(tmp_path):
-    model = save_glm_with_mtp(tmp_path / "glm", 0.1)
-    cases = {"first": (case := greedy_case(token_prompts(IDS[:4]), TOKENS)), "again": case}
-    methods = [None, {"method": "mtp"}, {"method": "sssd+mtp", "policy": "fixed"}]
-    given = {"model": model, "cases": cases, **ROOM}
-    engines = [given | {"speculative_config": m and m | {"num_speculative_tokens": K}} for m in methods]
-    plain, stock, found = run("on_top.py", [engine | {"own": K * (i > 0)} for i, engine in enumerate(engines)])
-    for name in cases:
-        assert plain[name]["answers"] == stock[name]["answers"] == found[name]["answers"]
-        check_own_drafts(found[name]["own drafts"], stock["first"]["own drafts"])
-    assert per_verification(stock["first"]) > 1.5 and found["again"]["n-grams"][1] > 30
-    assert per_verification(found["again"]) > 1.2 * per_verification(stock["again"])
 
 
 @pytest.mark.extended

@@ -28,7 +28,7 @@ AUTO = {"method": "sssd", "policy": "auto", "live": "store", "isolation": "share
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 # Heads of 64, which vLLM's CPU attention has.
 SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-TOKENS = 40
+TOKENS = 24
 PROMPTS = random_ids([12] * 4, 500, first=2, seed=3)
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
