@@ -91,6 +91,7 @@ def test_every_kind_of_request_is_answered_as_without_drafts(demo_model, tmp_pat
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 def test_forced(demo_model, tmp_path):
     """By bench/forced.py answers are the recorded ones, and drafts are accepted."""
     sssd = {"method": "sssd", "num_speculative_tokens": 4, "policy": "fixed", "live": "off", "shape": "tree"}

@@ -91,6 +91,13 @@ def class_config(name: str) -> Any:
     return config
 
 
+def save_config(name: str, folder: Path) -> None:
+    """The configuration alone."""
+    config = class_config(name)
+    config.architectures = [f"{name}ForCausalLM"]
+    config.save_pretrained(folder)
+
+
 def class_model(name: str, seed: int = 7) -> Any:
     """A random model of a class of the table, float32."""
     import torch

@@ -20,7 +20,6 @@ def test_every_kind_of_request_is_answered_as_without_drafts(demo_model, tmp_pat
 
 
 @pytest.mark.extended
-@pytest.mark.rare
 def test_kinds_that_take_another_path_on_model_runner_v2(demo_model, tmp_path):
     check_kinds("vllm-v2", byte_model(tmp_path / "model", demo_model, layers=1), tmp_path, patterns(TESTED))
 

@@ -12,7 +12,7 @@ from v2_engines import ROOT
 
 from bench.step_times import COLUMNS, STEP, WINDOW
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.rare]
 
 
 @pytest.fixture(scope="module")
