@@ -1,8 +1,6 @@
 """Building a datastore: what goes in is found, within bounded memory, and however a build ends, the target is whole, or
 what it was."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import stat

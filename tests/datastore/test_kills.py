@@ -3,8 +3,6 @@
 At the URL of a folder another server looks meanwhile; "exchanging" learns there and finishes an erasure.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sub-indices and runs: what sorting, merging and leaving out make is in order and finds every occurrence."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Drafts from recycled logits: bounded in memory, apart by tenant, and refreshed. Equal to the oracle's: see there."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from freedraft.draft import DraftBatch

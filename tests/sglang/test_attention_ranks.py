@@ -4,8 +4,6 @@ python -m tests.sglang.test_attention_ranks MODEL FOLDER asks such an engine, wi
 one rank fails in the end; FOLDER is for what each rank writes.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

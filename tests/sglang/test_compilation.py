@@ -1,7 +1,5 @@
 """Nothing is compiled while a server answers: with a cold cache it takes seconds, and every request waits."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What every engine promises, of SGLang: one engine, cramped, with all methods, and what SGLang alone has."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

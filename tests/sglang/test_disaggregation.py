@@ -1,7 +1,5 @@
 """Prompts are read by one server, and answered by another, which drafts."""
 
-from __future__ import annotations
-
 import http.client
 import importlib.util
 import json

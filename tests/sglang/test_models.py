@@ -1,8 +1,6 @@
 """Kinds of models that people serve, through two real engines each: with drafts, in default options, they say what they
 say without."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The real model, what is refused at the start, servers, and a benchmark."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

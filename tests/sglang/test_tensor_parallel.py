@@ -5,8 +5,6 @@ python -m tests.sglang.test_tensor_parallel MODEL FOLDER RANK asks an engine on 
 the midst of a draft pass; FOLDER is for what each rank writes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A plain and a drafting server on this CPU, for `freedraft compare`."""
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager
 from copy import copy

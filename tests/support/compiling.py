@@ -1,7 +1,5 @@
 """What numba has compiled, or loaded from its cache, in this process."""
 
-from __future__ import annotations
-
 import sys
 
 from numba.core.dispatcher import Dispatcher

@@ -1,7 +1,5 @@
 """The classes of models that people serve, as random models of two to four layers: one line of a table each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Container, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Texts with two calls, or two thoughts, in the format of each of the engines' parsers."""
 
-from __future__ import annotations
-
 import json
 
 CALLS = (

@@ -1,7 +1,5 @@
 """Prompts for real and for tiny models."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Requests of LoRA adapters beside others in a real engine."""
 
-from __future__ import annotations
-
 import pytest
 from vllm_cases import parameters, token_prompts
 from vllm_engines import engine, runner_of, settle, spied

@@ -1,8 +1,6 @@
 """`freedraft compare` on two real servers: every kind of request is answered as without drafts. And bench/forced.py:
 every arm gives the recorded answers, and drafts are accepted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

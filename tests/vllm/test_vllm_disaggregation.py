@@ -3,8 +3,6 @@
 On model runner V1; on V2, in Triton's interpreter, where the environment asks for it (`make test-vllm-v2`).
 """
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """How many draft tokens vLLM's batches hold: the default fits, and what does not fit is refused."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,8 +1,6 @@
 """An engine whose batches are no larger than a draft: prompts that are embeddings, or come in turns, and a cached
 prompt."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

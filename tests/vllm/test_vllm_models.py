@@ -1,7 +1,5 @@
 """Models of the classes that people serve, on model runner V1. Recurrent ones: `test_vllm_v2_models`."""
 
-from __future__ import annotations
-
 import pytest
 from v2_engines import check_images
 from vllm_cases import class_case, generate, metric, parameters, token_prompts

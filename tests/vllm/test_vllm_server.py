@@ -1,7 +1,5 @@
 """The OpenAI-compatible server of stock vLLM with `--speculative-config '{"method": "sssd"}'`."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

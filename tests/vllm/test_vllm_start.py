@@ -1,7 +1,5 @@
 """What a user writes in --speculative-config, and what stops the start or lets the engine run without us."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

@@ -1,8 +1,6 @@
 """Two tensor-parallel ranks, one core each, on both model runners: the answers are those of one rank without us. Also
 two stages of a pipeline, and a server of two data-parallel replicas."""
 
-from __future__ import annotations
-
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor

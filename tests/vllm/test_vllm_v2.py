@@ -1,7 +1,5 @@
 """Model runner V2: chains of `sssd`, and layer skipping. See `v2_engines`."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import itertools

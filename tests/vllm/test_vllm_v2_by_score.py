@@ -1,7 +1,5 @@
 """Adaptive verification on model runner V2: which draft tokens of a batch are verified."""
 
-from __future__ import annotations
-
 import pytest
 from v2_engines import CRAMPED, SMALL, SSSD, plain, run
 from vllm_cases import greedy_case, seeded_case

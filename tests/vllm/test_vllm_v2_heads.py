@@ -1,7 +1,5 @@
 """Model runner V2: n-grams on top of a drafter that vLLM runs. See `v2_engines`, and `built_head` for the drafters."""
 
-from __future__ import annotations
-
 import pytest
 from v2_engines import OFF, SMALL, run
 from vllm_cases import TINY, class_case, greedy_case, seeded_case, token_prompts

@@ -1,7 +1,5 @@
 """Models of the classes that people serve, on model runner V2, those with recurrent layers among them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

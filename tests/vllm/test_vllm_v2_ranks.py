@@ -1,7 +1,5 @@
 """Data-parallel ranks that share experts, on model runner V2: one draft length for all of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The meter of steps on model runner V2: all that it stamps and counts is still there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

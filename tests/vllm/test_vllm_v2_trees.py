@@ -1,8 +1,6 @@
 """Draft trees on model runner V2, with FlashAttention and with vLLM's Triton attention, and windowed drafts. See
 `v2_engines`."""
 
-from __future__ import annotations
-
 import pytest
 from test_vllm_v2 import LAUNCHES, check_launches
 from v2_engines import SSSD_TREES, TREES, WINDOW, WINDOWED_IDS, serve

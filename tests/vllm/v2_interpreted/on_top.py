@@ -8,8 +8,6 @@ its own drafter drafts, "seconds" what a step is measured to take, and each of i
 of vLLM's `LLM`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from unittest.mock import Mock

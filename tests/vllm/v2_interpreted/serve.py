@@ -14,8 +14,6 @@ once, "seconds" what a step is measured to take, and each of its query tokens. T
 without a "speculative_config" there are answers alone.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
