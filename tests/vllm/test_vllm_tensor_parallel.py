@@ -21,7 +21,6 @@ PROMPTS = random_ids([12] * 4, 500, first=2, seed=3)
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 # Heads of 64, which vLLM's CPU attention has, and enough of them for two ranks.
 SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-RARE = (pytest.mark.extended, pytest.mark.rare)
 pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 
 
@@ -59,13 +58,8 @@ BY_SCORE = INTERPRETED | {"INTERPRETED_ATTENTION": "flash", "ADAPTIVE": "1"}
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {},
-        pytest.param(INTERPRETED, marks=RARE),
-        pytest.param(TREES, marks=pytest.mark.extended),
-        pytest.param(BY_SCORE, marks=pytest.mark.extended),
-    ],
-    ids=["V1", "V2", "V2, trees", "V2, by score"],
+    [{}, *(pytest.param(changed, marks=pytest.mark.extended) for changed in (TREES, BY_SCORE))],
+    ids=["V1", "V2, trees", "V2, by score"],
 )
 def test_two_ranks_answer_as_one_does_plainly(model, plain, changed):
     found = answers(model, 2, changed, speculative_config=SSSD)
