@@ -17,13 +17,6 @@ Documents = list[list[int]]
 documents = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=6)
 
 
-def by_bytes(tokens: np.ndarray) -> SubIndex:
-    """As `pydivsufsort` sorts, which knows nothing of ours."""
-    padded, largest = np.concatenate([tokens, PADDING]), int(tokens.max(initial=0))
-    assert divsufsort.can_sort(len(tokens), largest, 1 << 40)
-    return SubIndex(*sort(padded, largest, 8, 1 << 40))
-
-
 def about(first: int, number: int) -> np.ndarray:
     """Rows of `Run.documents`, each its own."""
     numbers = np.arange(first, first + number)
@@ -47,8 +40,11 @@ def check(sub: SubIndex, texts: Documents) -> list[list[int]]:
 @settings(deadline=None)
 @given(st.lists(st.lists(IDS, max_size=60), min_size=1, max_size=4))
 def test_both_sorts_agree(texts: Documents) -> None:
+    """`pydivsufsort` knows nothing of ours."""
     tokens = int32(joined(texts))
-    ours, theirs = SubIndex.build(tokens, 8), by_bytes(tokens)
+    padded, largest = np.concatenate([tokens, PADDING]), int(tokens.max(initial=0))
+    assert divsufsort.can_sort(len(tokens), largest, 1 << 40)
+    ours, theirs = SubIndex.build(tokens, 8), SubIndex(*sort(padded, largest, 8, 1 << 40))
     assert check(ours, texts) == check(theirs, texts)
     assert theirs.bucket_starts.tolist() == ours.bucket_starts.tolist() and len(ours.bucket_starts) == 9
 

@@ -26,6 +26,9 @@ def _each(form, between=""):
 
 
 def _pairs(form, arguments, between=""):
+    """`form(name, value)` of each argument, or a text with both."""
+    if isinstance(form, str):
+        return _pairs(lambda *pair: form % pair, arguments, between)
     values = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in arguments.items())
     return between.join(form(key, value) for key, value in values)
 
@@ -43,17 +46,17 @@ def _index(name):
 
 
 def _function(name, arguments):
-    values = _pairs(lambda key, value: f"<parameter={key}>\n{value}\n</parameter>\n", arguments)
+    values = _pairs("<parameter=%s>\n%s\n</parameter>\n", arguments)
     return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
 
 
 def _arguments(name, arguments, after="\n", between="\n"):
-    values = _pairs(lambda k, v: f"<arg_key>{k}</arg_key>{between}<arg_value>{v}</arg_value>{after}", arguments)
+    values = _pairs(f"<arg_key>%s</arg_key>{between}<arg_value>%s</arg_value>{after}", arguments)
     return f"<tool_call>{name}{after}{values}</tool_call>"
 
 
 def _invoke(name, arguments, prefix=""):
-    values = _pairs(lambda k, v: f'<{prefix}parameter name="{k}">{v}</{prefix}parameter>\n', arguments)
+    values = _pairs(f'<{prefix}parameter name="%s">%s</{prefix}parameter>\n', arguments)
     return f'<{prefix}invoke name="{name}">\n{values}</{prefix}invoke>\n'
 
 
@@ -108,25 +111,10 @@ def _gemma4(name, arguments):
     return f"<|tool_call>call:{name}{{{','.join(f'{k}:{value_of(v)}' for k, v in arguments.items())}}}<tool_call|>"
 
 
-def _functiongemma(name, arguments):
-    values = _pairs(lambda k, v: f"{k}:<escape>{v}<escape>", arguments, ",")
-    return f"<start_function_call>call:{name}{{{values}}}<end_function_call>"
-
-
 def _plamo(name, arguments):
     marks = "<|plamo:begin_tool_arguments:plamo|><|plamo:constrain|>json<|plamo:msg|>"
     call = f"<|plamo:begin_tool_name:plamo|>{name}<|plamo:end_tool_name:plamo|>{marks}{_json(arguments)}"
     return f"<|plamo:begin_tool_request:plamo|>{call}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
-
-
-def _minicpm(name, arguments):
-    values = _pairs(lambda k, v: f'<param name="{k}">{v}</param>', arguments)
-    return f'<function name="{name}">{values}</function>'
-
-
-def _step3(name, arguments):
-    call = _invoke(name, arguments, "steptml:").rstrip()
-    return f"<｜tool_call_begin｜>function<｜tool_sep｜>{call}<｜tool_call_end｜>"
 
 
 def _deepseek(call, between=""):
@@ -139,6 +127,7 @@ FUNCTIONS = "Look.\n" + _each(_function, "\n")
 ARGUMENTS = _each(_arguments, "\n")
 LIST = f"[{_each(_object, ', ')}]"
 PYTHON = f"[{_each(_python, ', ')}]"
+STEP3 = "<｜tool_call_begin｜>function<｜tool_sep｜>"
 COHERE = _each(lambda n, a: _json({"tool_call_id": str(_index(n)), "tool_name": n, "parameters": a}), ", ")
 LLAMA3 = "<|python_tag|>" + _each(lambda n, a: _object(n, a, "parameters"), "; ")
 
@@ -164,12 +153,15 @@ TOOL_TEXTS = {
     "lfm2": f"Look.<|tool_call_start|>{PYTHON}<|tool_call_end|> Done.",
     "ling3": f"Look.\n{ARGUMENTS}",
     "mimo": FUNCTIONS,
-    "minicpm5": "Look.\n" + _each(_minicpm, "\n"),
+    "minicpm5": "Look.\n"
+    + _each(lambda n, a: f'<function name="{n}">' + _pairs('<param name="%s">%s</param>', a) + "</function>", "\n"),
     "minimax_m3": f"Look.\n]<]minimax[>[<tool_call>\n{_each(_minimax_m3, chr(10))}]<]minimax[>[</tool_call>",
     "poolside_v1": f"Look.\n{ARGUMENTS}",
     "pythonic": PYTHON,
     "qwen3_coder": FUNCTIONS,
-    "step3": f"Look.<｜tool_calls_begin｜>\n{_each(_step3, chr(10))}\n<｜tool_calls_end｜>",
+    "step3": "Look.<｜tool_calls_begin｜>"
+    + _each(lambda n, a: f"\n{STEP3}{_invoke(n, a, 'steptml:').rstrip()}<｜tool_call_end｜>")
+    + "\n<｜tool_calls_end｜>",
     "step3p5": FUNCTIONS,
 }
 VLLM_TOOL_TEXTS = TOOL_TEXTS | {
@@ -177,7 +169,9 @@ VLLM_TOOL_TEXTS = TOOL_TEXTS | {
     "deepseek_v41": _dsml("calls", " "),
     "dots": "Look.\n" + _each(lambda n, a: f"<dots_function_call>\n{_invoke(n, a)}</dots_function_call>\n"),
     "ernie45": "Look.\n</think>\n\n" + _each("\n<tool_call>\n%(object)s\n</tool_call>\n"),
-    "functiongemma": _each(_functiongemma),
+    "functiongemma": _each(
+        lambda n, a: f"<start_function_call>call:{n}{{{_pairs('%s:<escape>%s<escape>', a, ',')}}}<end_function_call>"
+    ),
     "granite": f"<|tool_call|> {LIST}",
     "granite4": f"{HERMES}\nDone.",
     "granite-20b-fc": _each("<function_call> %(object)s", "\n"),
@@ -216,14 +210,14 @@ SGLANG_TOOL_TEXTS = VLLM_TOOL_TEXTS | {
 }
 
 
-def _beam(name, arguments):
-    values = _pairs(lambda key, value: f'<rfl:parameter name="{key}">\n{value}\n</rfl:parameter>', arguments)
-    return f" to={name}<|channel|>analysis <|constrain|>xml<|message|>{values}"
-
-
+BEAM = '<rfl:parameter name="%s">\n%s\n</rfl:parameter>'
 CALL = "<|start|>assistant<|channel|>commentary to=functions.%(name)s<|constrain|>json<|message|>%(json)s<|call|>"
 SGLANG_TOOL_TEXTS |= {
-    "beam": _each(_beam, "<|end|><|start|>assistant") + "<|call|>",
+    "beam": _each(
+        lambda n, a: f" to={n}<|channel|>analysis <|constrain|>xml<|message|>{_pairs(BEAM, a)}",
+        "<|end|><|start|>assistant",
+    )
+    + "<|call|>",
     "gigachat35": f"Look.<｜GCML｜tool_calls>\n{_each(lambda n, a: _marked(n, a, '｜GCML｜'))}</｜GCML｜tool_calls>",
     "gpt-oss": "<|channel|>analysis<|message|>Look it up.<|end|>" + _each(CALL),
     "hermes": "Look.\n" + _each("<tool_call>%(object)s</tool_call>", "\n"),
