@@ -10,7 +10,8 @@ from tests.support.conformance import PROMPTS, make_model
 UNSET = dict.fromkeys(name for name in ENVIRONMENT if name.startswith("FREEDRAFT_"))
 
 
-@pytest.mark.parametrize("method", ["sssd", pytest.param("sssd+layerskip", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("method", ["sssd", "sssd+layerskip"])
 def test_nothing_is_compiled_while_serving(demo_model, tmp_path, method):
     """With default options; neither compiled, nor loaded from the disk."""
     model, compiled, counts = make_model(tmp_path / "model", demo_model), tmp_path / "compiled", tmp_path / "counts"

@@ -61,6 +61,7 @@ def steps(folder, rank=0):
     return [json.loads(line) for line in paths[rank].read_text().splitlines()] if paths else []
 
 
+@pytest.mark.extended
 def test_two_ranks(llama, tmp_path):
     env = {"FREEDRAFT_LIVE": "store", "FREEDRAFT_ISOLATION": "shared"}
     folder, expected = llama

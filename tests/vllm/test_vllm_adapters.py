@@ -69,6 +69,7 @@ def counted(llm, prompt, lora, salt):
     return sum(drafted), sum(accepted)
 
 
+@pytest.mark.extended
 def test_adapters_answer_as_plain_and_draft_from_their_own_text_only(llm, plain, given, adapters):
     assert len({tuple(answer) for answer in plain}) > 2 * EACH, "the adapters must answer otherwise"
     assert ask_all(llm, given, adapters) == plain

@@ -47,6 +47,7 @@ def check_nothing_is_left(engine):
     assert engine["held"] == [0, 0, 0] and engine["class"] in ("EagleSpeculator", "MTPSpeculator"), "vLLM's own"
 
 
+@pytest.mark.extended
 def test_n_grams_go_on_behind_the_drafts_of_a_head(built):
     model, head = built
     asked = token_prompts(IDS[:3])
