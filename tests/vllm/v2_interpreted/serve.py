@@ -241,8 +241,7 @@ def answers(llm, prompts, parameters, each=(), abort=0, chains=(), salt="", spee
 def as_on_devices():
     """As far as this CPU can."""
     take_any_mask()
-    # Top-k and top-p by PyTorch, vLLM's own way on CPUs: the interpreter does not run its kernel.
-    topk_topp_sampler.HAS_TRITON = False
+    filter_as_on_cpus()
     schedule_asynchronously()
 
 
@@ -256,6 +255,11 @@ def schedule_asynchronously():
         vllm_config.scheduler_config.async_scheduling = True
 
     platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def filter_as_on_cpus():
+    """Top-k and top-p by PyTorch, vLLM's own way on CPUs: the interpreter does not run its kernel."""
+    topk_topp_sampler.HAS_TRITON = False
 
 
 def warm_up_as_on_devices():
