@@ -181,15 +181,15 @@ def of_slots(shape: Shape, device: torch.device) -> list[Operation]:
     offsets = torch.arange(0, batch * nodes + 1, nodes, dtype=torch.int32, device=device)
     seq_lens = torch.full((batch,), shape.seq_len + nodes, dtype=torch.int32, device=device)
 
-    out = torch.empty(batch, nodes + 3, dtype=torch.int32, device=device)
+    out = torch.empty(batch, nodes + 4, dtype=torch.int32, device=device)
     drafts = torch.empty(batch, nodes, dtype=torch.int64, device=device)
     ints = [torch.empty(size, dtype=torch.int32, device=device) for size in (batch * nodes,) * 2 + (batch,) * 2]
     positions = (shape.seq_len + torch.arange(nodes, device=device)).repeat(batch)
     queries = TreeQueries(offsets, seq_lens, ints[0], torch.empty_like(positions), ints[2])
     inputs = trees, slots, offsets, queries, positions, ints[1], ints[3]
-    moved = batch * (4 * (nodes + 1) + 4 * (nodes + 3) + 8 * nodes), batch * nodes * (8 + 4 + 8 + 16 + 4)
+    moved = batch * (4 * (nodes + 1) + 4 * (nodes + 4) + 8 * nodes), batch * nodes * (8 + 4 + 8 + 16 + 4)
     return [
-        ("newest tokens", lambda _: newest_tokens(texts, lengths, slots, gained, out, drafts), moved[0]),
+        ("newest tokens", lambda _: newest_tokens(texts, lengths, slots, gained, gained, out, drafts), moved[0]),
         ("tree queries", lambda _: write_tree_queries(*inputs), moved[1]),
     ]
 

@@ -436,7 +436,7 @@ def on_top(replayed: Any, built: Any) -> Screen:
             panels, names=arms, across="requests", scale="times the head alone", reference=1.0,
         ),
         f"A **simulation**: recorded answers, estimated times, a head that is right at random ({shares}), mostly where "
-        "n-grams are. The product has one length for all; rows by score are an estimate. On Java a step "
+        "n-grams are. Rows by score are an estimate: by default, all have one length. On Java a step "
         f"yields {related['head alone']:.2f} tokens with the head, {related['tail']:.2f} with n-grams behind it, never "
         f"fewer. Replacing its tokens would yield {related['agree']:.2f}; if errors were independent, "
         f"{random['agree']:.2f} instead of {random['tail']:.2f}. On a **synthetic model** vLLM V2 yields "

@@ -71,14 +71,16 @@ def test_newest_tokens_by_triton_are_what_lists_give(lengths: list[int], random,
     for row, text in zip(tokens, texts, strict=True):
         row[: len(text)] = torch.tensor(text)
     gained = torch.arange(len(slots), dtype=torch.int32) % (length + 2)
-    out = torch.full((len(slots), length + 3), -1, dtype=torch.int32, device=device)
+    out = torch.full((len(slots), length + 4), -1, dtype=torch.int32, device=device)
     drafts = torch.full((len(slots), length), -1, device=device)
+    rejected = torch.tensor([random.randint(0, 3) for _ in slots], dtype=torch.int32)
     where = torch.tensor(slots, dtype=torch.int32, device=device)
     known = torch.tensor(lengths, dtype=torch.int32, device=device)
-    newest_tokens(tokens.to(device), known, where, gained.to(device), out, drafts)
+    newest_tokens(tokens.to(device), known, where, gained.to(device), rejected.to(device), out, drafts)
     for b, slot in enumerate(slots):
         padded = [texts[slot][0]] * (length + 1) + texts[slot]
-        assert out[b].tolist() == [int(gained[b]), lengths[slot], *padded[-length - 1 :]]
+        verified = max(0, int(gained[b] - 1 + rejected[b]))
+        assert out[b].tolist() == [int(gained[b]), verified, lengths[slot], *padded[-length - 1 :]]
         assert drafts[b].tolist() == [texts[slot][-1]] * length
 
 

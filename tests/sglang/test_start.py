@@ -461,7 +461,9 @@ def test_refused_on_top_of_a_head(with_heads, changed, reason, remedy):
     assert reason in str(error.value) and remedy in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name, value", [("FREEDRAFT_SHAPE", "tree"), ("FREEDRAFT_RECYCLE", "on")])
+@pytest.mark.parametrize(
+    "name, value", [("FREEDRAFT_SHAPE", "tree"), ("FREEDRAFT_RECYCLE", "on"), ("FREEDRAFT_NGRAM_TOKENS", "9")]
+)
 def test_options_that_do_not_go_on_top_of_a_head(with_heads, monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=name.removeprefix("FREEDRAFT_").lower()):

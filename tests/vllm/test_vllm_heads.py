@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from test_vllm_start import config_of, refusal
+from vllm.config import VllmConfig
 from vllm_cases import TINY
 
 from freedraft.config import ConfigError
@@ -64,6 +65,15 @@ def test_short_flags_and_fixed_lengths(built):
     assert config.speculative_config.method == "mtp" and methods.configured(config).head == 1
 
 
+def test_with_adaptive_verification_vllm_chooses_among_all_tokens(built, monkeypatch):
+    model, head, _ = built
+    monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", lambda _: None)  # needs CUDA graphs
+    config = config_of(model, ON_TOP | {"model": str(head), "enable_adaptive_verification": True})
+    made = config.speculative_config
+    assert made.num_speculative_tokens == 15 and made.num_speculative_tokens_per_batch_size is None
+    assert made.enable_adaptive_verification and not methods.configured(config).lengths
+
+
 def test_vllm_detects_the_head(built, tmp_path):
     model, head, _ = built
     config = config_of(
@@ -90,7 +100,7 @@ def test_no_more_than_the_head_where_longer_drafts_cost_too_much(built):
         ({"method": "sssd+ngram"}, ["'ngram'", "'sssd+mtp'", "alone"]),
         ({"method": "sssd+dflash"}, ["'dflash'", "'sssd+mtp'", "alone"]),
         ({"method": "layerskip+eagle"}, ["'layerskip'", "use 'sssd+eagle'"]),
-        ({"method": "sssd+mtp", "model": None}, ["no drafter 'mtp'", "use 'sssd' alone"]),
+        ({"method": "sssd+mtp", "model": None}, ["no drafter 'mtp' of this model", "use 'sssd' alone"]),
         ({"model": None}, ["'sssd+eagle'", '"model"']),
         ({K: 0}, [f"'{K}'", "0"]),
         ({K: None}, [f"'{K}'", "missing"]),
@@ -99,7 +109,6 @@ def test_no_more_than_the_head_where_longer_drafts_cost_too_much(built):
         ({"ngram_tokens": True}, ["'ngram_tokens'", "True"]),
         ({"draft_sample_method": "probabilistic"}, ["'draft_sample_method'", "leave it out"]),
         ({"rejection_sample_method": "fly"}, ["'fly'", "leave it out"]),
-        ({"enable_adaptive_verification": True}, ["'enable_adaptive_verification'", "leave it out"]),
         ({"num_speculative_tokens_per_batch_size": [(1, 9, 3)]}, ["per_batch_size", "leave it out"]),
         ({"shape": "tree"}, ["leave 'shape' out"]),
         ({"recycle": "on"}, ["leave 'recycle' out"]),
@@ -113,16 +122,23 @@ def test_bad_input_stops_the_start_with_one_line(built, change, words):
     assert all(word in message for word in words), message
 
 
+BOTH = {"enable_adaptive_verification": True, "use_local_argmax_reduction": True}
+
+
 def test_engines_that_are_refused(built, monkeypatch, tmp_path):
     model, head, glm = built
     config = json.loads((head / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 32}))
     several = json.loads((glm / "config.json").read_text()) | {"num_nextn_predict_layers": 2}
-    (tmp_path / "several").mkdir()
+    for folder in ("several", "empty"):
+        (tmp_path / folder).mkdir()
     (tmp_path / "several" / "config.json").write_text(json.dumps(several))
     given = ON_TOP | {"model": str(head)}
     for words, model_of, asked, arguments in (
         ("vocabulary of 32, the model of 24: use one of this model", model, given | {"model": str(tmp_path)}, {}),
+        ("empty", model, given | {"model": str(tmp_path / "empty")}, {}),
+        ("no-such-folder", model, given | {"model": str(tmp_path / "no-such-folder")}, {}),
+        ("use_local_argmax_reduction", model, given | BOTH, {}),
         ("several MTP layers", tmp_path / "several", {"method": "sssd+mtp", K: 2}, {}),
         ("--pipeline-parallel-size 1", model, given, {"pipeline_parallel_size": 2}),
         ("12 does not hold 15", model, given | {"ngram_tokens": 15}, {"max_num_batched_tokens": 12, "max_num_seqs": 4}),

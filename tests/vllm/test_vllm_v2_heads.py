@@ -1,5 +1,7 @@
 """Model runner V2: n-grams on top of a drafter that vLLM runs. See `v2_engines`, and `built_head` for the drafters."""
 
+from collections import Counter
+
 import pytest
 from v2_engines import OFF, SMALL, run
 from vllm_cases import TINY, class_case, greedy_case, seeded_case, token_prompts
@@ -17,6 +19,8 @@ K, TOKENS = 3, 20
 IDS = random_ids([12] * 6, 24, first=2, seed=3)
 ROOM = SMALL | {"max_num_seqs": 8}
 CRAMPED = {"max_num_batched_tokens": 100, "num_gpu_blocks_override": 9, "block_size": 32}
+# What a step launches in place of vLLM's verification: its sampler draws all tokens, and they are compared.
+SAMPLED, VERIFIED = ["argmax", "gather"], ["_gumbel_sample_kernel", "verify_kernel"]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +115,29 @@ def test_the_head_follows_what_others_have_drafted(stressed):
     assert found["fails"]["failures"] > 0 and found["greedy"]["failures"] == 0
     assert per_verification(found["fails"]) >= per_verification(stock["greedy"]), "the head drafts on"
     check_nothing_is_left(found["engine"])
+
+
+def more(found, stock, kind):
+    """What is launched more often, as often."""
+    return sorted((Counter(found[kind]) - Counter(stock[kind])).elements())
+
+
+@pytest.mark.extended
+@pytest.mark.rare
+def test_launches_of_a_step(built):
+    """Beside the head's own: tokens go to the host, and n-grams come behind its drafts, where there are any."""
+    model, head = built
+    engines = [alone(head), on_top(head), on_top(head, ngram_tokens=K), on_top(head)]
+    engines = [{"speculative_config": engine, "launches": True} for engine in engines]
+    engines[-1]["launches"] = "nothing"
+    given = {"model": model, "cases": {}, **ROOM}
+    found = run("on_top.py", [given | engine for engine in engines])
+    stock, both, short, nothing = (each["engine"]["launches"] for each in found)
+    copied = ["newest_tokens_kernel"]
+    for found, ours in ((both, ["extend_drafts_kernel", *copied]), (short, copied), (nothing, copied)):
+        assert more(found, stock, "kernels") == sorted([*VERIFIED, *ours])
+        assert more(found, stock, "eager") == SAMPLED
+        assert len(found["kernels"]) <= len(stock["kernels"])
 
 
 @pytest.mark.extended

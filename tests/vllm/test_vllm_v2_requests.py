@@ -34,11 +34,11 @@ def test_any_traffic(random):
     launched: list[tuple[str, int, int, int, bool, list[int]]] = []  # a step that runs: id, slot, generation, length
 
     def arrive():
-        gained = np.full((len(launched), NEWEST + 2), 7, np.int32)
+        gained = np.full((len(launched), NEWEST + 3), 7, np.int32)
         expected = []
         for i, (name, slot, generation, length, lost, new) in enumerate(launched):
-            gained[i, :2] = len(new), length + len(new) + lost
-            gained[i, 2 + NEWEST - len(new) :] = new
+            gained[i, :3] = len(new), NEWEST, length + len(new) + lost
+            gained[i, 3 + NEWEST - len(new) :] = new
             if lost or not new:
                 continue
             if name in ended and ended[name][0] == (slot, generation):
@@ -49,12 +49,11 @@ def test_any_traffic(random):
         step = GainedTokens(SLOTS, NEWEST - 1, torch.device("cpu"))
         step.slots = np.array([slot for _, slot, *_ in launched], np.int32)
         step.generations = np.array([generation for _, _, generation, *_ in launched], np.int64)
-        step.scheduled = np.full(len(launched), NEWEST, np.int32)
         step.wait()[:] = gained
         may_draft, most = requests.set_verified(step, 3, None), requests.limits[step.slots]
         taken = requests.append(step, 3)
         assert taken.rows.tolist() == expected
-        found = room(most[expected], gained[expected, 1], 3)
+        found = room(most[expected], gained[expected, 2], 3)
         assert taken.capacities.tolist() == found.tolist() and (may_draft or not found.any())
         for name, (_, output) in ended.items():
             assert requests.take_ended(name).tolist() == output

@@ -1,10 +1,10 @@
-"""Draft trees on model runner V2, with FlashAttention and with vLLM's Triton attention, windowed drafts, and which
-draft tokens of a batch are verified. See `v2_engines`."""
+"""Draft trees on model runner V2, with FlashAttention and with vLLM's Triton attention, and windowed drafts. See
+`v2_engines`."""
 
 import pytest
 from test_vllm_v2 import LAUNCHES, check_launches
-from v2_engines import CRAMPED, SMALL, SSSD, SSSD_TREES, TREES, WINDOW, WINDOWED_IDS, plain, run, serve
-from vllm_cases import greedy_case, recycled, seeded_case, token_prompts
+from v2_engines import SSSD_TREES, TREES, WINDOW, WINDOWED_IDS, serve
+from vllm_cases import greedy_case, recycled, token_prompts
 from windowed_reference import Reference
 
 from tests.support.models import continuations
@@ -137,24 +137,3 @@ def test_drafts_are_those_of_a_masked_reference(on_flash, given):
     # Passes for all three requests are larger than the largest graph.
     assert len(engine["replays"]) == 2 and min(engine["replays"]) > 5
     assert 20 < sum(engine["replays"]) < sum(engine["reads"]) and engine["reads"].count(3) > len(engine["reads"]) / 2
-
-
-@pytest.mark.extended
-def test_the_likeliest_draft_tokens_of_the_batch_are_verified(given):
-    """With adaptive verification: as many as a forecast says."""
-    cases = {"greedy": greedy_case(given.prompts, abort=6), "seeded": seeded_case()}
-    engine = {"model": given.model, "cases": cases, "speculative_config": SSSD, "by_score": True} | SMALL | CRAMPED
-    without, found = run("serve.py", [plain(given), engine], "flash")
-    assert found["greedy"] == given.answers and found["seeded"] == without["seeded"]
-    engine = found["engine"]
-    assert engine["drafted"] > engine["accepted"] > 25 and not engine["failures"] and engine["preempted"] > 0
-    chosen, learnt = engine["by score"]["chosen"], engine["by score"]["learnt"]
-    assert len(chosen) > 25 and len(learnt) > 25 and all(learnt), "drafts are learnt from before they are overwritten"
-    uneven = 0
-    for budget, scores, counts in chosen:
-        assert sum(counts) == budget and max(counts) <= 3
-        taken = [p for row, n in zip(scores, counts, strict=True) for p in row[:n]]
-        left = [p for row, n in zip(scores, counts, strict=True) for p in row[n:]]
-        assert min(taken) >= max(left, default=0.0)
-        uneven += max(counts) > min(counts) + 1
-    assert uneven > 5 and len({budget for budget, _, _ in chosen}) > 3

@@ -6,14 +6,16 @@ attribute of ServerArgs, which reaches every process.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from freedraft.config import ConfigError
+from freedraft.config import PREFIX, ConfigError
 from freedraft.engines.hooks import stop_start
 from freedraft.engines.sglang.guards import refuse_unsupported
 from freedraft.method import METHODS, MethodSpec
+from freedraft.on_top import NGRAMS
 
 RESOLVE = "sglang.srt.server_args.ServerArgs.resolve_once"
 COMPLETE = "sglang.srt.arg_groups.speculative_hook._handle_eagle_family"
@@ -96,6 +98,8 @@ def _complete(ours: OnTop, args: Any) -> None:
         if getattr(args, option):
             flag = f"--{option.replace('_', '-')}"
             raise _error(ours.name, head, f"n-grams on top do not go with {flag}", "start without it")
+    if os.environ.get(PREFIX + NGRAMS.upper()):
+        raise _error(ours.name, head, f"option '{NGRAMS}' is --speculative-num-draft-tokens here", "set that one")
     refuse_unsupported(args, f"{ours.name}+{head}", runs_model=False, head=True)
     options: Any = spec.options.read()
     own = args.speculative_num_steps

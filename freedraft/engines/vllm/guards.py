@@ -15,11 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 def fitting_length(
-    engine_args: Any, model_config: Any, parallel_config: Any, length: int, *, given: bool, trees: bool
-) -> int:
+    engine_args: Any, model_config: Any, parallel_config: Any, length: int, *, given: bool, trees: bool,
+    adaptive: bool = False,
+) -> int:  # fmt: skip
     """The number of draft tokens per request: `length` if it is given, else the default, at most `length`, that fits.
-    Logs it and the reason. trees: whether drafts are trees. Raises ValueError of one line: that, or any, does not fit
-    the engine's batches."""
+    Logs it and the reason. trees: whether drafts are trees; adaptive: whether vLLM schedules all of them, but verifies
+    fewer. Raises ValueError of one line: that, or any, does not fit the engine's batches."""
     args = copy.copy(engine_args)
     args._set_default_max_num_seqs_and_batched_tokens_args(getattr(args, USAGE, None), model_config, parallel_config)
     space = replace(room_of(args, model_config), held=engine_args.max_num_seqs or 0)
@@ -28,8 +29,10 @@ def fitting_length(
     # vLLM sizes adapters' buffers for drafts of all requests. Without adapters a batch must hold those of one: a prompt
     # with one token left, as cached ones have, gets room for all its drafts, or waits.
     requests, tokens = args.max_num_seqs if args.enable_lora else 1, args.max_num_batched_tokens
+    if adaptive and not given:  # else requests that are scheduled leave no room for others
+        requests = min(args.max_num_seqs, tokens // 2)
     most = min(tokens // requests, args.max_num_scheduled_tokens or tokens) - 1
-    batch = f"--max-num-batched-tokens {tokens}" + (f" for {requests} requests with LoRA" if requests > 1 else "")
+    batch = f"--max-num-batched-tokens {tokens}" + (f" for {requests} requests at a time" if requests > 1 else "")
     if length > most and (given or most < 1):
         remedy = f"'num_speculative_tokens' to {most} or less" if most > 0 else f"{requests * (1 + length)} or more"
         raise ValueError(f"{batch} does not hold {length} draft tokens: set {remedy}")

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from freedraft.config import ConfigError
-from freedraft.engines.vllm.context import ADAPTIVE, SCHEDULE
+from freedraft.engines.vllm.context import SCHEDULE
 from freedraft.method import MethodSpec
 from freedraft.on_top import DEFAULT, MOST, NGRAMS
 
 HEADS = ("mtp", "eagle", "eagle3")  # they draft one token after the other
 AUTO = "auto"  # vLLM detects it
 _ALONE = {"draft_sample_method": "greedy", "rejection_sample_method": "standard", "parallel_drafting": False}
-_ALONE |= {ADAPTIVE: False, SCHEDULE: None}  # settings of the head that n-grams need as vLLM has them by default
+_ALONE |= {SCHEDULE: None}  # settings of the head that n-grams need as vLLM has them by default
 
 
 def take(spec: MethodSpec, head: str, given: dict[str, Any]) -> int | None:

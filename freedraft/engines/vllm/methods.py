@@ -14,6 +14,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
+
 from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.cost.auto_by_batch import candidate_lengths
 from freedraft.engines.hooks import Hook, check, stop_start
@@ -244,8 +246,11 @@ def _with_head(
     with rewritten(args, config):
         try:
             made = original(args, *others, **kwargs)
-        except NotImplementedError:
-            stop_start(refusal(spec, f"this model has no drafter '{head}' that vLLM knows: use 'sssd' alone"))
+        except (NotImplementedError, ValueError, OSError) as error:
+            said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            why = f"({' '.join(said.split())}): mend that, or"
+            why = "of this model:" if isinstance(error, NotImplementedError) else why
+            stop_start(refusal(spec, f"vLLM makes no drafter '{head}' {why} use 'sssd' alone"))
     if missing:
         _warn(spec, missing, f"'{head}' drafts alone")
         return made
@@ -259,7 +264,8 @@ def _with_head(
             args, spec, options, model_config, parallel_config, config, shape, v2=True, given=chosen, head=own
         )
         made.num_speculative_tokens, learnt = config[K], tuple[int, ...]()
-        if spec.schedule is not None and config[K] > own and (found := spec.schedule(options, context)):
+        schedule = None if config[K] == own or config.get(ADAPTIVE) else spec.schedule
+        if schedule is not None and (found := schedule(options, context)):
             rows, learnt = found
             setattr(made, SCHEDULE, rows)
     except ConfigError as error:
@@ -370,7 +376,11 @@ def _check(
         trees = shape == "tree" or (shape == "auto" and "TRITON_ATTN" in attention)
         trees = trees and v2 and not config.get(ADAPTIVE)
         sizes = engine_args, model_config, parallel_config, config[K]
-        most = config[K] if config[K] == head else guards.fitting_length(*sizes, given=given, trees=trees)
+        most = (
+            config[K]
+            if config[K] == head
+            else guards.fitting_length(*sizes, given=given, trees=trees, adaptive=bool(config.get(ADAPTIVE)))
+        )
         config[K] = most = max(most, head)
         lengths = (head, *(n for n in candidate_lengths(most) if n > head)) if v2 else None
         context = context_of_arguments(engine_args, model_config, most, lengths, head)

@@ -4,8 +4,9 @@ answers, as a list of JSON on the last line.
     python on_top.py '[{"model": ..., "speculative_config": ..., "cases": {name: {"prompts": ..., ...}}, ...}, ...]'
 
 Cases are those of `serve.py`; with "fails", every other draft of ours raises. Of an engine, "own" is how many tokens
-its own drafter drafts, "seconds" what a step is measured to take, and each of its query tokens. The rest are arguments
-of vLLM's `LLM`.
+its own drafter drafts, "seconds" what a step is measured to take, and each of its query tokens, "launches" counts those
+of steps, of which "nothing" have no n-gram, and with "by_score", draft tokens are verified by score. The rest are
+arguments of vLLM's `LLM`.
 """
 
 import json
@@ -14,8 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from bench.lib import launches
+from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from tests.support.switched import kept_by
+from tests.vllm.v2_interpreted import by_score as scores
 from tests.vllm.v2_interpreted import serve
 
 
@@ -47,16 +51,40 @@ def failing(method):
     return fails
 
 
-def served(model, cases, speculative_config=None, *, own=0, seconds=(), **given):
+def totals(llm):
+    """Operations and kernels of decoding steps: the most of any."""
+    engine, counter = llm.llm_engine, launches.Counter()
+    launches.add_requests(engine)
+    with counter.patches(), counter:
+        for step in range(launches.WARM + launches.STEPS):
+            if step >= launches.WARM:
+                counter.steps.append(launches.defaultdict(lambda: ([], [])))
+            engine.step()
+    engine.abort_request(["0", "1"])
+    for _ in range(3):
+        engine.step()
+    sums = [
+        [sorted(n for phase, kinds in step.items() if phase != "order" for n in kinds[i]) for step in counter.steps]
+        for i in (0, 1)
+    ]
+    return {"eager": max(sums[0], key=len), "kernels": max(sums[1], key=len)}
+
+
+def served(model, cases, speculative_config=None, *, own=0, seconds=(), launches=False, by_score=False, **given):
     """What one engine says."""
     with serve.engine(model, seconds, speculative_config=speculative_config, **given) as llm:
         runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
         ours = getattr(runner.speculator, "_freedraft_speculator", runner.speculator)
         ours = ours if isinstance(ours, MethodSpeculator) else None
+        if launches == "nothing":
+            ours.guarded.method.propose = lambda step, most: DraftBatch.empty(step.batch_size, 1)
+        counted = totals(llm) if launches else {}
         noted = note_drafts(runner, own) if own else []
+        scored = scores.begin_on_top(runner, runner.speculator, ours) if by_score else {}
         waits = serve.note_waits()
         found = {name: asked(llm, ours, noted, waits, **case) for name, case in cases.items()}
-        found["engine"] = {"class": type(runner.speculator).__name__}
+        found["engine"] = {"launches": counted, "class": type(runner.speculator).__name__}
+        found["engine"] |= scored
         if ours is not None:
             core = llm.llm_engine.engine_core.engine_core
             for _ in range(3):

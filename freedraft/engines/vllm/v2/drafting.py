@@ -20,7 +20,7 @@ from freedraft.method import METHODS
 from freedraft.step import Step
 
 if TYPE_CHECKING:
-    from freedraft.engines.vllm.v2.rows_by_score import RowsByScore
+    from freedraft.engines.vllm.v2.rows_by_score import Confidences, RowsByScore
 
 
 _ALL = 1 << 30  # requests: every batch
@@ -71,7 +71,7 @@ class HostDrafting:
         longest = vllm_config.model_config.max_model_len
         self.requests = Requests(states.max_num_reqs, longest, length, tokenizer, trees)
         self.runner: Any = None  # once it has its KV cache, as the next one
-        self.by_score: RowsByScore | None = None  # with adaptive verification
+        self.by_score: RowsByScore | Confidences | None = None  # with adaptive verification
         self.logits = LogitsCopy()
         self.gained, self.before = (GainedTokens(states.max_num_reqs, length, device) for _ in range(2))
         self.steps, self._drafted_at = 0, -1
@@ -103,22 +103,22 @@ class HostDrafting:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def queue_copy(
-        self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor, hidden_states: torch.Tensor,
-        over: NDArray[np.bool_],
+        self, input_batch: Any, counts: tuple[torch.Tensor, torch.Tensor], drafts: torch.Tensor,
+        hidden_states: torch.Tensor, over: NDArray[np.bool_],
     ) -> None:  # fmt: skip
         """Queue the copy of a step's accepted tokens after its work, and fill `drafts`, int64 [B, K], with each
         request's newest token. over: bool [B], requests that finished prefill."""
         self.gained, self.before = self.before, self.gained
-        self.copy_gained(input_batch, num_sampled, drafts)
+        self.copy_gained(input_batch, counts, drafts)
         self.gained.taken = False
         self._set_prompt_states(input_batch, hidden_states, over)
 
-    def copy_gained(self, input_batch: Any, num_sampled: torch.Tensor, drafts: torch.Tensor) -> None:
-        self.gained.copy(input_batch, num_sampled, self._states, self.requests.generations, self.steps, drafts)
+    def copy_gained(self, input_batch: Any, counts: tuple[torch.Tensor, torch.Tensor], drafts: torch.Tensor) -> None:
+        self.gained.copy(input_batch, counts, self._states, self.requests.generations, self.steps, drafts)
 
     def draft(self, most: int, batch: Any) -> bool:
         """Draft after the newest step, at most `most` tokens per request, and if there is an InputBatch no more than it
-        verifies. Returns whether `proposed` was filled."""
+        verifies. Returns whether `proposed` was filled; on top of a head, with any n-gram."""
         gained, requests = self.gained, self.requests
         if gained.taken or not requests.set_verified(gained, most, batch):  # no wait is needed
             return False
@@ -136,7 +136,7 @@ class HostDrafting:
             self.by_score.choose(draft, gained.slots[taken.rows], counts, batch)
         if batch is None:  # requests may come and go before the next step is launched
             self.guarded.settle()
-        return True
+        return not self._head or bool(counts.any())
 
     def _take(self, most: int) -> Taken:
         """Take the newest step's tokens. most: draft tokens that each request may verify next."""
@@ -145,7 +145,7 @@ class HostDrafting:
         if (k := self._head) and len(taken.rows):
             new = self.requests.tokens.reshape(-1), taken.starts, taken.ends
             ngrams = self.proposed[self.gained.slots[taken.rows], 0, :k]
-            self.guarded.judge_head(new, ngrams, taken.drafted, self.gained.scheduled[taken.rows] >= k)
+            self.guarded.judge_head(new, ngrams, taken.drafted, self.gained.wait()[taken.rows, 1] >= k)
         return taken
 
     def recycle(self, logits: torch.Tensor, input_batch: Any) -> None:
@@ -176,7 +176,7 @@ class HostDrafting:
         if self.lengths is not None:
             gained, before = self.gained, self.before
             if gained.query_tokens and before.number == gained.number - 1:
-                seconds, context = gained.seconds_since(before), float(gained.wait()[:, 1].mean())
+                seconds, context = gained.seconds_since(before), float(gained.wait()[:, 2].mean())
                 self.lengths.record_step(len(gained.slots), gained.query_tokens, context, seconds)
             gained.query_tokens = 0  # its time is recorded once
 

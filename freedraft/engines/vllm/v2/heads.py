@@ -3,6 +3,9 @@
 The head drafts after every step, as it does alone. Its KV and hidden states are those of verified tokens. Its K tokens
 are always verified. An n-gram that begins with them goes on behind, so a step has at least the head's tokens. The host
 looks up n-grams while the passes of the head run, and steps that verify K tokens do not wait.
+
+With adaptive verification, vLLM ranks the tokens of both by the probability of each, and verifies the likeliest ones of
+the batch. It ranks them before it prepares a step, so that every step waits for n-grams.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from freedraft_kernels.device.extend_drafts import extend_drafts
 from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
 
 from freedraft.engines.vllm.context import SCHEDULE, configured
-from freedraft.engines.vllm.v2.next_step import NextStep
+from freedraft.engines.vllm.v2.next_step import NextStep, Stage
+from freedraft.engines.vllm.v2.rows_by_score import Confidences
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 
 
@@ -30,18 +34,32 @@ class OnTop(MethodSpeculator):
         self._propose, self._capture = head.propose, head.capture
         self._passes: Callable[[], torch.Tensor] | None = None  # of the step that is proposed for
         self._on_device = head.idx_mapping[:0]  # slots of the newest step
+        self._head = head
+        self._confidences: Confidences | None = None  # with adaptive verification
         self._nowhere = torch.zeros(req_states.max_num_reqs + 1, dtype=torch.int32, device=device)
         head.propose, head.capture = self.propose, self.capture
 
     def _make_buffers(self) -> None:
         """vLLM keeps the drafts. The device reads ours from the host's memory."""
-        shape = self._states.max_num_reqs, 1, self.length
-        self._proposed = self._drafts = torch.zeros(shape, dtype=torch.int64)
-        if self._device.type != "cpu":
-            buffer = UvaBuffer(shape, torch.int64)
-            self._proposed, self._drafts = buffer.cpu, buffer.uva()
+        self._proposed, self._drafts = self._shared((self._states.max_num_reqs, 1, self.length), torch.int64)
         if self.host is not None:
             self.host.proposed = self._proposed.numpy()
+
+    def _shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of the host, as the host and as the device have it."""
+        if self._device.type == "cpu":
+            return (memory := torch.zeros(shape, dtype=dtype)), memory
+        buffer = UvaBuffer(shape, dtype)
+        return buffer.cpu, buffer.uva()
+
+    def verify_by_score(self) -> None:
+        """Keep the runner's AdaptiveVerificationManager, and tell it how likely n-grams are."""
+        if self.length == self.least:
+            return
+        self.usual_stage = Stage.SAMPLED  # what it ranks must be there
+        self._confidences = Confidences(*self._shared((self._states.max_num_reqs, self.length), torch.float32))
+        if self.host is not None:
+            self.host.by_score = self._confidences
 
     def capture(self) -> None:
         """Capture vLLM's graphs of the head's passes for its own K."""
@@ -63,13 +81,28 @@ class OnTop(MethodSpeculator):
     def under(self, drafts: torch.Tensor) -> torch.Tensor:
         if self.warming_up:
             self._extend(self._on_device)
+        if self._confidences is not None:
+            self._head.draft_token_confidence_probs[:, self.least :] = 0.0
         passes, self._passes = self._passes, None
         assert passes is not None
         return passes()
 
+    def _share(self, step: NextStep, drafted: bool) -> bool:
+        drafted = super()._share(step, drafted)
+        if drafted and self._confidences is not None and self._ranks.world_size > 1:
+            ours = self._confidences.known
+            ours[step.rows] = self._ranks.broadcast_object(ours[step.rows], src=0)
+        return drafted
+
     def _copy(self, step: NextStep, drafted: bool) -> None:
-        if drafted and step.batch is None:
-            self._extend(self._on_device)
+        if not drafted or step.batch is not None:
+            return
+        self._extend(self._on_device)
+        if self._confidences is not None:
+            slots, behind = self._on_device.long(), slice(self.least, None)
+            taken = (self._drafts[slots, 0] == self._states.draft_tokens[slots]).all(1, keepdim=True)
+            known = self._confidences.on_device[slots, behind] * taken
+            self._head.draft_token_confidence_probs[: len(slots), behind] = known
 
     def _place(self, batch: Any, drafted: bool) -> None:
         if drafted:
@@ -84,4 +117,4 @@ class OnTop(MethodSpeculator):
 
     def close(self) -> None:
         super().close()
-        self._propose = self._capture = self._passes = None
+        self._propose = self._capture = self._passes = self._head = None

@@ -18,13 +18,13 @@ from freedraft.engines.vllm.outputs import drafted_up_to, trimmed_output
 
 class GainedTokens:
     """Accepted tokens of a step. B requests, K = most draft tokens of a request. request_ids: B ids; slots,
-    generations: int64 [B], see `Requests`; scheduled: int32 [B], scheduled draft tokens of each; query_tokens: of the
-    step; 0 if it did more than decode; taken: whether `Requests` have its tokens."""
+    generations: int64 [B], see `Requests`; query_tokens: of the step; 0 if it did more than decode; taken: whether
+    `Requests` have its tokens."""
 
     def __init__(self, slots: int, length: int, device: torch.device) -> None:
         from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
 
-        self._device = host = torch.zeros(slots, length + 3, dtype=torch.int32, device="cpu")
+        self._device = host = torch.zeros(slots, length + 4, dtype=torch.int32, device="cpu")
         if device.type != "cpu":  # which writes the host's memory
             buffer = UvaBuffer(host.shape, torch.int32)
             self._device, host = buffer.uva(), buffer.cpu
@@ -37,8 +37,7 @@ class GainedTokens:
             self._event = torch.Event(device, enable_timing=True)
         self._ended = 0.0
         self.request_ids: list[str] = []
-        self.slots, self.scheduled = np.zeros(0, np.intp), np.zeros(0, np.int32)
-        self.generations = np.zeros(0, np.int64)
+        self.slots, self.generations = np.zeros(0, np.intp), np.zeros(0, np.int64)
         self.query_tokens, self.number = 0, -1
         self.taken, self._arrived = True, False
 
@@ -48,21 +47,20 @@ class GainedTokens:
             self._near.record()
 
     def copy(
-        self, input_batch: Any, num_sampled: torch.Tensor, states: Any, generations: NDArray[np.int64], number: int,
-        drafts: torch.Tensor,
+        self, input_batch: Any, counts: tuple[torch.Tensor, torch.Tensor], states: Any,
+        generations: NDArray[np.int64], number: int, drafts: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Start the copy, queued after the step's own work. num_sampled: int32 [B], new tokens of each request; states:
-        vLLM's RequestState; generations: int64 [slots]; drafts: int64 [B, K], filled with each request's newest
-        token."""
+        """Start the copy, queued after the step's own work. counts: int32 [B] each, new tokens of each request, and its
+        rejected ones; states: vLLM's RequestState; generations: int64 [slots]; drafts: int64 [B, K], filled with each
+        request's newest token."""
         batch = input_batch.num_reqs
         self.slots, self.number = input_batch.idx_mapping_np[:batch].copy(), number
         self.generations = generations[self.slots]
         self.request_ids = list(input_batch.req_ids)
-        scheduled = input_batch.num_draft_tokens_per_req
-        self.scheduled = np.zeros(batch, np.int32) if scheduled is None else scheduled[:batch].astype(np.int32)
         self.query_tokens = 0 if input_batch.has_prefill else int(input_batch.num_tokens)
         packed, slots = self._device[:batch], input_batch.idx_mapping[:batch]
-        newest_tokens(states.all_token_ids.gpu, states.total_len.gpu, slots, num_sampled[:batch], packed, drafts)
+        gained, rejected = (of_each[:batch] for of_each in counts)
+        newest_tokens(states.all_token_ids.gpu, states.total_len.gpu, slots, gained, rejected, packed, drafts)
         if self._event is not None:
             self._event.record()
         else:
@@ -70,7 +68,8 @@ class GainedTokens:
         self._arrived = False
 
     def wait(self) -> NDArray[np.int32]:
-        """int32 [B, K + 3]: number of new tokens of each request, number of all, and its newest K + 1."""
+        """int32 [B, K + 4]: number of new tokens of each request, of its draft tokens that were verified, of all its
+        tokens, and its newest K + 1."""
         if self._event is not None and not self._arrived:
             if self._near is not None:
                 self._near.synchronize()
@@ -126,11 +125,11 @@ def _set_verified(step, following, state, most, all_verify):
 
 @compiled
 def _append(step, tokens, state, trees, most, out):
-    slots, generations, gained, scheduled = step
+    slots, generations, gained = step
     (starts, ends), (rows, contexts, capacities, before) = out
     n, width = 0, gained.shape[1]
     for b in range(len(slots)):
-        slot, count, length = slots[b], gained[b, 0], gained[b, 1]
+        slot, count, length = slots[b], gained[b, 0], gained[b, 2]
         one = state[slot]
         if count > 0 and one.length == length - count and one.generation == generations[b]:
             for i in range(count):
@@ -141,7 +140,7 @@ def _append(step, tokens, state, trees, most, out):
             room = min(verified, one.limit - 1 - length)  # as `freedraft.step.room`
             if room > 0 and trees[slot]:
                 room = min(verified, tokens.shape[1] - 1 - length)
-            capacities[n], before[n] = max(room, 0), min(one.drafted, scheduled[b])
+            capacities[n], before[n] = max(room, 0), min(one.drafted, gained[b, 1])
             one.drafted = 0
             n += 1
     return n
@@ -210,11 +209,10 @@ class Requests:
         tokens that each may verify next, of those that `set_verified` has set."""
         slots, generations, known = gained.slots, gained.generations, gained.wait()
         places, found = np.empty((2, len(slots)), np.int64), np.empty((4, len(slots)), np.int32)
-        step = slots, generations, known, gained.scheduled
-        n = _append(step, self.tokens, self.state, self.trees, most, (places, found))
+        n = _append((slots, generations, known), self.tokens, self.state, self.trees, most, (places, found))
         for left in self.ended.values():
             for row in np.flatnonzero((slots == left.slot) & (generations == left.generation)).tolist():
-                count, length = known[row, :2]
+                count, length = known[row, 0], known[row, 2]
                 if left.length == length - count:
                     left.output.extend(known[row, known.shape[1] - count :].tolist())
         return Taken(*places[:, :n], *found[:, :n])

@@ -1,4 +1,5 @@
-"""`RowsByScore`: how many draft tokens a step verifies over its batch, and which, for vLLM's adaptive verification.
+"""For vLLM's adaptive verification. `RowsByScore`: how many draft tokens a step verifies over its batch, and which;
+`Confidences`: how likely n-grams behind those of a head are, for vLLM's own choice.
 
 The number is decided before the drafts are there, by vLLM's measured step costs and a forecast: what the newest drafts
 promised. Which draft tokens these are is decided with the drafts: the likeliest of the batch.
@@ -166,3 +167,27 @@ class RowsByScore:
         """vLLM has drawn the step's tokens: set how many draft tokens of each request it has verified."""
         if batch.max_query_len is not None:
             batch.num_draft_tokens_per_req = self._counts
+
+
+class Confidences:
+    """How likely each token of an n-gram is accepted if those before are, by slot and place in the draft.
+
+    Attributes:
+        known, on_device: float32 [slots, K], the host's and the device's view of the same memory.
+        acceptance: learns from all drafts, whatever was verified of them.
+    """
+
+    def __init__(self, memory: torch.Tensor, on_device: torch.Tensor) -> None:
+        self.known: NDArray[np.float32] = memory.numpy()
+        self.on_device, self.acceptance = on_device, Acceptance()
+        Acceptance.warm_up()
+
+    def choose(self, draft: DraftBatch | None, slots: NDArray[Any], counts: NDArray[np.int32], _: Any) -> None:
+        """Take those of a draft of R requests; None if drafting failed. slots: int [R]; counts: int32 [R], their draft
+        tokens."""
+        self.known[slots] = 0.0
+        if draft is not None:
+            p = self.acceptance.probabilities(draft)[:, : 1 + self.known.shape[1]]
+            self.acceptance.follow(draft)
+            p = np.where(np.arange(p.shape[1]) <= counts[:, None], p, 0.0)
+            self.known[slots, : p.shape[1] - 1] = p[:, 1:] / np.maximum(p[:, :-1], 1e-9)

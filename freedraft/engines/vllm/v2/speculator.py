@@ -179,7 +179,7 @@ class MethodSpeculator(BaseSpeculator):
             return self.under(drafts)
         if self.warming_up:
             if host is not None:  # its kernel is compiled, too
-                host.copy_gained(input_batch, num_sampled, drafts)
+                host.copy_gained(input_batch, (num_sampled, num_rejected), drafts)
             return self.under(drafts.zero_())
         if self.by_score is not None:
             self.by_score.end_step(input_batch)
@@ -191,7 +191,7 @@ class MethodSpeculator(BaseSpeculator):
             with host.guarded:
                 host.catch_up()
             with host.guarded:
-                host.queue_copy(input_batch, num_sampled, drafts, last_hidden_states, over)
+                host.queue_copy(input_batch, (num_sampled, num_rejected), drafts, last_hidden_states, over)
                 queued = True
             with host.guarded:
                 if self.next.logits is not None:  # behind the tokens, which the host waits for
