@@ -51,7 +51,7 @@ endef
 pip_torch = { $(1)/bin/pip install -q --retries 1 --timeout 15 --index-url $(TORCH_CPU_INDEX) $(TORCH) \
 	|| $(1)/bin/pip install -q $(TORCH); }
 
-.PHONY: help versions versions-run demo demo-sglang serve stop report compare wheel check test test-all test-extended lint check-stores check-rest test-engineless test-vllm test-vllm-v2 test-sglang setup-vllm setup-sglang model clean \
+.PHONY: help versions versions-run demo demo-sglang serve stop report compare wheel check test test-all test-extended lint check-stores check-rest test-engineless test-vllm test-vllm-ranks test-vllm-v2 test-sglang setup-vllm setup-sglang model clean \
 	distclean
 
 help:
@@ -156,25 +156,26 @@ export FREEDRAFT_TEST_MODEL := $(CURDIR)/$(MODEL)
 SELECT ?=
 PYTEST := -m pytest -m '$(SELECT)' --durations=20 $(PYTEST_FLAGS)
 
-# $(call lanes,log name,targets,targets): one lane of targets on each of two cores, since engines of one thread do not
-# wait for each other. Every target runs, whatever fails in between.
+# $(call lanes,log name,targets): one lane on each of two cores, since engines of one thread do not wait for each other.
+# One takes targets from the front and one from the end. Every target runs, whatever fails in between.
 define lanes
-mkdir -p $(LOGS); export OMP_NUM_THREADS=1; \
-lane() { failed=0; for part in "$$@"; do \
+mkdir -p $(LOGS); export OMP_NUM_THREADS=1; taken=$$(mktemp -d); \
+lane() { failed=0; for part in "$$@"; do mkdir $$taken/$$part 2> /dev/null || continue; \
 	echo "== $$part"; $(MAKE) --no-print-directory $$part SELECT='$(SELECT)' || { failed=1; echo "FAIL: $$part"; }; \
 done; return $$failed; }; \
-failed=0; lane $(2) > $(LOGS)/$(1).log 2>&1 & lane $(3) || failed=1; \
-wait $$! || failed=1; cat $(LOGS)/$(1).log; \
-if [ $$failed = 1 ]; then echo 'FAIL'; exit 1; fi; echo 'PASS: $(2) $(3)'
+failed=0; lane $(2) > $(LOGS)/$(1).log 2>&1 & lane $$(printf '%s\n' $(2) | tac) || failed=1; \
+wait $$! || failed=1; cat $(LOGS)/$(1).log; rm -r $$taken; \
+if [ $$failed = 1 ]; then echo 'FAIL'; exit 1; fi; echo 'PASS: $(2)'
 endef
 
 check: SELECT := not extended
 check: $(VLLM)/project.done $(MODEL)/config.json
-	@$(call lanes,check,lint check-stores,check-rest)
+	@$(call lanes,check,check-rest check-stores lint)
 
+PARTS := test-vllm-v2 test-vllm-ranks test-vllm test-engineless test-sglang
 test: SELECT := not extended
 test: $(VLLM)/project.done $(MODEL)/config.json
-	@$(call lanes,test,lint test-vllm test-engineless,test-vllm-v2 test-sglang)
+	@$(call lanes,test,$(PARTS) lint)
 
 # What engines read images by. PyPI's needs CUDA's PyTorch for operators that they do not use.
 build/torchvision: | $(VLLM)/python.done
@@ -184,7 +185,7 @@ build/torchvision: | $(VLLM)/python.done
 
 test-extended: SELECT := extended
 test-extended: build/torchvision $(VLLM)/project.done $(MODEL)/config.json
-	@$(call lanes,test-extended,test-vllm test-engineless,test-vllm-v2 test-sglang)
+	@$(call lanes,test-extended,$(PARTS))
 
 test-all:
 	@failed=0; for part in test test-extended; do $(MAKE) --no-print-directory $$part || failed=1; done; exit $$failed
@@ -222,8 +223,12 @@ V2 = VLLM_USE_V2_MODEL_RUNNER=1 VLLM_TARGET_DEVICE=cpu PYTHONPATH=$(CURDIR)/test
 test-vllm-v2: build/vllm-$(V2_VLLM) $(VLLM)/project.done $(MODEL)/config.json
 	@$(V2) $(VLLM)/bin/python $(PYTEST) $(BOTH) $(INTERPRETED)
 
+RANKS := tests/vllm/test_vllm_tensor_parallel.py
+test-vllm-ranks: $(VLLM)/project.done $(MODEL)/config.json
+	@$(VLLM)/bin/python $(PYTEST) $(RANKS)
+
 test-vllm: $(VLLM)/project.done $(MODEL)/config.json
-	@$(VLLM)/bin/python $(PYTEST) tests/vllm $(INTERPRETED:%=--ignore %)
+	@$(VLLM)/bin/python $(PYTEST) tests/vllm $(INTERPRETED:%=--ignore %) --ignore $(RANKS)
 
 # SGLang is installed in its lane.
 test-sglang: $(SGLANG)/project.done $(MODEL)/config.json

@@ -1,7 +1,5 @@
 """Fixtures of all tests. What they share besides lies in `tests/support`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The `freedraft` command: plugin commands by entry point, one-line errors, a broken plugin beside working ones."""
 
-from __future__ import annotations
-
 import sys
 import types
 from importlib.metadata import EntryPoint

@@ -1,7 +1,5 @@
 """`freedraft compare`: its kinds of request, what counts as a difference, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

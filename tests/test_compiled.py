@@ -1,7 +1,5 @@
 """Compiled code on disk: several processes write it at once, sources change, the disk refuses."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Copies from the device hold what was computed when they were queued."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

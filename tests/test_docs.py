@@ -1,8 +1,6 @@
 """The documentation: generated pages are up to date, links lead somewhere, what is named exists, commands and metrics
 among it; examples run."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Which pages of a request's KV cache a windowed draft pass reads."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

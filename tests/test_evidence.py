@@ -1,8 +1,6 @@
 """The pages of evidence: what they name is there, pictures show every interval whole; results of a GPU become a page of
 the same kind."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Files that are whole or absent, and locks between processes."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

@@ -1,7 +1,5 @@
 """What a method raises costs drafts, never more: it is counted, and tried again after a pause."""
 
-from __future__ import annotations
-
 import logging
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace

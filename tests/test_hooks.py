@@ -1,7 +1,5 @@
 """Tables of hooks: they name everything that the adapters import from their engine."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

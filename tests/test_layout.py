@@ -1,7 +1,5 @@
 """The rules of the house: what may import what, and what may stand in the tree."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import json

@@ -1,7 +1,5 @@
 """A method on top of another one: whose tokens are verified, and what each hears of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

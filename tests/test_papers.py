@@ -1,8 +1,6 @@
 """docs/departures.csv: the numbers that it gives for us are those of the code. docs/papers.md: its claims, verdicts and
 figures are those of bench/results/claims.csv."""
 
-from __future__ import annotations
-
 import csv
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The log says once what drafting brings, and again when it ends or begins to bring something."""
 
-from __future__ import annotations
-
 import logging
 import math
 

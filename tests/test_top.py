@@ -1,7 +1,5 @@
 """`freedraft top` on the metrics page that a drafter's process serves."""
 
-from __future__ import annotations
-
 import json
 import socket
 

@@ -1,7 +1,5 @@
 """The demo's figures, its end, and its server."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

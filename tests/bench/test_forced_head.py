@@ -1,7 +1,5 @@
 """bench/lib/forcing.py: drafts of a head become recorded tokens as often as is asked."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

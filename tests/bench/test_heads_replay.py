@@ -1,8 +1,6 @@
 """bench/heads_replay.py: heads are right as often as it assumes, and speed is that of its step times. The merge is
 compared with the product's in tests/kernels/test_kernel_tokens.py."""
 
-from __future__ import annotations
-
 import random
 from itertools import takewhile
 

@@ -1,7 +1,5 @@
 """Question files: what is read, and how it is cut into blocks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """Results of serving benchmarks: throughput under full load, what is worked out of blocks, and files with their
 manifests, in which what was changed by hand, or came from nowhere, is refused."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

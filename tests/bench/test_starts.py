@@ -1,7 +1,5 @@
 """What `bench/starts.py` says of how a start ended."""
 
-from __future__ import annotations
-
 import os
 import time
 

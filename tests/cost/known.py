@@ -1,7 +1,5 @@
 """A small and a large model on a machine with a known roofline."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The parts of policy "auto": shares against plain enumeration, acceptance, times and lengths."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

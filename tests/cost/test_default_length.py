@@ -1,7 +1,5 @@
 """The default number of draft tokens: what gains something and fits, and the reason."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

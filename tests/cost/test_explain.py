@@ -1,7 +1,5 @@
 """What the cost model says before anything is served: `freedraft explain`, and lengths by batch size."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

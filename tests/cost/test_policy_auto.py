@@ -1,8 +1,6 @@
 """Policy "auto" in engines of known step times and traffic: the lengths of the most tokens per second, plain steps
 where no draft pays, and content that changes."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

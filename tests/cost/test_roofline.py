@@ -1,7 +1,5 @@
 """Table 2 and the worked example of arXiv 2411.05894, appendix B; what the models that it leaves out add."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Recurrent states by a configuration alone: as vLLM's own functions size them, and of the models' published counts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

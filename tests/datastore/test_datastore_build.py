@@ -1,8 +1,6 @@
 """Building a datastore: what goes in is found, within bounded memory, and however a build ends, the target is whole, or
 what it was."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import stat
@@ -195,12 +193,6 @@ def start(*args: str, **settings: object) -> subprocess.Popen[str]:
     )  # type: ignore[call-overload]
 
 
-def check_whole(path: Path) -> None:
-    """100 documents of one generation."""
-    tokens = [token for document in documents_at(path) for token in document]
-    assert len(tokens) == 100_000 and len({*tokens}) == 1
-
-
 @pytest.mark.parametrize("mode", ["replace", "new"])
 def test_killed_at_random_moments(tmp_path: Path, mode: str) -> None:
     rng = np.random.default_rng(7)
@@ -216,8 +208,9 @@ def test_killed_at_random_moments(tmp_path: Path, mode: str) -> None:
             child.communicate()
         unfinished += bool(leftovers(tmp_path))
         stores = [path for path in tmp_path.iterdir() if not path.name.startswith(".")]
-        for store in stores:
-            check_whole(store)
+        for store in stores:  # 100 documents of one generation
+            tokens = [token for document in documents_at(store) for token in document]
+            assert len(tokens) == 100_000 and len({*tokens}) == 1
         if mode == "new":
             # The next build of a target removes what a killed one left of it.
             for name in leftovers(tmp_path):

@@ -1,7 +1,5 @@
 """Commands over stores, merging them, and commands over what was learnt."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

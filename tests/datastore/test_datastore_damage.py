@@ -1,8 +1,6 @@
 """Every store that cannot be used is refused with one line that names the file and the remedy; one that somebody has
 tampered with, mostly with checksums that are right again, is refused or drafts harmlessly."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What servers at one URL learn from each other: in a folder, and on an S3 server what drivers do by themselves."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import socket

@@ -1,7 +1,5 @@
 """What is erased is gone: from the disk, from memory, in every process that learns there, and whatever happens."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -3,8 +3,6 @@
 At the URL of a folder another server looks meanwhile; "exchanging" learns there and finishes an erasure.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 from collections.abc import Callable
@@ -98,7 +96,7 @@ def compact(place: str, progress: Path, first: int) -> None:
 WORKS: dict[str, Callable[[str, Path, int], None]] = {
     "learning": learn, "overflowing": overflow, "forgetting": forget, "exchanging": learn, "compacting": compact
 }  # fmt: skip
-FEW, MANY = 8, 25  # kills, in `make test` and in `make test-all`
+FEW, MANY = 8, 16  # kills, in `make test` and in `make test-all`
 OF_FOLDER = ("learning", "overflowing", "forgetting", "compacting")
 CASES = [
     *(("folder", name) for name in OF_FOLDER),

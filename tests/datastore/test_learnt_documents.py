@@ -1,7 +1,5 @@
 """What was learnt on disk: it comes back, whatever stops the writer; damage is left out and said; all may write."""
 
-from __future__ import annotations
-
 import fcntl
 import stat
 from pathlib import Path

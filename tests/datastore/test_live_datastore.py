@@ -1,7 +1,5 @@
 """The live datastore: visible at the next step, few sub-indices, bounded, tenants apart, the same on every rank."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Stores at URLs: copied once, checked, and every failure is one line."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Sub-indices and runs: what sorting, merging and leaving out make is in order and finds every occurrence."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -17,13 +15,6 @@ HUGE = 2**31 - 1
 IDS = st.one_of(st.integers(0, 3), st.integers(0, 70_000), st.integers(HUGE - 3, HUGE), st.integers(0, HUGE))
 Documents = list[list[int]]
 documents = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=6)
-
-
-def by_bytes(tokens: np.ndarray) -> SubIndex:
-    """As `pydivsufsort` sorts, which knows nothing of ours."""
-    padded, largest = np.concatenate([tokens, PADDING]), int(tokens.max(initial=0))
-    assert divsufsort.can_sort(len(tokens), largest, 1 << 40)
-    return SubIndex(*sort(padded, largest, 8, 1 << 40))
 
 
 def about(first: int, number: int) -> np.ndarray:
@@ -49,8 +40,11 @@ def check(sub: SubIndex, texts: Documents) -> list[list[int]]:
 @settings(deadline=None)
 @given(st.lists(st.lists(IDS, max_size=60), min_size=1, max_size=4))
 def test_both_sorts_agree(texts: Documents) -> None:
+    """`pydivsufsort` knows nothing of ours."""
     tokens = int32(joined(texts))
-    ours, theirs = SubIndex.build(tokens, 8), by_bytes(tokens)
+    padded, largest = np.concatenate([tokens, PADDING]), int(tokens.max(initial=0))
+    assert divsufsort.can_sort(len(tokens), largest, 1 << 40)
+    ours, theirs = SubIndex.build(tokens, 8), SubIndex(*sort(padded, largest, 8, 1 << 40))
     assert check(ours, texts) == check(theirs, texts)
     assert theirs.bucket_starts.tolist() == ours.bucket_starts.tolist() and len(ours.bucket_starts) == 9
 

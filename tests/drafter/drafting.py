@@ -1,7 +1,5 @@
 """What the drafter's tests share: stores from documents, the compiled drafter beside the oracle, streams of tokens."""
 
-from __future__ import annotations
-
 import re
 import sysconfig
 from collections import defaultdict

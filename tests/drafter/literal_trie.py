@@ -4,8 +4,6 @@ Scores never rise along a path, so the tree that Algorithm 3 grows best first ho
 Which of equal scores comes first is left open.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

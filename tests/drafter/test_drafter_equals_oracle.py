@@ -1,8 +1,6 @@
 """The compiled drafter equals plain Python: by `learned` that of `oracle`, tokens, parents, depths, and scores to the
 last bit; by `paper` the definition in `literal_trie`."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

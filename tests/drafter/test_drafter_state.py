@@ -1,8 +1,6 @@
 """Drafts of many requests: state by request id, threads, growth, another snapshot between steps, ids outside of the
 vocabulary."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from collections.abc import Sequence

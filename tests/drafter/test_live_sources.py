@@ -1,8 +1,6 @@
 """SSSD as an engine sees it, without one: what it learns and for whom, tokens that it missed, policies, and the sources
 of draft tokens."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

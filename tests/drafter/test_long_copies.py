@@ -1,7 +1,5 @@
 """Copies and edits of long prompts: found wherever they begin, at a cost that no prompt can drive up."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """An answer that a client predicts: drafted from for its request alone, never learnt; and how much of it was right."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers that are being written: who drafts from them, and until when."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

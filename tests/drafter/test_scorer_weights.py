@@ -1,7 +1,5 @@
 """Weights files of the learned scorer."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ The interpreter has to be chosen before Triton is first imported, and other test
 `test_triton.py` runs these tests in a process of its own.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from freedraft_kernels.dispatch import interpreting

@@ -1,7 +1,5 @@
 """Compaction of accepted paths, against plain Python."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from freedraft_kernels import KVPool, Verification

@@ -1,7 +1,5 @@
 """`top_tokens` against a full sort; `newest_tokens` and `extend_drafts` against Python lists."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from freedraft_kernels import top_tokens

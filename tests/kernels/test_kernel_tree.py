@@ -1,8 +1,6 @@
 """Draft trees on the device: token ids, positions and masks of their pass, what FlashAttention reads of a paged cache
 for them, and the package without Triton. SGLang's own tensors are compared in tests/sglang/attention_backends.py."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

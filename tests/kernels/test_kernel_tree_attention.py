@@ -1,7 +1,5 @@
 """Attention of draft trees, and what tokens of a step read, against plain Python over random trees and contexts."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Verification: the right path, and exactly the target's distribution."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Triton: the tests of all operations in its interpreter, what a warm-up compiles, and compiling for real GPUs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Costs that are known, and what verification says."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

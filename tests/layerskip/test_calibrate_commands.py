@@ -1,7 +1,5 @@
 """`freedraft calibrate` from files to files, on a very small model."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The model read sublayer by sublayer: equal to transformers with its own KV cache and the sublayers cut out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """KnapSpec: the dynamic programme against exhaustive search and a plain restatement; TPT."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """KNN-SSD: anchors, routing with a floor, sets per request."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

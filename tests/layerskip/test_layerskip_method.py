@@ -1,7 +1,5 @@
 """The method over a made-up model: what it drafts, what it learns, and when it drafts nothing; SWIFT's trees."""
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 

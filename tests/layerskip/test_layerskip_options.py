@@ -1,7 +1,5 @@
 """Options of layer skipping: where skip sets come from, which selection and policy they name, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args

@@ -1,8 +1,6 @@
 """Lookahead policies: longest drafts and thresholds; `cost`: lengths near the best fixed one, plain where nothing
 pays, and the set that is worth most."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

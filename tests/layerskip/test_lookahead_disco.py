@@ -1,7 +1,5 @@
 """DISCO: recording, training, the refusal, and inference."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """SWIFT and KnapSpec on made-up traffic whose best set is known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Skip sets; and files of `freedraft calibrate`: read back as they were, refused in one line where they do not fit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

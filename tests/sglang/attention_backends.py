@@ -5,8 +5,6 @@ Triton's kernels run in its interpreter, the backends on a real ModelRunner. The
 for this machine: what they are given is compared with the trees. No graph is captured.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

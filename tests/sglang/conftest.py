@@ -1,7 +1,5 @@
 """Engines for the tests: stock SGLang and SGLang with us, on the CPU platform, in fp32, over a tiny random model."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

@@ -3,8 +3,6 @@
 python -m tests.sglang.images MODEL ROUNDS: in a process of its own, since torchvision cannot be taken in later.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

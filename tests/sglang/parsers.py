@@ -6,8 +6,6 @@ writes for each parser and endpoint the lengths of runs whose stream differs fro
 with freedraft. All but the scheduler and the model is SGLang's own.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

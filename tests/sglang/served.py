@@ -1,7 +1,5 @@
 """How SGLang is asked by the tests of all engines."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """SGLang's own attention backends with our trees: `attention_backends.py`, in a process of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ python -m tests.sglang.test_attention_ranks MODEL FOLDER asks such an engine, wi
 one rank fails in the end; FOLDER is for what each rank writes.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -18,7 +16,7 @@ import pytest
 from bench.lib.servers import free_port
 from tests.sglang.conftest import give_up, ids, sglang_engine
 from tests.sglang.test_tensor_parallel import BINDING, CORES, steps
-from tests.support.models import VOCAB_SIZE, save, tiny_model
+from tests.support.models import VOCAB_SIZE, continuations, save, tiny_model
 from tests.support.pages import sums
 from tests.support.prompts import random_ids
 
@@ -42,10 +40,11 @@ def attention_ranks(model, folder, **given):
         yield engine
 
 
-def answers(engine):
+def answers(engine, **more):
     """To eight requests; with all that last on one rank; to seeded ones; to three."""
     seeds = [SEEDED | {"sampling_seed": seed} for seed in range(8)]
     asked = [(GIVEN * 2, [LONG] * 8), (GIVEN * 2, ONE_LEAVES), (GIVEN * 2, seeds), (GIVEN[1:], [LONG] * 3)]
+    asked = [(prompts, [one | more for one in sampling]) for prompts, sampling in asked]
     return [ids(engine.generate(input_ids=prompts, sampling_params=sampling)) for prompts, sampling in asked]
 
 
@@ -57,14 +56,14 @@ def counts(folder):
 def test_two_attention_ranks(tmp_path):
     """Answers, aborts and metrics of each; in every step the same number of nodes for both; and the end of one."""
     folder = save(tiny_model("Qwen3Moe", seed=1, **EXPERTS), tmp_path / "experts")
-    with attention_ranks(folder, "") as engine:
-        expected = answers(engine)
-    assert len({*map(tuple, expected[2])}) > 4, "seeds are not heeded"
     command = [sys.executable, "-m", "tests.sglang.test_attention_ranks", str(folder), str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     log = (done.stdout + done.stderr)[-20000:]
     assert "this rank fails on purpose" in log and done.returncode != 0 and "answered" not in done.stdout, log
     (found,) = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("found ")]
+    expected = found["plain"]
+    assert expected[0] == continuations(folder, GIVEN * 2, LONG["max_new_tokens"])
+    assert len({*map(tuple, expected[2])}) > 4, "seeds are not heeded"
     assert found["answers"] == expected and found["after aborts"] == expected[0]
     assert sorted(found["steps of one"])[0] == 0 < max(found["steps of one"]), "no rank was without requests"
     assert all(drafted > 0 == failures for drafted, failures in found["metrics"])
@@ -78,7 +77,7 @@ def test_two_attention_ranks(tmp_path):
 
 def drafting(engine, folder, port):
     """What is found of two ranks that draft."""
-    found = {"answers": answers(engine)}
+    found = {"plain": answers(engine, custom_params={"freedraft": "off"}), "answers": answers(engine)}
     before = counts(folder)
     engine.generate(input_ids=GIVEN[:1], sampling_params=[LONG])
     found["steps of one"] = [new - old for new, old in zip(counts(folder), before, strict=True)]

@@ -1,7 +1,5 @@
 """What every engine promises, of SGLang: one engine, cramped, with all methods, and what SGLang alone has."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -67,9 +65,8 @@ def states_of(model, tokens):
             ("Qwen3", {"page_size": 16, "disable_overlap_schedule": True, "grammar_backend": "llguidance"}),
             marks=pytest.mark.extended,
         ),
-        pytest.param(("Qwen2", {"page_size": 1, "disable_overlap_schedule": False}), marks=pytest.mark.extended),
     ],
-    ids=["overlap, pages", "Qwen3, sync, pages, llguidance", "Qwen2, overlap"],
+    ids=["overlap, pages", "Qwen3, sync, pages, llguidance"],
 )
 def served(request, demo_model, tmp_path_factory):
     kind, options = request.param

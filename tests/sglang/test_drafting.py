@@ -1,8 +1,6 @@
 """What lies between SGLang's batches and a method: trees cut to what may be verified, who a request's tenant is, slots
 of windows, candidates of a pass, draws, and models that are refused. The rest: real engines."""
 
-from __future__ import annotations
-
 import dataclasses
 from array import array
 

@@ -1,8 +1,6 @@
 """N-grams on top of a drafter that SGLang runs. See `built_head` for the drafters, and `freedraft_sglang_heads` for
 what stands in for kernels of GPUs."""
 
-from __future__ import annotations
-
 import json
 import sys
 

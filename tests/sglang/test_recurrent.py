@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests.sglang.conftest import give_up, ids, sglang_engine
-from tests.support.model_classes import KIMI, RECURRENT, by_class, class_model, save_model
+from tests.support.model_classes import KIMI, RARE, RECURRENT, by_class, class_model, save_model
 from tests.support.models import continuations
 from tests.support.prompts import random_ids
 
@@ -37,7 +37,7 @@ def accepted(outputs):
     return sum(output["meta_info"]["spec_num_correct_drafts"] for output in outputs)
 
 
-@pytest.mark.parametrize("kind", by_class(RECURRENT | KIMI, ["Qwen3Next"]))
+@pytest.mark.parametrize("kind", by_class(RECURRENT | KIMI, ["Qwen3Next"], rare=(*RARE, "Lfm2")))
 def test_recurrent_layers(kind, tmp_path):
     seeded = [greedy(12, temperature=0.9, sampling_seed=i) for i in range(len(PROMPTS))]
     with served(kind, tmp_path, 12, enable_deterministic_inference=True) as (engine, expected):
@@ -65,7 +65,8 @@ def test_retraction_and_aborts(kind, tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", [pytest.param("Qwen3Next", marks=pytest.mark.rare), "FalconH1"])
+@pytest.mark.rare
+@pytest.mark.parametrize("kind", ["Qwen3Next", "FalconH1"])
 def test_a_state_before_the_accepted_one_is_noticed(kind, tmp_path):
     with served(kind, tmp_path, 12, env={"TREE_TEST_STATES": "late"}) as (engine, expected):
         outputs = [engine.generate(input_ids=PROMPTS, sampling_params=greedy(12)) for _ in range(2)]

@@ -1,7 +1,5 @@
 """The default number of draft tokens on SGLang: states of all requests fit into its memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

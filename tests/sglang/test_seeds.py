@@ -1,8 +1,6 @@
 """Through one real engine: seeded requests have the tokens of requests without drafts, whatever is drafted; LoRA
 adapters; and requests whose clients want no drafts."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

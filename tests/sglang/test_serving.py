@@ -1,7 +1,5 @@
 """The real model, what is refused at the start, servers, and a benchmark."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -55,32 +53,33 @@ def test_bad_options_stop_the_start(tiny):
         pass
 
 
-@pytest.mark.extended
-def test_the_server_s_own_page_has_its_metrics_and_ours(tiny, tmp_path):
+@pytest.fixture(scope="module")
+def server(demo_model, tmp_path_factory):
+    log, speculative = tmp_path_factory.mktemp("server") / "log", {"method": "sssd", "num_speculative_tokens": 8}
+    made = servers.build("tests", "sglang", demo_model, log, speculative=speculative, python=sys.executable)
+    with servers.running(made):
+        yield made
+
+
+def test_the_server_s_own_page_has_its_metrics_and_ours(server):
     """SGLang collects the metrics of all its processes, where ours find that out before they are made."""
-    speculative = {"method": "sssd", "num_speculative_tokens": 8}
-    server = servers.build("page", "sglang", tiny, tmp_path / "log", speculative=speculative, python=sys.executable)
-    with servers.running(server):
-        asked = json.dumps({"text": SHORT[0], "sampling_params": GREEDY | {"max_new_tokens": 24}}).encode()
-        request = urllib.request.Request(f"{server.url}/generate", asked, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            assert json.load(answer)["meta_info"]["completion_tokens"] == 24
-        page = server.get("/metrics")
-    found = sums(page)
+    before = sums(server.get("/metrics"))
+    asked = json.dumps({"text": SHORT[0], "sampling_params": GREEDY | {"max_new_tokens": 24}}).encode()
+    request = urllib.request.Request(f"{server.url}/generate", asked, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        assert json.load(answer)["meta_info"]["completion_tokens"] == 24
+    found = sums(server.get("/metrics")) - before
     total = {name: found[f"freedraft_{name}_total"] for name in NAMES}
-    assert found["sglang:generation_tokens_total"] == 24 and 20 <= total["tokens"] <= 24, page
+    assert found["sglang:generation_tokens_total"] == 24 and 20 <= total["tokens"] <= 24, found
     assert total["tokens"] == total["request_steps"] + total["accepted_tokens"]
     assert 0 < total["accepted_lengths"] + total["undrafted_requests"] <= total["request_steps"]
 
 
-def test_predictions(demo_model, tmp_path):
+def test_predictions(server):
     from openai import OpenAI
 
-    speculative = {"method": "sssd", "num_speculative_tokens": 8}
-    server = servers.build("predictions", "sglang", demo_model, tmp_path / "log", speculative=speculative)
-    with servers.running(server):
-        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
-        check_predictions(client, lambda: sums(server.get("/metrics"))["freedraft_accepted_tokens_total"])
+    client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
+    check_predictions(client, lambda: sums(server.get("/metrics"))["freedraft_accepted_tokens_total"])
 
 
 @pytest.mark.extended
@@ -90,9 +89,9 @@ def test_every_kind_of_request_is_answered_as_without_drafts(demo_model, tmp_pat
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 def test_forced(demo_model, tmp_path):
-    """By bench/forced.py every arm gives the recorded answers, and drafts are accepted."""
+    """By bench/forced.py answers are the recorded ones, and drafts are accepted."""
     sssd = {"method": "sssd", "num_speculative_tokens": 4, "policy": "fixed", "live": "off", "shape": "tree"}
-    found = forced("sglang", tmp_path, demo_model, {"plain": None, "tree": sssd})
-    assert found["plain"]["tokens_per_step"] == 1.0 and found["plain"]["accepted"] is None
-    assert found["tree"]["tokens_per_step"] > 1.2 and 0 < found["tree"]["accepted"] <= 1
+    (tree,) = forced("sglang", tmp_path, demo_model, {"tree": sssd}).values()
+    assert tree["tokens_per_step"] > 1.2 and 0 < tree["accepted"] <= 1

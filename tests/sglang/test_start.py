@@ -1,7 +1,5 @@
 """At start: what cannot work is refused with reason and remedy; an engine that lacks a hook runs without us."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What a client gets of a stream does not depend on how many tokens came at once. SGLang's front end, without an
 engine."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

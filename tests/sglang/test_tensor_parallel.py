@@ -5,8 +5,6 @@ python -m tests.sglang.test_tensor_parallel MODEL FOLDER RANK asks an engine on 
 the midst of a draft pass; FOLDER is for what each rank writes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -63,6 +61,7 @@ def steps(folder, rank=0):
     return [json.loads(line) for line in paths[rank].read_text().splitlines()] if paths else []
 
 
+@pytest.mark.extended
 def test_two_ranks(llama, tmp_path):
     env = {"FREEDRAFT_LIVE": "store", "FREEDRAFT_ISOLATION": "shared"}
     folder, expected = llama
@@ -116,7 +115,7 @@ def test_two_ranks_do_the_same_draft_passes(llama, tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.rare), 1])
 def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(llama, tmp_path, rank):
     """The others wait for it in the layers; what it would send next, they would take for a part of the pass."""
     command = [sys.executable, "-m", "tests.sglang.test_tensor_parallel", str(llama[0]), str(tmp_path), str(rank)]

@@ -1,7 +1,5 @@
 """New weights in a running engine, as between the epochs of reinforcement learning."""
 
-from __future__ import annotations
-
 import pytest
 from safetensors.torch import load_file
 

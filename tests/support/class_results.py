@@ -6,8 +6,6 @@
 Rows of the other engine, and of tests that the files do not have, stay as they are. Run it by the engine's own Python.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import xml.etree.ElementTree as ET

@@ -1,7 +1,5 @@
 """A plain and a drafting server on this CPU, for `freedraft compare`."""
 
-from __future__ import annotations
-
 import os
 from contextlib import contextmanager
 from copy import copy
@@ -26,9 +24,8 @@ RECORDED = """a copy*; a chat; code; streamed; a stop string*; a stop token*; lo
 same seed*; seeds beside*; a seed*; three answers; to the end*; beyond the context; no answers; the same prompt
 again; a cached prompt*; streams cut*; a mixed batch; min_p; a bias*"""
 # What a test asks of it: one of each that takes a path of its own there.
-TESTED = """a chat; a stop string with logprobs; a stop token and min_tokens; prompt logprobs; all penalties*; allowed
-tokens and a bad word; a schema, streamed; a seed and penalties; three answers; one token left; to the end of the
-context; beyond the context; the same prompt again; streams cut beside others; a mixed batch; min_p"""
+TESTED = """a stop string with logprobs; prompt logprobs; all penalties*; a schema, streamed; a seed and penalties;
+three answers; to the end of the context; streams cut beside others; a mixed batch; min_p"""
 
 
 def patterns(kinds):

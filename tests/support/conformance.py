@@ -4,8 +4,6 @@ The names of parameters are those of vLLM's SamplingParams; "extra" is what clie
 JSON schema.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Disks that fail."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from collections.abc import Iterator

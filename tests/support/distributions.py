@@ -1,7 +1,5 @@
 """Whether sampled outputs have the distribution that they should have."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A short run of bench/forced.py, on answers that repeat their prompts."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Engines read images by torchvision, which is installed aside (`make build/torchvision`): PyPI's needs CUDA's PyTorch.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The classes of models that people serve, as random models of two to four layers: one line of a table each."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Container, Iterable
 from pathlib import Path
@@ -54,7 +52,8 @@ KIMI: dict[str, dict[str, Any]] = {
        | {"short_conv_kernel_size": 4}} | EXPERTS,
 }  # fmt: skip
 # Another class has the same kinds of layers: tests of engines that take longest leave these out where time is short.
-RARE = ("Llama", "GPT2", "Phi3", "Olmoe", "Cohere2", "Gemma2", "DeepseekV2", "GraniteMoeHybrid", "FalconH1")
+RARE = ("Llama", "GPT2", "Phi3", "Olmoe", "Qwen3Moe", "Cohere2", "Gemma2", "Gemma3", "Gemma3Text")
+RARE += ("DeepseekV2", "GraniteMoeHybrid", "FalconH1")
 # Quantised weights, by kind: a configuration as such models have it.
 MIDDLES = -0x77777778  # eight zero points of 8
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -72,15 +71,12 @@ QUANTISED: dict[str, dict[str, Any]] = {
 CLASSES = ATTENTION | RECURRENT | KIMI
 
 
-def by_class(names: Iterable[str], always: Container[str]) -> list[Any]:
+def by_class(names: Iterable[str], always: Container[str] = (), rare: Container[str] = RARE) -> list[Any]:
     """Parameters of a test of an engine that starts slowly. always: names that `make test` runs."""
     import pytest
 
-    def marks(name: str) -> list[Any]:
-        extended = [] if name in always else [pytest.mark.extended]
-        return extended + [pytest.mark.rare] * (name in RARE)
-
-    return [pytest.param(name, marks=marks(name)) for name in names]
+    marks = {name: [pytest.mark.extended] + [pytest.mark.rare] * (name in rare) for name in names}
+    return [pytest.param(name, marks=() if name in always else each) for name, each in marks.items()]
 
 
 def class_config(name: str) -> Any:
@@ -91,6 +87,13 @@ def class_config(name: str) -> Any:
     config = getattr(transformers, f"{name}Config")(**SHAPE | CLASSES[name])
     config.dtype = torch.float32
     return config
+
+
+def save_config(name: str, folder: Path) -> None:
+    """The configuration alone."""
+    config = class_config(name)
+    config.architectures = [f"{name}ForCausalLM"]
+    config.save_pretrained(folder)
 
 
 def class_model(name: str, seed: int = 7) -> Any:

@@ -1,7 +1,5 @@
 """The demo model, very small random models, and what a model goes on with by itself."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Pages of metrics, as Prometheus reads them."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Texts with two calls, or two thoughts, in the format of each of the engines' parsers."""
 
-from __future__ import annotations
-
 import json
 
 CALLS = (
@@ -9,30 +7,28 @@ CALLS = (
     ("get_time", {"zone": "Europe/Paris", "tags": ["a", "b, c"]}),
 )
 KINDS = {"city": "string", "days": "integer", "zone": "string", "tags": "array"}
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    key: {"type": KINDS[key]} | ({"items": {"type": "string"}} if KINDS[key] == "array" else {})
-                    for key in arguments
-                },
-            },
-        },
-    }
-    for name, arguments in CALLS
-]
+
+
+def _tool(name, arguments):
+    kinds = {key: {"type": KINDS[key]} | ({"items": {"type": "string"}} if key == "tags" else {}) for key in arguments}
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": kinds}}}
+
+
+TOOLS = [_tool(*call) for call in CALLS]
 
 
 def _each(form, between=""):
-    """`form(name, arguments)` of each call."""
+    """`form(name, arguments)` of each call, or a text with them."""
+    if isinstance(form, str):
+        texts = [{"name": name, "at": _index(name), "json": _json(arguments)} for name, arguments in CALLS]
+        return between.join(form % {**text, "object": _object(*call)} for text, call in zip(texts, CALLS, strict=True))
     return between.join(form(name, arguments) for name, arguments in CALLS)
 
 
 def _pairs(form, arguments, between=""):
+    """`form(name, value)` of each argument, or a text with both."""
+    if isinstance(form, str):
+        return _pairs(lambda *pair: form % pair, arguments, between)
     values = ((key, value if isinstance(value, str) else json.dumps(value)) for key, value in arguments.items())
     return between.join(form(key, value) for key, value in values)
 
@@ -50,18 +46,23 @@ def _index(name):
 
 
 def _function(name, arguments):
-    values = _pairs(lambda key, value: f"<parameter={key}>\n{value}\n</parameter>\n", arguments)
+    values = _pairs("<parameter=%s>\n%s\n</parameter>\n", arguments)
     return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
 
 
 def _arguments(name, arguments, after="\n", between="\n"):
-    values = _pairs(lambda k, v: f"<arg_key>{k}</arg_key>{between}<arg_value>{v}</arg_value>{after}", arguments)
+    values = _pairs(f"<arg_key>%s</arg_key>{between}<arg_value>%s</arg_value>{after}", arguments)
     return f"<tool_call>{name}{after}{values}</tool_call>"
 
 
 def _invoke(name, arguments, prefix=""):
-    values = _pairs(lambda k, v: f'<{prefix}parameter name="{k}">{v}</{prefix}parameter>\n', arguments)
+    values = _pairs(f'<{prefix}parameter name="%s">%s</{prefix}parameter>\n', arguments)
     return f'<{prefix}invoke name="{name}">\n{values}</{prefix}invoke>\n'
+
+
+def _muse(name, arguments):
+    calls = f"<atem:function_calls>\n{_invoke(name, arguments, 'atem:')}</atem:function_calls>"
+    return f" to={name}<|message|>\n{calls}<|eom|>"
 
 
 def _marked(name, arguments, mark="｜DSML｜"):
@@ -116,88 +117,64 @@ def _plamo(name, arguments):
     return f"<|plamo:begin_tool_request:plamo|>{call}<|plamo:end_tool_arguments:plamo|><|plamo:end_tool_request:plamo|>"
 
 
-def _step3(name, arguments):
-    call = _invoke(name, arguments, "steptml:").rstrip()
-    return f"<｜tool_call_begin｜>function<｜tool_sep｜>{call}<｜tool_call_end｜>"
+def _deepseek(call, between=""):
+    begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    return f"Look.<｜tool▁calls▁begin｜>{_each(begin + call + end, between)}<｜tool▁calls▁end｜>"
 
 
-HERMES = "Look.\n" + _each(lambda n, a: f"<tool_call>\n{_object(n, a)}\n</tool_call>", "\n")
+HERMES = "Look.\n" + _each("<tool_call>\n%(object)s\n</tool_call>", "\n")
 FUNCTIONS = "Look.\n" + _each(_function, "\n")
-ARGUMENTS = "Look.\n" + _each(_arguments, "\n")
+ARGUMENTS = _each(_arguments, "\n")
 LIST = f"[{_each(_object, ', ')}]"
 PYTHON = f"[{_each(_python, ', ')}]"
-DEEPSEEK = ("Look.<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+STEP3 = "<｜tool_call_begin｜>function<｜tool_sep｜>"
+COHERE = _each(lambda n, a: _json({"tool_call_id": str(_index(n)), "tool_name": n, "parameters": a}), ", ")
 LLAMA3 = "<|python_tag|>" + _each(lambda n, a: _object(n, a, "parameters"), "; ")
 
 TOOL_TEXTS = {
     "apertus": f"Look. <|tools_prefix|>[{_each(lambda n, a: _json({n: a}), ', ')}]<|tools_suffix|> Done.",
-    "cohere_command4": "<|START_ACTION|>["
-    + _each(lambda n, a: _json({"tool_call_id": str(_index(n)), "tool_name": n, "parameters": a}), ", ")
-    + "]<|END_ACTION|>",
-    "deepseek_v3": DEEPSEEK[0]
-    + _each(lambda n, a: f"{DEEPSEEK[2]}function<｜tool▁sep｜>{n}\n```json\n{_json(a)}\n```{DEEPSEEK[3]}", "\n")
-    + DEEPSEEK[1],
-    "deepseek_v31": DEEPSEEK[0]
-    + _each(lambda n, a: f"{DEEPSEEK[2]}{n}<｜tool▁sep｜>{_json(a)}{DEEPSEEK[3]}")
-    + DEEPSEEK[1],
+    "cohere_command4": f"<|START_ACTION|>[{COHERE}]<|END_ACTION|>",
+    "deepseek_v3": _deepseek("function<｜tool▁sep｜>%(name)s\n```json\n%(json)s\n```", "\n"),
+    "deepseek_v31": _deepseek("%(name)s<｜tool▁sep｜>%(json)s"),
     "deepseek_v32": _dsml("function_calls"),
     "deepseek_v4": _dsml("tool_calls"),
     "gemma4": f"Look.{_each(_gemma4)}",
     "gigachat3": f"Look.<|message_sep|>\n\nfunction call<|role_sep|>\n{_object(*CALLS[0])}",  # no second call
-    "glm45": ARGUMENTS,
+    "glm45": f"Look.\n{ARGUMENTS}",
     "glm47": "Look." + _each(lambda n, a: _arguments(n, a, after="", between="")),
     "hermes": HERMES,
-    "k2_horizon": "Look.\n<ifm|tool_calls>"
-    + _each(
-        lambda n, a: (
-            f"<ifm|tool_call>{n}\n"
-            + _pairs(lambda k, v: f"<ifm|arg_key>{k}</ifm|arg_key>\n<ifm|arg_value>{v}</ifm|arg_value>\n", a)
-            + "</ifm|tool_call>"
-        ),
-        "\n",
-    )
-    + "</ifm|tool_calls>",
+    "k2_horizon": f"Look.\n<tool_calls>{ARGUMENTS}</tool_calls>".replace("<", "<ifm|").replace("<ifm|/", "</ifm|"),
     "kimi_k2": "Look.<|tool_calls_section_begin|>"
-    + _each(
-        lambda n, a: (
-            f"<|tool_call_begin|>functions.{n}:{_index(n)}<|tool_call_argument_begin|>{_json(a)}<|tool_call_end|>"
-        )
-    )
+    + _each("<|tool_call_begin|>functions.%(name)s:%(at)s<|tool_call_argument_begin|>%(json)s<|tool_call_end|>")
     + "<|tool_calls_section_end|>",
     "kimi_k3": "<|open|>response<|sep|>Look.<|close|>response<|sep|><|open|>tools<|sep|>"
     + _each(_kimi_k3)
     + "<|close|>tools<|sep|>",
     "lfm2": f"Look.<|tool_call_start|>{PYTHON}<|tool_call_end|> Done.",
-    "ling3": ARGUMENTS,
+    "ling3": f"Look.\n{ARGUMENTS}",
     "mimo": FUNCTIONS,
     "minicpm5": "Look.\n"
-    + _each(
-        lambda n, a: (
-            f'<function name="{n}">' + _pairs(lambda k, v: f'<param name="{k}">{v}</param>', a) + "</function>"
-        ),
-        "\n",
-    ),
+    + _each(lambda n, a: f'<function name="{n}">' + _pairs('<param name="%s">%s</param>', a) + "</function>", "\n"),
     "minimax_m3": f"Look.\n]<]minimax[>[<tool_call>\n{_each(_minimax_m3, chr(10))}]<]minimax[>[</tool_call>",
-    "poolside_v1": ARGUMENTS,
+    "poolside_v1": f"Look.\n{ARGUMENTS}",
     "pythonic": PYTHON,
     "qwen3_coder": FUNCTIONS,
-    "step3": f"Look.<｜tool_calls_begin｜>\n{_each(_step3, chr(10))}\n<｜tool_calls_end｜>",
+    "step3": "Look.<｜tool_calls_begin｜>"
+    + _each(lambda n, a: f"\n{STEP3}{_invoke(n, a, 'steptml:').rstrip()}<｜tool_call_end｜>")
+    + "\n<｜tool_calls_end｜>",
     "step3p5": FUNCTIONS,
 }
 VLLM_TOOL_TEXTS = TOOL_TEXTS | {
     "cohere_command3": TOOL_TEXTS["cohere_command4"],
     "deepseek_v41": _dsml("calls", " "),
     "dots": "Look.\n" + _each(lambda n, a: f"<dots_function_call>\n{_invoke(n, a)}</dots_function_call>\n"),
-    "ernie45": "Look.\n</think>\n\n" + _each(lambda n, a: f"\n<tool_call>\n{_object(n, a)}\n</tool_call>\n"),
+    "ernie45": "Look.\n</think>\n\n" + _each("\n<tool_call>\n%(object)s\n</tool_call>\n"),
     "functiongemma": _each(
-        lambda n, a: (
-            f"<start_function_call>call:{n}{{{_pairs(lambda k, v: f'{k}:<escape>{v}<escape>', a, ',')}}}"
-            "<end_function_call>"
-        )
+        lambda n, a: f"<start_function_call>call:{n}{{{_pairs('%s:<escape>%s<escape>', a, ',')}}}<end_function_call>"
     ),
     "granite": f"<|tool_call|> {LIST}",
     "granite4": f"{HERMES}\nDone.",
-    "granite-20b-fc": _each(lambda n, a: f"<function_call> {_object(n, a)}", "\n"),
+    "granite-20b-fc": _each("<function_call> %(object)s", "\n"),
     "hermes": f"{HERMES}\nDone.",
     "hf": HERMES,
     "hunyuan_a13b": f"<tool_calls>{LIST}</tool_calls>",
@@ -216,12 +193,7 @@ VLLM_TOOL_TEXTS = TOOL_TEXTS | {
     "longcat": HERMES.replace("tool_call", "longcat_tool_call"),
     "minimax_m2": f"Look.\n<minimax:tool_call>\n{_each(_invoke)}</minimax:tool_call>",
     "mistral": f"Look.[TOOL_CALLS] {LIST}",
-    "muse_glimmer": _each(
-        lambda n, a: (
-            f" to={n}<|message|>\n<atem:function_calls>\n{_invoke(n, a, 'atem:')}</atem:function_calls><|eom|>"
-        ),
-        "<|start|>assistant",
-    ),
+    "muse_glimmer": _each(_muse, "<|start|>assistant"),
     "olmo3": f"<function_calls>{_each(_python, chr(10))}</function_calls>",
     "phi4_mini_json": f"functools{LIST}",
     "plamo3": f"Look.<|plamo:begin_tool_requests:plamo|>{_each(_plamo)}<|plamo:end_tool_requests:plamo|>",
@@ -236,29 +208,25 @@ minimax-m3=minimax_m3 nanbeige=qwen3_coder qwen=hf qwen25=hf spark25=glm45"""
 SGLANG_TOOL_TEXTS = VLLM_TOOL_TEXTS | {
     name: VLLM_TOOL_TEXTS[of] for name, _, of in (word.partition("=") for word in _SAME.split())
 }
-_BEAM = "<|channel|>analysis <|constrain|>xml<|message|>"
+
+
+BEAM = '<rfl:parameter name="%s">\n%s\n</rfl:parameter>'
+CALL = "<|start|>assistant<|channel|>commentary to=functions.%(name)s<|constrain|>json<|message|>%(json)s<|call|>"
 SGLANG_TOOL_TEXTS |= {
     "beam": _each(
-        lambda n, a: (
-            f" to={n}{_BEAM}" + _pairs(lambda key, value: f'<rfl:parameter name="{key}">\n{value}\n</rfl:parameter>', a)
-        ),
+        lambda n, a: f" to={n}<|channel|>analysis <|constrain|>xml<|message|>{_pairs(BEAM, a)}",
         "<|end|><|start|>assistant",
     )
     + "<|call|>",
     "gigachat35": f"Look.<｜GCML｜tool_calls>\n{_each(lambda n, a: _marked(n, a, '｜GCML｜'))}</｜GCML｜tool_calls>",
-    "gpt-oss": "<|channel|>analysis<|message|>Look it up.<|end|>"
-    + _each(
-        lambda n, a: (
-            f"<|start|>assistant<|channel|>commentary to=functions.{n}<|constrain|>json<|message|>{_json(a)}<|call|>"
-        )
-    ),
-    "hermes": "Look.\n" + _each(lambda n, a: f"<tool_call>{_object(n, a)}</tool_call>", "\n"),
+    "gpt-oss": "<|channel|>analysis<|message|>Look it up.<|end|>" + _each(CALL),
+    "hermes": "Look.\n" + _each("<tool_call>%(object)s</tool_call>", "\n"),
     "interns1": "Look."
     + _each(lambda n, a: f"<|action_start|> <|plugin|>\n{_object(n, a, 'parameters')}<|action_end|>", "\n"),
     "iquest_q1": VLLM_TOOL_TEXTS["glm47"].replace("tool_call", "iquest_tool_call"),
     "llama3": LLAMA3.replace("; ", ";"),
     "mimo": FUNCTIONS.replace(">\n", ">").replace("\n<", "<"),
-    "mistral": "Look. " + _each(lambda n, a: f"[TOOL_CALLS]{n}[ARGS]{_json(a)}"),
+    "mistral": "Look. " + _each("[TOOL_CALLS]%(name)s[ARGS]%(json)s"),
     "muse": " to=functions<|message|><atem:function_calls>\n"
     + _each(lambda n, a: _invoke(n, a, "atem:"))
     + "</atem:function_calls><|eom|><|start|>assistant to=user<|message|>Done.<|eot|>",
@@ -321,19 +289,13 @@ MARKS = """
 """
 THINKING = {"thinking": True, "enable_thinking": True, "reasoning_effort": "high"}
 # For the parser "hf", which reads the format from the tokenizer.
+TOOL_CALLS = {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True}
+TOOL_CALLS |= {"transform": {"type": "function", "function": "{content}"}}
+FIELDS = {"thinking": {"open": "<think>", "close": "</think>", "content": "text"}, "tool_calls": TOOL_CALLS}
+FIELDS |= {"content": {"content": "text"}}
 TEMPLATE = {
     "version": 1,
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
-    "fields": {
-        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close": "</tool_call>",
-            "content": "json",
-            "repeats": True,
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"content": "text"},
-    },
+    "fields": FIELDS,
 }

@@ -1,8 +1,6 @@
 """What a client of a server's OpenAI API gets for a `prediction`: the same answer, in fewer steps; and how many of its
 tokens were right."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import pytest

@@ -1,13 +1,9 @@
 """Prompts for real and for tiny models."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
 
-# To be continued.
-ECHO = "one two three four five six seven eight nine ten " * 6
 SHORT = [
     "The capital of France is",
     "def add(a, b):\n    return a + b\n\ndef sub(a, b):\n",

@@ -1,7 +1,5 @@
 """Random draft trees, and the plain Python that says what is right about them."""
 
-from __future__ import annotations
-
 import numpy as np
 from freedraft_kernels import TreeBatch
 from hypothesis import strategies as st

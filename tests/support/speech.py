@@ -1,7 +1,5 @@
 """A random Whisper of two layers, and prompts with speech: a model of an encoder and a decoder."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Decoding steps and drafts without an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

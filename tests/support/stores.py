@@ -1,7 +1,5 @@
 """Stores from documents: building, damaging, looking up by brute force."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

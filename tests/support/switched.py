@@ -1,7 +1,5 @@
 """Several methods in one engine: a client's parameter `method` names the one that drafts, while nothing else runs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A faster interpreter of Triton's kernels, and a record of what was launched. Each kind is compiled once."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

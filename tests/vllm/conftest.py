@@ -1,7 +1,5 @@
 """Models for vLLM's tests, and what they answer. Two engines do not go together in one process."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

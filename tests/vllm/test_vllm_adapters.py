@@ -1,7 +1,5 @@
 """Requests of LoRA adapters beside others in a real engine."""
 
-from __future__ import annotations
-
 import pytest
 from vllm_cases import parameters, token_prompts
 from vllm_engines import engine, runner_of, settle, spied
@@ -71,6 +69,7 @@ def counted(llm, prompt, lora, salt):
     return sum(drafted), sum(accepted)
 
 
+@pytest.mark.extended
 def test_adapters_answer_as_plain_and_draft_from_their_own_text_only(llm, plain, given, adapters):
     assert len({tuple(answer) for answer in plain}) > 2 * EACH, "the adapters must answer otherwise"
     assert ask_all(llm, given, adapters) == plain

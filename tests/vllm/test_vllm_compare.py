@@ -1,9 +1,6 @@
 """`freedraft compare` on two real servers: every kind of request is answered as without drafts. And bench/forced.py:
 every arm gives the recorded answers, and drafts are accepted."""
 
-from __future__ import annotations
-
-import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +8,6 @@ import pytest
 from tests.support.compared import TESTED, byte_model, check_kinds, patterns
 from tests.support.forced import forced
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SSSD = {"method": "sssd", "num_speculative_tokens": 3, "policy": "fixed", "live": "off"}
 
 
@@ -28,29 +24,17 @@ def test_kinds_that_take_another_path_on_model_runner_v2(demo_model, tmp_path):
 
 @pytest.mark.extended
 def test_forced_on_model_runner_v1(demo_model, tmp_path):
-    found = forced("vllm", tmp_path, demo_model, {"plain": None, "ngram": NGRAM, "chain": SSSD | {"shape": "chain"}})
+    found = forced("vllm", tmp_path, demo_model, {"plain": None, "chain": SSSD | {"shape": "chain"}})
     assert found["plain"]["tokens_per_step"] == 1.0 and found["plain"]["accepted"] is None
-    for arm in ("ngram", "chain"):
-        assert found[arm]["tokens_per_step"] > 1.2 and 0 < found[arm]["accepted"] <= 1
-
-
-def forced_on_v2(folder, tokenizer, arms, attention=""):
-    pytest.importorskip("triton")
-    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1", "INTERPRETED_ATTENTION": attention}
-    environment["PYTHONPATH"] = os.fspath(Path(__file__).parent / "v2_interpreted")
-    return forced("vllm", folder, tokenizer, arms, **environment)
-
-
-@pytest.mark.extended
-def test_forced_trees_on_model_runner_v2(demo_model, tmp_path):
-    found = forced_on_v2(tmp_path, demo_model, {"tree": SSSD | {"shape": "tree"}}, "triton")
-    assert found["tree"]["tokens_per_step"] > 1.2 and 0 < found["tree"]["accepted"] <= 1
+    assert found["chain"]["tokens_per_step"] > 1.2 and 0 < found["chain"]["accepted"] <= 1
 
 
 @pytest.mark.extended
 @pytest.mark.rare
 def test_forced_heads_on_model_runner_v2(demo_model, tmp_path):
     """The head's tokens are accepted with given probabilities. N-grams copy the prompt behind them."""
+    pytest.importorskip("triton")
     arms = {"head": {"method": "eagle"}, "both": {"method": "sssd+eagle", "policy": "fixed"}}
-    head, both = forced_on_v2(tmp_path, demo_model, arms).values()
+    environment = {"VLLM_USE_V2_MODEL_RUNNER": "1", "PYTHONPATH": str(Path(__file__).parent / "v2_interpreted")}
+    head, both = forced("vllm", tmp_path, demo_model, arms, **environment).values()
     assert 2 < head["tokens_per_step"] < 4 and head["tokens_per_step"] < both["tokens_per_step"]

@@ -1,7 +1,5 @@
 """The servers of docker/compose.yaml, here without containers: what one answered, the other drafts."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

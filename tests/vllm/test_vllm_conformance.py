@@ -3,8 +3,6 @@
 Of model runner V1; of V2, in Triton's interpreter, where the environment asks for it (`make test-vllm-v2`).
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

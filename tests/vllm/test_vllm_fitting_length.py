@@ -1,11 +1,11 @@
 """How many draft tokens vLLM's batches hold: the default fits, and what does not fit is refused."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
-from test_vllm_start import config_of, refusal, save_falcon, save_mixtral
+from test_vllm_start import config_of, refusal
+
+from tests.support.model_classes import save_config
 
 SSSD = {"method": "sssd", "scoring": "paper"}
 LORA = {"enable_lora": True, "max_num_seqs": 16}
@@ -63,7 +63,7 @@ def test_grammar_masks_are_small_by_default_and_named_where_they_are_not(demo_mo
 
 
 def test_replicas_that_share_experts_draft_few(tiny_model, tmp_path, lines):
-    save_mixtral(tmp_path)
+    save_config("Mixtral", tmp_path)
     for model, replicas, length in ((tmp_path, 2, 3), (tmp_path, 1, 15), (tiny_model, 2, 15)):
         config = config_of(model, SSSD, data_parallel_size=replicas)
         assert config.speculative_config.num_speculative_tokens == length
@@ -77,7 +77,7 @@ def test_recurrent_states_take_a_tenth_of_the_cache(tmp_path, as_with_triton, li
 
     from freedraft.engines.vllm.room import states_of
 
-    save_falcon(tmp_path)
+    save_config("FalconH1", tmp_path)
     one = 2 * (4 * 16 * 16 + 3 * (64 + 2 * 16)) * 4
     args = EngineArgs(str(tmp_path), dtype="float32", skip_tokenizer_init=True, max_model_len=64)
     assert states_of(args) == (2 * one, one)
@@ -93,7 +93,7 @@ def test_recurrent_states_of_unknown_size(tmp_path, as_with_triton, lines, monke
     from vllm.model_executor.models import registry
 
     monkeypatch.setattr(registry, "_SUBPROCESS_COMMAND", ["false"])
-    save_falcon(tmp_path)
+    save_config("FalconH1", tmp_path)
     assert config_of(tmp_path, SSSD).speculative_config.num_speculative_tokens == 3
     (line,) = lines()
     assert "the size of its recurrent states is not known" in line and "\n" not in line

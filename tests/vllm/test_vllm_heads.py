@@ -1,7 +1,5 @@
 """What a user writes for n-grams on top of a drafter that vLLM runs, and what stops the start."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

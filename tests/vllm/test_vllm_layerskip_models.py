@@ -1,7 +1,5 @@
 """Which models and engines layers can be skipped in, how the others are refused, and compiled draft modules."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

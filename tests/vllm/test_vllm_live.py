@@ -1,14 +1,15 @@
-"""An engine whose batches are no larger than a draft: prompts that are embeddings, or come in turns, and a cached
-prompt."""
-
-from __future__ import annotations
+"""An engine whose batches are no larger than a draft: prompts that are embeddings, or come in turns, or are cached, and
+new weights."""
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from vllm_cases import generate, metric, parameters, token_prompts
+from vllm_cases import TINY, generate, metric, parameters, token_prompts
 from vllm_engines import answer_turns, engine, runner_of, settle, spied
 
+from tests.support.models import continuations, save
+from tests.support.models import tiny_model as make_tiny
 from tests.support.prompts import random_ids
 from tests.support.stores import documents_of
 
@@ -94,3 +95,28 @@ def test_turns_go_on_behind_their_stop(llm, monkeypatch):
     for _ in range(2):
         assert answer_turns(llm, turns, parameters(24, **stopping)) == plain
     assert sum(cuts) > 5, "nothing was accepted behind a stop: the test does not test that"
+
+
+@pytest.mark.extended
+def test_answers_are_of_the_new_weights_and_what_was_learnt_stays(llm, tiny_model, tmp_path):
+    """As between the epochs of reinforcement learning."""
+    other, prompts = save(make_tiny(seed=8, **TINY), tmp_path / "other"), random_ids([12] * 4, 24, first=2, seed=6)
+    expected, accepted = [continuations(model, prompts, TOKENS) for model in (tiny_model, other)], []
+    assert expected[0] != expected[1]
+    for turn, model in enumerate((tiny_model, other) * 2):
+        llm.sleep(level=2)  # memory is kept on a CPU
+        llm.wake_up(tags=["weights"])
+        if turn < 3:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
+        else:  # as a trainer that sends tensors
+            llm.collective_rpc("reload_weights", args=([*load_file(model / "model.safetensors").items()],))
+        llm.wake_up(tags=["kv_cache"])
+        llm.reset_prefix_cache()
+        accepted.append(0)
+
+        def count(step, _):
+            accepted[-1] += int(step.accepted.sum())
+
+        with spied(runner_of(llm).drafter, count):
+            assert ask(llm, token_prompts(prompts)) == expected[turn % 2]
+    assert min(accepted[2:]) > 3 * TOKENS > accepted[0]

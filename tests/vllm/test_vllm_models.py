@@ -1,7 +1,5 @@
 """Models of the classes that people serve, on model runner V1. Recurrent ones: `test_vllm_v2_models`."""
 
-from __future__ import annotations
-
 import pytest
 from v2_engines import check_images
 from vllm_cases import class_case, generate, metric, parameters, token_prompts
@@ -28,7 +26,6 @@ def check_as_plain(model, note, speech=False, options=None, **arguments):
     """By default, the first time and when what was said is known: the tokens of an engine without drafts."""
     with engine(model, **SMALL | arguments) as llm:
         plain = answers(llm, speech)
-        rounding = 0.0 if speech else largest_difference(llm)
     assert min(len(set(tokens)) for tokens in plain) > 2, "else most of what could go wrong would not show"
     for given in (options or {}, {"policy": "fixed"}):
         with engine(model, speculative_config={"method": "sssd"} | given, **SMALL | arguments) as llm:
@@ -44,23 +41,6 @@ def check_as_plain(model, note, speech=False, options=None, **arguments):
             break
     note("drafts", f"{accepted:.0f}/{drafted:.0f}")
     assert drafted >= accepted > 60
-    return rounding
-
-
-def largest_difference(llm):
-    """How far the logprobs of the same tokens after the same text are apart, alone and in a batch."""
-    prompts = token_prompts(class_case()["prompts"][:4])
-    asked = parameters(24, ignore_eos=True, logprobs=8, detokenize=False)
-    together = llm.generate(2 * prompts, asked, use_tqdm=False)
-    worst = 0.0
-    for prompt, one in zip(prompts, together[:4], strict=True):
-        (alone,) = llm.generate([prompt], asked, use_tqdm=False)
-        tokens = alone.outputs[0].token_ids
-        for at, (a, b) in enumerate(zip(alone.outputs[0].logprobs, one.outputs[0].logprobs, strict=True)):
-            worst = max([worst, *(abs(a[token].logprob - b[token].logprob) for token in a.keys() & b.keys())])
-            if tokens[at] != one.outputs[0].token_ids[at]:
-                break
-    return worst
 
 
 @pytest.mark.parametrize(
@@ -73,16 +53,15 @@ def test_a_class_of_models(name, tmp_path, record_property):
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", QUANTISED)
 def test_quantised_weights(kind, tmp_path, record_property):
-    """A batch of another shape is rounded alike, so that tokens are those of plain."""
     dtype = "float32" if kind == "int8" else "bfloat16"
     model = quantise(save_class("Llama", tmp_path), kind)
-    assert check_as_plain(model, record_property, dtype=dtype) < 1e-3
+    check_as_plain(model, record_property, dtype=dtype)
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2"])
 def test_a_quantised_kv_cache(kind, tmp_path, record_property):
-    assert check_as_plain(save_class("Llama", tmp_path), record_property, kv_cache_dtype=kind) < 1e-3
+    check_as_plain(save_class("Llama", tmp_path), record_property, kv_cache_dtype=kind)
 
 
 @pytest.mark.extended

@@ -1,7 +1,5 @@
 """A newcomer, in an empty directory: install the wheel beside vLLM, serve with the flag, ask, see the metric move."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Where a request's output ends, by what it asked for. No engine needed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The OpenAI-compatible server of stock vLLM with `--speculative-config '{"method": "sssd"}'`."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -159,16 +157,9 @@ def test_the_log_says_so_once_and_nothing_per_step(server):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [
-        ({"datastroe": "x"}, ["unknown option 'datastroe'", "did you mean 'datastore'?"]),
-        ({"datastore": "/no/such/store"}, ["/no/such/store"]),
-    ],
-)
-def test_a_bad_option_stops_the_server_with_one_line(demo_model, tmp_path, option, words):
-    server = server_of(demo_model, tmp_path / "log", {"method": "sssd", "num_speculative_tokens": 8} | option)
+def test_a_bad_option_stops_the_server_with_one_line(demo_model, tmp_path):
+    server = server_of(demo_model, tmp_path / "log", {"method": "sssd", "datastroe": "x"})
     result = subprocess.run(server.command, env=server.env, capture_output=True, text=True, timeout=300)
     assert result.returncode != 0 and "Traceback" not in result.stderr
     (line,) = (line for line in result.stderr.splitlines() if line.startswith("freedraft: "))
-    assert all(word in line for word in words)
+    assert "unknown option 'datastroe'" in line and "did you mean 'datastore'?" in line

@@ -1,7 +1,5 @@
 """What a user writes in --speculative-config, and what stops the start or lets the engine run without us."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging
@@ -20,6 +18,7 @@ from freedraft.engines.hooks import Hook, check, installed_version
 from freedraft.engines.vllm import methods, patching
 from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.hooks import DISTRIBUTIONS, HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
+from tests.support.model_classes import save_config
 from tests.support.stores import build_store
 
 GOOD = {"method": "sssd", "num_speculative_tokens": 8, "scoring": "paper"}
@@ -227,26 +226,8 @@ def test_engines_that_are_refused(tiny_model, method, arguments, words):
     assert words in message and f"'{method}'" in message
 
 
-def save_falcon(folder):
-    """The configuration of a model with recurrent layers."""
-    from transformers import FalconH1Config
-
-    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 24, "head_dim": 32}
-    mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
-    FalconH1Config(**shape, **mamba, architectures=["FalconH1ForCausalLM"]).save_pretrained(folder)
-
-
-def save_mixtral(folder):
-    """The configuration of a model with experts."""
-    from transformers import MixtralConfig
-
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 96}  # fmt: skip
-    MixtralConfig(**shape, num_local_experts=2, architectures=["MixtralForCausalLM"]).save_pretrained(folder)
-
-
 def test_recurrent_layers_are_served_by_the_second_runner_only(tiny_model, tmp_path, as_with_triton, monkeypatch):
-    save_falcon(tmp_path)
+    save_config("FalconH1", tmp_path)
     config = config_of(tmp_path, GOOD)
     assert config.use_v2_model_runner and config.speculative_config.method == methods.V2_METHOD
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
@@ -260,7 +241,7 @@ def test_replicas_that_share_experts_draft_one_length(tiny_model, tmp_path):
     from freedraft.cost.policies import make_controller
     from freedraft.engines.vllm.context import context_of_engine
 
-    save_mixtral(tmp_path)
+    save_config("Mixtral", tmp_path)
     for model, replicas, lengths in ((tmp_path, 2, (8,)), (tmp_path, 1, None), (tiny_model, 2, None)):
         context = context_of_engine(config_of(model, GOOD, data_parallel_size=replicas))
         assert context.lengths == lengths
@@ -367,7 +348,7 @@ def test_a_store_of_another_tokenizer(demo_model, tmp_path):
 
 def test_of_several_front_ends_the_first_checks_what_the_engine_needs(tiny_model, tmp_path):
     """When others start, the engine may serve its metrics already. Each replica serves its own, at port + rank."""
-    save_mixtral(tmp_path)
+    save_config("Mixtral", tmp_path)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

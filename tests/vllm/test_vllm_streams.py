@@ -7,8 +7,6 @@ writes for each parser and endpoint how many lengths of runs, of all up to 64 to
 than single tokens do, in vLLM and with freedraft.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,8 +1,6 @@
 """Two tensor-parallel ranks, one core each, on both model runners: the answers are those of one rank without us. Also
 two stages of a pipeline, and a server of two data-parallel replicas."""
 
-from __future__ import annotations
-
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -60,8 +58,8 @@ BY_SCORE = INTERPRETED | {"INTERPRETED_ATTENTION": "flash", "ADAPTIVE": "1"}
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, *(pytest.param(changed, marks=pytest.mark.extended) for changed in (INTERPRETED, TREES, BY_SCORE))],
-    ids=["V1", "V2", "V2, trees", "V2, by score"],
+    [{}, *(pytest.param(changed, marks=pytest.mark.extended) for changed in (TREES, BY_SCORE))],
+    ids=["V1", "V2, trees", "V2, by score"],
 )
 def test_two_ranks_answer_as_one_does_plainly(model, plain, changed):
     found = answers(model, 2, changed, speculative_config=SSSD)
@@ -107,10 +105,10 @@ def layerskip(model, tmp_path_factory):
 @pytest.mark.parametrize(
     ("changed", "accepted"),
     [
-        ({}, range(111, 999)),
+        pytest.param({}, range(111, 999), marks=pytest.mark.rare),
         (INTERPRETED, range(111, 999)),
         ({"FAILING": "ready 7 1"}, range(21, 999)),
-        ({"FAILING": "model 1 1"}, [0]),
+        pytest.param({"FAILING": "model 1 1"}, [0], marks=pytest.mark.rare),
     ],
     ids=["V1", "V2", "a rank that fails", "a rank without a draft model"],
 )
@@ -124,7 +122,7 @@ def test_two_ranks_do_the_same_draft_passes(model, plain, layerskip, changed, ac
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.rare), 1])
 def test_a_rank_that_fails_in_the_midst_of_a_pass_ends_the_engine(model, layerskip, rank):
     """The others wait for it in the layers; what it would send next, they would take for a part of the pass."""
     own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "FAILING": f"pass 7 {rank}"}
@@ -143,6 +141,7 @@ def test_a_search_on_several_ranks_is_refused(model):
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 def test_two_data_parallel_replicas(demo_model, tmp_path):
     """Each serves its metrics at a port of its own and learns, into one folder."""
     model = save(tiny_model(seed=7, **SHAPE | {"vocab_size": 49152}), tmp_path / "model", demo_model)
@@ -180,7 +179,7 @@ def test_replicas_that_share_experts(demo_model, tmp_path):
 @pytest.mark.extended
 @pytest.mark.parametrize(
     ("kind", "changed"),
-    [("eagle", BY_SCORE), pytest.param("eagle3", INTERPRETED, marks=pytest.mark.rare), ("mtp", INTERPRETED)],
+    [("eagle", BY_SCORE), *(pytest.param(kind, INTERPRETED, marks=pytest.mark.rare) for kind in ("eagle3", "mtp"))],
     ids=["eagle, by score", "eagle3", "mtp"],
 )
 def test_n_grams_on_top_of_a_head(kind, changed, tmp_path):

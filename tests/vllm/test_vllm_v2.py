@@ -1,7 +1,5 @@
 """Model runner V2: chains of `sssd`, and layer skipping. See `v2_engines`."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import itertools
@@ -11,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from v2_engines import SMALL, SSSD, run, serve
-from vllm_cases import TINY, greedy_case, recycled, save_sets, token_prompts, two_skip_sets
+from vllm_cases import greedy_case, recycled, save_sets, token_prompts, two_skip_sets
 
 from freedraft.step import EngineContext
 from tests.support import repeat_drafter
-from tests.support.models import continuations, save, tiny_model
+from tests.support.models import continuations
 from tests.support.prompts import random_ids
 
 # Most operations of PyTorch, and kernels of Triton that must be launched, no others; copies to the host and fills of
@@ -172,22 +170,6 @@ def test_steps_whose_drafts_nobody_verifies(tiny_model, tmp_path):
     skips = "skip_drafts" in SchedulerOutput.__dataclass_fields__
     skipped, steps, _ = skipping["engine"]["skipped"]
     assert (skipped >= 2) == skips and skipped < steps and sssd["engine"]["skipped"][0] == 0
-
-
-@pytest.mark.extended
-@pytest.mark.rare
-def test_recurrent_layers(tmp_path):
-    """Whose states are those of the accepted tokens: in steps with drafts, in steps without, and after aborts."""
-    shape = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
-    model = save(tiny_model("FalconH1", seed=7, mamba_chunk_size=16, **TINY | shape), tmp_path)
-    ids = random_ids([12, 12, 30, 5], 24, first=2, seed=3)
-    cases = {"few": greedy_case(token_prompts(ids), 16), "aborted": greedy_case(token_prompts(ids), 16, abort=6)}
-    schedule = {"num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 3, 0], [4, 64, 3]]}
-    given = {"cases": cases, "speculative_config": SSSD | {"live": "memory"} | schedule, "max_num_seqs": 8}
-    found = serve(model, script="recurrent.py", **given | SMALL | {"max_model_len": 128})
-    plain = continuations(model, ids, 16)
-    assert found["few"] == plain and found["aborted"] == plain
-    assert found["engine"]["v2"] and not found["engine"]["failures"] and found["engine"]["accepted"] > 5
 
 
 @pytest.mark.extended

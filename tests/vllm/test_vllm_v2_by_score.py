@@ -1,11 +1,9 @@
 """Adaptive verification on model runner V2: which draft tokens of a batch are verified."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import pytest
-from v2_engines import CRAMPED, SMALL, SSSD, run, serve
+from v2_engines import CRAMPED, SMALL, SSSD, plain, run
 from vllm_cases import TINY, greedy_case, seeded_case, token_prompts
 
 from tests.support.built_head import save_model_and_head
@@ -13,12 +11,12 @@ from tests.support.prompts import random_ids
 
 
 @pytest.mark.extended
-def test_the_likeliest_draft_tokens_of_the_batch_are_verified(tiny_model, live_prompts, tiny_answers, plain_seeded):
+def test_the_likeliest_draft_tokens_of_the_batch_are_verified(given):
     """As many as a forecast says."""
-    cases = {"greedy": greedy_case(live_prompts, abort=6), "seeded": seeded_case()}
-    given = {"cases": cases, "speculative_config": SSSD, "by_score": True} | SMALL | CRAMPED
-    found = serve(tiny_model, "flash", **given)
-    assert found["greedy"] == tiny_answers and found["seeded"] == plain_seeded
+    cases = {"greedy": greedy_case(given.prompts, abort=6), "seeded": seeded_case()}
+    engine = {"model": given.model, "cases": cases, "speculative_config": SSSD, "by_score": True} | SMALL | CRAMPED
+    without, found = run("serve.py", [plain(given), engine], "flash")
+    assert found["greedy"] == given.answers and found["seeded"] == without["seeded"]
     engine = found["engine"]
     assert engine["drafted"] > engine["accepted"] > 25 and not engine["failures"] and engine["preempted"] > 0
     chosen, learnt = engine["by score"]["chosen"], engine["by score"]["learnt"]

@@ -1,21 +1,18 @@
 """Model runner V2: n-grams on top of a drafter that vLLM runs. See `v2_engines`, and `built_head` for the drafters."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
 from v2_engines import OFF, SMALL, run
-from vllm_cases import TINY, class_case, greedy_case, save_sets, seeded_case, token_prompts
+from vllm_cases import TINY, class_case, greedy_case, seeded_case, token_prompts
 
 from tests.support.built_head import (
-    save_glm_with_mtp,
     save_model_and_eagle3,
     save_model_and_head,
     save_on_top,
     save_qwen3_next_with_mtp,
 )
-from tests.support.models import continuations, save, save_byte_tokenizer, tiny_model, weaken
+from tests.support.models import continuations, save_byte_tokenizer
 from tests.support.prompts import random_ids
 
 K, TOKENS = 3, 20
@@ -54,6 +51,7 @@ def check_nothing_is_left(engine):
     assert engine["held"] == [0, 0, 0] and engine["class"] in ("EagleSpeculator", "MTPSpeculator"), "vLLM's own"
 
 
+@pytest.mark.extended
 def test_n_grams_go_on_behind_the_drafts_of_a_head(built):
     model, head = built
     asked = token_prompts(IDS[:3])
@@ -72,32 +70,6 @@ def test_n_grams_go_on_behind_the_drafts_of_a_head(built):
     assert drafted >= accepted > 30 and found["off"]["n-grams"] == [0, 0]
     assert not any(found[case]["failures"] for case in ("first", "again", "off"))
     check_nothing_is_left(found["engine"])
-
-
-@pytest.mark.extended
-def test_n_grams_go_on_behind_draft_passes(tmp_path):
-    """The drafter below is the model without some layers."""
-    made, skipped = tiny_model(seed=7, **TINY | {"num_hidden_layers": 4}), (1, 2)
-    weaken(made, skipped, 0.3)
-    model = save(made, tmp_path / "model")
-    (file,) = save_sets(model, tmp_path, two=(skipped, skipped))
-    greedy, seeded = greedy_case(token_prompts(IDS[:3]), 16), seeded_case()
-    seeded |= {name: seeded[name][2:4] for name in ("prompts", "each")}
-    method = {"method": "sssd+layerskip", "num_speculative_tokens": K, "skip_set": file}
-    method |= {"policy": "fixed", "lookahead": "fixed"}
-    cases = {"first": greedy, "again": greedy, "seeded": seeded, "seeded, aborted": seeded | {"abort": 4}}
-    given = {"model": model, **SMALL, "max_num_seqs": 4}
-    plain, found = run(
-        "on_top.py", [given | {"cases": {"seeded": seeded}}, given | {"cases": cases, "speculative_config": method}]
-    )
-    assert found["first"]["answers"] == found["again"]["answers"] == continuations(model, IDS[:3], 16)
-    assert found["seeded"]["answers"] == found["seeded, aborted"]["answers"] == plain["seeded"]["answers"]
-    assert not any(found[case]["failures"] for case in cases) and found["engine"]["held"] == [0, 0, 0]
-    first, again = (found[case]["below"] for case in ("first", "again"))
-    assert sum(first) > 0 < sum(n * drafts for n, drafts in enumerate(first)), "drafts of passes, by accepted tokens"
-    drafted, accepted = found["again"]["n-grams"]
-    assert drafted >= accepted > 20 and sum(again) < sum(first)
-    assert per_verification(found["again"]) > 1.3 * per_verification(found["first"])
 
 
 @pytest.fixture(scope="module")
@@ -188,22 +160,7 @@ def test_lengths_are_learnt_with_the_head_inside(built):
 
 
 @pytest.mark.extended
-def test_an_mtp_layer_of_a_mixture_of_experts(tmp_path):
-    model = save_glm_with_mtp(tmp_path / "glm", 0.1)
-    cases = {"first": (case := greedy_case(token_prompts(IDS[:4]), TOKENS)), "again": case}
-    methods = [None, {"method": "mtp"}, {"method": "sssd+mtp", "policy": "fixed"}]
-    given = {"model": model, "cases": cases, **ROOM}
-    engines = [given | {"speculative_config": m and m | {"num_speculative_tokens": K}} for m in methods]
-    plain, stock, found = run("on_top.py", [engine | {"own": K * (i > 0)} for i, engine in enumerate(engines)])
-    for name in cases:
-        assert plain[name]["answers"] == stock[name]["answers"] == found[name]["answers"]
-        check_own_drafts(found[name]["own drafts"], stock["first"]["own drafts"])
-    assert per_verification(stock["first"]) > 1.5 and found["again"]["n-grams"][1] > 30
-    assert per_verification(found["again"]) > 1.2 * per_verification(stock["again"])
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("kind", ["eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.rare) for kind in ("eagle", "eagle3")), "mtp"])
 def test_grammars(kind, tmp_path, demo_model):
     """With one, drafts of both go back to the scheduler, which cuts them."""
     from transformers import AutoTokenizer
@@ -288,10 +245,9 @@ def test_an_mtp_layer_of_a_model_with_recurrent_layers(tmp_path, monkeypatch):
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 @pytest.mark.parametrize(
-    ("lengths", "blocks", "counted"),
-    [pytest.param((118, 110), 21, "preempted", marks=pytest.mark.rare), ((130, 100), 64, "cached")],
-    ids=str,
+    ("lengths", "blocks", "counted"), [((118, 110), 21, "preempted"), ((130, 100), 64, "cached")], ids=str
 )
 def test_states_follow_what_both_have_drafted(lengths, blocks, counted, tmp_path, monkeypatch):
     """Greedily and with seeds, after aborts; without prefix caching in too few blocks for all requests, and with it."""

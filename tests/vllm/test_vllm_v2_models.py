@@ -1,19 +1,16 @@
 """Models of the classes that people serve, on model runner V2, those with recurrent layers among them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 from v2_engines import SSSD, check_images, run, start
 from vllm_cases import TINY, class_case, greedy_case, token_prompts
 
-from tests.support.model_classes import ATTENTION, KIMI, RECURRENT, by_class, save_class
+from tests.support.model_classes import ATTENTION, KIMI, RARE, RECURRENT, by_class, save_class
 from tests.support.models import continuations, save, tiny_model
 from tests.support.prompts import random_ids
 from tests.support.speech import save_speech_model
 
-CHEAP = "Mixtral"
 # vLLM's rotation for CPUs takes heads that stand in a dimension of their own for tokens: PyTorch's, where there is one.
 ROTATED = {"custom_ops": ["-rotary_embedding"]}
 SMALL = {"skip_tokenizer_init": True, "max_model_len": 192, "max_num_seqs": 8, "compilation_config": ROTATED}
@@ -34,7 +31,8 @@ def served(model, name, cases, own=(), **few):
     return plain[first], found
 
 
-@pytest.mark.parametrize("name", by_class(ATTENTION | RECURRENT | KIMI, [CHEAP]))
+@pytest.mark.extended
+@pytest.mark.parametrize("name", by_class(ATTENTION | RECURRENT | KIMI, rare=(*RARE, *KIMI)))
 def test_a_class_of_models(name, tmp_path, record_property):
     """The first time and again, when what was said is known: the tokens of an engine without drafts."""
     plain, found = served(save_class(name, tmp_path), name, {"first": class_case(), "again": class_case()})
@@ -80,6 +78,7 @@ def test_rows_without_drafts(name, tmp_path):
 
 
 @pytest.mark.extended
+@pytest.mark.rare
 def test_wrong_states_are_seen(tmp_path, monkeypatch):
     monkeypatch.setenv("WRONG_STATES", "1")
     name = "GraniteMoeHybrid"

@@ -1,7 +1,5 @@
 """Data-parallel ranks that share experts, on model runner V2: one draft length for all of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -10,7 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 
 import pytest
-from test_vllm_start import config_of, save_mixtral
+from test_vllm_start import config_of
 from v2_engines import FOLDER, ROOT
 from vllm_server import client_of, get, server_of
 
@@ -18,6 +16,7 @@ from bench.lib import servers
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.context import configured
 from freedraft.engines.vllm.hooks import RANKS_HOOKS
+from tests.support.model_classes import save_config
 from tests.support.models import continuations, save, tiny_model
 from tests.support.pages import sums
 from tests.support.prompts import random_ids
@@ -28,7 +27,7 @@ AUTO = {"method": "sssd", "policy": "auto", "live": "store", "isolation": "share
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 # Heads of 64, which vLLM's CPU attention has.
 SHAPE = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-TOKENS = 40
+TOKENS = 24
 PROMPTS = random_ids([12] * 4, 500, first=2, seed=3)
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
@@ -36,7 +35,7 @@ CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else
 def test_ranks_keep_their_lengths(tmp_path, monkeypatch):
     """Where the user asks for it, of ranks with processes of their own."""
     assert check(RANKS_HOOKS) == []
-    save_mixtral(tmp_path)
+    save_config("Mixtral", tmp_path)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     config = partial(config_of, tmp_path, data_parallel_size=2)
     auto = config(AUTO | {"hardware": "h100"})

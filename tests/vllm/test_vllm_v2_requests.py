@@ -1,8 +1,6 @@
 """What model runner V2 has on the host: tokens of requests, against lists that are kept one token at a time, and drafts
 of any trees on their way to the device, against plain Python."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

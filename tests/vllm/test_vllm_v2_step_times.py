@@ -1,7 +1,5 @@
 """The meter of steps on model runner V2: all that it stamps and counts is still there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -11,6 +9,8 @@ from test_vllm_v2 import LAUNCHES, check_launches
 from v2_engines import ROOT
 
 from bench.step_times import COLUMNS, STEP, WINDOW
+
+pytestmark = [pytest.mark.extended, pytest.mark.rare]
 
 
 @pytest.fixture(scope="module")

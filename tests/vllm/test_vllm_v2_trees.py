@@ -1,8 +1,6 @@
 """Draft trees on model runner V2, with FlashAttention and with vLLM's Triton attention, and windowed drafts. See
 `v2_engines`."""
 
-from __future__ import annotations
-
 import pytest
 from test_vllm_v2 import LAUNCHES, check_launches
 from v2_engines import SSSD_TREES, TREES, WINDOW, WINDOWED_IDS, serve
@@ -114,11 +112,8 @@ def test_logits_of_all_nodes_are_recycled(served, tiny_answers, live_prompts):
         assert (*prompt["prompt_token_ids"], *answer[:-1]) in said
 
 
-@pytest.mark.parametrize(
-    "attention",
-    ["triton", pytest.param("flash", marks=pytest.mark.extended)],
-    ids=["trees in Triton's", "chains in one without masks"],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("attention", ["triton", "flash"], ids=["trees in Triton's", "chains in one without masks"])
 def test_where_nobody_asked_for_trees(tiny_model, tiny_answers, live_prompts, attention):
     cases = {"few": greedy_case(live_prompts[:3], 20, chains=[1], abort=5)}
     found = serve(tiny_model, attention, cases=cases, speculative_config=SSSD_TREES, **TREES)

@@ -5,8 +5,6 @@ processes of their own. Async scheduling is on.
 own kernels PyTorch computes: the interpreter takes a third longer for Triton's.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

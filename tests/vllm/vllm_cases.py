@@ -1,7 +1,5 @@
 """Models and requests that vLLM's tests share."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -3,8 +3,6 @@
 This folder must not be a package: as one it would be called `vllm`, like the engine.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

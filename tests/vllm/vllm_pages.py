@@ -1,7 +1,5 @@
 """The KV cache of an engine in this process, token by token."""
 
-from __future__ import annotations
-
 import hashlib
 from contextlib import contextmanager
 

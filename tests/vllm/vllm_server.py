@@ -1,7 +1,5 @@
 """vLLM's OpenAI-compatible server as a process, and clients that go away in the midst of an answer."""
 
-from __future__ import annotations
-
 import os
 import random
 import urllib.request

@@ -1,7 +1,5 @@
 """What a draft pass through a window is to say."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

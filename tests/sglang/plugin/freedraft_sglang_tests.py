@@ -40,7 +40,10 @@ def register():
         take_pinned_memory_on_cpu()
         freedraft_sglang_recurrent.take_kernels()
     if os.environ.get("TREE_TEST_TRANSFERS"):
-        take_transfers_on_cpu()
+        import torch
+
+        take_pinned_memory_on_cpu()  # KV is sent from host memory
+        torch.cuda.Event, torch.cuda.current_stream = torch.cpu.Event, torch.cpu.current_stream
     if os.environ.get("TREE_TEST_HEADS"):
         import freedraft_sglang_heads
 
@@ -136,14 +139,6 @@ def take_pinned_memory_on_cpu():
         made = getattr(torch, name)
         setattr(torch, name, lambda *given, _made=made, pin_memory=False, **options: _made(*given, **options))
     torch.Tensor.pin_memory = lambda self: self
-
-
-def take_transfers_on_cpu():
-    """Let prefill-decode disaggregation run here, whose KV is sent from host memory."""
-    import torch
-
-    take_pinned_memory_on_cpu()
-    torch.cuda.Event, torch.cuda.current_stream = torch.cpu.Event, torch.cpu.current_stream
 
 
 def keep_states_too_early():

@@ -3,8 +3,6 @@
 Tensor-parallel ranks take this as a plugin of vLLM, where ADAPTIVE is set.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -4,8 +4,6 @@ Argument: a model folder and a list of speculative configurations, as JSON. Prin
 gone.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

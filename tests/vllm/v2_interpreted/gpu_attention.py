@@ -4,8 +4,6 @@ For processes that have this folder on PYTHONPATH and INTERPRETED_ATTENTION=trit
 interpreter; what FlashAttention's compute is computed by PyTorch.
 """
 
-from __future__ import annotations
-
 import os
 from itertools import pairwise
 

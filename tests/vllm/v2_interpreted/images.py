@@ -4,8 +4,6 @@ positions of text behind an image are those that Qwen2-VL gives it, in drafts as
 python images.py MODEL ROUNDS, on either model runner.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """As `serve.py`, for models with latent attention, which here decodes drafts as that of devices does."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import torch

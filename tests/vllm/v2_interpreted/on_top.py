@@ -9,8 +9,6 @@ of steps, of which "nothing" have no n-gram, and with "by_score", draft tokens a
 arguments of vLLM's `LLM`.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from unittest.mock import Mock
@@ -85,7 +83,7 @@ def served(model, cases, speculative_config=None, *, own=0, seconds=(), launches
         scored = scores.begin_on_top(runner, runner.speculator, ours) if by_score else {}
         waits = serve.note_waits()
         found = {name: asked(llm, ours, noted, waits, **case) for name, case in cases.items()}
-        found["engine"] = {"launches": counted, "class": type(runner.speculator).__name__, "async": True}
+        found["engine"] = {"launches": counted, "class": type(runner.speculator).__name__}
         found["engine"] |= scored
         if ours is not None:
             core = llm.llm_engine.engine_core.engine_core
@@ -94,7 +92,6 @@ def served(model, cases, speculative_config=None, *, own=0, seconds=(), launches
             held, guarded = ours.host.requests, ours.guarded
             left = len(held.slots) + len(held._preempted) + len(held.ended)
             found["engine"]["held"] = [kept_by(guarded.method), len(guarded.running), left]
-            found["engine"]["lookup"] = (core.scheduler.dynamic_sd_lookup or [])[:9]
             if (head := guarded.method.controller.head) is not None:
                 found["engine"]["learnt"] = [head.accepted, *head.tails.tolist()]
         return found

@@ -1,7 +1,5 @@
 """Plugins of vLLM, for all its processes that have this folder on PYTHONPATH, as the environment asks for them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

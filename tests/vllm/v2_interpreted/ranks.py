@@ -5,8 +5,6 @@ python ranks.py MODEL RANKS '{"prompts": ..., "speculative_config": ..., "skip_s
     "temperature": 0 by default, "stages": 1 by default, of one rank each}'
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

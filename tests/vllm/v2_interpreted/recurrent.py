@@ -4,8 +4,6 @@ In place of those that the interpreter does not run, of prompts, are the replace
 accepted, the next step begins with the state of one token before. ON_TOP=1: as `on_top.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools

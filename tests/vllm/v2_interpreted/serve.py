@@ -14,8 +14,6 @@ once, "seconds" what a step is measured to take, and each of its query tokens. T
 without a "speculative_config" there are answers alone.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc
@@ -30,6 +28,7 @@ import numpy as np
 import pytest
 import torch
 from freedraft_kernels import KVPool
+from numba.core.dispatcher import Dispatcher
 from vllm import LLM, SamplingParams, envs
 from vllm.forward_context import get_forward_context, override_forward_context
 from vllm.inputs import TokensPrompt
@@ -53,7 +52,6 @@ from freedraft.engines.vllm.draft_model import PagedDraftRound
 from freedraft.engines.vllm.v2.requests import GainedTokens
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 from freedraft.engines.vllm.v2.trees import why_chains
-from tests.support.compiling import signatures
 from tests.support.interpreter import take_any_mask
 from tests.support.random_trees import path_to
 from tests.support.speech import speech_prompt
@@ -465,6 +463,14 @@ def served(model, cases, speculative_config=None, *, seconds=(), rows=0, **given
         if speculative_config is None:
             return {name: answers(llm, **case) for name, case in cases.items()}
         return asked(llm, cases, noting)
+
+
+def signatures():
+    """Functions of ours with the types of arguments that numba has compiled, or loaded from its cache, them for."""
+    ours = ("freedraft", "sssd_plugin", "layerskip_plugin")
+    modules = [module for name, module in [*sys.modules.items()] if name.startswith(ours)]
+    found = {id(one): one for module in modules for one in vars(module).values() if isinstance(one, Dispatcher)}
+    return {f"{one.__module__}.{one.__name__}{kinds}" for one in found.values() for kinds in one.signatures}
 
 
 def asked(llm, cases, noting):
