@@ -156,6 +156,8 @@ export FREEDRAFT_TEST_MODEL := $(CURDIR)/$(MODEL)
 SELECT ?=
 PYTEST := -m pytest -m '$(SELECT)' --durations=20 $(PYTEST_FLAGS)
 
+reversed = $(if $(1),$(call reversed,$(wordlist 2,$(words $(1)),$(1))) $(firstword $(1)))
+
 # $(call lanes,log name,targets): one lane on each of two cores, since engines of one thread do not wait for each other.
 # One takes targets from the front and one from the end. Every target runs, whatever fails in between.
 define lanes
@@ -163,7 +165,7 @@ mkdir -p $(LOGS); export OMP_NUM_THREADS=1; taken=$$(mktemp -d); \
 lane() { failed=0; for part in "$$@"; do mkdir $$taken/$$part 2> /dev/null || continue; \
 	echo "== $$part"; $(MAKE) --no-print-directory $$part SELECT='$(SELECT)' || { failed=1; echo "FAIL: $$part"; }; \
 done; return $$failed; }; \
-failed=0; lane $(2) > $(LOGS)/$(1).log 2>&1 & lane $$(printf '%s\n' $(2) | tac) || failed=1; \
+failed=0; lane $(2) > $(LOGS)/$(1).log 2>&1 & lane $(call reversed,$(2)) || failed=1; \
 wait $$! || failed=1; cat $(LOGS)/$(1).log; rm -r $$taken; \
 if [ $$failed = 1 ]; then echo 'FAIL'; exit 1; fi; echo 'PASS: $(2)'
 endef
