@@ -162,7 +162,7 @@ reversed = $(if $(1),$(call reversed,$(wordlist 2,$(words $(1)),$(1))) $(firstwo
 # One takes targets from the front and one from the end. Every target runs, whatever fails in between.
 define lanes
 mkdir -p $(LOGS); export OMP_NUM_THREADS=1; taken=$$(mktemp -d); \
-lane() { failed=0; for part in "$$@"; do mkdir $$taken/$$part 2> /dev/null || continue; \
+lane() { failed=0; for part in "$$@"; do mkdir $$taken/$$part 2> /dev/null || { [ -d $$taken/$$part ] || failed=1; continue; }; \
 	echo "== $$part"; $(MAKE) --no-print-directory $$part SELECT='$(SELECT)' || { failed=1; echo "FAIL: $$part"; }; \
 done; return $$failed; }; \
 failed=0; lane $(2) > $(LOGS)/$(1).log 2>&1 & lane $(call reversed,$(2)) || failed=1; \

@@ -171,6 +171,7 @@ class RankedRound(ABC):
             return torch.stack(outputs)
 
     def read(self, launched: torch.Tensor) -> Drafted:
+        """Wait for launched passes, and return their tokens."""
         with self._ranks.together():
             return on_host(launched, self.draft_pass.outputs)
 

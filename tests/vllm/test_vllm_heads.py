@@ -68,10 +68,12 @@ def test_short_flags_and_fixed_lengths(built):
 def test_with_adaptive_verification_vllm_chooses_among_all_tokens(built, monkeypatch):
     model, head, _ = built
     monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", lambda _: None)  # needs CUDA graphs
-    config = config_of(model, ON_TOP | {"model": str(head), "enable_adaptive_verification": True})
+    config = config_of(model, given := ON_TOP | {"model": str(head), "enable_adaptive_verification": True})
     made = config.speculative_config
     assert made.num_speculative_tokens == 15 and made.num_speculative_tokens_per_batch_size is None
     assert made.enable_adaptive_verification and not methods.configured(config).lengths
+    config = config_of(model, given, max_num_seqs=8, max_num_batched_tokens=64)
+    assert config.speculative_config.num_speculative_tokens == 7, "all are scheduled at once"
 
 
 def test_vllm_detects_the_head(built, tmp_path):

@@ -19,8 +19,7 @@ from sglang.srt.speculative.ngram_info import NgramVerifyInput
 
 from freedraft.config import ConfigError
 from freedraft.draft_model import Recipe
-from freedraft.engines.draft_round import Sublayer, on_device, sublayers_of
-from freedraft.engines.matchness import T
+from freedraft.engines.draft_round import Sublayer, T, on_device, sublayers_of
 from freedraft.engines.sglang.graphs import Captured, swapped_in
 from freedraft.engines.sglang.verify import SPARE_SLOT
 from freedraft.step import Step

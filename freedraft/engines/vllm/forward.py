@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from freedraft.engines.draft_round import DraftRanks, on_device
-from freedraft.engines.matchness import T
+from freedraft.engines.draft_round import DraftRanks, T, on_device
 from freedraft.engines.vllm.kept_layers import Backbone, UnsupportedModel
 from freedraft.step import Step
 

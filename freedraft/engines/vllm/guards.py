@@ -30,9 +30,10 @@ def fitting_length(
     # with one token left, as cached ones have, gets room for all its drafts, or waits.
     requests, tokens = args.max_num_seqs if args.enable_lora else 1, args.max_num_batched_tokens
     if adaptive and not given:  # else requests that are scheduled leave no room for others
-        requests = min(args.max_num_seqs, tokens // 2)
+        requests = max(requests, min(args.max_num_seqs, tokens // 2))
     most = min(tokens // requests, args.max_num_scheduled_tokens or tokens) - 1
-    batch = f"--max-num-batched-tokens {tokens}" + (f" for {requests} requests at a time" if requests > 1 else "")
+    all_of_them = f" for {requests} requests{' with LoRA' * bool(args.enable_lora)}" if requests > 1 else ""
+    batch = f"--max-num-batched-tokens {tokens}{all_of_them}"
     if length > most and (given or most < 1):
         remedy = f"'num_speculative_tokens' to {most} or less" if most > 0 else f"{requests * (1 + length)} or more"
         raise ValueError(f"{batch} does not hold {length} draft tokens: set {remedy}")

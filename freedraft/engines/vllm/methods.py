@@ -241,7 +241,10 @@ def _with_head(
         try:
             made = original(args, *others, **kwargs)
         except (NotImplementedError, ValueError, OSError) as error:
-            said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            said = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                said = " ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
             why = f"({' '.join(said.split())}): mend that, or"
             why = "of this model:" if isinstance(error, NotImplementedError) else why
             stop_start(refusal(spec, f"vLLM makes no drafter '{head}' {why} use 'sssd' alone"))
