@@ -45,6 +45,7 @@ def waits():
         (configured, "refused", "freedraft: method 'x': no"),
         (lambda: Engine(tokens=1), "refused", "too many tokens"),
         (crashed, "failed", "KeyError: 'cause'"),
+        (lambda: int("x"), "failed", "invalid literal for int() with base 10: 'x'"),
         (waits, "failed", "no end after 1 s"),
     ],
 )
