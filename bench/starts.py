@@ -183,7 +183,7 @@ def main() -> int:
         folder, logs = Path(temporary), args.logs or Path(temporary)
         logs.mkdir(parents=True, exist_ok=True)
         if args.engine == "sglang":
-            MODELS["eagle"]["architectures"] = ["LlamaForCausalLMEagle"]
+            MODELS["eagle"] |= {"architectures": ["LlamaForCausalLMEagle"], "tie_word_embeddings": False}
         for model, shape in MODELS.items():
             (folder / model).mkdir()
             (folder / model / "config.json").write_text(json.dumps(shape))
