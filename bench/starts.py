@@ -58,7 +58,7 @@ RUNNERS = {"vllm": ("V2", "V1"), "sglang": ("-",)}
 ATTENTION = {"vllm": ("FLASH_ATTN", "TRITON_ATTN"), "sglang": ("fa3", "triton")}
 TREES = ("TRITON_ATTN", "triton")  # attention that verifies trees by default
 SAID = re.compile(r"freedraft: method '[\w+]+': .*?drafts are (trees|chains)")
-ERROR = re.compile(r"^.*?(\w*(?:Error|Exception): .+)$", re.MULTILINE)
+ERROR = re.compile(r"^.*?(\w*(?:Error|Exception)(?:: .+)?)$", re.MULTILINE)
 VALUE = re.compile(r".*?Value error, (.*?) \[type=.*", re.DOTALL)  # as pydantic says what a validator raised
 Arm = dict[str, Any]
 
