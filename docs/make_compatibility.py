@@ -14,7 +14,7 @@ from pages import ROOT
 
 PAGE = ROOT / "docs" / "compatibility.md"
 MARKS = "<!-- matrix: written by docs/make_compatibility.py -->\n", "<!-- end of matrix -->"
-WORDS = {word: word for word in ("yes", "refused", "by backend", "off", "-")}
+WORDS = {word: word for word in ("yes", "refused", "by backend", "off", "starts", "-")}
 WORDS |= {
     "chains only": "chains",
     "not tested": "untested",

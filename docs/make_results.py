@@ -319,7 +319,7 @@ def streamed() -> str:
 
 @question(
     "What is known on a GPU?", "gpu", "first-hour.json",
-    "kernels.json starts-vllm.json starts-vllm-0.33.json starts-sglang.json step-launches-cpu.json",
+    "kernels.json starts-vllm-0.33.json starts-sglang.json step-launches-cpu.json",
 )  # fmt: skip
 def gpu(hour: Any) -> Screen:
     rows: list[tuple[str, dict[str, Value]]] = []

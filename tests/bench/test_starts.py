@@ -32,6 +32,11 @@ def crashed():
     raise RuntimeError("see root cause above")
 
 
+def asserts():
+    os.write(2, b"AssertionError\n")
+    os.kill(os.getpid(), 9)  # as SGLang ends
+
+
 def waits():
     time.sleep(60)
 
@@ -43,6 +48,8 @@ def waits():
         (configured, "refused", "freedraft: method 'x': no"),
         (lambda: Engine(tokens=1), "refused", "too many tokens"),
         (crashed, "failed", "KeyError: 'cause'"),
+        (lambda: int("x"), "failed", "invalid literal for int() with base 10: 'x'"),
+        (asserts, "failed", "AssertionError"),
         (waits, "failed", "no end after 1 s"),
     ],
 )
