@@ -124,7 +124,7 @@ def cases() -> dict[str, Case]:
         return top_tokens_kernel, eight, 4, {"logits": f"*{dtype}"}
 
     return {
-        "newest tokens": (newest_tokens_kernel, {"BLOCK": 16}, 1, {"slots": "*i32", "out": "*i32"}),
+        "newest tokens": (newest_tokens_kernel, {"BLOCK": 16}, 1, dict.fromkeys(("slots", "rejected", "out"), "*i32")),
         "extend drafts": (extend_drafts_kernel, {"BLOCK": 16}, 1, extended),
         "attention": attends("bf16"),
         "attention, all keys at once": attends("fp16", SEGMENTS=1, TREES_ONLY=True),
