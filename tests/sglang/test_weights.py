@@ -1,5 +1,7 @@
 """New weights in a running engine, as between the epochs of reinforcement learning."""
 
+import time
+
 import pytest
 from safetensors.torch import load_file
 
@@ -21,6 +23,7 @@ def test_answers_are_of_the_new_weights_and_what_was_learnt_stays(tiny, demo_mod
     counts, env = tmp_path / "counts.json", {"FREEDRAFT_LIVE": "memory"}
     with sglang_engine(tiny, counts, env, skip_tokenizer_init=True, speculative_algorithm="SSSD") as engine:
         for model, right in ((tiny, expected[0]), (other, expected[1]), (tiny, expected[0]), (other, expected[1])):
+            time.sleep(3)  # until the scheduler is idle, else it ends
             engine.release_memory_occupation(["kv_cache"])  # which is kept on a CPU
             engine.resume_memory_occupation(["kv_cache"])
             if len(accepted) < 3:
