@@ -23,6 +23,7 @@ from sssd_plugin.datastore.live.store import LiveStore
 from sssd_plugin.options import Scoring
 from sssd_plugin.recycled_logits import TOP
 from sssd_plugin.request_index import OUTSIDE, RequestIndex
+from sssd_plugin.scoring.candidates import size_of_scratch
 from sssd_plugin.scoring.learned import draft_batch
 from sssd_plugin.scoring.weights import Weights
 from sssd_plugin.sources import OTHER, SOURCES
@@ -89,6 +90,7 @@ class Drafter:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
         self._batch = self._out = DraftBatch.empty(1, max_nodes)
+        self._memory, self._widest = list[NDArray[np.uint8]](), -1  # by thread, of `scratch` for so many sub-indices
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = min(MAX_THREADS, cores)
         self._live = live
@@ -202,14 +204,17 @@ class Drafter:
             view, limits = self._view, (max_nodes, shape == "chain")
             arrays_of_view = view.table, view.bounds, view.widest
             same: tuple[Any, ...] = self._index.slots, arrays_of_view, self._entries, limits, self._weights
-            parts = min(self._threads, n, n * max_nodes // MIN_NODES)
-            if parts <= 1:
-                draft_batch(arrays, *same)
+            parts = max(1, min(self._threads, n, n * max_nodes // MIN_NODES))
+            if view.widest > self._widest:
+                self._widest, size = view.widest, size_of_scratch(self.max_nodes, view.widest)
+                self._memory = [np.zeros(size, np.uint8) for _ in range(self._threads)]
+            if parts == 1:
+                draft_batch(arrays, self._memory[0], *same)
             else:
                 rows = [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
                 first, *others = (tuple(array[r] for array in arrays) for r in rows)
-                waiting = [self._pool.submit(draft_batch, other, *same) for other in others]
-                draft_batch(first, *same)
+                waiting = [self._pool.submit(draft_batch, *each, *same) for each in zip(others, self._memory[1:])]
+                draft_batch(first, self._memory[0], *same)
                 for future in waiting:
                     future.result()
         return out

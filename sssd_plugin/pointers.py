@@ -20,6 +20,13 @@ def _pointer(typingctx, address, dtype):
 
 
 @compiled(nogil=True)
+def array_at(address, shape, dtype):
+    """Return an array of a dtype or a record, and the next address on a cache line of its own."""
+    array = carray(_pointer(address, dtype), shape)
+    return array, (address + array.size * array.itemsize + 63) // 64 * 64
+
+
+@compiled(nogil=True)
 def int32_at(address, n):
     return carray(_pointer(address, np.int32), (n,))
 

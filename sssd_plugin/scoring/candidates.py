@@ -8,6 +8,7 @@ import numpy as np
 
 from freedraft.compiled import compiled
 from sssd_plugin import recycled_logits
+from sssd_plugin.pointers import array_at
 from sssd_plugin.request_index import GRAM, find
 from sssd_plugin.scoring import matches
 from sssd_plugin.scoring.inputs import (
@@ -32,15 +33,13 @@ MAX_SAMPLES = 64  # suffixes sampled per range
 OCCURRENCES = 64  # newest occurrences of a single token to visit in the request
 SHORTLIST = 16
 _HASH_BITS = 9
-_ROW = 32  # bytes of a row of counts; every count is at most 64
 
 STAMP, NUMBER = range(2)  # of `Found.state`: calls of `gather` so far; candidates of this node
 
+# Of candidates: their share of the store's tokens; probability interpolated over contexts in the store, and over those
+# in the request; the shortlist's criterion.
+SHARE, BY_STORE, BY_REQUEST, PROMISE = range(4)
 _CANDIDATE = record(
-    share="f8",  # of the store's tokens
-    store="f8",  # probability interpolated over contexts in the store
-    request="f8",  # and over those in the request
-    promise="f8",  # the shortlist's criterion
     token="i4",
     match="i4",  # length of its longest match, 0 for none
     since="i4",  # of its alignment: tokens equal since the edit, -1 for none
@@ -48,8 +47,6 @@ _CANDIDATE = record(
     cost="i4",  # by recycled logits (`recycled_logits.ENTRY`), -1 if not among the likeliest
 )
 _COLUMN = record(
-    scale="f8",  # terms of the interpolation
-    back_off="f8",
     total="i4",  # observations
     distinct="i4",  # tokens among them
 )
@@ -65,55 +62,68 @@ _LEAF = record(score="f8", parent="i4", token="i4", kind="i4")
 _HASH = record(stamp="i8", token="i4", row="i4")
 
 
-Found = namedtuple("Found", "state hash candidates counts columns")
+Found = namedtuple("Found", "state hash candidates counts probable columns")
 Scratch = namedtuple(
     "Scratch",
-    "found context ranges many samples matches alignments about shortlist keys seen node_inputs inputs "
-    "largest common hidden probabilities frontier path_scores places place",
+    "found context ranges many samples matches alignments about shortlist keys active seen "
+    "active_of_node node_inputs inputs largest common probabilities frontier path_scores places place",
 )
 
 
 @compiled(nogil=True)
-def scratch(max_nodes, max_sub_indices):
-    """Allocate the learned scorer's arrays for trees of `max_nodes` nodes over `max_sub_indices` sub-indices."""
+def scratch(address, max_nodes, max_sub_indices):
+    """Return the learned scorer's arrays for trees of `max_nodes` nodes over `max_sub_indices` sub-indices, laid out
+    from `address` on, and where they end. The memory is zero at first, then as the last draft left it. Arrays that own
+    memory would count references, which takes longer than what is done with them."""
     n = max_nodes + 1
-    return Scratch(
-        found=Found(
-            state=np.zeros(2, np.int64),
-            hash=np.zeros(1 << _HASH_BITS, _HASH),  # open addressing: row of each token; other stamps are empty
-            candidates=np.empty(MAX_CANDIDATES, _CANDIDATE),
-            counts=np.empty((MAX_CANDIDATES, _ROW), np.uint8),  # how often each candidate followed, by column
-            columns=np.empty(COLUMNS, _COLUMN),
-        ),
-        context=np.empty(CONTEXT, np.int32),  # the last tokens at the node, newest first, drafted ones included
-        # [i, j, k - 1]: range in sub-index j of the last k tokens of node i's context; the last one: of many tokens.
-        ranges=np.empty((n, max_sub_indices, STORE_ORDERS + 1, 2), np.int32),
-        many=np.empty(n, np.int32),  # how many these are; 0 for none
-        samples=np.empty(MAX_SAMPLES, np.int32),  # tokens sampled from the ranges of one order
-        matches=np.empty((n, 1 + matches.MAX_MATCHES, 2), np.int32),  # see `matches.match_root`
-        alignments=np.empty((n, 1 + matches.MAX_ALIGNMENTS, 3), np.int32),  # see `matches.align_root`
-        about=np.empty(1, _ABOUT),
-        shortlist=np.empty(SHORTLIST, np.int32),  # rows of the most promising candidates, best first
-        keys=np.empty(recycled_logits.ORDERS, np.uint64),  # of recycled logits
-        seen=np.empty((COLUMNS, 2), np.int32),  # inputs of columns with observations, and these columns
-        node_inputs=np.empty((1, NODE_INPUTS), np.float32),
-        inputs=np.empty((SHORTLIST, INPUTS), np.float32),
-        largest=np.empty((1, INPUTS), np.float32),  # the largest of each input among the shortlist
-        common=np.empty(WIDTH, np.float32),  # share of the hidden layer common to all candidates of a node
-        hidden=np.empty(WIDTH, np.float32),  # the hidden layer of one candidate
-        probabilities=np.empty(SHORTLIST, np.float64),
-        frontier=np.empty(n, _LEAF),  # the best nodes outside the tree, best first
-        path_scores=np.empty(n, np.float64),  # score of each node of the tree
-        places=np.zeros(n, PLACE),  # which each node is copied on from
-        place=np.zeros(1, PLACE),  # one more that is looked at
-    )
+    state, at = array_at(address, 2, np.int64)
+    entries, at = array_at(at, 1 << _HASH_BITS, _HASH)  # open addressing: row of each token; other stamps are empty
+    candidates, at = array_at(at, MAX_CANDIDATES, _CANDIDATE)
+    # [c, i]: how often candidate i followed, by column, at most 64 times.
+    counts, at = array_at(at, (COLUMNS, MAX_CANDIDATES), np.uint8)
+    probable, at = array_at(at, (4, MAX_CANDIDATES), np.float64)  # by SHARE to PROMISE
+    columns, at = array_at(at, COLUMNS, _COLUMN)
+    context, at = array_at(at, CONTEXT, np.int32)  # the last tokens at the node, newest first, drafted ones included
+    samples, at = array_at(at, MAX_SAMPLES, np.int32)  # tokens sampled from the ranges of one order
+    about, at = array_at(at, 1, _ABOUT)
+    shortlist, at = array_at(at, SHORTLIST, np.int32)  # rows of the most promising candidates, best first
+    keys, at = array_at(at, recycled_logits.ORDERS, np.uint64)  # of recycled logits
+    active, at = array_at(at, INPUTS, np.int32)  # inputs of candidates that may not be 0
+    seen, at = array_at(at, INPUTS, np.int32)  # and their columns, if they are counts
+    active_of_node, at = array_at(at, NODE_INPUTS, np.int32)
+    node_inputs, at = array_at(at, (1, NODE_INPUTS), np.float32)
+    inputs, at = array_at(at, (SHORTLIST, INPUTS), np.float32)
+    largest, at = array_at(at, (1, INPUTS), np.float32)  # the largest of each input among the shortlist
+    common, at = array_at(at, WIDTH, np.float32)  # share of the hidden layer common to all candidates of a node
+    probabilities, at = array_at(at, SHORTLIST, np.float64)
+    place, at = array_at(at, 1, PLACE)  # one more that is looked at
+    # [i, j, k - 1]: range in sub-index j of the last k tokens of node i's context; the last one: of many tokens.
+    ranges, at = array_at(at, (n, max_sub_indices, STORE_ORDERS + 1, 2), np.int32)
+    many, at = array_at(at, n, np.int32)  # how many these are; 0 for none
+    matched, at = array_at(at, (n, 1 + matches.MAX_MATCHES, 2), np.int32)  # see `matches.match_root`
+    alignments, at = array_at(at, (n, 1 + matches.MAX_ALIGNMENTS, 3), np.int32)  # see `matches.align_root`
+    frontier, at = array_at(at, n, _LEAF)  # the best nodes outside the tree, best first
+    path_scores, at = array_at(at, n, np.float64)  # score of each node of the tree
+    places, at = array_at(at, n, PLACE)  # which each node is copied on from
+    found = Found(state, entries, candidates, counts, probable, columns)
+    arrays = Scratch(
+        found, context, ranges, many, samples, matched, alignments, about, shortlist, keys, active, seen,
+        active_of_node, node_inputs, inputs, largest, common, probabilities, frontier, path_scores, places, place,
+    )  # fmt: skip
+    return arrays, at
+
+
+@compiled(nogil=True)
+def size_of_scratch(max_nodes, max_sub_indices):
+    """Return the bytes of memory of `scratch`."""
+    return scratch(0, max_nodes, max_sub_indices)[1]
 
 
 # Functions called per token take arrays as arguments: taking them out of a bundle counts references.
 
 
 @compiled(nogil=True)
-def _row(state, entries, candidates, counts, token, may_add):
+def _row(state, entries, candidates, token, may_add):
     """Return the row of `token`, added if allowed and possible; -1 for none, and for images."""
     if token < 0:
         return np.int64(-1)
@@ -128,7 +138,6 @@ def _row(state, entries, candidates, counts, token, may_add):
     entry, candidate = entries[h], candidates[n]
     entry.stamp, entry.token, entry.row = state[STAMP], token, n
     candidate.token, candidate.match, candidate.since, candidate.cost = token, 0, -1, -1
-    counts[n, :] = 0
     state[NUMBER] = n + 1
     return n
 
@@ -139,9 +148,9 @@ def _count(counts, columns, row, first, orders):
     for column in range(first, first + orders):
         columns[column].total += 1
         if row >= 0:
-            if counts[row, column] == 0:
+            if counts[column, row] == 0:
                 columns[column].distinct += 1
-            counts[row, column] += 1
+            counts[column, row] += 1
 
 
 @compiled(nogil=True, inline="always")
@@ -149,7 +158,7 @@ def _count_store(scratch, table, ranges, many, skip, max_samples):
     """Sample a node's ranges at the token after the next `skip` (0 or 1), and count the samples of each order in its
     column, longest first. The order above STORE_ORDERS has `many` tokens. After a skipped token contexts of one token
     add no candidates."""
-    state, entries, candidates, counts, columns = scratch.found
+    state, entries, candidates, counts, _, columns = scratch.found
     samples = scratch.samples
     first_column, orders = (COLUMN.skip_store, SKIP_ORDERS) if skip else (COLUMN.store, STORE_ORDERS + 1)
     for k in range(orders - 1, -1, -1):
@@ -161,11 +170,11 @@ def _count_store(scratch, table, ranges, many, skip, max_samples):
             if token < 0:
                 continue
             if token != last:
-                last, row = token, _row(state, entries, candidates, counts, token, k >= skip)
+                last, row = token, _row(state, entries, candidates, token, k >= skip)
             if row >= 0:
-                if counts[row, column] == 0:
+                if counts[column, row] == 0:
                     distinct += 1
-                counts[row, column] += 1
+                counts[column, row] += 1
         columns[column].distinct = distinct
 
 
@@ -187,12 +196,12 @@ def write_matches(request, scratch, node, parent, context_length):
 def _count_matches(request, scratch, node):
     """Count the tokens after the matches at a node, by length, and find those after alignments."""
     tokens, about, own = request.tokens, scratch.about[0], scratch.matches[node]
-    state, entries, candidates, counts, columns = scratch.found
+    state, entries, candidates, counts, _, columns = scratch.found
     about.longest = about.newest = -1
     longest = 0
     for m in range(1, 1 + own[0, 0]):
         match, orders = own[m, LENGTH], 0
-        row = _row(state, entries, candidates, counts, tokens[own[m, POSITION] + 1], True)
+        row = _row(state, entries, candidates, tokens[own[m, POSITION] + 1], True)
         while orders < len(LONG_ORDERS) and match >= LONG_ORDERS[orders]:
             orders += 1
         _count(counts, columns, row, COLUMN.request + SHORT_ORDERS, orders)
@@ -205,7 +214,7 @@ def _count_matches(request, scratch, node):
                 about.longest = row
     alignments = scratch.alignments[node]
     for m in range(1, 1 + alignments[0, 0]):
-        row = _row(state, entries, candidates, counts, tokens[alignments[m, POSITION] + 1], True)
+        row = _row(state, entries, candidates, tokens[alignments[m, POSITION] + 1], True)
         if row >= 0 and alignments[m, SINCE] > candidates[row].since:
             candidates[row].since, candidates[row].edit = alignments[m, SINCE], alignments[m, EDIT]
 
@@ -215,7 +224,7 @@ def _count_occurrences(request, scratch, skip, context_length):
     """Count the tokens after the request's own occurrences of a node's context, without its last token if `skip` is 1:
     then contexts of one token add no candidates."""
     tokens, previous, context = request.tokens, request.previous, scratch.context
-    state, entries, candidates, counts, columns = scratch.found
+    state, entries, candidates, counts, _, columns = scratch.found
     first_column, orders = (COLUMN.skip_request, 2) if skip else (COLUMN.request, SHORT_ORDERS)
     longest = min(orders, context_length - skip)
     i, seen = request.heads[find(request, context[skip])], 0
@@ -225,7 +234,7 @@ def _count_occurrences(request, scratch, skip, context_length):
             match = 1
             while match < longest and i >= match and tokens[i - match] == context[match + skip]:
                 match += 1
-            row = _row(state, entries, candidates, counts, tokens[i + 1 + skip], match > skip)
+            row = _row(state, entries, candidates, tokens[i + 1 + skip], match > skip)
             _count(counts, columns, row, first_column, match)
         i = previous[i]
 
@@ -246,9 +255,10 @@ def gather(sources, scratch, node, parent, max_samples, context_length):
     """
     request, store, recycled = sources.request, sources.store, sources.recycled
     about, many, ranges = scratch.about[0], scratch.many[node], scratch.ranges
-    state, entries, candidates, counts, columns = scratch.found
+    state, entries, candidates, counts, _, columns = scratch.found
     state[STAMP] += 1
     state[NUMBER] = 0
+    counts[:] = 0
     for column in range(COLUMNS):
         columns[column].total = columns[column].distinct = 0
     _count_store(scratch, store.table, ranges[node], many, 0, max_samples)
@@ -265,7 +275,7 @@ def gather(sources, scratch, node, parent, max_samples, context_length):
         for k in range(recycled_logits.TOP):
             if entry.costs[k] == recycled_logits.MAX_COST:
                 break
-            row = _row(state, entries, candidates, counts, entry.tokens[k], True)
+            row = _row(state, entries, candidates, entry.tokens[k], True)
             if row >= 0:
                 candidates[row].cost = entry.costs[k]
     return order

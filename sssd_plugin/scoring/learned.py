@@ -18,7 +18,18 @@ from sssd_plugin.pointers import int32_at
 from sssd_plugin.recycled_logits import SCALE, Recycled
 from sssd_plugin.request_index import Request, request_at
 from sssd_plugin.scoring import paper
-from sssd_plugin.scoring.candidates import MAX_SAMPLES, NUMBER, SHORTLIST, gather, scratch, write_matches
+from sssd_plugin.scoring.candidates import (
+    BY_REQUEST,
+    BY_STORE,
+    MAX_SAMPLES,
+    NUMBER,
+    PROMISE,
+    SHARE,
+    SHORTLIST,
+    gather,
+    scratch,
+    write_matches,
+)
 from sssd_plugin.scoring.inputs import COLUMN, NODE_KINDS, REQUEST_ORDERS, STORE_ORDERS
 from sssd_plugin.scoring.matches import LENGTH, POSITION
 from sssd_plugin.scoring.network import evaluate, write_inputs, write_node_inputs
@@ -56,74 +67,69 @@ class Sources(NamedTuple):
 
 
 @compiled(nogil=True)
-def _write_shares_of_store(store, candidates, n):
-    for c in range(n):
-        candidates[c].share = 0.0
+def _write_shares_of_store(store, candidates, shares, n):
+    shares[:n] = 0.0
     for j in range(len(store.table)):
         size = store.table[j, 5]
         starts = int32_at(store.table[j, 2], size + 1)
         for c in range(n):
             token = candidates[c].token
             if token < size:
-                candidates[c].share += starts[token + 1] - starts[token]
+                shares[c] += starts[token + 1] - starts[token]
     per_token = 1.0 / max(store.size, 1)
     for c in range(n):
-        candidates[c].share *= per_token
+        shares[c] *= per_token
 
 
 @compiled(nogil=True)
-def _interpolation(columns, first, orders, discount):
-    """Write p <- max(count - discount, 0) / total + (discount * distinct / total) * p. Returns the longest order
-    seen."""
+def _interpolate(columns, counts, first, orders, discount, p, n):
+    """Replace p[:n] by max(count - discount, 0) / total + (discount * distinct / total) * p, the shortest context
+    first. Returns the longest order seen."""
     longest = 0
-    for k in range(orders):
-        if columns[first + k].total > 0:
-            longest = k + 1
-    for k in range(longest):
-        column = columns[first + k]
-        column.scale, column.back_off = 0.0, 1.0
+    for k in range(first, first + orders):
+        column, count = columns[k], counts[k]
         if column.total > 0:
-            column.scale = 1.0 / column.total
-            column.back_off = discount * column.distinct * column.scale
+            longest = k + 1 - first
+            scale = 1.0 / column.total
+            back_off = discount * column.distinct * scale
+            for c in range(n):
+                p[c] = max(count[c] - discount, 0.0) * scale + back_off * p[c]
     return longest
 
 
 @compiled(nogil=True, inline="always")
 def _choose(store, scratch, limit):
     """Write the shortlist, at most `limit` of the candidates; return its length and both longest orders."""
-    state, _, candidates, counts, columns = scratch.found
+    state, _, candidates, counts, probable, columns = scratch.found
     shortlist, n = scratch.shortlist, state[NUMBER]
-    store_order = _interpolation(columns, COLUMN.store, STORE_ORDERS + 1, STORE_DISCOUNT)
-    request_order = _interpolation(columns, COLUMN.request, REQUEST_ORDERS, REQUEST_DISCOUNT)
+    by_store, by_request, promise = probable[BY_STORE], probable[BY_REQUEST], probable[PROMISE]
+    _write_shares_of_store(store, candidates, probable[SHARE], n)
+    for c in range(n):
+        by_store[c], by_request[c] = probable[SHARE, c] + 1e-7, 1e-4
+    store_order = _interpolate(columns, counts, COLUMN.store, STORE_ORDERS + 1, STORE_DISCOUNT, by_store, n)
+    request_order = _interpolate(columns, counts, COLUMN.request, REQUEST_ORDERS, REQUEST_DISCOUNT, by_request, n)
     skip_store = 0.1 / max(columns[COLUMN.skip_store + 1].total, 1)
     skip_request = 0.1 / max(columns[COLUMN.skip_request + 1].total, 1)
-    _write_shares_of_store(store, candidates, n)
+    of_store, of_request = counts[COLUMN.skip_store + 1], counts[COLUMN.skip_request + 1]
+    for c in range(n):
+        v = 0.6 * by_request[c] + 0.4 * by_store[c]
+        promise[c] = v + skip_store * of_store[c] + skip_request * of_request[c]
     m = 0
     for c in range(n):
-        candidate = candidates[c]
-        p = candidate.share + 1e-7
-        for k in range(COLUMN.store, COLUMN.store + store_order):  # shortest context first
-            p = max(counts[c, k] - STORE_DISCOUNT, 0.0) * columns[k].scale + columns[k].back_off * p
-        candidate.store = p
-        p = 1e-4
-        for k in range(COLUMN.request, COLUMN.request + request_order):
-            p = max(counts[c, k] - REQUEST_DISCOUNT, 0.0) * columns[k].scale + columns[k].back_off * p
-        candidate.request = p
-        v = 0.6 * p + 0.4 * candidate.store
-        v = v + skip_store * counts[c, COLUMN.skip_store + 1] + skip_request * counts[c, COLUMN.skip_request + 1]
+        candidate, v = candidates[c], promise[c]
         if candidate.since >= 0:
             v += ALIGNED
         if candidate.cost >= 0:
             v += RECYCLED * math.exp(candidate.cost * (-1 / SCALE))
-        candidate.promise = v
+        promise[c] = v
         if m < limit:
             i = m
             m += 1
-        elif v > candidates[shortlist[m - 1]].promise:
+        elif v > promise[shortlist[m - 1]]:
             i = m - 1
         else:
             continue
-        while i > 0 and candidates[shortlist[i - 1]].promise < v:
+        while i > 0 and promise[shortlist[i - 1]] < v:
             shortlist[i] = shortlist[i - 1]
             i -= 1
         shortlist[i] = c
@@ -160,9 +166,8 @@ def score(sources, scratch, node, order, limit, weights):
     kind += KINDS * _source_of(sources, scratch, node, store_order, request_order)
     if m == 0:
         return m, kind
-    write_node_inputs(scratch, node, store_order, request_order, order)
-    write_inputs(sources.request, scratch, node, m)
-    evaluate(scratch, m, weights[0], weights[1])
+    of_node = write_node_inputs(scratch, node, store_order, request_order, order)
+    evaluate(scratch, m, of_node, write_inputs(sources.request, scratch, node, order, m), weights[0], weights[1])
     probabilities, top = scratch.probabilities, 0.0
     for i in range(m):
         top = max(top, probabilities[i])
@@ -313,7 +318,7 @@ def draft_tree(sources, weights, limits, tree, scratch):
 
 
 @compiled(nogil=True)
-def draft_batch(arrays, slots, view, entries, limits, weights):
+def draft_batch(arrays, memory, slots, view, entries, limits, weights):
     """Fill a `DraftBatch` for the requests of a batch; a slot of -1 gets a tree of 0 nodes.
 
     Bundles are passed from Python as plain tuples, which numba unpacks faster than named ones.
@@ -330,7 +335,7 @@ def draft_batch(arrays, slots, view, entries, limits, weights):
     if weights is None:
         tries = paper.scratch()
     else:
-        arrays_of_nodes = scratch(limits[0], view[2])
+        arrays_of_nodes, _ = scratch(memory.ctypes.data, limits[0], view[2])
     for b in range(len(slot_ids)):
         counts[b] = 0
         if slot_ids[b] >= 0:

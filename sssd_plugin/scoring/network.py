@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import numpy as np
 from llvmlite import ir
@@ -14,6 +13,7 @@ from numba.extending import intrinsic
 from freedraft.compiled import compiled
 from sssd_plugin.recycled_logits import SCALE
 from sssd_plugin.request_index import find
+from sssd_plugin.scoring.candidates import BY_REQUEST, BY_STORE, SHARE
 from sssd_plugin.scoring.inputs import CANDIDATE, COLUMN, INPUTS, NODE, ROW, STORE_ORDERS, CandidateInputs, Columns
 from sssd_plugin.scoring.matches import DELETED, EVIDENCE, INSERTED, MAX_MATCH, MIN_RUN
 from sssd_plugin.scoring.ranges import MANY
@@ -25,7 +25,9 @@ _LOG_COUNT = np.log(np.arange(512) + 0.1)
 _LOG_TOTAL = np.log(np.arange(512) + 1.0)
 _LOG_MATCH = np.log(np.maximum(np.arange(MAX_MATCH + 1), 6) / 6)
 
-_VECTOR = ir.VectorType(ir.FloatType(), WIDTH)
+BLOCK = 4  # candidates that are evaluated side by side
+_INT, _VECTOR = ir.IntType(32), ir.VectorType(ir.FloatType(), WIDTH)
+_NONE = ir.Constant(_VECTOR, ir.Undefined)
 
 _NUMBER, _COLUMNS = CandidateInputs(), Columns()
 # First input, first column and number of the inputs that are counts.
@@ -58,47 +60,66 @@ def variety(column):
 
 @compiled(nogil=True, inline="always")
 def write_node_inputs(scratch, node, store_order, request_order, recycled_order):
-    """Write the inputs common to a node's candidates: `inputs.NodeInputs`."""
-    x, columns = scratch.node_inputs[0], scratch.found.columns
+    """Write the inputs common to a node's candidates, `inputs.NodeInputs`, and which are not 0; return their number."""
+    x, columns, active, n = scratch.node_inputs[0], scratch.found.columns, scratch.active_of_node, 0
     x[:] = 0.0
-    x[NODE.below_root] = 1.0 if node > 0 else 0.0
+    if node > 0:
+        x[NODE.below_root], active[n], n = 1.0, NODE.below_root, n + 1
     if store_order > 0:
-        x[NODE.store_order + store_order - 1] = 1.0
-        x[NODE.store_variety + variety(columns[COLUMN.store + store_order - 1]) - 1] = 1.0
+        k = NODE.store_order + store_order - 1
+        x[k], active[n], n = 1.0, k, n + 1
     if request_order > 0:
-        x[NODE.request_order + request_order - 1] = 1.0
-        x[NODE.request_variety + variety(columns[COLUMN.request + request_order - 1]) - 1] = 1.0
-    x[NODE.many] = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS)
+        k = NODE.request_order + request_order - 1
+        x[k], active[n], n = 1.0, k, n + 1
+    if store_order > 0:
+        k = NODE.store_variety + variety(columns[COLUMN.store + store_order - 1]) - 1
+        x[k], active[n], n = 1.0, k, n + 1
+    if request_order > 0:
+        k = NODE.request_variety + variety(columns[COLUMN.request + request_order - 1]) - 1
+        x[k], active[n], n = 1.0, k, n + 1
+    x[NODE.many], active[n], n = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS), NODE.many, n + 1
     if recycled_order > 0:
-        x[NODE.recycled_order + recycled_order - 1] = 1.0
+        k = NODE.recycled_order + recycled_order - 1
+        x[k], active[n], n = 1.0, k, n + 1
+    return n
 
 
 @compiled(nogil=True, inline="always")
-def write_inputs(request, scratch, node, m):
-    """Write the inputs of the m candidates of a node's shortlist: `inputs.CandidateInputs`."""
-    _, _, candidates, counts, columns = scratch.found
-    about, shortlist, inputs, seen, n_seen = scratch.about[0], scratch.shortlist, scratch.inputs, scratch.seen, 0
+def write_inputs(request, scratch, node, recycled_order, m):
+    """Write the inputs of the m candidates of a node's shortlist, `inputs.CandidateInputs`, and which may not be 0;
+    return the number of these."""
+    _, _, candidates, counts, probable, columns = scratch.found
+    about, shortlist, inputs, active, seen = scratch.about[0], scratch.shortlist, scratch.inputs, scratch.active, scratch.seen
+    active[0], active[1], active[2], n = CANDIDATE.store, CANDIDATE.request, CANDIDATE.surplus, 3
     many = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS)
     run = math.log(max(about.run, MIN_RUN) / MIN_RUN)
     evidence = about.evidence / EVIDENCE
     for first, column, number in _COUNT_INPUTS:
         for k in range(number):
             if columns[column + k].total > 0:
-                seen[n_seen, 0], seen[n_seen, 1] = first + k, column + k
-                n_seen += 1
+                active[n], seen[n], n = first + k, column + k, n + 1
+    n_seen = n
+    for first, last, present in (
+        (CANDIDATE.many, CANDIDATE.match, scratch.many[node] > 0),
+        (CANDIDATE.match, CANDIDATE.aligned, scratch.matches[node, 0, 0] > 0),
+        (CANDIDATE.aligned, CANDIDATE.follower, scratch.alignments[node, 0, 0] > 0),
+        (CANDIDATE.follower, CANDIDATE.recycled, about.follower >= 0),
+        (CANDIDATE.recycled, INPUTS, recycled_order > 0),
+    ):
+        for k in range(first, last if present else first):
+            active[n], n = k, n + 1
     for i in range(m):
         c = shortlist[i]
         candidate, x = candidates[c], inputs[i]
         x[:] = 0.0
         occurrences = np.int64(request.counts[find(request, candidate.token)])
-        x[CANDIDATE.store] = math.log(max(candidate.store, 1e-7))
-        x[CANDIDATE.request] = math.log(max(candidate.request, 1e-6))
+        x[CANDIDATE.store] = math.log(max(probable[BY_STORE, c], 1e-7))
+        x[CANDIDATE.request] = math.log(max(probable[BY_REQUEST, c], 1e-6))
         log_occurrences = _LOG_COUNT[occurrences] if occurrences < 512 else math.log(occurrences + 0.1)
-        x[CANDIDATE.surplus] = log_occurrences - math.log(len(request.tokens) * candidate.share + 0.5)
-        for s in range(n_seen):
-            f, column = seen[s]
-            x[f] = _LOG_COUNT[counts[c, column]] - _LOG_TOTAL[columns[column].total]
-        if counts[c, COLUMN.store + MANY] > 0:
+        x[CANDIDATE.surplus] = log_occurrences - math.log(len(request.tokens) * probable[SHARE, c] + 0.5)
+        for s in range(3, n_seen):
+            x[active[s]] = _LOG_COUNT[counts[seen[s], c]] - _LOG_TOTAL[columns[seen[s]].total]
+        if counts[COLUMN.store + MANY, c] > 0:
             x[CANDIDATE.many] = many
         if candidate.match > 0:
             x[CANDIDATE.match] = _LOG_MATCH[candidate.match]
@@ -116,64 +137,84 @@ def write_inputs(request, scratch, node, m):
         if candidate.cost >= 0:
             x[CANDIDATE.recycled] = 1.0
             x[CANDIDATE.recycled_log_prob] = LIKELY - candidate.cost * (1 / SCALE)
+    return n
 
 
 # Vectors: short loops over arrays that may overlap are not vectorised.
 
 
-def _row(context, builder, array, row):
-    """The address of a row of `WIDTH` numbers."""
-    place = builder.gep(array.data, [builder.mul(row, context.get_constant(types.intp, WIDTH))])
-    return builder.bitcast(place, _VECTOR.as_pointer())
+def _sums(context, builder, signature, args, count):
+    """Vectors start + values[row + i, k] * layer[first + k] + ..., for every k of `active[:n]` in this order, for i in
+    range(count): side by side, since each sum waits for its last term. args: start to n, as of `_add_row`."""
+    start, layer, values, active = (context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 1, 3, 5))
+    first, row, n = args[2], args[4], args[6]
+    width, zero = context.get_constant(types.intp, WIDTH), context.get_constant(types.intp, 0)
+
+    def load(array, at):
+        place = builder.gep(array.data, [builder.mul(at, width)])
+        return builder.load(builder.bitcast(place, _VECTOR.as_pointer()), align=4)
+
+    columns = cgutils.unpack_tuple(builder, values.shape)[1]
+    own = [builder.gep(values.data, [builder.mul(builder.add(row, row.type(i)), columns)]) for i in range(count)]
+    totals = [cgutils.alloca_once_value(builder, load(start, zero)) for _ in own]
+    with cgutils.for_range(builder, n) as loop:
+        k = builder.sext(builder.load(builder.gep(active.data, [loop.index])), row.type)
+        weights = load(layer, builder.add(first, k))
+        for numbers, total in zip(own, totals, strict=True):
+            value = builder.insert_element(_NONE, builder.load(builder.gep(numbers, [k])), ir.Constant(_INT, 0))
+            value = builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(_INT, WIDTH), [0] * WIDTH))
+            builder.store(builder.fadd(builder.load(total), builder.fmul(value, weights)), total)
+    return [builder.load(total) for total in totals]
 
 
 @intrinsic
-def add_rows(typingctx, start, layer, first, values, row, target):
-    """Write target = start + values[row, 0] * layer[first] + values[row, 1] * layer[first + 1] + ..., in this order.
-
-    start, target: float32 [WIDTH]; layer: float32 [R, WIDTH]; values: float32 [N, F]; all contiguous.
-    """
+def _add_row(typingctx, start, layer, first, values, row, active, n, target):
+    """Write start + values[row, k] * layer[first + k] + ..., for every k of `active[:n]` in this order. start, target:
+    float32 [WIDTH]; layer: float32 [R, WIDTH]; values: float32 [N, F]; active: int32; all contiguous."""
 
     def codegen(context, builder, signature, args):
-        at = partial(_row, context, builder)
-        arrays = (context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 1, 3, 5))
-        begin, rows, numbers, end = arrays
-        zero = context.get_constant(types.intp, 0)
-        columns = cgutils.unpack_tuple(builder, numbers.shape)[1]
-        own = builder.gep(numbers.data, [builder.mul(args[4], columns)])
-        total = cgutils.alloca_once(builder, _VECTOR)
-        builder.store(builder.load(at(begin, zero), align=4), total)
-        with cgutils.for_range(builder, columns) as loop:
-            value = builder.load(builder.gep(own, [loop.index]))
-            splat = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-            mask = ir.Constant(ir.VectorType(ir.IntType(32), WIDTH), [0] * WIDTH)
-            splat = builder.shuffle_vector(splat, splat, mask)
-            weights = builder.load(at(rows, builder.add(args[2], loop.index)), align=4)
-            builder.store(builder.fadd(builder.load(total), builder.fmul(splat, weights)), total)
-        builder.store(builder.load(total), at(end, zero), align=4)
+        total = _sums(context, builder, signature, args, 1)[0]
+        end = context.make_array(signature.args[7])(context, builder, args[7])
+        builder.store(total, builder.bitcast(end.data, _VECTOR.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(start, layer, types.intp, values, types.intp, target), codegen
+    return types.void(start, layer, types.intp, values, types.intp, active, types.intp, target), codegen
+
+
+@intrinsic
+def _write_logits(typingctx, start, layer, first, values, row, active, n, out, logits):
+    """Write logits[row + i], float64, for BLOCK hidden layers as of `_add_row`; units are added in halves."""
+
+    def codegen(context, builder, signature, args):
+        out, logits = (context.make_array(signature.args[i])(context, builder, args[i]) for i in (7, 8))
+        weights = builder.load(builder.bitcast(out.data, _VECTOR.as_pointer()), align=4)
+        linear = ir.Constant(ir.VectorType(ir.IntType(1), WIDTH), [0] * (WIDTH - 1) + [1])
+        for i, hidden in enumerate(_sums(context, builder, signature, args, BLOCK)):
+            positive = builder.fcmp_ordered(">", hidden, ir.Constant(_VECTOR, [0.0] * WIDTH))
+            terms = builder.select(builder.or_(positive, linear), hidden, ir.Constant(_VECTOR, [0.0] * WIDTH))
+            terms, size = builder.fmul(terms, weights), WIDTH
+            while size > 1:
+                size //= 2
+                halves = (ir.Constant(ir.VectorType(_INT, size), [*range(at, at + size)]) for at in (0, size))
+                terms = builder.fadd(*(builder.shuffle_vector(terms, terms, half) for half in halves))
+            logit = builder.fpext(builder.extract_element(terms, ir.Constant(_INT, 0)), ir.DoubleType())
+            builder.store(logit, builder.gep(logits.data, [builder.add(args[4], args[4].type(i))]))
+        return context.get_dummy_value()
+
+    return types.void(start, layer, types.intp, values, types.intp, active, types.intp, out, logits), codegen
 
 
 @compiled(nogil=True, inline="always")
-def evaluate(scratch, m, layer, out):
-    """Write the network's logits of m candidates, in float32: rows of inputs are added in order, common inputs first;
-    then the units in halves."""
-    inputs, largest, common, hidden = scratch.inputs, scratch.largest, scratch.common, scratch.hidden
-    largest[0] = inputs[0]
-    for i in range(1, m):
-        for k in range(INPUTS):
+def evaluate(scratch, m, active_of_node, active, layer, out):
+    """Write the network's logits of m candidates, in float32: rows of inputs that are not 0 are added in order, common
+    inputs first. The numbers of these: results of `write_node_inputs` and `write_inputs`."""
+    inputs, largest, common = scratch.inputs, scratch.largest, scratch.common
+    for s in range(active):
+        k = scratch.active[s]
+        largest[0, k] = inputs[0, k]
+        for i in range(1, m):
             largest[0, k] = max(largest[0, k], inputs[i, k])
-    add_rows(layer[ROW.bias], layer, ROW.node, scratch.node_inputs, 0, common)
-    add_rows(common, layer, ROW.largest, largest, 0, common)
-    for i in range(m):
-        add_rows(common, layer, ROW.candidate, inputs, i, hidden)
-        for k in range(WIDTH):  # the last unit is linear
-            hidden[k] = (hidden[k] if k == WIDTH - 1 else max(hidden[k], np.float32(0.0))) * out[k]
-        half = WIDTH // 2
-        while half > 0:
-            for k in range(half):
-                hidden[k] += hidden[k + half]
-            half //= 2
-        scratch.probabilities[i] = hidden[0]
+    _add_row(layer[ROW.bias], layer, ROW.node, scratch.node_inputs, 0, scratch.active_of_node, active_of_node, common)
+    _add_row(common, layer, ROW.largest, largest, 0, scratch.active, active, common)
+    for i in range(0, m, BLOCK):
+        _write_logits(common, layer, ROW.candidate, inputs, i, scratch.active, active, out, scratch.probabilities)
