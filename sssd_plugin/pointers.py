@@ -27,6 +27,12 @@ def array_at(address, shape, dtype):
 
 
 @compiled(nogil=True)
+def borrowed(array):
+    """Return a contiguous array without its owner: passing it on counts no references, as the caller keeps it alive."""
+    return carray(_pointer(array.ctypes.data, array.dtype), array.shape)
+
+
+@compiled(nogil=True)
 def int32_at(address, n):
     return carray(_pointer(address, np.int32), (n,))
 

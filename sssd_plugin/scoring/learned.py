@@ -14,7 +14,7 @@ from typing import NamedTuple
 from freedraft.compiled import compiled
 from freedraft.cost.acceptance import KINDS
 from sssd_plugin.datastore.index.sub_index import SOURCE
-from sssd_plugin.pointers import int32_at
+from sssd_plugin.pointers import borrowed, int32_at
 from sssd_plugin.recycled_logits import SCALE, Recycled
 from sssd_plugin.request_index import Request, request_at
 from sssd_plugin.scoring import paper
@@ -332,18 +332,23 @@ def draft_batch(arrays, memory, slots, view, entries, limits, weights):
             one of the scorers is compiled.
     """
     slot_ids, groups, tenants, predicted, tokens, parents, depths, scores, counts, kinds = arrays
+    table, bounds = borrowed(view[0]), view[1]
     if weights is None:
         tries = paper.scratch()
     else:
         arrays_of_nodes, _ = scratch(memory.ctypes.data, limits[0], view[2])
+        learnt = borrowed(weights[0]), borrowed(weights[1]), borrowed(weights[2])
+        logits = borrowed(entries)
     for b in range(len(slot_ids)):
         counts[b] = 0
         if slot_ids[b] >= 0:
-            request, store = request_at(slots, slot_ids[b]), store_of(view[:2], groups[b])
-            tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
+            request, store = request_at(slots, slot_ids[b]), store_of((table, bounds), groups[b])
+            tree = Tree(
+                borrowed(tokens[b]), borrowed(parents[b]), borrowed(depths[b]), borrowed(scores[b]), borrowed(kinds[b])
+            )
             if weights is None:
                 counts[b] = paper.draft_tree(request, store, limits, tree, tries)
             else:
                 own = predicted[b, 0], predicted[b, 1]
-                sources = Sources(request, store, Recycled(entries, tenants[b]), own)
-                counts[b] = draft_tree(sources, weights, limits, tree, arrays_of_nodes)
+                sources = Sources(request, store, Recycled(logits, tenants[b]), own)
+                counts[b] = draft_tree(sources, learnt, limits, tree, arrays_of_nodes)
