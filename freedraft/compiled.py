@@ -45,6 +45,11 @@ def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return dispatcher
 
 
+lean = partial(compiled, nogil=True, _nrt=False)
+"""Decorator: as `compiled`, without the GIL and for functions that allocate nothing and return no array that owns
+memory: they count no references, which takes longer than what small ones do."""
+
+
 def _general(kind: types.Type) -> types.Type:
     """The type of an argument in calls from compiled code: callers with literals and with other integers share one
     compilation."""

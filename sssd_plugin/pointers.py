@@ -4,39 +4,27 @@ One compiled call serves a whole batch of requests and sub-indices with arrays o
 addresses costs as much as passing one array. The owner of the table keeps the arrays alive.
 """
 
-import numpy as np
-from numba import carray, types
-from numba.extending import intrinsic
+from functools import reduce
 
-from freedraft.compiled import compiled
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
 
 
 @intrinsic
-def _pointer(typingctx, address, dtype):
+def array_at(typingctx, address, shape, dtype):
+    """Return a contiguous array of a shape, a tuple, with elements of a dtype or record, at an address."""
+    array, sizes = types.Array(dtype.dtype, len(shape), "C"), types.UniTuple(types.intp, len(shape))
+
     def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+        kind = context.get_data_type(array.dtype)
+        itemsize = context.get_constant(types.intp, context.get_abi_sizeof(kind))
+        shape = cgutils.unpack_tuple(builder, args[1])
+        strides = [reduce(builder.mul, shape[k + 1 :], itemsize) for k in range(len(shape))]
+        data = builder.inttoptr(args[0], kind.as_pointer())
+        result = context.make_array(array)(context, builder)
+        populate_array(result, data=data, shape=shape, strides=strides, itemsize=itemsize, meminfo=None)
+        return result._getvalue()
 
-    return types.CPointer(dtype.dtype)(types.int64, dtype), codegen
-
-
-@compiled(nogil=True)
-def array_at(address, shape, dtype):
-    """Return an array of a dtype or a record, and the next address on a cache line of its own."""
-    array = carray(_pointer(address, dtype), shape)
-    return array, (address + array.size * array.itemsize + 63) // 64 * 64
-
-
-@compiled(nogil=True)
-def borrowed(array):
-    """Return a contiguous array without its owner: passing it on counts no references, as the caller keeps it alive."""
-    return carray(_pointer(array.ctypes.data, array.dtype), array.shape)
-
-
-@compiled(nogil=True)
-def int32_at(address, n):
-    return carray(_pointer(address, np.int32), (n,))
-
-
-@compiled(nogil=True)
-def uint16_at(address, n):
-    return carray(_pointer(address, np.uint16), (n,))
+    return array(types.int64, sizes, dtype), codegen

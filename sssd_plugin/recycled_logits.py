@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.compiled import compiled
+from freedraft.compiled import compiled, lean
 from freedraft.step import TOP_TOKENS
 from sssd_plugin.request_index import mix, request_at
 from sssd_plugin.scoring.views import write_context
@@ -43,7 +43,7 @@ def entries(megabytes: float) -> NDArray[Any]:
     return np.zeros(0 if number < WAYS else 1 << (number.bit_length() - 1), ENTRY)
 
 
-@compiled(nogil=True)
+@lean
 def _keys(tenant, context, filled, keys):
     """Write the keys of the last 1 to ORDERS tokens of a context, newest first; return their number."""
     number = min(filled, ORDERS)
@@ -54,7 +54,7 @@ def _keys(tenant, context, filled, keys):
     return number
 
 
-@compiled(nogil=True)
+@lean
 def find(recycled, context, filled, keys):
     """Return the largest number of last tokens with an entry, and this entry; 0 tokens for none. context: int32 [C],
     newest token first, `filled` of them; keys: uint64 [ORDERS], scratch space."""
@@ -69,7 +69,7 @@ def find(recycled, context, filled, keys):
     return 0, np.int64(0)
 
 
-@compiled(nogil=True)
+@lean
 def put(recycled, context, filled, keys, likeliest, vocab_size, stamp):
     """Keep the likeliest tokens after a context, for each order. likeliest: int32 [TOP], and float32 [TOP], their
     log-probabilities.

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.compiled import compiled
-from sssd_plugin.pointers import int32_at, uint16_at
+from freedraft.compiled import compiled, lean
+from sssd_plugin.pointers import array_at
 
 # Columns of the slot table: address of a request's memory; tokens held, and capacity; sizes of both hash tables;
 # tokens in them, distinct ones among these; seed of the hash functions.
@@ -45,7 +45,7 @@ class Request(NamedTuple):
     seed: np.int64
 
 
-@compiled(nogil=True)
+@lean
 def _layout(capacity, size, gram_size):
     """Return where in a request's memory `previous`, `gram_previous`, `heads`, `gram_heads` and `counts` start, behind
     `tokens`, and where it ends, in bytes."""
@@ -55,22 +55,22 @@ def _layout(capacity, size, gram_size):
     return 4 * capacity, 8 * capacity, heads, gram_heads, counts, counts + 2 * size
 
 
-@compiled(nogil=True)
+@lean
 def _request(slots, s, n):
     at, size, gram_size = slots[s, ADDRESS], slots[s, TABLE_SIZE], slots[s, GRAM_TABLE_SIZE]
     previous, gram_previous, heads, gram_heads, counts, _ = _layout(slots[s, CAPACITY], size, gram_size)
     return Request(
-        int32_at(at, n), int32_at(at + previous, n), int32_at(at + heads, size), uint16_at(at + counts, size),
-        int32_at(at + gram_previous, n), int32_at(at + gram_heads, gram_size), slots[s, SEED],
+        array_at(at, (n,), np.int32), array_at(at + previous, (n,), np.int32), array_at(at + heads, (size,), np.int32), array_at(at + counts, (size,), np.uint16),
+        array_at(at + gram_previous, (n,), np.int32), array_at(at + gram_heads, (gram_size,), np.int32), slots[s, SEED],
     )  # fmt: skip
 
 
-@compiled(nogil=True)
+@lean
 def request_at(slots, s):
     return _request(slots, s, slots[s, LENGTH])
 
 
-@compiled(nogil=True)
+@lean
 def mix(x):
     """Return a 64-bit hash of x (uint64) in which every bit depends on all of x (splitmix64, Steele et al. 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -78,12 +78,12 @@ def mix(x):
     return x ^ (x >> np.uint64(31))
 
 
-@compiled(nogil=True)
+@lean
 def _upper_mix(x):
     return mix(x) >> np.uint64(32)
 
 
-@compiled(nogil=True)
+@lean
 def find(request, token):
     """Return the entry of `token` in the hash table `heads`, or the empty entry where it belongs."""
     heads, tokens = request.heads, request.tokens
@@ -94,7 +94,7 @@ def find(request, token):
     return i
 
 
-@compiled(nogil=True)
+@lean
 def find_gram(request, a, b, c, d):
     """Return the entry of `gram_heads` for the four tokens a, b, c, d, in the order of the text."""
     one = (np.uint64(a) << np.uint64(32)) | np.uint64(b)
@@ -103,7 +103,7 @@ def find_gram(request, a, b, c, d):
     return np.int64((mixed * np.uint64(len(request.gram_heads))) >> np.uint64(32))
 
 
-@compiled(nogil=True)
+@lean
 def _older_gram(request, i, before, a, b, c, d):
     """Return the first position in the chain from i on, below `before`, that ends with a, b, c, d; -1 for none."""
     tokens = request.tokens
@@ -114,21 +114,21 @@ def _older_gram(request, i, before, a, b, c, d):
     return np.int64(i)
 
 
-@compiled(nogil=True)
+@lean
 def newest_gram(request, before, a, b, c, d):
     """Return the newest position below `before` that ends with the tokens a, b, c, d, -1 for none. Hash collisions are
     skipped: drafts must not depend on the seed, which differs between tensor-parallel ranks."""
     return _older_gram(request, request.gram_heads[find_gram(request, a, b, c, d)], before, a, b, c, d)
 
 
-@compiled(nogil=True)
+@lean
 def older_gram(request, i):
     """Return the newest position below i that ends with the same four tokens as i, -1 for none."""
     tokens = request.tokens
     return _older_gram(request, request.gram_previous[i], i, tokens[i - 3], tokens[i - 2], tokens[i - 1], tokens[i])
 
 
-@compiled(nogil=True)
+@lean
 def _link_gram(request, i):
     tokens = request.tokens
     if i >= GRAM - 1:
@@ -137,7 +137,7 @@ def _link_gram(request, i):
         request.gram_heads[entry] = i
 
 
-@compiled(nogil=True)
+@lean
 def ingest(slots, s, new, shift, target, stop):
     """Append until the request has `target` tokens, position i being `new[i + shift]`, and index those below `stop`.
     False if the slot must grow and the call be repeated."""
@@ -166,7 +166,7 @@ def ingest(slots, s, new, shift, target, stop):
     return n >= stop
 
 
-@compiled(nogil=True)
+@lean
 def _update(slots, slot_ids, tokens, spans, stale, resumed):
     """Append like `RequestIndex.update`, from row `resumed` on (-1, or the result of the last call). Writes the number
     of unchanged rows, then these rows, into `stale` (int64 [> B]). Returns the row of a slot that must grow before the

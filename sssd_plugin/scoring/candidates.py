@@ -6,7 +6,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from freedraft.compiled import compiled
+from freedraft.compiled import lean
 from sssd_plugin import recycled_logits
 from sssd_plugin.pointers import array_at
 from sssd_plugin.request_index import GRAM, find
@@ -70,41 +70,48 @@ Scratch = namedtuple(
 )
 
 
-@compiled(nogil=True)
+@lean
+def _take(address, shape, dtype):
+    """Return an array, and the next address on a cache line of its own."""
+    array = array_at(address, shape, dtype)
+    return array, (address + array.size * array.itemsize + 63) // 64 * 64
+
+
+@lean
 def scratch(address, max_nodes, max_sub_indices):
     """Return the learned scorer's arrays for trees of `max_nodes` nodes over `max_sub_indices` sub-indices, laid out
     from `address` on, and where they end. The memory is zero at first, then as the last draft left it. Arrays that own
     memory would count references, which takes longer than what is done with them."""
     n = max_nodes + 1
-    state, at = array_at(address, 2, np.int64)
-    entries, at = array_at(at, 1 << _HASH_BITS, _HASH)  # open addressing: row of each token; other stamps are empty
-    candidates, at = array_at(at, MAX_CANDIDATES, _CANDIDATE)
+    state, at = _take(address, (2,), np.int64)
+    entries, at = _take(at, (1 << _HASH_BITS,), _HASH)  # open addressing: row of each token; other stamps are empty
+    candidates, at = _take(at, (MAX_CANDIDATES,), _CANDIDATE)
     # [c, i]: how often candidate i followed, by column, at most 64 times.
-    counts, at = array_at(at, (COLUMNS, MAX_CANDIDATES), np.uint8)
-    probable, at = array_at(at, (4, MAX_CANDIDATES), np.float64)  # by SHARE to PROMISE
-    columns, at = array_at(at, COLUMNS, _COLUMN)
-    context, at = array_at(at, CONTEXT, np.int32)  # the last tokens at the node, newest first, drafted ones included
-    samples, at = array_at(at, MAX_SAMPLES, np.int32)  # tokens sampled from the ranges of one order
-    about, at = array_at(at, 1, _ABOUT)
-    shortlist, at = array_at(at, SHORTLIST, np.int32)  # rows of the most promising candidates, best first
-    keys, at = array_at(at, recycled_logits.ORDERS, np.uint64)  # of recycled logits
-    active, at = array_at(at, INPUTS, np.int32)  # inputs of candidates that may not be 0
-    seen, at = array_at(at, INPUTS, np.int32)  # and their columns, if they are counts
-    active_of_node, at = array_at(at, NODE_INPUTS, np.int32)
-    node_inputs, at = array_at(at, (1, NODE_INPUTS), np.float32)
-    inputs, at = array_at(at, (SHORTLIST, INPUTS), np.float32)
-    largest, at = array_at(at, (1, INPUTS), np.float32)  # the largest of each input among the shortlist
-    common, at = array_at(at, WIDTH, np.float32)  # share of the hidden layer common to all candidates of a node
-    probabilities, at = array_at(at, SHORTLIST, np.float64)
-    place, at = array_at(at, 1, PLACE)  # one more that is looked at
+    counts, at = _take(at, (COLUMNS, MAX_CANDIDATES), np.uint8)
+    probable, at = _take(at, (4, MAX_CANDIDATES), np.float64)  # by SHARE to PROMISE
+    columns, at = _take(at, (COLUMNS,), _COLUMN)
+    context, at = _take(at, (CONTEXT,), np.int32)  # the last tokens at the node, newest first, drafted ones included
+    samples, at = _take(at, (MAX_SAMPLES,), np.int32)  # tokens sampled from the ranges of one order
+    about, at = _take(at, (1,), _ABOUT)
+    shortlist, at = _take(at, (SHORTLIST,), np.int32)  # rows of the most promising candidates, best first
+    keys, at = _take(at, (recycled_logits.ORDERS,), np.uint64)  # of recycled logits
+    active, at = _take(at, (INPUTS,), np.int32)  # inputs of candidates that may not be 0
+    seen, at = _take(at, (INPUTS,), np.int32)  # and their columns, if they are counts
+    active_of_node, at = _take(at, (NODE_INPUTS,), np.int32)
+    node_inputs, at = _take(at, (1, NODE_INPUTS), np.float32)
+    inputs, at = _take(at, (SHORTLIST, INPUTS), np.float32)
+    largest, at = _take(at, (1, INPUTS), np.float32)  # the largest of each input among the shortlist
+    common, at = _take(at, (WIDTH,), np.float32)  # share of the hidden layer common to all candidates of a node
+    probabilities, at = _take(at, (SHORTLIST,), np.float64)
+    place, at = _take(at, (1,), PLACE)  # one more that is looked at
     # [i, j, k - 1]: range in sub-index j of the last k tokens of node i's context; the last one: of many tokens.
-    ranges, at = array_at(at, (n, max_sub_indices, STORE_ORDERS + 1, 2), np.int32)
-    many, at = array_at(at, n, np.int32)  # how many these are; 0 for none
-    matched, at = array_at(at, (n, 1 + matches.MAX_MATCHES, 2), np.int32)  # see `matches.match_root`
-    alignments, at = array_at(at, (n, 1 + matches.MAX_ALIGNMENTS, 3), np.int32)  # see `matches.align_root`
-    frontier, at = array_at(at, n, _LEAF)  # the best nodes outside the tree, best first
-    path_scores, at = array_at(at, n, np.float64)  # score of each node of the tree
-    places, at = array_at(at, n, PLACE)  # which each node is copied on from
+    ranges, at = _take(at, (n, max_sub_indices, STORE_ORDERS + 1, 2), np.int32)
+    many, at = _take(at, (n,), np.int32)  # how many these are; 0 for none
+    matched, at = _take(at, (n, 1 + matches.MAX_MATCHES, 2), np.int32)  # see `matches.match_root`
+    alignments, at = _take(at, (n, 1 + matches.MAX_ALIGNMENTS, 3), np.int32)  # see `matches.align_root`
+    frontier, at = _take(at, (n,), _LEAF)  # the best nodes outside the tree, best first
+    path_scores, at = _take(at, (n,), np.float64)  # score of each node of the tree
+    places, at = _take(at, (n,), PLACE)  # which each node is copied on from
     found = Found(state, entries, candidates, counts, probable, columns)
     arrays = Scratch(
         found, context, ranges, many, samples, matched, alignments, about, shortlist, keys, active, seen,
@@ -113,7 +120,7 @@ def scratch(address, max_nodes, max_sub_indices):
     return arrays, at
 
 
-@compiled(nogil=True)
+@lean
 def size_of_scratch(max_nodes, max_sub_indices):
     """Return the bytes of memory of `scratch`."""
     return scratch(0, max_nodes, max_sub_indices)[1]
@@ -122,7 +129,7 @@ def size_of_scratch(max_nodes, max_sub_indices):
 # Functions called per token take arrays as arguments: taking them out of a bundle counts references.
 
 
-@compiled(nogil=True)
+@lean
 def _row(state, entries, candidates, token, may_add):
     """Return the row of `token`, added if allowed and possible; -1 for none, and for images."""
     if token < 0:
@@ -142,7 +149,7 @@ def _row(state, entries, candidates, token, may_add):
     return n
 
 
-@compiled(nogil=True)
+@lean
 def _count(counts, columns, row, first, orders):
     """Count an occurrence of the candidate in `row` (-1: of one without a row) in `orders` columns."""
     for column in range(first, first + orders):
@@ -153,7 +160,7 @@ def _count(counts, columns, row, first, orders):
             counts[column, row] += 1
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def _count_store(scratch, table, ranges, many, skip, max_samples):
     """Sample a node's ranges at the token after the next `skip` (0 or 1), and count the samples of each order in its
     column, longest first. The order above STORE_ORDERS has `many` tokens. After a skipped token contexts of one token
@@ -178,7 +185,7 @@ def _count_store(scratch, table, ranges, many, skip, max_samples):
         columns[column].distinct = distinct
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def write_matches(request, scratch, node, parent, context_length):
     """Write the matches and alignments of a node; its context is in `scratch`."""
     own, about = scratch.matches[node], scratch.about[0]
@@ -192,7 +199,7 @@ def write_matches(request, scratch, node, parent, context_length):
         own[0, 0] = scratch.alignments[node, 0, 0] = 0
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def _count_matches(request, scratch, node):
     """Count the tokens after the matches at a node, by length, and find those after alignments."""
     tokens, about, own = request.tokens, scratch.about[0], scratch.matches[node]
@@ -219,7 +226,7 @@ def _count_matches(request, scratch, node):
             candidates[row].since, candidates[row].edit = alignments[m, SINCE], alignments[m, EDIT]
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def _count_occurrences(request, scratch, skip, context_length):
     """Count the tokens after the request's own occurrences of a node's context, without its last token if `skip` is 1:
     then contexts of one token add no candidates."""
@@ -239,7 +246,7 @@ def _count_occurrences(request, scratch, skip, context_length):
         i = previous[i]
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def gather(sources, scratch, node, parent, max_samples, context_length):
     """Count the candidates at one node, by source and context length.
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from freedraft.compiled import compiled
+import numpy as np
+
+from freedraft.compiled import compiled, lean
 from freedraft.cost.acceptance import KINDS
 from sssd_plugin.datastore.index.sub_index import SOURCE
-from sssd_plugin.pointers import borrowed, int32_at
+from sssd_plugin.pointers import array_at
 from sssd_plugin.recycled_logits import SCALE, Recycled
 from sssd_plugin.request_index import Request, request_at
 from sssd_plugin.scoring import paper
@@ -66,12 +68,12 @@ class Sources(NamedTuple):
     predicted: tuple[int, int]  # where a predicted answer begins and ends in the request's text
 
 
-@compiled(nogil=True)
+@lean
 def _write_shares_of_store(store, candidates, shares, n):
     shares[:n] = 0.0
     for j in range(len(store.table)):
         size = store.table[j, 5]
-        starts = int32_at(store.table[j, 2], size + 1)
+        starts = array_at(store.table[j, 2], (size + 1,), np.int32)
         for c in range(n):
             token = candidates[c].token
             if token < size:
@@ -81,7 +83,7 @@ def _write_shares_of_store(store, candidates, shares, n):
         shares[c] *= per_token
 
 
-@compiled(nogil=True)
+@lean
 def _interpolate(columns, counts, first, orders, discount, p, n):
     """Replace p[:n] by max(count - discount, 0) / total + (discount * distinct / total) * p, the shortest context
     first. Returns the longest order seen."""
@@ -97,7 +99,7 @@ def _interpolate(columns, counts, first, orders, discount, p, n):
     return longest
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def _choose(store, scratch, limit):
     """Write the shortlist, at most `limit` of the candidates; return its length and both longest orders."""
     state, _, candidates, counts, probable, columns = scratch.found
@@ -136,7 +138,7 @@ def _choose(store, scratch, limit):
     return m, store_order, request_order
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def _source_of(sources, scratch, node, store_order, request_order):
     """Return where a node's longest context is, up to four tokens of the store's: the newest text there, or the longest
     match of the request."""
@@ -154,7 +156,7 @@ def _source_of(sources, scratch, node, store_order, request_order):
     return source
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def score(sources, scratch, node, order, limit, weights):
     """Score the most promising candidates of `gather` at a node, at most `limit`.
 
@@ -180,7 +182,7 @@ def score(sources, scratch, node, order, limit, weights):
     return m, kind
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def start(sources, scratch):
     """Write the ranges of node 0, the root; return the node of its context without its last token, -1 for none."""
     tokens, table, ranges = sources.request.tokens, sources.store.table, scratch.ranges
@@ -194,7 +196,7 @@ def start(sources, scratch):
     return before if length - first > 1 else -1
 
 
-@compiled(nogil=True)
+@lean
 def _insert(frontier, pending, capacity, score, parent, token, kind):
     """Insert a leaf in order of descending score, after its equals; return the number held, at most `capacity`."""
     if pending < capacity:
@@ -212,7 +214,7 @@ def _insert(frontier, pending, capacity, score, parent, token, kind):
     return pending
 
 
-@compiled(nogil=True)
+@lean
 def effort_of(max_nodes, chain):
     """Return the most candidates of the root and of other nodes, and the samples per range of the latter, in drafts of
     this size; and the path score below which no candidates are looked for."""
@@ -223,7 +225,7 @@ def effort_of(max_nodes, chain):
     return SHORTLIST, SHORTLIST, 2 * DEEP_SAMPLES, CHOICE / 2
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def look_back(sources, tree, scratch, node, parent):
     """Write the context, ranges (below the root) and matches of a node; return the length of the context."""
     request = sources.request
@@ -234,7 +236,7 @@ def look_back(sources, tree, scratch, node, parent):
     return filled
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def expand(sources, weights, scratch, node, parent, effort, filled):
     """Score the tokens after a node of the tree: see `gather`, `score` and `effort_of`; filled: of `look_back`."""
     at_root, below, samples, _ = effort
@@ -242,7 +244,7 @@ def expand(sources, weights, scratch, node, parent, effort, filled):
     return score(sources, scratch, node, order, below if node else at_root, weights)
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def _place(sources, copies, tree, scratch, node, filled, choice):
     """Write the place that a node is copied on from, the surer one of request and store; NOWHERE if `choice` of score
     or more may be lost by it. If the path's score is not less, only long matches are looked at."""
@@ -260,7 +262,7 @@ def _place(sources, copies, tree, scratch, node, filled, choice):
         place.text = NOWHERE
 
 
-@compiled(nogil=True)
+@lean
 def draft_tree(sources, weights, limits, tree, scratch):
     """Draft a tree best-first, by the product of scores along paths; return the number of nodes.
 
@@ -332,23 +334,18 @@ def draft_batch(arrays, memory, slots, view, entries, limits, weights):
             one of the scorers is compiled.
     """
     slot_ids, groups, tenants, predicted, tokens, parents, depths, scores, counts, kinds = arrays
-    table, bounds = borrowed(view[0]), view[1]
     if weights is None:
         tries = paper.scratch()
     else:
         arrays_of_nodes, _ = scratch(memory.ctypes.data, limits[0], view[2])
-        learnt = borrowed(weights[0]), borrowed(weights[1]), borrowed(weights[2])
-        logits = borrowed(entries)
     for b in range(len(slot_ids)):
         counts[b] = 0
         if slot_ids[b] >= 0:
-            request, store = request_at(slots, slot_ids[b]), store_of((table, bounds), groups[b])
-            tree = Tree(
-                borrowed(tokens[b]), borrowed(parents[b]), borrowed(depths[b]), borrowed(scores[b]), borrowed(kinds[b])
-            )
+            request, store = request_at(slots, slot_ids[b]), store_of(view[:2], groups[b])
+            tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
             if weights is None:
                 counts[b] = paper.draft_tree(request, store, limits, tree, tries)
             else:
                 own = predicted[b, 0], predicted[b, 1]
-                sources = Sources(request, store, Recycled(logits, tenants[b]), own)
-                counts[b] = draft_tree(sources, learnt, limits, tree, arrays_of_nodes)
+                sources = Sources(request, store, Recycled(entries, tenants[b]), own)
+                counts[b] = draft_tree(sources, weights, limits, tree, arrays_of_nodes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from freedraft.compiled import compiled
+from freedraft.compiled import lean
 from sssd_plugin.request_index import GRAM, newest_gram, older_gram
 
 MAX_MATCHES = 64
@@ -26,7 +26,7 @@ POSITION, LENGTH = range(2)  # of a match
 SINCE, EDIT = range(1, 3)  # of an alignment: tokens equal since the edit, and REPLACED, INSERTED or DELETED
 
 
-@compiled(nogil=True)
+@lean
 def _length(tokens, i, end, match):
     """Return the number of equal tokens up to positions i and `end`, of which `match` are known to be equal."""
     while match < MAX_MATCH and i >= match and tokens[i - match] == tokens[end - match]:
@@ -34,14 +34,14 @@ def _length(tokens, i, end, match):
     return match
 
 
-@compiled(nogil=True)
+@lean
 def _newest(request, end, before):
     """Return the newest position below `before` with the same last four tokens as position `end`, -1 for none."""
     tokens = request.tokens
     return newest_gram(request, before, tokens[end - 3], tokens[end - 2], tokens[end - 1], tokens[end])
 
 
-@compiled(nogil=True)
+@lean
 def _walk(request, end, back, best, length):
     """Look for longer matches of the tokens up to position `end`, at the positions of the 4-gram that ends `back`
     before it. Returns position (-1 for none) and length of the newest longest match, initially `best` and `length`, and
@@ -61,7 +61,7 @@ def _walk(request, end, back, best, length):
     return best, length, True
 
 
-@compiled(nogil=True)
+@lean
 def _longest(request, end):
     """Return position and length of the newest longest match of the tokens up to `end`; -1 and 0 for none. If the last
     four tokens are too common to visit all their positions, an earlier 4-gram is tried."""
@@ -73,7 +73,7 @@ def _longest(request, end):
     return best, length
 
 
-@compiled(nogil=True)
+@lean
 def match_root(request, matches):
     """Write the root's matches, newest first: the newest ones, the last one replaced by a longer older match.
 
@@ -96,7 +96,7 @@ def match_root(request, matches):
     return longest
 
 
-@compiled(nogil=True)
+@lean
 def match_child(request, above, matches, context):
     """Write the matches of a node below the root: its parent's (`above`) that continue with its token, else new ones;
     context: int32 [>= GRAM], the last tokens at the node, newest first."""
@@ -116,7 +116,7 @@ def match_child(request, above, matches, context):
     matches[0, 0] = n
 
 
-@compiled(nogil=True)
+@lean
 def _evidence(tokens, source, end):
     """Return the number of tokens up to position `end` that equal those up to `source`, or up to a position next to
     it."""
@@ -129,7 +129,7 @@ def _evidence(tokens, source, end):
     return most
 
 
-@compiled(nogil=True)
+@lean
 def align_root(request, longest, alignments):
     """Write the root's alignments, int32 [1 + MAX_ALIGNMENTS, 3]: their number, then positions, tokens equal since,
     kinds; return the number of tokens copied before the edit, 0 for none, and of equal ones among the 32 before the
@@ -163,7 +163,7 @@ def align_root(request, longest, alignments):
     return run, evidence
 
 
-@compiled(nogil=True)
+@lean
 def align_child(request, above, alignments, token):
     """Write the alignments of a node below the root: its parent's that continue with its token."""
     tokens, n = request.tokens, 0

@@ -10,7 +10,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from freedraft.compiled import compiled
+from freedraft.compiled import lean
 from sssd_plugin.recycled_logits import SCALE
 from sssd_plugin.request_index import find
 from sssd_plugin.scoring.candidates import BY_REQUEST, BY_STORE, SHARE
@@ -30,18 +30,21 @@ _INT, _VECTOR = ir.IntType(32), ir.VectorType(ir.FloatType(), WIDTH)
 _NONE = ir.Constant(_VECTOR, ir.Undefined)
 
 _NUMBER, _COLUMNS = CandidateInputs(), Columns()
-# First input, first column and number of the inputs that are counts.
-_COUNT_INPUTS = (
-    (CANDIDATE.store_counts, COLUMN.store + 1, _NUMBER.store_counts),
-    (CANDIDATE.request_counts, COLUMN.request, _NUMBER.request_counts),
-    (CANDIDATE.skip_store_counts, COLUMN.skip_store, _NUMBER.skip_store_counts),
-    (CANDIDATE.skip_request_counts, COLUMN.skip_request, _NUMBER.skip_request_counts),
-    (CANDIDATE.many_counts, COLUMN.store + MANY, _NUMBER.many_counts),
-    (CANDIDATE.long_counts, COLUMN.request + _COLUMNS.request - _NUMBER.long_counts, _NUMBER.long_counts),
-)
+_COUNTED = CANDIDATE.store_counts  # the first input that is a count, the others follow
+_COUNT_COLUMNS = np.concatenate([
+    np.arange(first, first + number)
+    for first, number in (
+        (COLUMN.store + 1, _NUMBER.store_counts),
+        (COLUMN.request, _NUMBER.request_counts),
+        (COLUMN.skip_store, _NUMBER.skip_store_counts),
+        (COLUMN.skip_request, _NUMBER.skip_request_counts),
+        (COLUMN.store + MANY, _NUMBER.many_counts),
+        (COLUMN.request + _COLUMNS.request - _NUMBER.long_counts, _NUMBER.long_counts),
+    )
+])
 
 
-@compiled(nogil=True)
+@lean
 def variety(column):
     """Return a class of the diversity of a context's followers.
 
@@ -58,7 +61,7 @@ def variety(column):
     return 5 if total >= 3 * distinct else 6
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def write_node_inputs(scratch, node, store_order, request_order, recycled_order):
     """Write the inputs common to a node's candidates, `inputs.NodeInputs`, and which are not 0; return their number."""
     x, columns, active, n = scratch.node_inputs[0], scratch.found.columns, scratch.active_of_node, 0
@@ -84,7 +87,14 @@ def write_node_inputs(scratch, node, store_order, request_order, recycled_order)
     return n
 
 
-@compiled(nogil=True, inline="always")
+@lean
+def _put(active, n, first, last):
+    for k in range(first, last):
+        active[n], n = k, n + 1
+    return n
+
+
+@lean(inline="always")
 def write_inputs(request, scratch, node, recycled_order, m):
     """Write the inputs of the m candidates of a node's shortlist, `inputs.CandidateInputs`, and which may not be 0;
     return the number of these."""
@@ -92,22 +102,22 @@ def write_inputs(request, scratch, node, recycled_order, m):
     about, shortlist, inputs, active, seen = scratch.about[0], scratch.shortlist, scratch.inputs, scratch.active, scratch.seen
     active[0], active[1], active[2], n = CANDIDATE.store, CANDIDATE.request, CANDIDATE.surplus, 3
     many = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS)
-    run = math.log(max(about.run, MIN_RUN) / MIN_RUN)
-    evidence = about.evidence / EVIDENCE
-    for first, column, number in _COUNT_INPUTS:
-        for k in range(number):
-            if columns[column + k].total > 0:
-                active[n], seen[n], n = first + k, column + k, n + 1
+    for k in range(len(_COUNT_COLUMNS)):
+        if columns[_COUNT_COLUMNS[k]].total > 0:
+            active[n], seen[n], n = _COUNTED + k, _COUNT_COLUMNS[k], n + 1
     n_seen = n
-    for first, last, present in (
-        (CANDIDATE.many, CANDIDATE.match, scratch.many[node] > 0),
-        (CANDIDATE.match, CANDIDATE.aligned, scratch.matches[node, 0, 0] > 0),
-        (CANDIDATE.aligned, CANDIDATE.follower, scratch.alignments[node, 0, 0] > 0),
-        (CANDIDATE.follower, CANDIDATE.recycled, about.follower >= 0),
-        (CANDIDATE.recycled, INPUTS, recycled_order > 0),
-    ):
-        for k in range(first, last if present else first):
-            active[n], n = k, n + 1
+    if scratch.many[node] > 0:
+        n = _put(active, n, CANDIDATE.many, CANDIDATE.match)
+    if scratch.matches[node, 0, 0] > 0:
+        n = _put(active, n, CANDIDATE.match, CANDIDATE.aligned)
+    run = evidence = 0.0
+    if scratch.alignments[node, 0, 0] > 0:
+        n = _put(active, n, CANDIDATE.aligned, CANDIDATE.follower)
+        run, evidence = math.log(max(about.run, MIN_RUN) / MIN_RUN), about.evidence / EVIDENCE
+    if about.follower >= 0:
+        n = _put(active, n, CANDIDATE.follower, CANDIDATE.recycled)
+    if recycled_order > 0:
+        n = _put(active, n, CANDIDATE.recycled, INPUTS)
     for i in range(m):
         c = shortlist[i]
         candidate, x = candidates[c], inputs[i]
@@ -204,7 +214,7 @@ def _write_logits(typingctx, start, layer, first, values, row, active, n, out, l
     return types.void(start, layer, types.intp, values, types.intp, active, types.intp, out, logits), codegen
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def evaluate(scratch, m, active_of_node, active, layer, out):
     """Write the network's logits of m candidates, in float32: rows of inputs that are not 0 are added in order, common
     inputs first. The numbers of these: results of `write_node_inputs` and `write_inputs`."""

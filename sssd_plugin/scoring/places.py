@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from freedraft.compiled import compiled
+from freedraft.compiled import lean
 from freedraft.cost.acceptance import KINDS
 from sssd_plugin.datastore.index.search import suffixes_of
 from sssd_plugin.datastore.index.sub_index import SOURCE
@@ -32,12 +32,12 @@ PLACE = record(
 )
 
 
-@compiled(nogil=True)
+@lean
 def _set(place, text, at, length, row, back):
     place.text, place.at, place.length, place.row, place.back = text, at, min(length, MAX_MATCH), row, back
 
 
-@compiled(nogil=True)
+@lean
 def find_in_request(request, matches, context, filled, depth, place):
     """Write the place of a node's longest match, the newest of these; without `matches`, of the last one to three
     tokens, none if `filled` is 0. depth: of the node. The text is NOWHERE if there is none."""
@@ -60,7 +60,7 @@ def find_in_request(request, matches, context, filled, depth, place):
     _set(place, OWN if length > 0 else NOWHERE, at, length, agree, end - at if depth == 0 else 0)
 
 
-@compiled(nogil=True)
+@lean
 def find_in_store(table, ranges, many, any_length, place):
     """Write the place of the longest context of a node in the store: in the middle of its range, where the likeliest
     next token probably is; any_length: also of four tokens or fewer. ranges: int32 [J, STORE_ORDERS + 1, 2]. The text
@@ -77,13 +77,13 @@ def find_in_store(table, ranges, many, any_length, place):
     _set(place, NOWHERE, 0, 0, 0, 0)
 
 
-@compiled(nogil=True)
+@lean
 def share_of(place, copies):
     """Return the share of copies like this one that go on; 0 nowhere."""
     return np.float64(copies[place.row, place.length]) if place.text != NOWHERE else 0.0
 
 
-@compiled(nogil=True)
+@lean
 def next_token(request, table, place):
     """Return the token after a place, negative if its text ends there."""
     if place.text == OWN:
@@ -95,7 +95,7 @@ def next_token(request, table, place):
     return text[place.at + 1]
 
 
-@compiled(nogil=True)
+@lean
 def go_on(request, above, place):
     """Write the place of the child of the node at `above`."""
     at = above.at + 1
@@ -104,7 +104,7 @@ def go_on(request, above, place):
     _set(place, above.text, at, above.length + 1, above.row, above.back)
 
 
-@compiled(nogil=True)
+@lean
 def kind_of(sources, place):
     """Return a copied node's kind, see `inputs.NODE_KINDS`, and its source."""
     if place.text != OWN:
@@ -116,7 +116,7 @@ def kind_of(sources, place):
     return orders + KINDS * source_at(sources.predicted, place.at)
 
 
-@compiled(nogil=True)
+@lean
 def source_at(predicted, at):
     """Return the source of the token after a place in a request's text. predicted: see `Sources`."""
     return PREDICTION if predicted[0] <= at + 1 < predicted[1] else REQUEST

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from freedraft.compiled import compiled
+from freedraft.compiled import lean
 from sssd_plugin.datastore.index.search import bucket, find_ngram, narrow, suffixes_of
 from sssd_plugin.datastore.index.sub_index import SOURCE
 from sssd_plugin.scoring.inputs import STORE_ORDERS
@@ -14,7 +14,7 @@ MANY = STORE_ORDERS
 MANY_SIZES = (6, 8, 12, 16, 24, 32, 48, 64)
 
 
-@compiled(nogil=True)
+@lean
 def _narrow_many(table, above, here, k, known, token):
     """Narrow the ranges of order k of node `above`, of `known` tokens, by `token`, into the ranges of many tokens of
     node `here`; return their number of tokens, 0 if they are empty."""
@@ -29,7 +29,7 @@ def _narrow_many(table, above, here, k, known, token):
     return many
 
 
-@compiled(nogil=True)
+@lean
 def find_many(table, ranges, tokens):
     """Write a node's ranges of many tokens, for the longest suffix of `tokens` in the store, out of MANY_SIZES; return
     its length, 0 for none. ranges: int32 [J, STORE_ORDERS + 1, 2]."""
@@ -51,7 +51,7 @@ def find_many(table, ranges, tokens):
     return many
 
 
-@compiled(nogil=True)
+@lean
 def advance(table, ranges, many, source, target, token):
     """Write the ranges of node `target`: the context of node `source` (-1: empty), followed by `token`. table: int64
     [J, TABLE_COLUMNS], `View.table`; ranges, many: as in `Scratch`."""
@@ -72,7 +72,7 @@ def advance(table, ranges, many, source, target, token):
         here[j, 0, 0], here[j, 0, 1] = bucket(table, j, token)
 
 
-@compiled(nogil=True)
+@lean
 def sample(table, ranges, k, offset, max_samples, out):
     """Write the tokens at `offset` of evenly spaced members of the ranges of order k, all sub-indices concatenated;
     return their number. The loop only loads, so that cache misses overlap."""
@@ -103,7 +103,7 @@ def sample(table, ranges, k, offset, max_samples, out):
     return take
 
 
-@compiled(nogil=True)
+@lean
 def newest_follower(table, ranges, many, max_samples):
     """Return the token after the newest occurrence of the node's longest context, four tokens or many, and whether it
     was learnt; -1 and 0 for none. Documents are in the order of learning; of more than `max_samples` occurrences,

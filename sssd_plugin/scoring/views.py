@@ -7,7 +7,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from freedraft.compiled import compiled
+from freedraft.compiled import lean
+from sssd_plugin.pointers import array_at
 
 
 class Store(NamedTuple):
@@ -32,17 +33,19 @@ def record(**fields: str) -> np.dtype:
     return np.dtype(list(fields.items()), align=True)
 
 
-@compiled(nogil=True)
+@lean
 def store_of(view, group):
-    """Return the `Store` of a group of requests; view: table and bounds of a `View`."""
+    """Return the `Store` of a group of requests, without owning it; view: table and bounds of a `View`."""
     table, bounds = view
-    rows, size = table[bounds[group] : bounds[group + 1]], 0
+    first, size = bounds[group], 0
+    shape = bounds[group + 1] - first, table.shape[1]
+    rows = array_at(table.ctypes.data + first * table.strides[0], shape, np.int64)
     for j in range(len(rows)):
         size += rows[j, 3]
     return Store(rows, size)
 
 
-@compiled(nogil=True)
+@lean
 def add_node(tree, i, token, parent, score, kind):
     """Write node i; the root's parent is -1."""
     tree.tokens[i] = token
@@ -52,7 +55,7 @@ def add_node(tree, i, token, parent, score, kind):
     tree.kinds[i] = kind
 
 
-@compiled(nogil=True, inline="always")
+@lean(inline="always")
 def write_context(request_tokens, tokens, parents, node, context):
     """Write the last tokens at a node of a tree, newest first, up to the size of `context`, and return their number.
     request_tokens: int32 [n], the last one is the root; tokens, parents: int32 [N], of the tree."""

@@ -2,18 +2,18 @@
 
 import numpy as np
 
-from freedraft.compiled import compiled
+from freedraft.compiled import lean
 from sssd_plugin.datastore.index.sub_index import PAD, SPARSE_STEP
-from sssd_plugin.pointers import int32_at
+from sssd_plugin.pointers import array_at
 
 
-@compiled(nogil=True)
+@lean
 def suffixes_of(table, j):
     """Return the tokens (int32 [n + PAD]) and the suffix array (int32 [m]) of sub-index j."""
-    return int32_at(table[j, 0], table[j, 3] + PAD), int32_at(table[j, 1], table[j, 4])
+    return array_at(table[j, 0], (table[j, 3] + PAD,), np.int32), array_at(table[j, 1], (table[j, 4],), np.int32)
 
 
-@compiled(nogil=True)
+@lean
 def _narrow(tokens, suffixes, start, end, offset, token):
     """Like `narrow`, if the start of the part lies within the bounds `start` and its end within the bounds `end`, both
     inclusive."""
@@ -40,7 +40,7 @@ def _narrow(tokens, suffixes, start, end, offset, token):
     return first, a
 
 
-@compiled(nogil=True)
+@lean
 def _first_not_below(sparse, a, b, token):
     """Return the first index in [a, b) of the sparse index with an entry not below `token`, or b."""
     while a < b:
@@ -52,14 +52,14 @@ def _first_not_below(sparse, a, b, token):
     return a
 
 
-@compiled(nogil=True)
+@lean
 def narrow(table, j, lo, hi, offset, token):
     """Return the part (lo, hi) of the suffixes lo..hi of sub-index j, which share `offset` tokens, that continues with
     `token`. Within a bucket, which may be large, the sparse index is read first."""
     tokens, suffixes = suffixes_of(table, j)
     if offset != 1:
         return _narrow(tokens, suffixes, (lo, hi), (lo, hi), offset, token)
-    sparse = int32_at(table[j, 6], (table[j, 4] + SPARSE_STEP - 1) // SPARSE_STEP)
+    sparse = array_at(table[j, 6], ((table[j, 4] + SPARSE_STEP - 1) // SPARSE_STEP,), np.int32)
     # The entries of suffixes within [lo, hi).
     start, end = np.int64((lo + SPARSE_STEP - 1) // SPARSE_STEP), np.int64((hi - 1) // SPARSE_STEP + 1)
     below = _first_not_below(sparse, start, end, token)
@@ -71,18 +71,18 @@ def narrow(table, j, lo, hi, offset, token):
     return _narrow(tokens, suffixes, (a, b), (c, d), 1, token)
 
 
-@compiled(nogil=True)
+@lean
 def bucket(table, j, token):
     """Return the suffixes of sub-index j that start with `token`: (lo, hi)."""
     if 0 <= token < table[j, 5]:
-        starts = int32_at(table[j, 2], table[j, 5] + 1)
+        starts = array_at(table[j, 2], (table[j, 5] + 1,), np.int32)
         return starts[token], starts[token + 1]
     if token < 0:
         return 0, 0
     return narrow(table, j, 0, table[j, 4], 0, token)
 
 
-@compiled(nogil=True)
+@lean
 def find_ngram(table, j, tokens, start, length):
     """Return the range (lo, hi) of the suffixes of sub-index j that start with tokens[start:start + length]."""
     lo, hi = bucket(table, j, tokens[start])
