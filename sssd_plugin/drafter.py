@@ -213,7 +213,10 @@ class Drafter:
             else:
                 rows = [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
                 first, *others = (tuple(array[r] for array in arrays) for r in rows)
-                waiting = [self._pool.submit(draft_batch, *each, *same) for each in zip(others, self._memory[1:])]
+                other_memory = self._memory[1:parts]
+                waiting = [
+                    self._pool.submit(draft_batch, *each, *same) for each in zip(others, other_memory, strict=True)
+                ]
                 draft_batch(first, self._memory[0], *same)
                 for future in waiting:
                     future.result()

@@ -60,8 +60,9 @@ def _request(slots, s, n):
     at, size, gram_size = slots[s, ADDRESS], slots[s, TABLE_SIZE], slots[s, GRAM_TABLE_SIZE]
     previous, gram_previous, heads, gram_heads, counts, _ = _layout(slots[s, CAPACITY], size, gram_size)
     return Request(
-        array_at(at, (n,), np.int32), array_at(at + previous, (n,), np.int32), array_at(at + heads, (size,), np.int32), array_at(at + counts, (size,), np.uint16),
-        array_at(at + gram_previous, (n,), np.int32), array_at(at + gram_heads, (gram_size,), np.int32), slots[s, SEED],
+        array_at(at, (n,), np.int32), array_at(at + previous, (n,), np.int32), array_at(at + heads, (size,), np.int32),
+        array_at(at + counts, (size,), np.uint16), array_at(at + gram_previous, (n,), np.int32),
+        array_at(at + gram_heads, (gram_size,), np.int32), slots[s, SEED],
     )  # fmt: skip
 
 

@@ -125,8 +125,8 @@ def _count_copies(slots, s, truth, position, store, tree, scratch, seen):
     return position
 
 
-def scratch_of(max_nodes: int, max_sub_indices: int) -> tuple[Scratch, NDArray[np.uint8]]:
-    """Allocate a `Scratch`; its memory lives as long as the second result."""
+def allocated(max_nodes: int, max_sub_indices: int) -> tuple[Scratch, NDArray[np.uint8]]:
+    """Allocate a `Scratch`, which lives as long as the second result, its memory."""
     memory = np.zeros(size_of_scratch(max_nodes, max_sub_indices), np.uint8)
     return scratch(memory.ctypes.data, max_nodes, max_sub_indices)[0], memory
 
@@ -135,7 +135,7 @@ def shares_of_copies(lessons: Iterator[Lesson]) -> NDArray[np.float32]:
     """Return `Weights.copies`; rare lengths take over from the next shorter one."""
     seen, tree = np.zeros((2, COPY_ROWS, MAX_MATCH + 1), np.int64), DraftBatch.empty(1, 2)
     for view, answer, _ in lessons:
-        store, (space, memory) = store_of((view.table, view.bounds), 0), scratch_of(1, len(view.table))
+        store, (space, _memory) = store_of((view.table, view.bounds), 0), allocated(1, len(view.table))
         truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
         index, position = RequestIndex(1), len(answer.prompt)
         while position < len(truth):
@@ -161,7 +161,7 @@ def replay(lesson: Lesson, weights: Weights, max_nodes: int, is_chain: bool) -> 
 
     most = 2 * len(answer.output) + 1  # nodes on the true path: one per token, and one per step
     examples = Examples(*inputs(most), np.zeros(most, np.int32), np.zeros(most, np.int32))
-    store, (space, memory) = store_of((view.table, view.bounds), 0), scratch_of(n, len(view.table))
+    store, (space, _memory) = store_of((view.table, view.bounds), 0), allocated(n, len(view.table))
     truth = np.concatenate([answer.prompt, answer.output]).astype(np.int32)
     index, position, filled = RequestIndex(1), len(answer.prompt), 0
     while position < len(truth):

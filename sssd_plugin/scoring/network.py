@@ -14,7 +14,7 @@ from freedraft.compiled import lean
 from sssd_plugin.recycled_logits import SCALE
 from sssd_plugin.request_index import find
 from sssd_plugin.scoring.candidates import BY_REQUEST, BY_STORE, SHARE
-from sssd_plugin.scoring.inputs import CANDIDATE, COLUMN, INPUTS, NODE, ROW, STORE_ORDERS, CandidateInputs, Columns
+from sssd_plugin.scoring.inputs import CANDIDATE, COLUMN, COLUMNS, INPUTS, NODE, ROW, STORE_ORDERS, CandidateInputs
 from sssd_plugin.scoring.matches import DELETED, EVIDENCE, INSERTED, MAX_MATCH, MIN_RUN
 from sssd_plugin.scoring.ranges import MANY
 from sssd_plugin.scoring.weights import WIDTH
@@ -29,19 +29,15 @@ BLOCK = 4  # candidates that are evaluated side by side
 _INT, _VECTOR = ir.IntType(32), ir.VectorType(ir.FloatType(), WIDTH)
 _NONE = ir.Constant(_VECTOR, ir.Undefined)
 
-_NUMBER, _COLUMNS = CandidateInputs(), Columns()
+_NUMBER = CandidateInputs()
 _COUNTED = CANDIDATE.store_counts  # the first input that is a count, the others follow
-_COUNT_COLUMNS = np.concatenate([
-    np.arange(first, first + number)
-    for first, number in (
-        (COLUMN.store + 1, _NUMBER.store_counts),
-        (COLUMN.request, _NUMBER.request_counts),
-        (COLUMN.skip_store, _NUMBER.skip_store_counts),
-        (COLUMN.skip_request, _NUMBER.skip_request_counts),
-        (COLUMN.store + MANY, _NUMBER.many_counts),
-        (COLUMN.request + _COLUMNS.request - _NUMBER.long_counts, _NUMBER.long_counts),
-    )
-])
+_COUNT_COLUMNS = np.array([
+    *range(COLUMN.store + 1, COLUMN.store + 1 + _NUMBER.store_counts),
+    *range(COLUMN.request, COLUMN.request + _NUMBER.request_counts),
+    *range(COLUMN.skip_store, COLUMNS),  # of both sources
+    COLUMN.store + MANY,
+    *range(COLUMN.skip_store - _NUMBER.long_counts, COLUMN.skip_store),
+])  # fmt: skip
 
 
 @lean
@@ -99,7 +95,13 @@ def write_inputs(request, scratch, node, recycled_order, m):
     """Write the inputs of the m candidates of a node's shortlist, `inputs.CandidateInputs`, and which may not be 0;
     return the number of these."""
     _, _, candidates, counts, probable, columns = scratch.found
-    about, shortlist, inputs, active, seen = scratch.about[0], scratch.shortlist, scratch.inputs, scratch.active, scratch.seen
+    about, shortlist, inputs, active, seen = (
+        scratch.about[0],
+        scratch.shortlist,
+        scratch.inputs,
+        scratch.active,
+        scratch.seen,
+    )
     active[0], active[1], active[2], n = CANDIDATE.store, CANDIDATE.request, CANDIDATE.surplus, 3
     many = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS)
     for k in range(len(_COUNT_COLUMNS)):
@@ -154,10 +156,10 @@ def write_inputs(request, scratch, node, recycled_order, m):
 
 
 def _sums(context, builder, signature, args, count):
-    """Vectors start + values[row + i, k] * layer[first + k] + ..., for every k of `active[:n]` in this order, for i in
-    range(count): side by side, since each sum waits for its last term. args: start to n, as of `_add_row`."""
-    start, layer, values, active = (context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 1, 3, 5))
-    first, row, n = args[2], args[4], args[6]
+    """Vectors start + values[i, k] * layer[k] + ..., for every k of `active` in this order, for i in range(count): side
+    by side, since each sum waits for its last term. args: those of `_add_row`."""
+    arrays = [context.make_array(kind)(context, builder, arg) for kind, arg in zip(signature.args, args, strict=True)]
+    start, layer, values, active = arrays[:4]
     width, zero = context.get_constant(types.intp, WIDTH), context.get_constant(types.intp, 0)
 
     def load(array, at):
@@ -165,66 +167,64 @@ def _sums(context, builder, signature, args, count):
         return builder.load(builder.bitcast(place, _VECTOR.as_pointer()), align=4)
 
     columns = cgutils.unpack_tuple(builder, values.shape)[1]
-    own = [builder.gep(values.data, [builder.mul(builder.add(row, row.type(i)), columns)]) for i in range(count)]
+    own = [builder.gep(values.data, [builder.mul(columns, columns.type(i))]) for i in range(count)]
     totals = [cgutils.alloca_once_value(builder, load(start, zero)) for _ in own]
-    with cgutils.for_range(builder, n) as loop:
-        k = builder.sext(builder.load(builder.gep(active.data, [loop.index])), row.type)
-        weights = load(layer, builder.add(first, k))
+    with cgutils.for_range(builder, cgutils.unpack_tuple(builder, active.shape)[0]) as loop:
+        k = builder.sext(builder.load(builder.gep(active.data, [loop.index])), zero.type)
+        weights = load(layer, k)
         for numbers, total in zip(own, totals, strict=True):
-            value = builder.insert_element(_NONE, builder.load(builder.gep(numbers, [k])), ir.Constant(_INT, 0))
+            value = builder.insert_element(_NONE, builder.load(builder.gep(numbers, [k])), _INT(0))
             value = builder.shuffle_vector(value, value, ir.Constant(ir.VectorType(_INT, WIDTH), [0] * WIDTH))
             builder.store(builder.fadd(builder.load(total), builder.fmul(value, weights)), total)
-    return [builder.load(total) for total in totals]
+    return [builder.load(total) for total in totals], arrays[4:]
 
 
 @intrinsic
-def _add_row(typingctx, start, layer, first, values, row, active, n, target):
-    """Write start + values[row, k] * layer[first + k] + ..., for every k of `active[:n]` in this order. start, target:
-    float32 [WIDTH]; layer: float32 [R, WIDTH]; values: float32 [N, F]; active: int32; all contiguous."""
+def _add_row(typingctx, start, layer, values, active, target):
+    """Write start + values[0, k] * layer[k] + ..., for every k of `active` in this order. start, target: float32
+    [WIDTH]; layer: float32 [R, WIDTH]; values: float32 [N, F]; active: int32 [n]; all contiguous."""
 
     def codegen(context, builder, signature, args):
-        total = _sums(context, builder, signature, args, 1)[0]
-        end = context.make_array(signature.args[7])(context, builder, args[7])
+        (total,), (end,) = _sums(context, builder, signature, args, 1)
         builder.store(total, builder.bitcast(end.data, _VECTOR.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return types.void(start, layer, types.intp, values, types.intp, active, types.intp, target), codegen
+    return types.void(start, layer, values, active, target), codegen
 
 
 @intrinsic
-def _write_logits(typingctx, start, layer, first, values, row, active, n, out, logits):
-    """Write logits[row + i], float64, for BLOCK hidden layers as of `_add_row`; units are added in halves."""
+def _write_logits(typingctx, start, layer, values, active, out, logits):
+    """Write logits[i], float64, for BLOCK hidden layers as of `_add_row`; units are added in halves."""
 
     def codegen(context, builder, signature, args):
-        out, logits = (context.make_array(signature.args[i])(context, builder, args[i]) for i in (7, 8))
+        layers, (out, logits) = _sums(context, builder, signature, args, BLOCK)
         weights = builder.load(builder.bitcast(out.data, _VECTOR.as_pointer()), align=4)
         linear = ir.Constant(ir.VectorType(ir.IntType(1), WIDTH), [0] * (WIDTH - 1) + [1])
-        for i, hidden in enumerate(_sums(context, builder, signature, args, BLOCK)):
-            positive = builder.fcmp_ordered(">", hidden, ir.Constant(_VECTOR, [0.0] * WIDTH))
-            terms = builder.select(builder.or_(positive, linear), hidden, ir.Constant(_VECTOR, [0.0] * WIDTH))
+        zeros = ir.Constant(_VECTOR, [0.0] * WIDTH)
+        for i, hidden in enumerate(layers):
+            terms = builder.select(builder.or_(builder.fcmp_ordered(">", hidden, zeros), linear), hidden, zeros)
             terms, size = builder.fmul(terms, weights), WIDTH
             while size > 1:
                 size //= 2
                 halves = (ir.Constant(ir.VectorType(_INT, size), [*range(at, at + size)]) for at in (0, size))
                 terms = builder.fadd(*(builder.shuffle_vector(terms, terms, half) for half in halves))
-            logit = builder.fpext(builder.extract_element(terms, ir.Constant(_INT, 0)), ir.DoubleType())
-            builder.store(logit, builder.gep(logits.data, [builder.add(args[4], args[4].type(i))]))
+            logit = builder.fpext(builder.extract_element(terms, _INT(0)), ir.DoubleType())
+            builder.store(logit, builder.gep(logits.data, [_INT(i)]))
         return context.get_dummy_value()
 
-    return types.void(start, layer, types.intp, values, types.intp, active, types.intp, out, logits), codegen
+    return types.void(start, layer, values, active, out, logits), codegen
 
 
 @lean(inline="always")
 def evaluate(scratch, m, active_of_node, active, layer, out):
     """Write the network's logits of m candidates, in float32: rows of inputs that are not 0 are added in order, common
     inputs first. The numbers of these: results of `write_node_inputs` and `write_inputs`."""
-    inputs, largest, common = scratch.inputs, scratch.largest, scratch.common
-    for s in range(active):
-        k = scratch.active[s]
+    inputs, largest, common, some = scratch.inputs, scratch.largest, scratch.common, scratch.active[:active]
+    for k in some:
         largest[0, k] = inputs[0, k]
         for i in range(1, m):
             largest[0, k] = max(largest[0, k], inputs[i, k])
-    _add_row(layer[ROW.bias], layer, ROW.node, scratch.node_inputs, 0, scratch.active_of_node, active_of_node, common)
-    _add_row(common, layer, ROW.largest, largest, 0, scratch.active, active, common)
+    _add_row(layer[ROW.bias], layer[ROW.node :], scratch.node_inputs, scratch.active_of_node[:active_of_node], common)
+    _add_row(common, layer[ROW.largest :], largest, some, common)
     for i in range(0, m, BLOCK):
-        _write_logits(common, layer, ROW.candidate, inputs, i, scratch.active, active, out, scratch.probabilities)
+        _write_logits(common, layer[ROW.candidate :], inputs[i:], some, out, scratch.probabilities[i:])
