@@ -24,7 +24,15 @@ from sssd_plugin.options import Scoring
 from sssd_plugin.recycled_logits import TOP
 from sssd_plugin.request_index import OUTSIDE, RequestIndex
 from sssd_plugin.scoring.candidates import size_of_scratch
-from sssd_plugin.scoring.learned import draft_batch
+from sssd_plugin.scoring.learned import (
+    GROUP,
+    PREDICTED,
+    PREDICTED_END,
+    REQUEST_COLUMNS,
+    SLOT,
+    TENANT,
+    draft_batch,
+)
 from sssd_plugin.scoring.weights import Weights
 from sssd_plugin.sources import OTHER, SOURCES
 
@@ -194,13 +202,14 @@ class Drafter:
                     self._batch = DraftBatch.empty(2 * n, self.max_nodes)
                 self._out = self._batch.head(n)
             self._drafted_for = list(request_ids)
-            out, groups, tenants = self._out, np.zeros(n, np.int64), _values(self._tenants, request_ids)
+            out, asked = self._out, np.zeros((n, REQUEST_COLUMNS), np.int64)
+            asked[:, SLOT] = self._index.slot_ids(request_ids)
+            if self._tenants:
+                asked[:, TENANT] = _values(self._tenants, request_ids)
             if self._live is not None:
-                self._view, groups = self._live.runs.view(tenants)
-            arrays = (
-                self._index.slot_ids(request_ids), groups, tenants, self._predicted(request_ids),
-                out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds,
-            )  # fmt: skip
+                self._view, asked[:, GROUP] = self._live.runs.view(asked[:, TENANT])
+            self._write_predicted(request_ids, asked)
+            arrays = asked, out.tokens, out.parents, out.depths, out.scores, out.counts, out.kinds
             view, limits = self._view, (max_nodes, shape == "chain")
             arrays_of_view = view.table, view.bounds, view.widest
             same: tuple[Any, ...] = self._index.slots, arrays_of_view, self._entries, limits, self._weights
@@ -255,14 +264,11 @@ class Drafter:
             return contexts
         return contexts + np.array([len(self._inserted.get(name, ((), ()))[1]) for name in request_ids], contexts.dtype)
 
-    def _predicted(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
-        """Where in the tokens of each request an answer is predicted: int64 [B, 2], empty without one."""
-        bounds = np.zeros((len(request_ids), 2), np.int64)
+    def _write_predicted(self, request_ids: Sequence[str], asked: NDArray[np.int64]) -> None:
         for row, request_id in enumerate(request_ids if self._inserted else ()):
             if request_id in self._inserted:
                 at, others = self._inserted[request_id]
-                bounds[row] = at, at + len(others) - 1 - min(BEFORE, at)
-        return bounds
+                asked[row, [PREDICTED, PREDICTED_END]] = at, at + len(others) - 1 - min(BEFORE, at)
 
     def _forget_others(self) -> None:
         """After an erasure: drop the last view, and all recycled logits, since their age is unknown."""

@@ -62,6 +62,11 @@ ALIGNED = 0.2  # bonus of an alignment in the shortlist's criterion
 RECYCLED = 0.3  # weight of a probability by recycled logits there
 
 
+# Of a request that is drafted for, see `draft_batch`; where its predicted answer begins and ends in its text.
+SLOT, GROUP, TENANT, PREDICTED, PREDICTED_END = range(5)
+REQUEST_COLUMNS = 5
+
+
 class Sources(NamedTuple):
     request: Request
     store: Store
@@ -327,26 +332,26 @@ def draft_batch(arrays, memory, slots, view, entries, limits, weights):
     Bundles are passed from Python as plain tuples, which numba unpacks faster than named ones.
 
     Args:
-        arrays: int64 [B] each, slots, groups in the view, tenants; int64 [B, 2], see `Sources.predicted`; those of the
-            `DraftBatch`.
+        arrays: int64 [B, REQUEST_COLUMNS]; those of the `DraftBatch`.
+        memory: of `scratch`, uint8.
         slots: `RequestIndex.slots`.
         view: see `views.store_of`, then `View.widest`; entries: of recycled logits, none to draft without.
         limits: as of `draft_tree`; weights: layer, out and copies, as in `Weights`; None: by the paper's scorer. Only
             one of the scorers is compiled.
     """
-    slot_ids, groups, tenants, predicted, tokens, parents, depths, scores, counts, kinds = arrays
+    asked, tokens, parents, depths, scores, counts, kinds = arrays
     if weights is None:
         tries = paper.scratch()
     else:
         arrays_of_nodes, _ = scratch(memory.ctypes.data, limits[0], view[2])
-    for b in range(len(slot_ids)):
+    for b in range(len(asked)):
         counts[b] = 0
-        if slot_ids[b] >= 0:
-            request, store = request_at(slots, slot_ids[b]), store_of(view[:2], groups[b])
+        if asked[b, SLOT] >= 0:
+            request, store = request_at(slots, asked[b, SLOT]), store_of(view[:2], asked[b, GROUP])
             tree = Tree(tokens[b], parents[b], depths[b], scores[b], kinds[b])
             if weights is None:
                 counts[b] = paper.draft_tree(request, store, limits, tree, tries)
             else:
-                own = predicted[b, 0], predicted[b, 1]
-                sources = Sources(request, store, Recycled(entries, tenants[b]), own)
+                own = asked[b, PREDICTED], asked[b, PREDICTED_END]
+                sources = Sources(request, store, Recycled(entries, asked[b, TENANT]), own)
                 counts[b] = draft_tree(sources, weights, limits, tree, arrays_of_nodes)
