@@ -519,8 +519,7 @@ class Oracle:
             if x in costs:
                 promise[x] += 0.3 * math.exp(costs[x] * (-1 / 1024))
         shortlist = sorted(seen.candidates, key=lambda x: -promise[x])
-        below, at_root = 2 if chain else 8 if few else 12, 10 if few else 16
-        shortlist = shortlist[: below if below_root else at_root]
+        shortlist = shortlist[: 3 if chain and below_root else 10 if few else 16]
         if not shortlist:
             return []
         store_order, request_order = longest([*seen.store, seen.many]), longest(seen.request)
