@@ -66,7 +66,7 @@ Found = namedtuple("Found", "state hash candidates counts probable columns")
 Scratch = namedtuple(
     "Scratch",
     "found context ranges many samples matches alignments about shortlist keys active seen "
-    "active_of_node node_inputs inputs largest common probabilities frontier path_scores places place",
+    "node_inputs inputs extremes common probabilities frontier path_scores places place",
 )
 
 
@@ -95,12 +95,11 @@ def scratch(address, max_nodes, max_sub_indices):
     about, at = _take(at, (1,), _ABOUT)
     shortlist, at = _take(at, (SHORTLIST,), np.int32)  # rows of the most promising candidates, best first
     keys, at = _take(at, (recycled_logits.ORDERS,), np.uint64)  # of recycled logits
-    active, at = _take(at, (INPUTS,), np.int32)  # inputs of candidates that may not be 0
-    seen, at = _take(at, (INPUTS,), np.int32)  # and their columns, if they are counts
-    active_of_node, at = _take(at, (NODE_INPUTS,), np.int32)
+    active, at = _take(at, (NODE_INPUTS + INPUTS,), np.int32)  # inputs that are not 0
+    seen, at = _take(at, (INPUTS,), np.int32)  # inputs that are counts, of columns with observations
     node_inputs, at = _take(at, (1, NODE_INPUTS), np.float32)
     inputs, at = _take(at, (SHORTLIST, INPUTS), np.float32)
-    largest, at = _take(at, (1, INPUTS), np.float32)  # the largest of each input among the shortlist
+    extremes, at = _take(at, (2, INPUTS), np.float32)  # the largest and least of each input among the shortlist
     common, at = _take(at, (WIDTH,), np.float32)  # share of the hidden layer common to all candidates of a node
     probabilities, at = _take(at, (SHORTLIST,), np.float64)
     place, at = _take(at, (1,), PLACE)  # one more that is looked at
@@ -115,7 +114,7 @@ def scratch(address, max_nodes, max_sub_indices):
     found = Found(state, entries, candidates, counts, probable, columns)
     arrays = Scratch(
         found, context, ranges, many, samples, matched, alignments, about, shortlist, keys, active, seen,
-        active_of_node, node_inputs, inputs, largest, common, probabilities, frontier, path_scores, places, place,
+        node_inputs, inputs, extremes, common, probabilities, frontier, path_scores, places, place,
     )  # fmt: skip
     return arrays, at
 

@@ -173,8 +173,9 @@ def score(sources, scratch, node, order, limit, weights):
     kind += KINDS * _source_of(sources, scratch, node, store_order, request_order)
     if m == 0:
         return m, kind
-    of_node = write_node_inputs(scratch, node, store_order, request_order, order)
-    evaluate(scratch, m, of_node, write_inputs(sources.request, scratch, node, order, m), weights[0], weights[1])
+    write_node_inputs(scratch, node, store_order, request_order, order)
+    write_inputs(sources.request, scratch, node, m)
+    evaluate(scratch, m, weights[0], weights[1])
     probabilities, top = scratch.probabilities, 0.0
     for i in range(m):
         top = max(top, probabilities[i])

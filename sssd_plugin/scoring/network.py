@@ -30,7 +30,7 @@ _INT, _VECTOR = ir.IntType(32), ir.VectorType(ir.FloatType(), WIDTH)
 _NONE = ir.Constant(_VECTOR, ir.Undefined)
 
 _NUMBER = CandidateInputs()
-_COUNTED = CANDIDATE.store_counts  # the first input that is a count, the others follow
+# Columns of the inputs that are counts, from `CANDIDATE.store_counts` on.
 _COUNT_COLUMNS = np.array([
     *range(COLUMN.store + 1, COLUMN.store + 1 + _NUMBER.store_counts),
     *range(COLUMN.request, COLUMN.request + _NUMBER.request_counts),
@@ -59,67 +59,32 @@ def variety(column):
 
 @lean(inline="always")
 def write_node_inputs(scratch, node, store_order, request_order, recycled_order):
-    """Write the inputs common to a node's candidates, `inputs.NodeInputs`, and which are not 0; return their number."""
-    x, columns, active, n = scratch.node_inputs[0], scratch.found.columns, scratch.active_of_node, 0
+    """Write the inputs common to a node's candidates: `inputs.NodeInputs`."""
+    x, columns = scratch.node_inputs[0], scratch.found.columns
     x[:] = 0.0
-    if node > 0:
-        x[NODE.below_root], active[n], n = 1.0, NODE.below_root, n + 1
+    x[NODE.below_root] = 1.0 if node > 0 else 0.0
     if store_order > 0:
-        k = NODE.store_order + store_order - 1
-        x[k], active[n], n = 1.0, k, n + 1
+        x[NODE.store_order + store_order - 1] = 1.0
+        x[NODE.store_variety + variety(columns[COLUMN.store + store_order - 1]) - 1] = 1.0
     if request_order > 0:
-        k = NODE.request_order + request_order - 1
-        x[k], active[n], n = 1.0, k, n + 1
-    if store_order > 0:
-        k = NODE.store_variety + variety(columns[COLUMN.store + store_order - 1]) - 1
-        x[k], active[n], n = 1.0, k, n + 1
-    if request_order > 0:
-        k = NODE.request_variety + variety(columns[COLUMN.request + request_order - 1]) - 1
-        x[k], active[n], n = 1.0, k, n + 1
-    x[NODE.many], active[n], n = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS), NODE.many, n + 1
+        x[NODE.request_order + request_order - 1] = 1.0
+        x[NODE.request_variety + variety(columns[COLUMN.request + request_order - 1]) - 1] = 1.0
+    x[NODE.many] = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS)
     if recycled_order > 0:
-        k = NODE.recycled_order + recycled_order - 1
-        x[k], active[n], n = 1.0, k, n + 1
-    return n
-
-
-@lean
-def _put(active, n, first, last):
-    for k in range(first, last):
-        active[n], n = k, n + 1
-    return n
+        x[NODE.recycled_order + recycled_order - 1] = 1.0
 
 
 @lean(inline="always")
-def write_inputs(request, scratch, node, recycled_order, m):
-    """Write the inputs of the m candidates of a node's shortlist, `inputs.CandidateInputs`, and which may not be 0;
-    return the number of these."""
+def write_inputs(request, scratch, node, m):
+    """Write the inputs of the m candidates of a node's shortlist: `inputs.CandidateInputs`."""
     _, _, candidates, counts, probable, columns = scratch.found
-    about, shortlist, inputs, active, seen = (
-        scratch.about[0],
-        scratch.shortlist,
-        scratch.inputs,
-        scratch.active,
-        scratch.seen,
-    )
-    active[0], active[1], active[2], n = CANDIDATE.store, CANDIDATE.request, CANDIDATE.surplus, 3
+    about, shortlist, inputs, seen, n_seen = scratch.about[0], scratch.shortlist, scratch.inputs, scratch.seen, 0
     many = math.log(max(scratch.many[node], STORE_ORDERS) / STORE_ORDERS)
+    run = math.log(max(about.run, MIN_RUN) / MIN_RUN)
+    evidence = about.evidence / EVIDENCE
     for k in range(len(_COUNT_COLUMNS)):
         if columns[_COUNT_COLUMNS[k]].total > 0:
-            active[n], seen[n], n = _COUNTED + k, _COUNT_COLUMNS[k], n + 1
-    n_seen = n
-    if scratch.many[node] > 0:
-        n = _put(active, n, CANDIDATE.many, CANDIDATE.match)
-    if scratch.matches[node, 0, 0] > 0:
-        n = _put(active, n, CANDIDATE.match, CANDIDATE.aligned)
-    run = evidence = 0.0
-    if scratch.alignments[node, 0, 0] > 0:
-        n = _put(active, n, CANDIDATE.aligned, CANDIDATE.follower)
-        run, evidence = math.log(max(about.run, MIN_RUN) / MIN_RUN), about.evidence / EVIDENCE
-    if about.follower >= 0:
-        n = _put(active, n, CANDIDATE.follower, CANDIDATE.recycled)
-    if recycled_order > 0:
-        n = _put(active, n, CANDIDATE.recycled, INPUTS)
+            seen[n_seen], n_seen = k, n_seen + 1
     for i in range(m):
         c = shortlist[i]
         candidate, x = candidates[c], inputs[i]
@@ -129,8 +94,9 @@ def write_inputs(request, scratch, node, recycled_order, m):
         x[CANDIDATE.request] = math.log(max(probable[BY_REQUEST, c], 1e-6))
         log_occurrences = _LOG_COUNT[occurrences] if occurrences < 512 else math.log(occurrences + 0.1)
         x[CANDIDATE.surplus] = log_occurrences - math.log(len(request.tokens) * probable[SHARE, c] + 0.5)
-        for s in range(3, n_seen):
-            x[active[s]] = _LOG_COUNT[counts[seen[s], c]] - _LOG_TOTAL[columns[seen[s]].total]
+        for s in range(n_seen):
+            column = _COUNT_COLUMNS[seen[s]]
+            x[CANDIDATE.store_counts + seen[s]] = _LOG_COUNT[counts[column, c]] - _LOG_TOTAL[columns[column].total]
         if counts[COLUMN.store + MANY, c] > 0:
             x[CANDIDATE.many] = many
         if candidate.match > 0:
@@ -149,7 +115,6 @@ def write_inputs(request, scratch, node, recycled_order, m):
         if candidate.cost >= 0:
             x[CANDIDATE.recycled] = 1.0
             x[CANDIDATE.recycled_log_prob] = LIKELY - candidate.cost * (1 / SCALE)
-    return n
 
 
 # Vectors: short loops over arrays that may overlap are not vectorised.
@@ -215,16 +180,30 @@ def _write_logits(typingctx, start, layer, values, active, out, logits):
     return types.void(start, layer, values, active, out, logits), codegen
 
 
+@lean
+def _present(x, active):
+    """Write which inputs are not 0 in the first or last row of x; return their number."""
+    n, last = 0, len(x) - 1
+    for k in range(x.shape[1]):
+        active[n] = k
+        n += (x[0, k] != 0.0) | (x[last, k] != 0.0)
+    return n
+
+
 @lean(inline="always")
-def evaluate(scratch, m, active_of_node, active, layer, out):
+def evaluate(scratch, m, layer, out):
     """Write the network's logits of m candidates, in float32: rows of inputs that are not 0 are added in order, common
-    inputs first. The numbers of these: results of `write_node_inputs` and `write_inputs`."""
-    inputs, largest, common, some = scratch.inputs, scratch.largest, scratch.common, scratch.active[:active]
-    for k in some:
-        largest[0, k] = inputs[0, k]
-        for i in range(1, m):
-            largest[0, k] = max(largest[0, k], inputs[i, k])
-    _add_row(layer[ROW.bias], layer[ROW.node :], scratch.node_inputs, scratch.active_of_node[:active_of_node], common)
-    _add_row(common, layer[ROW.largest :], largest, some, common)
+    inputs first."""
+    inputs, extremes, common, active = scratch.inputs, scratch.extremes, scratch.common, scratch.active
+    for k in range(INPUTS):
+        extremes[0, k] = extremes[1, k] = inputs[0, k]
+    for i in range(1, m):
+        for k in range(INPUTS):
+            extremes[0, k] = max(extremes[0, k], inputs[i, k])
+            extremes[1, k] = min(extremes[1, k], inputs[i, k])
+    some = active[: _present(scratch.node_inputs, active)]
+    _add_row(layer[ROW.bias], layer[ROW.node :], scratch.node_inputs, some, common)
+    some = active[: _present(extremes, active)]
+    _add_row(common, layer[ROW.largest :], extremes, some, common)
     for i in range(0, m, BLOCK):
         _write_logits(common, layer[ROW.candidate :], inputs[i:], some, out, scratch.probabilities[i:])
