@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -213,20 +214,18 @@ class Drafter:
             view, limits = self._view, (max_nodes, shape == "chain")
             arrays_of_view = view.table, view.bounds, view.widest
             same: tuple[Any, ...] = self._index.slots, arrays_of_view, self._entries, limits, self._weights
-            parts = max(1, min(self._threads, n, n * max_nodes // MIN_NODES))
             if view.widest > self._widest:
-                self._widest, size = view.widest, size_of_scratch(self.max_nodes, view.widest)
-                self._memory = [np.zeros(size, np.uint8) for _ in range(self._threads)]
-            if parts == 1:
+                size = size_of_scratch(self.max_nodes, view.widest)
+                self._memory, self._widest = [np.zeros(size, np.uint8) for _ in range(self._threads)], view.widest
+            parts = min(self._threads, n, n * max_nodes // MIN_NODES)
+            if parts <= 1:
                 draft_batch(arrays, self._memory[0], *same)
             else:
-                rows = [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
-                first, *others = (tuple(array[r] for array in arrays) for r in rows)
-                other_memory = self._memory[1:parts]
-                waiting = [
-                    self._pool.submit(draft_batch, *each, *same) for each in zip(others, other_memory, strict=True)
-                ]
-                draft_batch(first, self._memory[0], *same)
+                bounds = [n * i // parts for i in range(parts + 1)]
+                first, *others = (tuple(array[a:b] for array in arrays) for a, b in pairwise(bounds))
+                memory = iter(self._memory)
+                waiting = [self._pool.submit(draft_batch, other, next(memory), *same) for other in others]
+                draft_batch(first, next(memory), *same)
                 for future in waiting:
                     future.result()
         return out
