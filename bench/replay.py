@@ -4,6 +4,7 @@
     python bench/replay.py --long --tokenizer DIR --drafter sssd suffix --json OUT
     python bench/replay.py --edits --tokenizer DIR --shape chain --json OUT
     python bench/replay.py --sessions FILE --tokenizer DIR --drafter sssd suffix --shape chain tree --json OUT
+    python bench/replay.py --times --trace FILE --tokenizer DIR --drafter sssd suffix --shape chain --json OUT
 
 Rivals: prompt lookup; ArcticInference's suffix decoding (built by `bench/arctic.sh`) with opened limits (`suffix`) and
 with the settings of vLLM's method of that name, which drafts chains (`suffix-vllm`). `sssd-alone` and `paper-alone`
@@ -14,12 +15,13 @@ any model determines what is accepted. A step yields the longest drafted path th
 token; the budget includes the root. The outputs of the first 605 rows are the datastore; the other rows are replayed,
 up to 512 tokens. --long replays answers that copy, or edit, 600 tokens of a prompt from Python's library. --edits
 replays answers that are a file of it with one to five lines changed, by what the prompt shows and what the client sends
-as `prediction`. --sessions replays every assistant turn after all text before it; drafters start empty and learn each
-turn.
+as `prediction`. --times steps through the answers by all drafters in turns, and times their calls. --sessions replays
+every assistant turn after all text before it; drafters start empty and learn each turn.
 """
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -130,6 +132,44 @@ def of_trace(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, An
         yield row | {"scoring": scoring, "shape": cell.shape, "budget": cell.budget, "arm": cell.drafter}
 
 
+def of_times(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the times of each cell's calls that draft, in microseconds."""
+    from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+    trace, seconds = Trace.load(path, arguments.tokenizer), list[float]()
+
+    def watch(kind: type, name: str) -> None:
+        method = getattr(kind, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = method(*args, **kwargs)
+            seconds.append(time.perf_counter() - started)
+            return result
+
+        setattr(kind, name, watched)
+
+    watch(Drafter, "draft")
+    watch(SuffixDecodingCache, "speculate")
+    drafts = {cell: make(cell, trace.documents, trace.vocab_size, arguments.weights) for cell in cells(arguments)}
+    times = {cell: list[float]() for cell in drafts}
+    for number, (prompt, output) in enumerate(trace.test_rows):
+        tokens, at = np.concatenate([prompt, output]).astype(np.int32), dict.fromkeys(drafts, len(prompt))
+        while at:
+            for cell in [*at]:
+                batch = drafts[cell](f"{number}", tokens, at[cell])
+                times[cell].append(seconds.pop() * 1e6)
+                at[cell] += accepted_length(batch, tokens[at[cell] :]) + 1
+                if at[cell] >= len(tokens):
+                    del at[cell]
+    produced = sum(len(output) for _, output in trace.test_rows)
+    for cell, us in times.items():
+        values = zip(("us", "us_p5", "us_p95"), np.percentile(us, [50, 5, 95]).round(2).tolist(), strict=True)
+        row = {"tokens_per_step": round(produced / len(us), 4), "steps": len(us), "trace": path.name}
+        row |= {"arm": cell.drafter, "store_tokens": sum(len(d) + 1 for d in trace.documents)}
+        yield row | {"shape": cell.shape, "budget": cell.budget} | dict(values)
+
+
 def of_copies(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield a row per drafter, shape, kind of copy and prompt length."""
     encoder = tokenizer.load(arguments.tokenizer)
@@ -199,6 +239,9 @@ def main() -> int:
     what.add_argument("--sessions", type=Path, nargs="+", help='JSONL with "session" and "messages"')
     what.add_argument("--edits", action="store_true", help="files with a few lines changed, and predictions")
     what.add_argument("--long", action="store_true", help="copies and edits of long prompts")
+    parser.add_argument(
+        "--times", action="store_true", help="of --trace: microseconds of a draft, all drafters in turns"
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[1_000, 8_000, 32_000, 128_000], help="of --long")
     parser.add_argument("--tokenizer", type=Path, required=True, help="model folder, or its tokenizer.json")
     parser.add_argument("--budget", type=int, nargs="+", default=[16], help="nodes per step, root included")
@@ -222,11 +265,11 @@ def main() -> int:
             results = [row for path in data for row in of_sessions(path, arguments)]
         else:
             form = "answers={trace} | drafter={arm} | store tokens={store_tokens} | shape={shape}"
-            results = [row for path in data for row in of_trace(path, arguments)]
+            results = [row for path in data for row in (of_times if arguments.times else of_trace)(path, arguments)]
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(pivot(results, form, across, "{tokens_per_step:.3f}"))
+    print(pivot(results, form, across, "{us:.1f}" if arguments.times else "{tokens_per_step:.3f}"))
     write_json(arguments.json, results, data=data)
     return 0
 
