@@ -1,6 +1,6 @@
 """The learned scorer: a small network over the counts at a node; its scores are calibrated probabilities.
 
-Functions called once per node are inlined: calls copy their bundles of arrays, which took a fifth of a draft's time.
+Functions called once per node are inlined: calls copy their bundles of arrays.
 
 The paper samples whole continuations once, at the root, and merges the sources with fixed discounts (arXiv 2411.05894,
 Algorithm 3). This scorer queries every source at every node, with learnt weights.

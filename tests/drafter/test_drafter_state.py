@@ -2,6 +2,7 @@
 vocabulary."""
 
 import itertools
+import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +113,25 @@ def test_a_thousand_requests(scoring: str) -> None:
     pair.drafter.finish(pair.drafter._index.request_ids())
     assert len(pair.drafter) == 0
     assert pair.drafter._index.nbytes() == 0
+
+
+@pytest.mark.parametrize("scoring", SCORINGS)
+def test_drafting_keeps_no_reference(scoring: str) -> None:
+    """Most of its compiled code counts none: what took one would never give it back."""
+    drafter = Drafter(vocab_size=50, max_nodes=8, scoring=scoring, snapshot=snapshot_of([[[1, 2, 3, 4] * 9]], 50))
+    replace(drafter, {"r": [1, 2, 3] * 5})
+    arrays = (
+        drafter._view.table,
+        drafter._view.bounds,
+        drafter._index.slots,
+        drafter._entries,
+        *(drafter._weights or ()),
+    )
+    before = [sys.getrefcount(array) for array in arrays]
+    for token in (1, 2, 3):
+        assert drafter.draft(["r"], max_nodes=8).counts.tolist() > [1]
+        append(drafter, "r", [token])
+    assert [sys.getrefcount(array) for array in arrays] == before
 
 
 @pytest.mark.parametrize("scoring", SCORINGS)
