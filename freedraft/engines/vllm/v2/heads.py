@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from freedraft_kernels.device.extend_drafts import extend_drafts
-from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
 
 from freedraft.engines.vllm.context import SCHEDULE, configured
 from freedraft.engines.vllm.v2.next_step import NextStep, Stage
@@ -44,13 +43,6 @@ class OnTop(MethodSpeculator):
         self._proposed, self._drafts = self._shared((self._states.max_num_reqs, 1, self.length), torch.int64)
         if self.host is not None:
             self.host.proposed = self._proposed.numpy()
-
-    def _shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory of the host, as the host and as the device have it."""
-        if self._device.type == "cpu":
-            return (memory := torch.zeros(shape, dtype=dtype)), memory
-        buffer = UvaBuffer(shape, dtype)
-        return buffer.cpu, buffer.uva()
 
     def verify_by_score(self) -> None:
         """Keep the runner's AdaptiveVerificationManager, and tell it how likely n-grams are."""

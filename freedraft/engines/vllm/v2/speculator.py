@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from freedraft_kernels import top_tokens
-from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBuffer
 from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
@@ -93,15 +93,23 @@ class MethodSpeculator(BaseSpeculator):
         self.draft_token_confidence_probs = None
 
     def _make_buffers(self) -> None:
-        """Make the buffers of drafts by slot, int64 [slots, 1 or 2, K]: tokens, and masks if there may be trees."""
+        """Make the buffers of drafts by slot, int64 [slots, 1 or 2, K]: tokens, and masks if there may be trees. A step
+        that was prepared before its drafts reads chains from the host's memory."""
         shape = self._states.max_num_reqs, 1 if self.trees is None else 2, self.length
         self._drafts = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        self._proposed = torch.zeros(shape, dtype=torch.int64, pin_memory=self._device.type != "cpu")
-        self._states.draft_tokens = self._drafts[:, 0]
+        self._proposed, seen = self._shared(shape, torch.int64)
+        self._states.draft_tokens, self._chains = self._drafts[:, 0], seen[:, 0] if self.trees is None else None
         if self.trees is not None:
             self.trees.masks = self._drafts[:, 1]
         if self.host is not None:
             self.host.proposed = self._proposed.numpy()
+
+    def _shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of the host, as the host and as the device have it."""
+        if self._device.type == "cpu":
+            return (memory := torch.zeros(shape, dtype=dtype)), memory
+        buffer = UvaBuffer(shape, dtype)
+        return buffer.cpu, buffer.uva()
 
     @property
     def guarded(self) -> GuardedMethod | None:
@@ -258,6 +266,8 @@ class MethodSpeculator(BaseSpeculator):
     def _copy(self, step: NextStep, drafted: bool) -> None:
         """Copy drafts to the device, on all ranks. The copy is one block of slots: a slot in it that was not in the
         step gets the drafts that it has once more, or none. In a pipeline, other steps verify theirs: one by one."""
+        if drafted and step.batch is not None and self._chains is not None:
+            return
         if not step.alone:
             self._drafts[step.slots] = self._proposed[step.slots].to(self._device) if drafted else 0
         elif drafted:
@@ -268,11 +278,12 @@ class MethodSpeculator(BaseSpeculator):
     def _place(self, batch: Any, drafted: bool) -> None:
         """Write drafts among the input tokens of the step that verifies them. batch: vLLM's InputBatch."""
         states, by_score = self._states, self.by_score if self.by_score is not None and self.by_score.late else None
+        drafts = self._chains if drafted and self._chains is not None else states.draft_tokens
         if by_score is not None:
             by_score.place(batch, drafted)
         batch.logits_indices = combine_sampled_and_draft_tokens(
             self.runner.input_buffers.input_ids, batch.idx_mapping, states.last_sampled_tokens, batch.query_start_loc,
-            batch.seq_lens, states.prefill_len.gpu, states.draft_tokens, batch.cu_num_logits, len(batch.logits_indices),
+            batch.seq_lens, states.prefill_len.gpu, drafts, batch.cu_num_logits, len(batch.logits_indices),
         )  # fmt: skip
         if by_score is not None:
             by_score.attention()
