@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from freedraft_kernels import top_tokens
-from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor, UvaBuffer
+from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 from vllm.v1.worker.gpu.input_batch import combine_sampled_and_draft_tokens
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
@@ -29,6 +29,7 @@ from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.v2.drafting import HostDrafting, V2StepState
 from freedraft.engines.vllm.v2.lengths import GraphLengths
 from freedraft.engines.vllm.v2.next_step import NextStep, Stage
+from freedraft.engines.vllm.v2.requests import shared
 from freedraft.method import METHODS
 from freedraft.step import TOP_TOKENS
 
@@ -93,23 +94,15 @@ class MethodSpeculator(BaseSpeculator):
         self.draft_token_confidence_probs = None
 
     def _make_buffers(self) -> None:
-        """Make the buffers of drafts by slot, int64 [slots, 1 or 2, K]: tokens, and masks if there may be trees. A step
-        that was prepared before its drafts reads chains from the host's memory."""
+        """Make the buffers of drafts by slot, int64 [slots, 1 or 2, K]: tokens, and masks if there may be trees."""
         shape = self._states.max_num_reqs, 1 if self.trees is None else 2, self.length
         self._drafts = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        self._proposed, seen = self._shared(shape, torch.int64)
+        self._proposed, seen = shared(shape, torch.int64, self._device)
         self._states.draft_tokens, self._chains = self._drafts[:, 0], seen[:, 0] if self.trees is None else None
         if self.trees is not None:
             self.trees.masks = self._drafts[:, 1]
         if self.host is not None:
             self.host.proposed = self._proposed.numpy()
-
-    def _shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory of the host, as the host and as the device have it."""
-        if self._device.type == "cpu":
-            return (memory := torch.zeros(shape, dtype=dtype)), memory
-        buffer = UvaBuffer(shape, dtype)
-        return buffer.cpu, buffer.uva()
 
     @property
     def guarded(self) -> GuardedMethod | None:
@@ -267,8 +260,8 @@ class MethodSpeculator(BaseSpeculator):
         """Copy drafts to the device, on all ranks. The copy is one block of slots: a slot in it that was not in the
         step gets the drafts that it has once more, or none. In a pipeline, other steps verify theirs: one by one."""
         if drafted and step.batch is not None and self._chains is not None:
-            return
-        if not step.alone:
+            pass  # the device reads them from the host's memory
+        elif not step.alone:
             self._drafts[step.slots] = self._proposed[step.slots].to(self._device) if drafted else 0
         elif drafted:
             self._drafts[step.rows].copy_(self._proposed[step.rows], non_blocking=True)
