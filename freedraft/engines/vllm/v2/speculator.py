@@ -1,8 +1,8 @@
 """`MethodSpeculator`: passes steps of vLLM's model runner V2 to `HostDrafting`, and drafts to the device.
 
 Model runner V2 prepares the next step on the device while the host lags behind. So a kernel writes accepted tokens to
-pinned memory (`propose`). The host waits for them when the next step lacks only its drafts (`reach`), which go back by
-one copy.
+pinned memory (`propose`). The host waits for them when the next step lacks only its drafts (`reach`). The kernel that
+writes its inputs reads chains there; trees, and drafts of a step that is not prepared yet, go back by one copy.
 
 Every tensor-parallel rank verifies its own copy of the drafts, which rank 0 makes and broadcasts.
 """
