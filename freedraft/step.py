@@ -55,6 +55,11 @@ class Step:
         return self.tokens[self.ends - 1]
 
     @cached_property
+    def most(self) -> int:
+        """Draft tokens that a request may verify at most."""
+        return int(self.capacities.max(initial=0))
+
+    @cached_property
     def gained(self) -> NDArray[np.int64]:
         """int64 [B]: newly accepted tokens of each request."""
         return self.ends - self.starts

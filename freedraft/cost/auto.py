@@ -61,7 +61,7 @@ class Auto(Controller):
         wanted = int(2.0 * self._longest) + 2
         if self.widths is not None:  # up, or no longer width would ever be drafted for again
             wanted = int(holding(np.array(wanted + 1), self.widths)) - 1
-        draft_len = min(self.max_tokens_per_request(batch), int(step.capacities.max()), wanted)
+        draft_len = min(self.max_tokens_per_request(batch), step.most, wanted)
         return self._fitting(min(draft_len, MAX_QUERY_TOKENS // batch - 1))
 
     def cut(self, draft: DraftBatch) -> None:

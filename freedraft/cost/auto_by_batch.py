@@ -96,12 +96,12 @@ class BatchLengths(Controller):
 
     def plan(self, step: Step) -> int:
         self.measured.began, self.chosen = self.measured.clock(), None
-        if step.capacities.any():
+        if step.most:
             most, n = max(1, int(_SHARE * self._step_seconds / self._drafting_seconds)), step.batch_size
             if most < n:  # best are those that accepted drafts, worst those that rejected them
                 worth = self.probes.random.random(n) + np.where(step.drafted > 0, 2 * step.accepted - 1, 0)
                 self.chosen = worth >= np.sort(worth)[-most]
-            self._asked = min(self.max_draft_tokens, int(step.capacities.max()))
+            self._asked = min(self.max_draft_tokens, step.most)
             self.budget = step.batch_size * self._asked
         else:
             self.settle()

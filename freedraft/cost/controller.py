@@ -111,7 +111,7 @@ class DrafterDecides(Controller):
     measured: Measured
 
     def plan(self, step: Step) -> int:
-        return min(self.max_draft_tokens, int(step.capacities.max(initial=0)))
+        return min(self.max_draft_tokens, step.most)
 
     def cut(self, draft: DraftBatch) -> None:
         self.measured.acceptance.follow(draft)
@@ -126,12 +126,12 @@ class FullLength(Controller):
 
     def _draft_len(self, step: Step, most: int, free: int) -> int:
         """most: draft tokens per request; free: of the whole batch, where requests may differ."""
-        draft_len = self._fitting(min(most, int(step.capacities.max(initial=0))))
+        draft_len = self._fitting(min(most, step.most))
         self.budget = max(0, min(free, step.batch_size * draft_len))
         return draft_len if self.budget else 0
 
     def cut(self, draft: DraftBatch) -> None:
-        if self.widths is None and draft.draft_tokens > self.budget:
+        if self.widths is None and draft.batch_size * self.max_draft_tokens > self.budget < draft.draft_tokens:
             keep_likeliest(draft.scores, draft.counts, self.budget)
 
     def warm_up(self) -> None:

@@ -23,7 +23,7 @@ LAUNCHES = {
     "take logits": (0, ["block_maxima_kernel", "top_tokens_kernel"]),
     "copy gained": (0, ["newest_tokens_kernel"]),
     "propose": (0, []),
-    "reach": (1, ["_combine_sampled_and_draft_tokens_kernel"]),
+    "reach": (0, ["_combine_sampled_and_draft_tokens_kernel"]),
     "prepare trees": (0, []),
 }
 

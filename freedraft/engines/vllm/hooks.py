@@ -135,13 +135,14 @@ V2_HOOKS = SCHEDULER_HOOKS + table("""
         rejection_sampler, block_tables, attn_groups, kv_cache_config, max_num_reqs, max_model_len, device, model_state,
         input_buffers, uses_inputs_embeds, pcp_manager, use_pp, ubatch_runner, kv_caches, cudagraph_manager, sampler,
         dcp_size, batch_sharder, is_encoder_decoder, fast_prefill, adaptive_verification, decode_query_len,
-        num_speculative_steps, req_states
+        num_speculative_steps, req_states, kv_connector
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.initialize_kv_cache(is_profiling)
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.prepare_attn(input_batch)
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.finish_requests(scheduler_output)
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.sample(input_batch)
     vllm.v1.worker.gpu.model_runner.GPUModelRunner.add_requests(scheduler_output)
     vllm.v1.worker.gpu.model_states.default.DefaultModelState.prepare_inputs(input_batch)
+    vllm.v1.worker.gpu.kv_connector.KVConnector.pre_forward(scheduler_output)
     vllm.v1.worker.gpu.spec_decode.ngram.speculator.NgramGPUSpeculator(vllm_config, device, req_states)
     vllm.v1.worker.gpu.spec_decode.speculator.BaseSpeculator.propose(input_batch, num_sampled, last_sampled, dummy_run,
         is_profile, num_speculative_tokens)

@@ -126,7 +126,7 @@ class HostDrafting:
         step, draft = self._step(taken), None
         if self.by_score is not None:  # before the drafts that it learns from are overwritten
             self.by_score.acceptance.update(step)
-        if step.capacities.any():
+        if step.most:
             self._drafted_at = self.steps
             draft = self.guarded.step(step)
         elif step.request_ids:
@@ -185,13 +185,13 @@ class HostDrafting:
         if not len(taken.rows):
             return
         if self.by_score is not None:
-            self.by_score.acceptance.update(self._step(taken))
+            self.by_score.acceptance.update(self._step(taken, late=True))
         if (taken.ends - taken.starts == 1).all() and self.guarded.rests():
             self.gained.query_tokens = 0  # of the steps of a rest, one is timed
             newest = self.requests.tokens.reshape(-1)[taken.starts]
             self.guarded.keep(self._ids(taken), newest, taken.contexts)
         else:
-            self.guarded.step(self._step(taken), "cost")
+            self.guarded.step(self._step(taken, late=True), "cost")
             self.guarded.settle()
 
     def _set_prompt_states(self, input_batch: Any, hidden_states: torch.Tensor, over: NDArray[np.bool_]) -> None:
@@ -219,27 +219,17 @@ class HostDrafting:
         ids = self.gained.request_ids
         return ids if len(taken.rows) == len(ids) else [ids[row] for row in taken.rows.tolist()]
 
-    def _step(self, taken: Taken) -> Step:
-        """The newest step, for the requests that were taken."""
+    def _step(self, taken: Taken, *, late: bool = False) -> Step:
+        """The newest step, for the requests that were taken. late: the next one has been launched."""
         gained, tokens = self.gained, self.requests.tokens
         everyone = len(taken.rows) == len(gained.slots)
         slots = gained.slots if everyone else gained.slots[taken.rows]
-        ids, contexts, state = self._ids(taken), taken.contexts, None
-        if self.runner is not None:
-            state = V2StepState(self.runner.block_tables, self._states, slots.astype(np.intp))
-        # For the method's own clock; unusable if the previous step was not drafted for, or if this one is taken later.
-        on_time = taken.capacities.any() and self._drafted_at == gained.number - 1
-        timed = on_time and gained.query_tokens and everyone
+        ids, contexts = self._ids(taken), taken.contexts
+        state = self.runner and V2StepState(self.runner.block_tables, self._states, slots)
+        # For the method's own clock; unusable if the previous step was not drafted for.
+        timed = not late and self._drafted_at == gained.number - 1 and gained.query_tokens and everyone
         return Step(
-            request_ids=ids,
-            tokens=tokens.reshape(-1),
-            starts=taken.starts,
-            ends=taken.ends,
-            contexts=contexts,
-            capacities=taken.capacities,
-            drafted=taken.drafted,
+            ids, tokens.reshape(-1), taken.starts, taken.ends, contexts, taken.capacities, taken.drafted,
             previous=(len(ids), gained.query_tokens) if timed else None,
-            history=lambda b: tokens[slots[b], : contexts[b]],
-            trees=self.requests.trees[slots],
-            engine=state,
-        )
+            history=lambda b: tokens[slots[b], : contexts[b]], trees=self.requests.trees[slots], engine=state,
+        )  # fmt: skip

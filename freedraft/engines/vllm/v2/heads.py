@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 from freedraft_kernels.device.extend_drafts import extend_drafts
-from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
+from vllm.v1.worker.gpu.states import RequestState
 
 from freedraft.engines.vllm.context import SCHEDULE, configured
 from freedraft.engines.vllm.v2.next_step import NextStep, Stage
+from freedraft.engines.vllm.v2.requests import shared
 from freedraft.engines.vllm.v2.rows_by_score import Confidences
 from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 
@@ -27,7 +28,7 @@ from freedraft.engines.vllm.v2.speculator import MethodSpeculator
 class OnTop(MethodSpeculator):
     """Stays behind vLLM's speculator `head`, whose `propose` it replaces. Other arguments: see `MethodSpeculator`."""
 
-    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any, head: Any) -> None:
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: RequestState, head: Any) -> None:
         super().__init__(vllm_config, device, req_states)
         self.least = configured(vllm_config).head
         self._newest = head.draft_tokens  # filled with the newest tokens first, so that those behind K are some tokens
@@ -41,23 +42,16 @@ class OnTop(MethodSpeculator):
 
     def _make_buffers(self) -> None:
         """vLLM keeps the drafts. The device reads ours from the host's memory."""
-        self._proposed, self._drafts = self._shared((self._states.max_num_reqs, 1, self.length), torch.int64)
+        self._proposed, self._drafts = shared((self._states.max_num_reqs, 1, self.length), torch.int64, self._device)
         if self.host is not None:
             self.host.proposed = self._proposed.numpy()
-
-    def _shared(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory of the host, as the host and as the device have it."""
-        if self._device.type == "cpu":
-            return (memory := torch.zeros(shape, dtype=dtype)), memory
-        buffer = UvaBuffer(shape, dtype)
-        return buffer.cpu, buffer.uva()
 
     def verify_by_score(self) -> None:
         """Keep the runner's AdaptiveVerificationManager, and tell it how likely n-grams are."""
         if self.length == self.least:
             return
         self.usual_stage = Stage.SAMPLED  # what it ranks must be there
-        self._confidences = Confidences(*self._shared((self._states.max_num_reqs, self.length), torch.float32))
+        self._confidences = Confidences(*shared((self._states.max_num_reqs, self.length), torch.float32, self._device))
         if self.host is not None:
             self.host.by_score = self._confidences
 

@@ -6,6 +6,7 @@ V2 takes its speculator for method "ngram_gpu" from a module attribute, which is
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -50,7 +51,6 @@ def install() -> None:
     wrap_once(GPUModelRunner, "prepare_attn", after(_begin_step))
     wrap_once(GPUModelRunner, "sample", before(_approach))
     wrap_once(DefaultModelState, "prepare_attn", before(_note_attention))
-    wrap_once(DefaultModelState, "prepare_inputs", before(_launch))
 
 
 def _or_ours(original: Callable[..., Any], vllm_config: Any, device: torch.device, req_states: Any) -> Any:
@@ -124,6 +124,8 @@ def _prepare(_: None, runner: Any, kv_cache_config: Any, is_profiling: bool = Fa
             setattr(runner.rejection_sampler, SPECULATOR, ours)
         if ours.usual_stage is Stage.MODEL:
             setattr(runner.model_state, SPECULATOR, ours)
+            connector = runner.kv_connector = copy(runner.kv_connector)  # which may be the one of other runners
+            connector.pre_forward = partial(_launch, ours, connector.pre_forward)
 
 
 def _keep_logits(sampler: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
@@ -148,10 +150,10 @@ def _approach(runner: Any, *args: Any, **kwargs: Any) -> None:
         host.before.approach()  # the present step takes its place
 
 
-def _launch(model_state: Any, input_batch: Any, *args: Any, **kwargs: Any) -> None:
-    """The last hook before the model is launched, in steps of requests and in dummy steps."""
-    ours = getattr(model_state, SPECULATOR, None)
-    if ours is not None and ours.next.batch is input_batch:
+def _launch(ours: MethodSpeculator, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """The last call before the model is launched, in steps of requests and in dummy steps, which find no batch."""
+    original(*args, **kwargs)
+    if ours.next.batch is not None:
         ours.reach(Stage.MODEL)
 
 

@@ -16,18 +16,23 @@ from freedraft.draft import DraftBatch
 from freedraft.engines.vllm.outputs import drafted_up_to, trimmed_output
 
 
+def shared(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory of the host, as the host and as the device have it."""
+    if device.type == "cpu":
+        return (memory := torch.zeros(shape, dtype=dtype)), memory
+    from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
+
+    buffer = UvaBuffer(shape, dtype)
+    return buffer.cpu, buffer.uva()
+
+
 class GainedTokens:
     """Accepted tokens of a step. B requests, K = most draft tokens of a request. request_ids: B ids; slots,
     generations: int64 [B], see `Requests`; query_tokens: of the step; 0 if it did more than decode; taken: whether
     `Requests` have its tokens."""
 
     def __init__(self, slots: int, length: int, device: torch.device) -> None:
-        from vllm.v1.worker.gpu.buffer_utils import UvaBuffer
-
-        self._device = host = torch.zeros(slots, length + 4, dtype=torch.int32, device="cpu")
-        if device.type != "cpu":  # which writes the host's memory
-            buffer = UvaBuffer(host.shape, torch.int32)
-            self._device, host = buffer.uva(), buffer.cpu
+        host, self._device = shared((slots, length + 4), torch.int32, device)
         self._array = host.numpy()
         self._event: Any = None
         self._near: Any = None  # shortly before the tokens: a thread that waits sleeps until it, and not from there on
@@ -54,7 +59,7 @@ class GainedTokens:
         rejected ones; states: vLLM's RequestState; generations: int64 [slots]; drafts: int64 [B, K], filled with each
         request's newest token."""
         batch = input_batch.num_reqs
-        self.slots, self.number = input_batch.idx_mapping_np[:batch].copy(), number
+        self.slots, self.number = input_batch.idx_mapping_np[:batch].astype(np.intp), number
         self.generations = generations[self.slots]
         self.request_ids = list(input_batch.req_ids)
         self.query_tokens = 0 if input_batch.has_prefill else int(input_batch.num_tokens)

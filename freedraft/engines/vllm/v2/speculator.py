@@ -1,8 +1,8 @@
 """`MethodSpeculator`: passes steps of vLLM's model runner V2 to `HostDrafting`, and drafts to the device.
 
 Model runner V2 prepares the next step on the device while the host lags behind. So a kernel writes accepted tokens to
-pinned memory (`propose`). The host waits for them when the next step lacks only its drafts (`reach`), which go back by
-one copy.
+pinned memory (`propose`). The host waits for them when the next step lacks only its drafts (`reach`). The kernel that
+writes its inputs reads chains there; trees, and drafts of a step that is not prepared yet, go back by one copy.
 
 Every tensor-parallel rank verifies its own copy of the drafts, which rank 0 makes and broadcasts.
 """
@@ -29,6 +29,7 @@ from freedraft.engines.vllm.patching import share_logging
 from freedraft.engines.vllm.v2.drafting import HostDrafting, V2StepState
 from freedraft.engines.vllm.v2.lengths import GraphLengths
 from freedraft.engines.vllm.v2.next_step import NextStep, Stage
+from freedraft.engines.vllm.v2.requests import shared
 from freedraft.method import METHODS
 from freedraft.step import TOP_TOKENS
 
@@ -96,8 +97,8 @@ class MethodSpeculator(BaseSpeculator):
         """Make the buffers of drafts by slot, int64 [slots, 1 or 2, K]: tokens, and masks if there may be trees."""
         shape = self._states.max_num_reqs, 1 if self.trees is None else 2, self.length
         self._drafts = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        self._proposed = torch.zeros(shape, dtype=torch.int64, pin_memory=self._device.type != "cpu")
-        self._states.draft_tokens = self._drafts[:, 0]
+        self._proposed, seen = shared(shape, torch.int64, self._device)
+        self._states.draft_tokens, self._chains = self._drafts[:, 0], seen[:, 0] if self.trees is None else None
         if self.trees is not None:
             self.trees.masks = self._drafts[:, 1]
         if self.host is not None:
@@ -258,7 +259,9 @@ class MethodSpeculator(BaseSpeculator):
     def _copy(self, step: NextStep, drafted: bool) -> None:
         """Copy drafts to the device, on all ranks. The copy is one block of slots: a slot in it that was not in the
         step gets the drafts that it has once more, or none. In a pipeline, other steps verify theirs: one by one."""
-        if not step.alone:
+        if drafted and step.batch is not None and self._chains is not None:
+            pass  # the device reads them from the host's memory
+        elif not step.alone:
             self._drafts[step.slots] = self._proposed[step.slots].to(self._device) if drafted else 0
         elif drafted:
             self._drafts[step.rows].copy_(self._proposed[step.rows], non_blocking=True)
@@ -268,11 +271,12 @@ class MethodSpeculator(BaseSpeculator):
     def _place(self, batch: Any, drafted: bool) -> None:
         """Write drafts among the input tokens of the step that verifies them. batch: vLLM's InputBatch."""
         states, by_score = self._states, self.by_score if self.by_score is not None and self.by_score.late else None
+        drafts = self._chains if drafted and self._chains is not None else states.draft_tokens
         if by_score is not None:
             by_score.place(batch, drafted)
         batch.logits_indices = combine_sampled_and_draft_tokens(
             self.runner.input_buffers.input_ids, batch.idx_mapping, states.last_sampled_tokens, batch.query_start_loc,
-            batch.seq_lens, states.prefill_len.gpu, states.draft_tokens, batch.cu_num_logits, len(batch.logits_indices),
+            batch.seq_lens, states.prefill_len.gpu, drafts, batch.cu_num_logits, len(batch.logits_indices),
         )  # fmt: skip
         if by_score is not None:
             by_score.attention()
