@@ -1,7 +1,5 @@
 """Registration of methods in SGLang."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache, partial
 from typing import Any

@@ -1,7 +1,5 @@
 """`TreeVerifyWorker`: speculative worker that SGLang's scheduler calls in place of the target's own worker."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

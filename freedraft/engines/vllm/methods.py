@@ -6,8 +6,6 @@ and options become an attribute of the SpeculativeConfig, which reaches every pr
 the cache key of compiled graphs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os
