@@ -5,8 +5,6 @@ Plugins add sub-commands through entry points in the group `freedraft.commands`:
 Entry points are imported when called or listed; one that cannot be imported prints why.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from functools import partial

@@ -1,7 +1,5 @@
 """Typed options of a plugin, read from the engine's flags, a YAML file or the environment."""
 
-from __future__ import annotations
-
 import difflib
 import os
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """`freedraft doctor`: the installed engines, and hooked names that they lack."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`DraftModel`: the target model as a drafter of itself; `Recipe` and `Window`: what its passes skip, and read."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, NamedTuple

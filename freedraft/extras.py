@@ -1,7 +1,5 @@
 """Optional packages, installed with extras of freedraft."""
 
-from __future__ import annotations
-
 import importlib
 
 

@@ -1,7 +1,5 @@
 """Atomic, durable writes, and locks between processes."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

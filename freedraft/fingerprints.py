@@ -1,7 +1,5 @@
 """Identities that files are checked against: a tokenizer's vocabulary, the hardware of measurements."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

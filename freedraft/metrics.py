@@ -4,8 +4,6 @@ The client library is imported only when a drafter is built: it reads its multi-
 variable at import, which SGLang sets after loading plugins.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import socket

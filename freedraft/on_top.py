@@ -4,8 +4,6 @@
 The tokens of the other one ("below") are always verified. A draft that begins with all of them goes on behind.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace

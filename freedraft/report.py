@@ -1,7 +1,5 @@
 """`Report`: a log line about what drafting brings, after some minutes of serving, when that changes, and daily."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

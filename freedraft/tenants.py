@@ -1,7 +1,5 @@
 """What requests tell drafters: their tenant, from whose texts alone they are drafted, or that they want no drafts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

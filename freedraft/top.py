@@ -1,7 +1,5 @@
 """`freedraft top`: a live view of a server's drafter, from its metrics page."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

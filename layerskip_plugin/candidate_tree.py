@@ -1,7 +1,5 @@
 """SWIFT's dynamic verification: a greedy chain with the draft model's other candidates as siblings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

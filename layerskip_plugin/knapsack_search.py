@@ -10,8 +10,6 @@ All weights j are executed in one batch. States are chosen by their value after 
 that keeps the best `survivors` of each weight, not an exact optimum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 

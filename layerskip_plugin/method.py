@@ -1,7 +1,5 @@
 """`LayerSkipMethod`: the target drafts for itself, with some of its sublayers skipped, in any engine."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The options of layer skipping, the same on every engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """`PassTimes`: seconds of the parts of a pass, and resulting tokens per time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

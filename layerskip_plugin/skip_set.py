@@ -1,14 +1,12 @@
 """A skip set: which of a model's attention and MLP sublayers a draft pass skips."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from freedraft.draft_model import Recipe
 from freedraft.files import write_atomically
@@ -58,11 +56,11 @@ class SkipSet(Recipe):
                     )
 
     @classmethod
-    def empty(cls, n_layers: int, model: str = "") -> SkipSet:
+    def empty(cls, n_layers: int, model: str = "") -> Self:
         return cls(n_layers, frozenset(), frozenset(), model)
 
     @classmethod
-    def of_sublayers(cls, sublayers: Iterable[int], n_layers: int, model: str = "") -> SkipSet:
+    def of_sublayers(cls, sublayers: Iterable[int], n_layers: int, model: str = "") -> Self:
         """The set of these sublayers: 2i is the attention of layer i, 2i + 1 its MLP."""
         skipped = [int(s) for s in sublayers]
         attention, mlp = (frozenset(s // 2 for s in skipped if s % 2 == kind) for kind in (0, 1))
@@ -81,7 +79,7 @@ class SkipSet(Recipe):
         return fields | {"attention": sorted(self.attention), "mlp": sorted(self.mlp)}
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str = "skip set") -> SkipSet:
+    def from_dict(cls, values: Mapping[str, Any], source: str = "skip set") -> Self:
         """Raises ValueError, which names `source`, if a key is missing or wrong."""
         try:
             n_layers, model = values["n_layers"], values.get("model", "")
@@ -100,12 +98,12 @@ class SkipSet(Recipe):
         write_json(path, FORMAT, self.to_dict(), about)
 
     @classmethod
-    def load(cls, path: Path, n_layers: int | None = None, model: str | None = None) -> SkipSet:
+    def load(cls, path: Path, n_layers: int | None = None, model: str | None = None) -> Self:
         """Raises ValueError, one line, if the file is damaged or not of this model, see `require`."""
         values = read_json(path, FORMAT, "skip set")
         return cls.from_dict(values, str(path)).require(n_layers, model, str(path))
 
-    def require(self, n_layers: int | None = None, model: str | None = None, source: str = "skip set") -> SkipSet:
+    def require(self, n_layers: int | None = None, model: str | None = None, source: str = "skip set") -> Self:
         """Return the set if it has these layers and this fingerprint (None: any), else raise ValueError."""
         remedy = "make one with: freedraft calibrate skip-set"
         if n_layers is not None and n_layers != self.n_layers:

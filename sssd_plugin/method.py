@@ -1,7 +1,5 @@
 """`SssdMethod`: drafts from n-grams, in any engine."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 import threading

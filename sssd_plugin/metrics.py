@@ -1,7 +1,5 @@
 """Prometheus metrics of the n-gram sources, draft tokens and accepted tokens, and of the live datastore."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 

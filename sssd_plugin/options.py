@@ -1,7 +1,5 @@
 """The options of SSSD, the same on every engine."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal

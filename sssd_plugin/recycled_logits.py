@@ -7,8 +7,6 @@ last 1 to 4 tokens, so logits of one request serve all requests of its tenant.
 The table has a fixed number of entries in sets of `WAYS`; a new entry replaces the oldest of its set.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`RunningAnswers`: requests of a tenant draft from the answers that its other requests are writing."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`freedraft compare`: kinds of request to a plain and a drafting server, and which ones they answer differently."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

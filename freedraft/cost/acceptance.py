@@ -10,8 +10,6 @@ the newest steps, which notices within some ten steps that nothing is accepted a
 is 0 for nodes of draft passes. `kind` is the drafter's origin of a node: source and match length.
 """
 
-from __future__ import annotations
-
 from collections import namedtuple
 
 import numpy as np

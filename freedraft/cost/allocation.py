@@ -1,7 +1,5 @@
 """Chooses the nodes of a batch of drafts to verify: the likeliest ones, as many as pay (compiled)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from freedraft.compiled import compiled

@@ -5,8 +5,6 @@ likeliest nodes of the batch, a step yields b + p_1 + ... + p_n tokens in t(b + 
 verified; it may be 0 (the tokens per time of KnapSpec, over a batch).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

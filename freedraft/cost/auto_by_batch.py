@@ -6,8 +6,6 @@ y(k) from the newest drafts. The k of the best ratio is drafted; it may be 0. Wh
 still runs occasionally, which costs little and shows what drafts would bring.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """`Controller`: decides how much a step drafts; `Knee` (SSSD paper, section 3.2) and `FullLength`."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

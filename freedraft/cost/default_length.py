@@ -1,7 +1,5 @@
 """How many draft tokens per request are the default: as many as gain something, if an engine's memory holds them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

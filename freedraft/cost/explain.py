@@ -1,7 +1,5 @@
 """Predictions of the cost model for a model on some hardware: step times and draft lengths by batch size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

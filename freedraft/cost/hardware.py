@@ -1,7 +1,5 @@
 """`HardwareProfile`: speed figures of an accelerator, for the cost model."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Annotated, Literal, Self, cast

@@ -1,8 +1,6 @@
 """`Measured`: the times of steps and draft passes, and acceptance, learnt while serving; `Head`: what is learnt of a
 drafter that n-grams are on top of. They decide nothing."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path

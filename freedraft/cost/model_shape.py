@@ -1,8 +1,6 @@
 """`ModelShape`: the dimensions of a decoder, read from its Hugging Face configuration; `state_bytes`: the same of its
 recurrent states."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

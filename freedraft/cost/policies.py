@@ -1,8 +1,6 @@
 """The controller of a policy; and draft lengths by batch size that the cost model expects to pay (possibly 0), for
 engines that decide them before drafting (vLLM's `num_speculative_tokens_per_batch_size`)."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import suppress
 from pathlib import Path

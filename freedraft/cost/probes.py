@@ -1,7 +1,5 @@
 """Exploration: `ProbeSchedule` decides when, `Probes` of the controllers also what to try."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Measures a machine's roofline (FLOP/s and bandwidth) in a few seconds."""
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

@@ -1,7 +1,5 @@
 """The roofline of a decoding step: arXiv 2411.05894, appendix B, Table 2, and the same for MLA and MoE."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`StepTimes`: seconds of steps and draft passes: the roofline, corrected by times measured while serving."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

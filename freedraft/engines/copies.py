@@ -1,7 +1,5 @@
 """`Copied`: a tensor on its way from the device to the host; `LogitsCopy`: the likeliest tokens at a step's nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,8 +1,6 @@
 """Hooked names of an engine, as data: one table per engine, checked before registration; the line that logs or ends a
 start."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

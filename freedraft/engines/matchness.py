@@ -1,8 +1,6 @@
 """`SetScores`: how well recipes would have drafted the newest tokens of a request, by a pre-norm decoder under several
 skip sets at once, sublayer by sublayer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol

@@ -1,8 +1,6 @@
 """`prediction` of OpenAI's API: a text that the client expects the answer to repeat, from which its request is drafted
 for, and no other."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from bisect import bisect_left

@@ -1,7 +1,5 @@
 """Chooses the implementation of an operation: Triton or the torch reference."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """`TreeInputs`: the target model's inputs for draft trees: token ids, positions and the tree mask."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """`KVPool`: the paged KV cache, and compaction of accepted paths in it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

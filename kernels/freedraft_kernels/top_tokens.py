@@ -1,7 +1,5 @@
 """`top_tokens`: the likeliest next tokens at each node, and their log-probabilities."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

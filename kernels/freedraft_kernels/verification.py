@@ -7,8 +7,6 @@ probability of its token, as in rejection sampling with deterministic drafts (Sp
 drafts).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """`warm_up`: compiles kernels before the first step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`Common`: the options that all searches of `freedraft calibrate` have."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated

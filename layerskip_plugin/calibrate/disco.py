@@ -1,7 +1,5 @@
 """DISCO's classifier: trained on recorded verifications, and compared with plainer rules by tokens per time."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple

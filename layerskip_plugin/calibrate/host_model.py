@@ -4,14 +4,12 @@ Every token of a text is drafted as in an engine's first draft pass: its hidden 
 and it attends to the whole model's KV of all earlier tokens and to its own draft KV.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -89,7 +87,7 @@ class HostModel:
         self._check()
 
     @classmethod
-    def load(cls, folder: Path, device: str = "cpu", dtype: str = "auto") -> HostModel:
+    def load(cls, folder: Path, device: str = "cpu", dtype: str = "auto") -> Self:
         """Load the model in a Hugging Face folder, in the checkpoint's dtype by default; device "auto" takes the GPUs
         where there are some. Raises ValueError for no such model or device, or a model that is built differently."""
         from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """KnapSpec's search on calibration texts, and its evaluation by tokens per time (arXiv 2602.20217)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial

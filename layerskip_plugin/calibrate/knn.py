@@ -1,7 +1,5 @@
 """KNN-SSD offline: anchors of domains, from the last hidden states of their prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,12 +1,10 @@
 """Calibration text: prompts from JSONL files, with the model's own answers."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 PROMPT_KEYS = ("prompt", "question", "turns", "text")
 MAX_PROMPT_TOKENS = 384
@@ -19,7 +17,7 @@ class Prompts:
     sha256: str  # of the file, 16 digits
 
     @classmethod
-    def load(cls, path: Path) -> Prompts:
+    def load(cls, path: Path) -> Self:
         """Read JSONL with one of `PROMPT_KEYS` in each line, of "turns" the first; raises ValueError with the line."""
         if not path.is_file():
             raise ValueError(f"data: {path} does not exist")

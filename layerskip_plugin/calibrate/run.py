@@ -1,7 +1,5 @@
 """`Run`: shared parts of searches: the model, its answers to the prompts, and progress bars."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial

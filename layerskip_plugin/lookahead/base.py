@@ -1,7 +1,5 @@
 """`Lookahead`: a policy that decides after each drafted token which requests draft one more; those without costs."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Draft while one more token is expected to pay; draft nothing if no length pays."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

@@ -1,10 +1,8 @@
 """DISCO (Mamou et al. 2024): a small classifier predicts whether the token just drafted will be accepted."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +52,7 @@ class Classifier:
         write_json(path, FORMAT, fields, about)
 
     @classmethod
-    def load(cls, path: Path, model: str | None = None) -> Classifier:
+    def load(cls, path: Path, model: str | None = None) -> Self:
         """Read what `save` wrote; raises ValueError, one line, if it is damaged or trained on another model."""
         values = read_json(path, FORMAT, "disco")
         with undamaged("disco", path):

@@ -1,7 +1,5 @@
 """Recorded verifications: features of drafted tokens, and whether they were accepted."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
@@ -10,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +43,7 @@ class Verifications:
     def __len__(self) -> int:
         return len(self.accepted)
 
-    def where(self, chosen: NDArray[Any]) -> Verifications:
+    def where(self, chosen: NDArray[Any]) -> Self:
         return replace(self, **{name: getattr(self, name)[chosen] for name in ARRAYS})
 
     def save(self, path: Path) -> None:
@@ -56,7 +54,7 @@ class Verifications:
         write_atomically(path, file.getvalue(), mode=0o666)
 
     @classmethod
-    def load(cls, path: Path) -> Verifications:
+    def load(cls, path: Path) -> Self:
         """Read what `save` wrote; raises ValueError, one line that names the file, if it is damaged."""
         try:
             with np.load(path, allow_pickle=False) as file:

@@ -1,7 +1,5 @@
 """A selection decides which skip set suits each request."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 

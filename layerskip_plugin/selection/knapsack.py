@@ -1,11 +1,9 @@
 """KnapSpec with a plan: each context length has its own set and draft length."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,7 +49,7 @@ class Plan:
     @classmethod
     def load(
         cls, path: Path, n_layers: int | None = None, model: str | None = None, hardware: str | None = None
-    ) -> Plan:
+    ) -> Self:
         """Read a file of `save`; raises ValueError, one line, if it is damaged or of another model or hardware."""
         values = read_json(path, FORMAT, "knapsack plan")
         with undamaged("knapsack plan", path):

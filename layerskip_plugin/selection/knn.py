@@ -1,12 +1,10 @@
 """KNN-SSD: a skip set per domain; the nearest anchor to its prompt decides a request's domain."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +56,7 @@ class Domains:
         write_json(path, FORMAT, fields, about)
 
     @classmethod
-    def load(cls, path: Path, n_layers: int | None = None, model: str | None = None) -> Domains:
+    def load(cls, path: Path, n_layers: int | None = None, model: str | None = None) -> Self:
         """Read what `save` wrote; raises ValueError, one line, if it is damaged or of another model."""
         values = read_json(path, FORMAT, "knn")
         with undamaged("knn", path):

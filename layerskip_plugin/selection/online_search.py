@@ -1,7 +1,5 @@
 """Searches while serving: SWIFT (Xia et al. 2025) and KnapSpec (arXiv 2602.20217)."""
 
-from __future__ import annotations
-
 import logging
 import time
 import warnings

@@ -1,7 +1,5 @@
 """`freedraft datastore`: build, look at and check datastores."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

@@ -1,7 +1,5 @@
 """`DatastoreError`: one clear line that names the file and the remedy."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`Record`: a learnt document; `Erasure`: documents to forget; `PendingRecords`: documents still to be written."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter, deque

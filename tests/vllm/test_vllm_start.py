@@ -15,7 +15,7 @@ from rich.console import Console
 from freedraft import doctor
 from freedraft.config import ConfigError
 from freedraft.engines.hooks import Hook, check, installed_version
-from freedraft.engines.vllm import methods, patching
+from freedraft.engines.vllm import hooks, methods, patching
 from freedraft.engines.vllm.context import start_line
 from freedraft.engines.vllm.hooks import DISTRIBUTIONS, HOOKS, MODEL_HOOKS, OPTIONAL_HOOKS
 from tests.support.model_classes import save_config
@@ -166,7 +166,7 @@ def test_a_runner_that_the_method_cannot_have(tiny_model, monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     assert config_of(tiny_model, dict(GOOD)).speculative_config.method == "custom_class"
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    monkeypatch.setattr(methods, "V2_HOOKS", (*methods.V2_HOOKS, Hook("vllm.no_such_module", purpose="a test")))
+    monkeypatch.setattr(hooks, "V2_HOOKS", (*hooks.V2_HOOKS, Hook("vllm.no_such_module", purpose="a test")))
     message = refusal(tiny_model, dict(GOOD))
     assert "'sssd'" in message and "vllm.no_such_module" in message and "VLLM_USE_V2_MODEL_RUNNER" in message
 

@@ -1,7 +1,5 @@
 """The speculative algorithm as SGLang's core sees it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

@@ -2,8 +2,6 @@
 `AcceptedTokens`: asynchronous host copies of the tokens that each step accepts; `EarlyFutureMap`: SGLang's relay to
 the next step."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -5,8 +5,6 @@ backend built for one width. Each further width gets its own, built as SGLang bu
 swapped in for the pass.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect

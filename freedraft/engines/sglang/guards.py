@@ -1,7 +1,5 @@
 """Checks at start: setups that cannot verify drafts are rejected with the reason and what works instead."""
 
-from __future__ import annotations
-
 import os
 from typing import Any, Literal, NamedTuple
 

@@ -4,8 +4,6 @@ SGLang compares the algorithm's name in many places. So it becomes the head's be
 attribute of ServerArgs, which reaches every process.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Tables of the SGLang names that freedraft calls, wraps or reads, checked before registration and by the doctor."""
 
-from __future__ import annotations
-
 from freedraft.engines.hooks import table
 from freedraft.engines.sglang_cpu import NAME, torchvision_stand_in
 

@@ -6,8 +6,6 @@ begins with them goes on behind, so a step has at least the head's tokens. The h
 the head run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar

@@ -1,8 +1,6 @@
 """`Passes`: SGLang's forward passes with another function in place of the model, whose layers have to be plain; the
 sublayers that a recipe keeps."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import importlib

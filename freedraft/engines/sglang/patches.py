@@ -1,7 +1,5 @@
 """Patches of SGLang 0.5.23 where it has no extension point."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

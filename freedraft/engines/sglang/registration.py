@@ -1,25 +1,11 @@
 """Registration of methods in SGLang."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache, partial
 from typing import Any
 
 from freedraft.engines.hooks import check, installed_version
-from freedraft.engines.sglang import heads, patches, streams
-from freedraft.engines.sglang.hooks import (
-    CORPUS_HOOKS,
-    CPU_HOOKS,
-    DEVICE_HOOKS,
-    DISTRIBUTIONS,
-    HEAD_HOOKS,
-    HOOKS,
-    LORA_HOOKS,
-    MODEL_HOOKS,
-    PREDICTION_HOOKS,
-    SESSION_HOOKS,
-)
+from freedraft.engines.sglang import heads, hooks, patches, streams
 from freedraft.engines.sglang_cpu import choose_cpu, register_platform, selected
 from freedraft.method import METHODS, REPLACED, MethodSpec
 from freedraft.on_top import register_installed
@@ -35,13 +21,13 @@ def register_all() -> None:
 def register(spec: MethodSpec) -> bool:
     """Make SGLang accept `--speculative-algorithm <name>`. Called in every SGLang process; never raises. Returns
     whether the method is registered; False, with one log line, if this SGLang lacks a required hook."""
-    missing = check(HOOKS + (MODEL_HOOKS if spec.runs_model else ()) + (CPU_HOOKS if selected() else ()))
-    if missing:
+    needed = hooks.HOOKS + (hooks.MODEL_HOOKS if spec.runs_model else ())
+    if missing := check(needed + (hooks.CPU_HOOKS if selected() else ())):
         logger.warning(
             "freedraft: speculative algorithm '%s' is not registered: SGLang %s lacks what it needs (%s); "
             "'freedraft doctor' says which versions are tested",
             spec.name,
-            installed_version(DISTRIBUTIONS),
+            installed_version(hooks.DISTRIBUTIONS),
             "; ".join(missing),
         )
         return False
@@ -76,21 +62,21 @@ def _patch_once() -> None:
         SpeculativeAlgorithm.register(name.upper(), supports_overlap=True, spec_class=Replaced)(lambda _: object)
     HookRegistry.register(patches.ROW_ROOM, patches.room_for_drafts, HookType.AROUND)
     HookRegistry.register(patches.UPDATE_STATES, patches.keep_rows_of_states, HookType.AROUND)
-    if not check(HEAD_HOOKS):
+    if not check(hooks.HEAD_HOOKS):
         HookRegistry.register(heads.RESOLVE, heads.rename, HookType.AROUND)
         HookRegistry.register(heads.COMPLETE, heads.complete, HookType.AROUND)
         HookRegistry.register(heads.CREATE_WORKER, heads.with_ngrams, HookType.AROUND)
-    if not check(DEVICE_HOOKS):
+    if not check(hooks.DEVICE_HOOKS):
         HookRegistry.register(patches.CHOOSE_DEVICE, patches.refuse_without_device, HookType.BEFORE)
         HookRegistry.register(patches.CHOOSE_DEVICE, choose_cpu, HookType.BEFORE)
-    if not check(LORA_HOOKS):
+    if not check(hooks.LORA_HOOKS):
         HookRegistry.register(patches.LORA_CHECK, patches.let_adapters_through, HookType.AROUND)
-    if not check(SESSION_HOOKS):
+    if not check(hooks.SESSION_HOOKS):
         HookRegistry.register(patches.NEXT_TURN, patches.cut_last_turn, HookType.BEFORE)
-    if not check(CORPUS_HOOKS):
+    if not check(hooks.CORPUS_HOOKS):
         patches.let_corpora_through()
     streams.register_stream_hooks()
-    if not check(PREDICTION_HOOKS):
+    if not check(hooks.PREDICTION_HOOKS):
         HookRegistry.register(patches.ANSWER, patches.answer, HookType.AROUND)
     if selected():
         register_platform()

@@ -1,8 +1,6 @@
 """Accessors for SGLang's requests: tokens, tenant, limits and outcome."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +28,7 @@ class Tracked(NamedTuple):
     limit: int
 
     @classmethod
-    def of(cls, request: Any) -> Tracked:
+    def of(cls, request: Any) -> Self:
         length = len(request.origin_input_ids) + len(request.output_ids)
         padding = len(request.origin_input_ids) - len(request.origin_input_ids_unpadded)
         # SGLang has limited `max_new_tokens` to the maximum context.

@@ -1,7 +1,5 @@
 """`Room` of an SGLang engine, before it starts."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any

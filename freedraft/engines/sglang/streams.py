@@ -1,7 +1,5 @@
 """Streams bring each token alone, as without drafts: endpoints and parsers lose or misplace text of several."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing

@@ -1,7 +1,5 @@
 """Verification of draft trees: from the logits of their nodes to the accepted tokens and the KV that is kept."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import replace

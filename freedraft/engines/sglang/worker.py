@@ -1,7 +1,5 @@
 """`TreeVerifyWorker`: speculative worker that SGLang's scheduler calls in place of the target's own worker."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -36,14 +34,7 @@ from freedraft.engines.sglang.algorithm import TreeAlgorithm, context_of_worker,
 from freedraft.engines.sglang.drafting import AcceptedTokens, BatchDrafting
 from freedraft.engines.sglang.graphs import WidthGraphs
 from freedraft.engines.sglang.guards import BACKENDS, shape_for, verify_backend_of, widths_for
-from freedraft.engines.sglang.verify import (
-    BYTES_OF_EACH,
-    Ranks,
-    TreeVerifier,
-    alters_logits,
-    rows_at_once,
-    tree_links,
-)
+from freedraft.engines.sglang.verify import BYTES_OF_EACH, Ranks, TreeVerifier, alters_logits, rows_at_once, tree_links
 from freedraft.guarded_method import GuardedMethod
 from freedraft.method import MethodSpec
 

@@ -1,7 +1,5 @@
 """`SGLANG_PLATFORM=freedraft_cpu` serves SGLang, speculation included, without a GPU. This is its entry point."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

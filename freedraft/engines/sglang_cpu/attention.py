@@ -1,8 +1,6 @@
 """Tree attention for the CPU platform: SGLang's torch backend with TARGET_VERIFY added; and its KV pool without
 Triton."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """SGLang on any CPU, in plain torch: stock SGLang needs the AMX build of its kernels and verifies no trees there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

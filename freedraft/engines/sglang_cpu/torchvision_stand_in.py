@@ -4,8 +4,6 @@ SGLang imports torchvision at start-up for models with images; PyPI's build of i
 which serves text only, modules of that name let the imports pass and fail at the first use.
 """
 
-from __future__ import annotations
-
 import importlib.abc
 import importlib.machinery
 import importlib.util

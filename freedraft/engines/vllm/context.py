@@ -1,7 +1,5 @@
 """`EngineContext` of a vLLM engine, in its front end and in its workers; and the log line at start."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any

@@ -4,8 +4,6 @@ A graph reads buffers that are filled before each replay; a batch between two si
 that of the capture: for the backends in `BACKENDS`, all of it that depends on the batch lies in these buffers.
 """
 
-from __future__ import annotations
-
 import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence

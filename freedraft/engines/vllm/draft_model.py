@@ -1,8 +1,6 @@
 """`PagedDraftModel`: the target as a drafter of itself, over vLLM's own weights and paged KV cache; `PagedDraftRound`:
 its passes of one step, which write to reserved slots only."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """`Forward`: runs modules of the target in vLLM's forward context, over its paged KV cache; `Pages`: block tables of a
 step's requests. `Step.engine` returns them for draft passes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

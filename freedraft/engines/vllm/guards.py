@@ -1,7 +1,5 @@
 """Settings that methods cannot draft with, refused before the engine starts."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Mapping

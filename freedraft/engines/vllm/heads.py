@@ -1,7 +1,5 @@
 """N-grams on top of a drafter that vLLM runs ("head"): `{"method": "sssd+mtp", ...}`, with the options of both."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from freedraft.config import ConfigError

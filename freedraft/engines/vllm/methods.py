@@ -6,8 +6,6 @@ and options become an attribute of the SpeculativeConfig, which reaches every pr
 the cache key of compiled graphs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import os
@@ -19,7 +17,7 @@ from pydantic import ValidationError
 from freedraft.config import ConfigError, PluginOptions, suggestion
 from freedraft.cost.auto_by_batch import candidate_lengths
 from freedraft.engines.hooks import Hook, check, installed_version, stop_start
-from freedraft.engines.vllm import guards, heads
+from freedraft.engines.vllm import guards, heads, hooks, patching
 from freedraft.engines.vllm.context import (
     ADAPTIVE,
     ATTRIBUTE,
@@ -30,28 +28,8 @@ from freedraft.engines.vllm.context import (
     engine_context,
 )
 from freedraft.engines.vllm.heads import refusal
-from freedraft.engines.vllm.hooks import (
-    AOT_SWITCH,
-    CONFIG_HOOKS,
-    DISTRIBUTIONS,
-    HEAD_HOOKS,
-    MODEL_HOOKS,
-    RUNNER_HOOKS,
-    SCHEDULER_HOOKS,
-    V2_HOOKS,
-)
 from freedraft.engines.vllm.outputs import add_salt, take_predictions
-from freedraft.engines.vllm.patching import (
-    MARK,
-    after,
-    before,
-    rewritten,
-    share_logging,
-    signature_of,
-    start_with_numba_loaded,
-    unless,
-    wrap_once,
-)
+from freedraft.engines.vllm.patching import MARK, after, before, rewritten, signature_of, unless, wrap_once
 from freedraft.engines.vllm.room import USAGE
 from freedraft.engines.vllm.streams import stream_by_token
 from freedraft.engines.vllm.v2.lengths import agree_on_lengths, receive_lengths
@@ -83,8 +61,8 @@ def register_all() -> None:
 def register(spec: MethodSpec) -> bool:
     """Make vLLM accept a method. Safe to call in every process and more than once; never raises. Returns whether the
     method is registered; False, with a log line, if this vLLM lacks a required hook."""
-    share_logging()
-    if missing := check(CONFIG_HOOKS):
+    patching.share_logging()
+    if missing := check(hooks.CONFIG_HOOKS):
         _warn(spec, missing, "not registered")
         return False
     from vllm.config import VllmConfig
@@ -94,9 +72,9 @@ def register(spec: MethodSpec) -> bool:
     from vllm.v1.core.sched.output import NewRequestData
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    start_with_numba_loaded()
+    patching.start_with_numba_loaded()
     METHODS[spec.name] = spec
-    if spec.runs_model and not check(MODEL_HOOKS):
+    if spec.runs_model and not check(hooks.MODEL_HOOKS):
         _reserve_slots()
     wrap_once(EngineArgs, "create_speculative_config", _with_methods)
     wrap_once(EngineArgs, "create_engine_config", _check_window)
@@ -104,7 +82,7 @@ def register(spec: MethodSpec) -> bool:
     # vLLM refuses `min_p` and `logit_bias` with drafts, which its rejection samplers ignore. Ours on V1 applies them.
     wrap_once(SamplingParams, "_validate_spec_decode", unless(_is_v1))
     wrap_once(Scheduler, "_update_request_with_output", after(_resume_at_stop))
-    if not check(SCHEDULER_HOOKS):
+    if not check(hooks.SCHEDULER_HOOKS):
         wrap_once(Scheduler, "update_from_output", before(receive_lengths))
         agree_on_lengths()
     if hasattr(VllmConfig, "_maybe_disable_dynamic_sd_for_v1"):
@@ -164,7 +142,7 @@ def _warn(spec: MethodSpec, missing: list[str], consequence: str) -> None:
     logger.warning(
         "freedraft: %s: vLLM %s lacks what speculative method '%s' needs (%s); "
         "'freedraft doctor' says which versions are tested",
-        consequence, installed_version(DISTRIBUTIONS), spec.name, "; ".join(missing),
+        consequence, installed_version(hooks.DISTRIBUTIONS), spec.name, "; ".join(missing),
     )  # fmt: skip
 
 
@@ -188,9 +166,9 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
     except ConfigError as error:
         stop_start(error)
     config = ENGINE_METHOD[v2] | config
-    hooks: tuple[Hook, ...] = V2_HOOKS if v2 else RUNNER_HOOKS
-    hooks += MODEL_HOOKS if spec.runs_model else ()
-    if missing := check(hooks):
+    needed: tuple[Hook, ...] = hooks.V2_HOOKS if v2 else hooks.RUNNER_HOOKS
+    needed += hooks.MODEL_HOOKS if spec.runs_model else ()
+    if missing := check(needed):
         _warn(spec, missing, "serving without speculation")
         with rewritten(args, None):
             return original(args, *others, **kwargs)
@@ -206,7 +184,7 @@ def _with_methods(original: Callable[..., Any], args: Any, *others: Any, **kwarg
             config[SCHEDULE], learnt = found
     except ConfigError as error:
         stop_start(error)
-    if spec.runs_model and AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
+    if spec.runs_model and hooks.AOT_SWITCH.problem():  # before vLLM 0.33: for all modules, or for none
         os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
     with rewritten(args, config):
         made = original(args, *others, **kwargs)
@@ -236,7 +214,7 @@ def _with_head(
         heads.check(spec, head, config, options, v2=runs_v2(args, spec))
     except ConfigError as error:
         stop_start(error)
-    missing = check(V2_HOOKS + HEAD_HOOKS)
+    missing = check(hooks.V2_HOOKS + hooks.HEAD_HOOKS)
     with rewritten(args, config):
         try:
             made = original(args, *others, **kwargs)
@@ -299,12 +277,12 @@ def runs_v2(engine_args: Any, spec: MethodSpec) -> bool:
     from vllm.utils import platform_utils
 
     asked = getattr(envs, "VLLM_USE_V2_MODEL_RUNNER", False)
-    missing = check(V2_HOOKS) if HAS_TRITON or asked else ["Triton"]
+    missing = check(hooks.V2_HOOKS) if HAS_TRITON or asked else ["Triton"]
     if not missing and not platform_utils.is_uva_available():
         missing = ["pinned memory, through which tokens and drafts go"]
     if asked and missing:
         lacks = f"lacks what it needs ({'; '.join(missing)})"
-        version = installed_version(DISTRIBUTIONS)
+        version = installed_version(hooks.DISTRIBUTIONS)
         raise refusal(spec, f"model runner V2 of vLLM {version} {lacks}: unset VLLM_USE_V2_MODEL_RUNNER")
     stock = HAS_TRITON and not (
         getattr(engine_args, "enable_dbo", False)
@@ -361,7 +339,7 @@ def _check(
     config: dict[str, Any], shape: str, *, v2: bool, given: bool, head: int = 0,
 ) -> EngineContext:  # fmt: skip
     """The engine's context; `config` gets a length that fits. Raises ConfigError for settings that would fail later."""
-    share_logging()  # vLLM sets up its own once plugins are loaded
+    patching.share_logging()  # vLLM sets up its own once plugins are loaded
     try:
         guards.check_ranks(engine_args, v2=v2, layers=spec.runs_model or bool(head))
         guards.check_states(model_config, v2=v2)

@@ -1,8 +1,6 @@
 """What drafting takes from vLLM's requests: tenant, the length up to which they have drafts, the end of the output; and
 the `prediction` in requests to its server."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any

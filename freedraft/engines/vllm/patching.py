@@ -1,7 +1,5 @@
 """Helpers: replace a function of vLLM once, and arguments for a while; log by vLLM's handlers; fix its CPU platform."""
 
-from __future__ import annotations
-
 import builtins
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """`Room` of a vLLM engine, before it starts."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

@@ -1,13 +1,11 @@
 """Streams bring each token alone, as without drafts: endpoints and parsers lose or misplace text of several."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 from freedraft.engines.hooks import check
 from freedraft.engines.vllm.hooks import STREAM_HOOKS
@@ -21,7 +19,7 @@ class TextOfTokens(str):
 
     parts: list[str]
 
-    def __new__(cls, parts: Iterable[str]) -> TextOfTokens:
+    def __new__(cls, parts: Iterable[str]) -> Self:
         made = super().__new__(cls, "".join(parts := list(parts)))
         made.parts = parts
         return made

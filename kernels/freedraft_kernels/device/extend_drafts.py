@@ -1,7 +1,5 @@
 """`extend_drafts`: n-grams behind the drafts of a model's own drafter."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

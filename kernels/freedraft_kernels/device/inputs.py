@@ -1,7 +1,5 @@
 """Triton kernel of `freedraft_kernels.inputs.tree_inputs`."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Triton kernel of `freedraft_kernels.kv_pool.KVPool.compact`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

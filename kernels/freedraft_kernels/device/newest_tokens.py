@@ -1,7 +1,5 @@
 """`newest_tokens`: the new tokens of a decoding step, packed for the host."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """Triton kernels of `freedraft_kernels.top_tokens.top_tokens`: one pass over the logits, then the best blocks."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -1,7 +1,5 @@
 """`write_tree_pages`: what FlashAttention reads of a paged KV cache for draft trees, from their masks."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

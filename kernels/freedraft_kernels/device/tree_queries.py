@@ -1,7 +1,5 @@
 """`write_tree_queries`: keys, positions and parents of a step's tokens, from requests' trees."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The Triton kernel of `freedraft_kernels.verification`: one program per request walks down its tree."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

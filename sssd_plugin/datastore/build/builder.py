@@ -1,8 +1,6 @@
 """`StoreBuilder`: writes a datastore from a stream of token ids, or of other datastores, in bounded memory; it appears
 complete, or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import glob

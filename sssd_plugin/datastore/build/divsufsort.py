@@ -5,8 +5,6 @@ suffixes of ids; the others are dropped. They are compared beyond the end of the
 `sorted_arrays` may be in another order.
 """
 
-from __future__ import annotations
-
 import importlib.util
 
 import numpy as np

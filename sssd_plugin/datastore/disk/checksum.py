@@ -1,8 +1,6 @@
 """Files of numbers with digests per block, to locate damage and verify in parallel. The same pass checks the numbers,
 since compiled code reads them unchecked."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable

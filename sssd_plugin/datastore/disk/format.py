@@ -14,8 +14,6 @@ Keys may be added to the manifest, its sub-indices and files: readers ignore unk
 when the arrays or these rules do.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
@@ -141,7 +139,7 @@ class Manifest(ChecksummedManifest, frozen=True):
     sub_indices: tuple[SubIndexEntry, ...]
 
     @model_validator(mode="after")
-    def _sizes_agree(self) -> Manifest:
+    def _sizes_agree(self) -> Self:
         if len({sub.name for sub in self.sub_indices}) != len(self.sub_indices):
             raise ValueError("two sub-indices have the same name")
         for sub in self.sub_indices:

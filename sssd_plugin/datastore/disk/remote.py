@@ -1,7 +1,5 @@
 """`UrlFolder`: files at a URL; `local_copy`: the copy, on this host, of a store there."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

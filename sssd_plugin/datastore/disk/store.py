@@ -1,9 +1,7 @@
 """`Datastore`: a store on disk, opened read-only for drafting; `audit`: checks of its contents beyond checksums."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -28,7 +26,7 @@ class Datastore(NamedTuple):
     def open(
         cls, path: Path | str, *, vocab_size: int | None = None, fingerprint: str | None = None, verify: bool = True,
         sha256: str | None = None,
-    ) -> Datastore:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """Open the store at `path`. Raises DatastoreError: missing, truncated, corrupted, foreign or newer than this
         version reads.
 

@@ -5,8 +5,6 @@ change is complete or absent after a crash, and no copy of old pages remains, un
 overwrites rows (secure_delete), and VACUUM removes copies from the free space of pages.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

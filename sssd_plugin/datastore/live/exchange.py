@@ -10,8 +10,6 @@ name. Readers skip documents that they have had, by server and number. Expired b
 has erasures and batches, so no reader takes a document that was erased before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import logging
@@ -21,7 +19,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -66,7 +64,7 @@ class Listing(NamedTuple):
     strange: set[str]
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int]) -> Listing:
+    def of(cls, sizes: Mapping[str, int]) -> Self:
         listing = cls([], {}, [], set())
         for name, size in sorted(sizes.items()):
             if (match := _BATCH.fullmatch(name)) and size <= _MAX_BYTES:

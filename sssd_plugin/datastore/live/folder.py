@@ -7,8 +7,6 @@
 All files have mode 0600. Suffix arrays are not stored: sorting is faster than verifying a stored order.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -17,7 +15,7 @@ import secrets
 import time
 from io import FileIO
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -43,7 +41,7 @@ class LiveManifest(ChecksummedManifest, frozen=True):
     isolation: Isolation  # narrowest isolation of all learnt text
 
     @classmethod
-    def of(cls, folder: Path) -> LiveManifest | None:
+    def of(cls, folder: Path) -> Self | None:
         """Return the manifest of a live folder; None if nothing was learnt there. Raises DatastoreError: see
         `ChecksummedManifest.read`; or there are documents without a manifest."""
         path = folder / MANIFEST
@@ -54,7 +52,7 @@ class LiveManifest(ChecksummedManifest, frozen=True):
                 raise DatastoreError(f"{path} is missing though {FILE} is there: restore it, or {cls.REMEDY}")
         return None
 
-    def admitting(self, folder: Path | str, server: LiveManifest, alone: bool) -> LiveManifest:
+    def admitting(self, folder: Path | str, server: Self, alone: bool) -> Self:
         """Return the manifest after admitting a server that would write another one, alone or not. Raises
         DatastoreError: it is not admitted."""
         there, here, fingerprints = self.isolation, server.isolation, {self.fingerprint, server.fingerprint} - {None}

@@ -1,7 +1,5 @@
 """`Log`: the documents of a live store in a file shared by processes of a host, which follow each other's changes."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

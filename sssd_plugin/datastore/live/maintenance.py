@@ -1,7 +1,5 @@
 """Maintenance of a live folder or URL from outside, with or without servers learning there."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from datetime import UTC, datetime

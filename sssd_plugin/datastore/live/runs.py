@@ -5,8 +5,6 @@ become runs, which one background thread merges into larger ones. Runs are immut
 their addresses, and every change makes a new view, so a step has one state for its whole batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

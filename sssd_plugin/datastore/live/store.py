@@ -1,8 +1,6 @@
 """`LiveStore`: outputs of finished requests become datastore at the next step (arXiv 2411.05894, 3.1.3); `check_live`:
 whether one would open."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 import threading

@@ -1,7 +1,5 @@
 """`Tenant`: the runs of one tenant's text."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from sssd_plugin.datastore.index.runs import Run, View

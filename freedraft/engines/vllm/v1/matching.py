@@ -7,8 +7,6 @@ does not depend on drafts: with a seed it is plain decoding's, and the request's
 token.
 """
 
-from __future__ import annotations
-
 from copy import copy
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 vLLM's custom proposers get neither request ids nor scheduled draft tokens nor the ends of requests; the hooks add them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
