@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -225,7 +225,10 @@ class Drafter:
                 first, *others = (tuple(array[a:b] for array in arrays) for a, b in pairwise(bounds))
                 memory = iter(self._memory)
                 waiting = [self._pool.submit(draft_batch, other, next(memory), *same) for other in others]
-                draft_batch(first, next(memory), *same)
+                try:
+                    draft_batch(first, next(memory), *same)
+                finally:
+                    wait(waiting)  # no draft begins while one still has memory
                 for future in waiting:
                     future.result()
         return out
