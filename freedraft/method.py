@@ -94,9 +94,10 @@ class Method:
         max_draft_len = controller.plan(step) if verifies or self.on_host else 0
         if max_draft_len and self.on_host and controller.chosen is not None:
             step = replace(step, capacities=step.capacities * controller.chosen)
+        self.unmatched = np.zeros(step.batch_size, np.bool_)
         draft = self.propose(step, max_draft_len) if max_draft_len else DraftBatch.roots(step.roots)
-        looked = max_draft_len and self.on_host
-        self.unmatched = (draft.counts <= 1) & (step.capacities > 0) if looked else np.zeros(step.batch_size, np.bool_)
+        if max_draft_len and self.on_host:
+            self.unmatched = (draft.counts <= 1) & (step.capacities > 0)
         if verifies:
             draft.limit(step.capacities, step.trees)
         if max_draft_len:
