@@ -90,7 +90,7 @@ class Method:
         controller = self.controller
         controller.learn(step)
         self.update(step)
-        controller.budget, verifies = 0, step.most > 0
+        controller.budget, verifies = 0, bool(step.most)
         max_draft_len = controller.plan(step) if verifies or self.on_host else 0
         if max_draft_len and self.on_host and controller.chosen is not None:
             step = replace(step, capacities=step.capacities * controller.chosen)
