@@ -275,7 +275,10 @@ def layers(vllm: Any, sglang: Any, *windows: Any) -> Screen:
     )  # fmt: skip
 
 
-@question("What does it cost?", "cost", "drafter.json", "drafter-stores.json parsers-vllm.json parsers-sglang.json")
+@question(
+    "What does it cost?", "cost", "drafter.json",
+    "draft-times.json drafter-stores.json parsers-vllm.json parsers-sglang.json",
+)  # fmt: skip
 def cost(measured: Any) -> Screen:
     found: dict[str, dict[float, Value]] = {}
     for name, took in measured["draft_us_per_call"].items():
@@ -288,6 +291,8 @@ def cost(measured: Any) -> Screen:
         {row["at"]: float(row["value"]) / 1e3 for row in earlier(f"Host time in our adapter per step{what}")}
         for what in ("; policy fixed; 7 draft tokens", " without drafts; policy auto")
     )
+    timed = [row for row in result("draft-times.json") if (row["shape"], row["budget"]) == ("chain", 16)]
+    chains = {row["arm"]: row["us"] for row in timed}
     return Screen(
         f"A draft takes {large[1].at:.2f} ms of the host for one request.",
         lines(
@@ -295,9 +300,10 @@ def cost(measured: Any) -> Screen:
             "time of one draft for the whole batch, 16 draft tokens, two threads; bars: 5 to 95 %",
             {"": found}, names=list(found), across="requests", scale="milliseconds",
         ),
-        "AMD EPYC. A step of vLLM's V1 took the host "
-        f"{longer['1']:.2f} ms longer, {longer['32']:.2f} ms with 32 requests, {idle['32']:.2f} without drafts. "
-        "Stores take "
+        f"Intel Xeon. A chain of 16 takes {chains['sssd']:.0f} us, `suffix` {chains['suffix']:.0f}. "
+        "EPYC: a step of vLLM's V1 takes "
+        f"{longer['1']:.2f} ms longer, {longer['32']:.2f} with 32 requests, {idle['32']:.2f} without drafts. "
+        "Stores: "
         f"{min(measured['store_bytes_per_token'].values()):.1f} bytes per token. {streamed()}",
     )  # fmt: skip
 
@@ -311,10 +317,7 @@ def streamed() -> str:
     found = result("parsers-sglang.json")
     rows += [(len(found["lengths"]), len(row["before"]), len(row["after"])) for row in found["rows"]]
     total, before, after = (sum(column) for column in zip(*rows, strict=True))
-    return (
-        f"Of {total:,} streams in runs of tokens (all endpoints, parsers), {before:,} differ from single tokens'; "
-        f"with freedraft, {after or 'none'}."
-    )
+    return f"Of {total:,} streams in runs, {before:,} differ from single tokens'; with freedraft, {after or 'none'}."
 
 
 @question(
