@@ -51,13 +51,12 @@ from sssd_plugin.sources import OTHER
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root (at the root MAX_SAMPLES)
 FEW_NODES = 16  # larger trees use more candidates and samples, and look for them longer
-FEW_CANDIDATES = 10
-FEW_BELOW, CHAIN_BELOW = 8, 3  # candidates of nodes below the root of such trees, and of chains
+FEW_CANDIDATES, CHAIN_CANDIDATES = 10, 3
 CHOICE, CHAIN_CHOICE = 0.015, 0.03  # path scores below which drafts are only copied on; chains: that a copy may lose
 FLOOR = 0.002  # path score below which nothing is drafted any more
 STORE_DISCOUNT = 0.7
 REQUEST_DISCOUNT = 0.4
-EXPAND_MARGIN = 0.35  # share of its parent's probability that a child is worth looking for
+EXPAND_MARGIN = 0.7  # upper bound of a child's share of its parent's probability
 ALIGNED = 0.2  # bonus of an alignment in the shortlist's criterion
 RECYCLED = 0.3  # weight of a probability by recycled logits there
 
@@ -226,9 +225,9 @@ def effort_of(max_nodes, chain):
     """Return the most candidates of the root and of other nodes, and the samples per range of the latter, in drafts of
     this size; and the path score below which no candidates are looked for."""
     if chain:
-        return FEW_CANDIDATES, CHAIN_BELOW, DEEP_SAMPLES, CHAIN_CHOICE
+        return FEW_CANDIDATES, CHAIN_CANDIDATES, DEEP_SAMPLES, CHAIN_CHOICE
     if max_nodes <= FEW_NODES:
-        return FEW_CANDIDATES, FEW_BELOW, DEEP_SAMPLES, CHOICE
+        return FEW_CANDIDATES, FEW_CANDIDATES, DEEP_SAMPLES, CHOICE
     return SHORTLIST, SHORTLIST, 2 * DEEP_SAMPLES, CHOICE / 2
 
 

@@ -90,7 +90,7 @@ def evenly(items: list, most: int) -> list:
 
 OCCURRENCES, MAX_CANDIDATES = 64, 256
 LONG_ORDERS = (4, 5, 6, 8, 16, 32)  # tokens that a match of the request's last four has at least
-ROOT_SAMPLES, EXPAND_MARGIN = 64, 0.35
+ROOT_SAMPLES, EXPAND_MARGIN = 64, 0.7
 FLOOR = 0.002  # of a path
 # L(c, N) = ln(c + 0.1) - ln(N + 1). By numpy's vectorised log, which may differ from math.log in the last bit.
 LOG_MATCH = np.log(np.maximum(np.arange(65), 6) / 6)
@@ -519,8 +519,7 @@ class Oracle:
             if x in costs:
                 promise[x] += 0.3 * math.exp(costs[x] * (-1 / 1024))
         shortlist = sorted(seen.candidates, key=lambda x: -promise[x])
-        below, at_root = 3 if chain else 8 if few else 16, 10 if few else 16
-        shortlist = shortlist[: below if below_root else at_root]
+        shortlist = shortlist[: 3 if chain and below_root else 10 if few else 16]
         if not shortlist:
             return []
         store_order, request_order = longest([*seen.store, seen.many]), longest(seen.request)
