@@ -136,6 +136,8 @@ def of_times(path: Path, arguments: argparse.Namespace) -> Iterator[dict[str, An
     """Yield the times of each cell's calls that draft, in microseconds."""
     from arctic_inference.suffix_decoding import SuffixDecodingCache
 
+    if "lookup" in arguments.drafter:
+        raise ValueError("--times is of drafters, which lookup is not: leave it out")
     trace, seconds = Trace.load(path, arguments.tokenizer), list[float]()
 
     def watch(kind: type, name: str) -> None:

@@ -99,7 +99,8 @@ class Drafter:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(MAX_THREADS, "freedraft-draft")
         self._batch = self._out = DraftBatch.empty(1, max_nodes)
-        self._memory, self._widest = list[NDArray[np.uint8]](), -1  # by thread, of `scratch` for so many sub-indices
+        self._memory = list[NDArray[np.uint8]]()  # for `scratch`, one for each thread
+        self._widest = -1  # number of sub-indices that it is large enough for
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = min(MAX_THREADS, cores)
         self._live = live

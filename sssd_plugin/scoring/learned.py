@@ -62,8 +62,7 @@ RECYCLED = 0.3  # weight of a probability by recycled logits there
 
 
 # Of a request that is drafted for, see `draft_batch`; where its predicted answer begins and ends in its text.
-SLOT, GROUP, TENANT, PREDICTED, PREDICTED_END = range(5)
-REQUEST_COLUMNS = 5
+SLOT, GROUP, TENANT, PREDICTED, PREDICTED_END, REQUEST_COLUMNS = range(6)
 
 
 class Sources(NamedTuple):
