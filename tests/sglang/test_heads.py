@@ -69,10 +69,13 @@ def test_the_head_drafts_what_it_drafts_alone(built):
     with on_top(*built, algorithm="EAGLE", speculative_num_steps=K, speculative_eagle_topk=1,
                 speculative_num_draft_tokens=K + 1) as engine:  # fmt: skip
         alone = engine.generate(input_ids=IDS, sampling_params=GREEDY)
-    with on_top(*built) as engine:
+    with on_top(*built, env={"FREEDRAFT_POLICY": None}) as engine:
         off = engine.generate(input_ids=IDS, sampling_params=GREEDY | OFF)
+        by_default = [engine.generate(input_ids=IDS, sampling_params=GREEDY) for _ in range(2)]
     found = [[output["meta_info"]["spec_verify_ct"] for output in each] for each in (alone, off)]
     assert ids(alone) == ids(off) and found[0] == found[1]
+    for each in by_default:
+        assert ids(each) == ids(off)
 
 
 @pytest.mark.extended
@@ -150,11 +153,11 @@ def logprobs(outputs):
         ([*CASES], {}, {"page_size": 16}),
         (
             ["seeded", "long"],
-            {"SGLANG_TEST_RETRACT": "1", "FREEDRAFT_POLICY": None},
+            {"SGLANG_TEST_RETRACT": "1"},
             {"disable_overlap_schedule": True, "chunked_prefill_size": 16, "max_total_tokens": 512},
         ),
     ],
-    ids=["overlap, pages", "synchronous, retracted, auto"],
+    ids=["overlap, pages", "synchronous, retracted"],
 )
 def test_answers_are_those_of_an_engine_without_drafts(answers, asked_for, env, options, tmp_path):
     """Through aborts, prompts read in parts and the end of the context."""
@@ -172,4 +175,4 @@ def test_answers_are_those_of_an_engine_without_drafts(answers, asked_for, env, 
     for counted in ("num_retractions", "cached_tokens"):
         assert (sum(meta[counted] for meta in metas) > 0) == ("SGLANG_TEST_RETRACT" in env), counted
     done = read_counts(counts)
-    assert done["held"] == 0 and done["accepted"] > (50 if "FREEDRAFT_POLICY" not in env else 0)
+    assert done["held"] == 0 and done["accepted"] > 50
