@@ -51,12 +51,13 @@ from sssd_plugin.sources import OTHER
 
 DEEP_SAMPLES = 8  # suffixes sampled per range below the root (at the root MAX_SAMPLES)
 FEW_NODES = 16  # larger trees use more candidates and samples, and look for them longer
-FEW_CANDIDATES, CHAIN_CANDIDATES = 10, 3
+FEW_CANDIDATES = 10
+FEW_BELOW, CHAIN_BELOW = 8, 3  # candidates of nodes below the root of such trees, and of chains
 CHOICE, CHAIN_CHOICE = 0.015, 0.03  # path scores below which drafts are only copied on; chains: that a copy may lose
 FLOOR = 0.002  # path score below which nothing is drafted any more
 STORE_DISCOUNT = 0.7
 REQUEST_DISCOUNT = 0.4
-EXPAND_MARGIN = 0.7  # upper bound of a child's share of its parent's probability
+COPY_MARGIN, EXPAND_MARGIN = 0.7, 0.35  # shares of a node's probability that its best child has: of a copy, of others
 ALIGNED = 0.2  # bonus of an alignment in the shortlist's criterion
 RECYCLED = 0.3  # weight of a probability by recycled logits there
 
@@ -224,9 +225,9 @@ def effort_of(max_nodes, chain):
     """Return the most candidates of the root and of other nodes, and the samples per range of the latter, in drafts of
     this size; and the path score below which no candidates are looked for."""
     if chain:
-        return FEW_CANDIDATES, CHAIN_CANDIDATES, DEEP_SAMPLES, CHAIN_CHOICE
+        return FEW_CANDIDATES, CHAIN_BELOW, DEEP_SAMPLES, CHAIN_CHOICE
     if max_nodes <= FEW_NODES:
-        return FEW_CANDIDATES, FEW_CANDIDATES, DEEP_SAMPLES, CHOICE
+        return FEW_CANDIDATES, FEW_BELOW, DEEP_SAMPLES, CHOICE
     return SHORTLIST, SHORTLIST, 2 * DEEP_SAMPLES, CHOICE / 2
 
 
@@ -283,6 +284,7 @@ def draft_tree(sources, weights, limits, tree, scratch):
         return 0
     frontier, path_scores, probabilities = scratch.frontier, scratch.path_scores, scratch.probabilities
     candidates, shortlist, places = scratch.found.candidates, scratch.shortlist, scratch.places
+    matches, alignments = scratch.matches, scratch.alignments
     root_parent = start(sources, scratch)
     add_node(tree, 0, tokens[-1], -1, 1.0, 0)
     path_scores[0], places[0].text = 1.0, NOWHERE
@@ -290,15 +292,19 @@ def draft_tree(sources, weights, limits, tree, scratch):
     effort = effort_of(max_nodes, chain)
     while n < max_nodes:
         capacity = max_nodes - n
-        hope = path_scores[current] * EXPAND_MARGIN
-        hopeless = current > 0 and not chain and pending >= capacity and hope <= frontier[capacity - 1].score
+        hopeless = current > 0 and not chain and pending >= capacity
+        if hopeless:
+            above = tree.parents[current]
+            copied = places[current].text != NOWHERE or matches[above, 0, 0] + alignments[above, 0, 0] > 0
+            margin = COPY_MARGIN if copied else EXPAND_MARGIN
+            hopeless = path_scores[current] * margin <= frontier[capacity - 1].score
         pending = 0 if chain else min(pending, capacity)
         if not hopeless and path_scores[current] >= FLOOR:
             place = places[current]
             if place.text == NOWHERE:
                 parent = tree.parents[current] if current > 0 else root_parent
                 filled = look_back(sources, tree, scratch, current, parent)
-                if path_scores[current] < effort[3] or (chain and scratch.alignments[current, 0, 0] == 0):
+                if path_scores[current] < effort[3] or (chain and alignments[current, 0, 0] == 0):
                     _place(sources, copies, tree, scratch, current, filled, effort[3])
             if place.text != NOWHERE:
                 token, value = next_token(sources.request, table, place), path_scores[current] * share_of(place, copies)

@@ -90,7 +90,7 @@ def evenly(items: list, most: int) -> list:
 
 OCCURRENCES, MAX_CANDIDATES = 64, 256
 LONG_ORDERS = (4, 5, 6, 8, 16, 32)  # tokens that a match of the request's last four has at least
-ROOT_SAMPLES, EXPAND_MARGIN = 64, 0.7
+ROOT_SAMPLES, COPY_MARGIN, EXPAND_MARGIN = 64, 0.7, 0.35
 FLOOR = 0.002  # of a path
 # L(c, N) = ln(c + 0.1) - ln(N + 1). By numpy's vectorised log, which may differ from math.log in the last bit.
 LOG_MATCH = np.log(np.maximum(np.arange(65), 6) / 6)
@@ -463,7 +463,10 @@ class Oracle:
             base = tree.scores[current]
             full = current > 0 and not chain and len(frontier) >= room
             frontier = [] if chain else frontier[:room]
-            if not (full and base * EXPAND_MARGIN <= frontier[room - 1][0]) and base >= FLOOR:
+            above = copies.get(tree.parents[current])
+            copied = current in places or above is None or above.matches or above.alignments
+            margin = COPY_MARGIN if copied else EXPAND_MARGIN
+            if not (full and base * margin <= frontier[room - 1][0]) and base >= FLOOR:
                 context = self.request + tree.path(current)
                 place = places.get(current)
                 if place is None:
@@ -519,7 +522,8 @@ class Oracle:
             if x in costs:
                 promise[x] += 0.3 * math.exp(costs[x] * (-1 / 1024))
         shortlist = sorted(seen.candidates, key=lambda x: -promise[x])
-        shortlist = shortlist[: 3 if chain and below_root else 10 if few else 16]
+        below, at_root = 3 if chain else 8 if few else 16, 10 if few else 16
+        shortlist = shortlist[: below if below_root else at_root]
         if not shortlist:
             return []
         store_order, request_order = longest([*seen.store, seen.many]), longest(seen.request)
