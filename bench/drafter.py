@@ -27,14 +27,14 @@ from bench.lib.results import ROOT, write_json
 from sssd_plugin.datastore import tokenizer as tokenizers
 from sssd_plugin.datastore.build.builder import peak_resident_bytes, resident_bytes
 from sssd_plugin.datastore.index.sub_index import SEPARATOR, Snapshot, SubIndex
-from sssd_plugin.drafter import Drafter, Scoring
+from sssd_plugin.drafter import Drafter, Scoring, Shape
 from sssd_plugin.request_index import RequestIndex
 
 PROMPT, STEPS, ADVANCE, ROUNDS = 600, 120, 2, 3  # tokens, steps per request, tokens per step, repeats
 BATCH, LARGE, HELD_OUT = 32, 256, 64
 STORES = 1_000_000, 8_000_000  # tokens
-SHAPES: list[tuple[Scoring, int]] = [("paper", 16), ("learned", 8), ("learned", 16)]
-"""Scoring and number of nodes of each arm."""
+NODES = 16
+SHAPES: list[tuple[Scoring, Shape]] = [("paper", "tree"), ("learned", "chain"), ("learned", "tree")]
 Tokens = NDArray[np.int32]
 
 
@@ -66,10 +66,10 @@ def snapshot_of(tokens: Tokens, parts: int, vocab: int) -> Snapshot:
 class Arm:
     """A drafter that steps through the held-out requests."""
 
-    def __init__(self, store: str, snapshot: Snapshot, vocab: int, shape: tuple[Scoring, int], batch: int) -> None:
-        scoring, self.nodes = shape
-        self.name, self.batch = f"{store}, {scoring}, {self.nodes} nodes, batch {batch}", batch
-        self.drafter = Drafter(vocab_size=vocab, max_nodes=self.nodes, scoring=scoring, snapshot=snapshot)
+    def __init__(self, store: str, snapshot: Snapshot, vocab: int, kind: tuple[Scoring, Shape], batch: int) -> None:
+        scoring, self.shape = kind
+        self.name, self.batch = f"{store}, {scoring}, {self.shape} of {NODES}, batch {batch}", batch
+        self.drafter = Drafter(vocab_size=vocab, max_nodes=NODES, scoring=scoring, snapshot=snapshot)
         self.draft_us: list[float] = []
         self.append_us: list[float] = []
 
@@ -85,7 +85,7 @@ class Arm:
             started = time.perf_counter()
             self.drafter.update(ids, flat, ends - ADVANCE, ends, length)
             middle = time.perf_counter()
-            self.drafter.draft(ids, max_nodes=self.nodes)
+            self.drafter.draft(ids, max_nodes=NODES, shape=self.shape)
             ended = time.perf_counter()
             if timed and step:
                 self.append_us.append((middle - started) * 1e6 / (len(rows) * ADVANCE))
@@ -132,7 +132,7 @@ def main() -> None:
     arms = [Arm("input only", (), vocab, shape, 1) for shape in SHAPES]
     snapshots = {f"{size / 1e6:g} M": snapshot_of(stored[:size], 1, vocab) for size in STORES}
     for label, whole in snapshots.items():
-        for batch, shapes in ((1, SHAPES), (BATCH, SHAPES), (LARGE, SHAPES[::2])):
+        for batch, shapes in ((1, SHAPES), (BATCH, SHAPES), (LARGE, SHAPES[1:])):
             arms += [Arm(label, whole, vocab, shape, batch) for shape in shapes]
     in_8 = {size: snapshot_of(stored[:size], 8, vocab) for size in STORES}
     arms += [Arm(f"{n / 1e6:g} M in 8", store, vocab, shape, 1) for n, store in in_8.items() for shape in SHAPES]

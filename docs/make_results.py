@@ -282,11 +282,11 @@ def layers(vllm: Any, sglang: Any, *windows: Any) -> Screen:
 def cost(measured: Any) -> Screen:
     found: dict[str, dict[float, Value]] = {}
     for name, took in measured["draft_us_per_call"].items():
-        store, scoring, nodes, batch = name.split(", ")
-        if (scoring, nodes) == ("learned", "16 nodes") and store in ("1 M", "8 M"):
+        store, scoring, shape, batch = name.split(", ")
+        if scoring == "learned" and store in ("1 M", "8 M"):
             value = Value(*(took[key] / 1e3 for key in ("median", "p5", "p95")))
-            found.setdefault(f"store of {store} tokens", {})[int(batch.removeprefix("batch "))] = value
-    large = found["store of 8 M tokens"]
+            found.setdefault(f"{shape}, store of {store}", {})[int(batch.removeprefix("batch "))] = value
+    chain, tree = found["chain of 16, store of 8 M"], found["tree of 16, store of 8 M"]
     longer, idle = (
         {row["at"]: float(row["value"]) / 1e3 for row in earlier(f"Host time in our adapter per step{what}")}
         for what in ("; policy fixed; 7 draft tokens", " without drafts; policy auto")
@@ -294,10 +294,10 @@ def cost(measured: Any) -> Screen:
     timed = [row for row in result("draft-times.json") if (row["shape"], row["budget"]) == ("chain", 16)]
     chains = {row["arm"]: row["us"] for row in timed}
     return Screen(
-        f"A draft takes {large[1].at:.2f} ms of the host for one request.",
+        f"A draft takes {chain[1].at:.2f} ms of the host for one request, in trees {tree[1].at:.2f}.",
         lines(
-            f"Drafting takes {large[1].at:.2f} ms for one request and {large[256].at:.0f} ms for 256",
-            "time of one draft for the whole batch, 16 draft tokens, two threads; bars: 5 to 95 %",
+            f"Drafting takes {chain[1].at:.2f} ms for one request and {chain[256].at:.0f} ms for 256",
+            "time of one draft for the whole batch, two threads; bars: 5 to 95 %",
             {"": found}, names=list(found), across="requests", scale="milliseconds",
         ),
         f"Intel Xeon. A chain of 16 takes {chains['sssd']:.0f} us, `suffix` {chains['suffix']:.0f}. "
