@@ -294,7 +294,7 @@ def cost(measured: Any) -> Screen:
     timed = [row for row in result("draft-times.json") if (row["shape"], row["budget"]) == ("chain", 16)]
     chains = {row["arm"]: row["us"] for row in timed}
     return Screen(
-        f"A draft takes {chain[1].at:.2f} ms of the host for one request, in trees {tree[1].at:.2f}.",
+        f"A draft takes {chain[1].at:.2f} ms of the host, in trees {tree[1].at:.2f}.",
         lines(
             f"Drafting takes {chain[1].at:.2f} ms for one request and {chain[256].at:.0f} ms for 256",
             "time of one draft for the whole batch, two threads; bars: 5 to 95 %",
