@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
@@ -43,7 +44,8 @@ MAX_NODES = 256
 MAX_THREADS = 8
 MOST_INDEXED = 1 << 14  # tokens of prompts per step, so that a long one does not keep others waiting
 BEFORE = 16  # tokens of the prompt behind which a predicted answer begins
-MIN_NODES = 128  # fewest of a thread's trees together; waking it takes as long as drafting these
+WORTH_WAKING = 3e-4  # seconds of drafting for which another thread is woken, which takes some 1e-4 itself
+MOST_SECONDS = 1e-4  # of a tree, as it counts there: a longer time is another program's
 
 
 class Drafter:
@@ -103,6 +105,7 @@ class Drafter:
         self._widest = -1  # number of sub-indices that it is large enough for
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = min(MAX_THREADS, cores)
+        self._seconds = 0.0  # of one thread for a tree
         self._live = live
         if live is not None:
             live.runs.on_erased = self._forget_others
@@ -218,21 +221,27 @@ class Drafter:
             if view.widest > self._widest:
                 size = size_of_scratch(self.max_nodes, view.widest)
                 self._memory, self._widest = [np.zeros(size, np.uint8) for _ in range(self._threads)], view.widest
-            parts = min(self._threads, n, n * max_nodes // MIN_NODES)
+            parts = min(self._threads, n, int(n * self._seconds / WORTH_WAKING))
             if parts <= 1:
-                draft_batch(arrays, self._memory[0], *same)
+                self._draft_timed(arrays, self._memory[0], same)
             else:
                 bounds = [n * i // parts for i in range(parts + 1)]
                 first, *others = (tuple(array[a:b] for array in arrays) for a, b in pairwise(bounds))
                 memory = iter(self._memory)
                 waiting = [self._pool.submit(draft_batch, other, next(memory), *same) for other in others]
                 try:
-                    draft_batch(first, next(memory), *same)
+                    self._draft_timed(first, next(memory), same)
                 finally:
                     wait(waiting)  # no draft begins while one still has memory
                 for future in waiting:
                     future.result()
         return out
+
+    def _draft_timed(self, arrays: Any, memory: NDArray[np.uint8], same: tuple[Any, ...]) -> None:
+        began = time.perf_counter()
+        draft_batch(arrays, memory, *same)
+        seconds = (time.perf_counter() - began) / max(1, len(arrays[0]))
+        self._seconds += 0.2 * (min(seconds, MOST_SECONDS) - self._seconds)
 
     def tokens(self, request_id: str, first: int = 0, most: int = 1 << 31) -> NDArray[np.int32]:
         """Return a copy of the tokens of a request from its `first` one on, the last `most` of them: int32 [n], none if
@@ -288,6 +297,7 @@ class Drafter:
         none = np.zeros((0, 1, TOP), np.int32)
         self.recycle(NodeLogits([], self._out.head(0), none, none.astype(np.float32)))
         self.finish([name])
+        self._seconds = 0.0
 
 
 def _values(numbers: dict[str, int], request_ids: Sequence[str]) -> NDArray[np.int64]:

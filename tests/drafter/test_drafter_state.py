@@ -221,14 +221,18 @@ def test_images_are_not_drafted_and_match_no_others(scoring: str, mark: int) -> 
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("threads", [1, 2, 4])
 def test_a_batch_over_several_threads(scoring: str, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row by row what each request gets alone: whatever the batch, from less than a thread's share on."""
+    """Row by row what each request gets alone, whatever the batch. A thread is woken only for what takes longer."""
     sources = list(python_sources().values())
     requests = [tokens[: 200 + 17 * i] for i, tokens in enumerate(sources * 4)]
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(threads)), raising=False)
     drafter, names = drafter_over([[s[:800]] for s in sources[:3]], requests, scoring, vocab_size=50_000)
+    before = {*threading.enumerate()}
     alone = [copied(drafter.draft([name], max_nodes=16))[0] for name in names]
-    for size in (1, 15, 16, 31, 40):
-        assert copied(drafter.draft(names[:size], max_nodes=16)) == alone[:size]
+    for seconds, woken in ((1e3, False), (1e-9, threads > 1)):
+        monkeypatch.setattr("sssd_plugin.drafter.WORTH_WAKING", seconds)
+        for size in (1, 15, 16, 31, 40):
+            assert copied(drafter.draft(names[:size], max_nodes=16)) == alone[:size]
+        assert bool({*threading.enumerate()} - before) == woken
     unknown = drafter.draft([*names[:20], "unknown", *names[20:]], max_nodes=16)
     assert unknown.counts[20] == 0 and copied(unknown)[21:] == alone[20:]
     drafter.close()
