@@ -44,8 +44,8 @@ MAX_NODES = 256
 MAX_THREADS = 8
 MOST_INDEXED = 1 << 14  # tokens of prompts per step, so that a long one does not keep others waiting
 BEFORE = 16  # tokens of the prompt behind which a predicted answer begins
-WORTH_WAKING = 3e-4  # seconds of drafting for which another thread is woken, which takes some 1e-4 itself
-MOST_SECONDS = 1e-4  # of a tree, as it counts there: a longer time is another program's
+# Seconds of a tree, at most, and of waking other threads, at first and at most: more is another program's time.
+MOST_DRAFTING, WAKING, MOST_WAKING = 1e-4, 1e-4, 1e-3
 
 
 class Drafter:
@@ -105,7 +105,7 @@ class Drafter:
         self._widest = -1  # number of sub-indices that it is large enough for
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = min(MAX_THREADS, cores)
-        self._seconds = 0.0  # of one thread for a tree
+        self._drafting, self._waking = 0.0, WAKING  # seconds of a tree; and for which one's own are done before others'
         self._live = live
         if live is not None:
             live.runs.on_erased = self._forget_others
@@ -221,8 +221,9 @@ class Drafter:
             if view.widest > self._widest:
                 size = size_of_scratch(self.max_nodes, view.widest)
                 self._memory, self._widest = [np.zeros(size, np.uint8) for _ in range(self._threads)], view.widest
-            parts = min(self._threads, n, int(n * self._seconds / WORTH_WAKING))
+            parts = min(self._threads, n, int(n * self._drafting / (2 * self._waking)))
             if parts <= 1:
+                self._waking += 0.01 * (WAKING - self._waking)  # so that it is tried again
                 self._draft_timed(arrays, self._memory[0], same)
             else:
                 bounds = [n * i // parts for i in range(parts + 1)]
@@ -232,7 +233,9 @@ class Drafter:
                 try:
                     self._draft_timed(first, next(memory), same)
                 finally:
+                    began = time.perf_counter()
                     wait(waiting)  # no draft begins while one still has memory
+                    self._waking += 0.2 * (min(time.perf_counter() - began, MOST_WAKING) - self._waking)
                 for future in waiting:
                     future.result()
         return out
@@ -241,7 +244,7 @@ class Drafter:
         began = time.perf_counter()
         draft_batch(arrays, memory, *same)
         seconds = (time.perf_counter() - began) / max(1, len(arrays[0]))
-        self._seconds += 0.2 * (min(seconds, MOST_SECONDS) - self._seconds)
+        self._drafting += 0.2 * (min(seconds, MOST_DRAFTING) - self._drafting)
 
     def tokens(self, request_id: str, first: int = 0, most: int = 1 << 31) -> NDArray[np.int32]:
         """Return a copy of the tokens of a request from its `first` one on, the last `most` of them: int32 [n], none if
@@ -297,7 +300,7 @@ class Drafter:
         none = np.zeros((0, 1, TOP), np.int32)
         self.recycle(NodeLogits([], self._out.head(0), none, none.astype(np.float32)))
         self.finish([name])
-        self._seconds = 0.0
+        self._drafting = 0.0
 
 
 def _values(numbers: dict[str, int], request_ids: Sequence[str]) -> NDArray[np.int64]:

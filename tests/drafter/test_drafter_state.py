@@ -229,7 +229,8 @@ def test_a_batch_over_several_threads(scoring: str, threads: int, monkeypatch: p
     before = {*threading.enumerate()}
     alone = [copied(drafter.draft([name], max_nodes=16))[0] for name in names]
     for seconds, woken in ((1e3, False), (1e-9, threads > 1)):
-        monkeypatch.setattr("sssd_plugin.drafter.WORTH_WAKING", seconds)
+        drafter._waking = seconds
+        monkeypatch.setattr("sssd_plugin.drafter.MOST_WAKING", seconds)
         for size in (1, 15, 16, 31, 40):
             assert copied(drafter.draft(names[:size], max_nodes=16)) == alone[:size]
         assert bool({*threading.enumerate()} - before) == woken
