@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from freedraft.compiled import lean
-from sssd_plugin.datastore.index.search import bucket, find_ngram, narrow, suffixes_of
+from sssd_plugin.datastore.index.search import bucket, find_ngram, narrow, narrow_long, suffixes_of
 from sssd_plugin.datastore.index.sub_index import SOURCE
 from sssd_plugin.scoring.inputs import STORE_ORDERS
 from sssd_plugin.sources import DATASTORE
@@ -22,7 +22,7 @@ def _narrow_many(table, above, here, k, known, token):
     for j in range(len(table)):
         lo, hi = np.int64(above[j, k, 0]), np.int64(above[j, k, 1])
         if lo < hi:
-            lo, hi = narrow(table, j, lo, hi, known, token)
+            lo, hi = narrow_long(table, j, lo, hi, known, token)
             if lo < hi:
                 many = known + 1
                 here[j, MANY, 0], here[j, MANY, 1] = lo, hi
@@ -33,21 +33,25 @@ def _narrow_many(table, above, here, k, known, token):
 def find_many(table, ranges, tokens):
     """Write a node's ranges of many tokens, for the longest suffix of `tokens` in the store, out of MANY_SIZES; return
     its length, 0 for none. ranges: int32 [J, STORE_ORDERS + 1, 2]."""
-    many = 0
+    many, low, high, step = 0, 0, len(MANY_SIZES), 1
     ranges[: len(table), MANY] = 0
-    for k in MANY_SIZES:
-        if k > len(tokens):
-            break
+    while high > 0 and MANY_SIZES[high - 1] > len(tokens):
+        high -= 1
+    while low < high:  # sizes below `low` are in the store, from `high` on not: each look-up takes all of its tokens
+        i = min(low + step, high) - 1
+        k, found = MANY_SIZES[i], False
         for j in range(len(table)):
             if ranges[j, MANY - 1, 0] < ranges[j, MANY - 1, 1]:
                 lo, hi = find_ngram(table, j, tokens, len(tokens) - k, k)
                 if lo < hi:
-                    if many < k:
-                        many = k
+                    if not found:
                         ranges[: len(table), MANY] = 0
+                    many, found = k, True
                     ranges[j, MANY, 0], ranges[j, MANY, 1] = lo, hi
-        if many < k:
-            break
+        if found:
+            low, step = i + 1, 4 * step
+        else:
+            high, step = i, max(1, (i - low + 1) // 2)
     return many
 
 

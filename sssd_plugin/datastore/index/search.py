@@ -72,6 +72,15 @@ def narrow(table, j, lo, hi, offset, token):
 
 
 @lean
+def narrow_long(table, j, lo, hi, offset, token):
+    """Like `narrow`, for lo < hi and offset > 1: where the first suffix and the last one continue alike, all do."""
+    tokens, suffixes = suffixes_of(table, j)
+    if tokens[suffixes[lo] + offset] == token == tokens[suffixes[hi - 1] + offset]:
+        return lo, hi
+    return _narrow(tokens, suffixes, (lo, hi), (lo, hi), offset, token)
+
+
+@lean
 def bucket(table, j, token):
     """Return the suffixes of sub-index j that start with `token`: (lo, hi)."""
     if 0 <= token < table[j, 5]:
@@ -89,5 +98,8 @@ def find_ngram(table, j, tokens, start, length):
     for offset in range(1, length):
         if lo >= hi:
             break
-        lo, hi = narrow(table, j, lo, hi, offset, tokens[start + offset])
+        if offset == 1:
+            lo, hi = narrow(table, j, lo, hi, offset, tokens[start + offset])
+        else:
+            lo, hi = narrow_long(table, j, np.int64(lo), np.int64(hi), offset, tokens[start + offset])
     return lo, hi
