@@ -16,7 +16,7 @@ from freedraft.cost.roofline import Roofline, weight_bytes
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Tokens per step by nodes, of SSSD's drafts
-CURVES = {"chain": CHAIN_TOKENS_PER_STEP, "tree": {1: 1.0, 4: 1.546, 8: 1.708, 16: 1.823, 32: 1.925}}
+CURVES = {"chain": CHAIN_TOKENS_PER_STEP, "tree": {1: 1.0, 4: 1.547, 8: 1.706, 16: 1.823, 32: 1.927}}
 
 _LARGEST = 512  # tokens of vLLM's largest CUDA graph, on GPUs before Blackwell
 
