@@ -297,7 +297,7 @@ def cost(measured: Any) -> Screen:
         f"A draft takes {chain[1].at:.2f} ms of the host, in trees {tree[1].at:.2f}.",
         lines(
             f"Drafting takes {chain[1].at:.2f} ms for one request and {chain[256].at:.0f} ms for 256",
-            "time of one draft for the whole batch, two threads; bars: 5 to 95 %",
+            "time of one draft for the whole batch, at most two threads; bars: 5 to 95 %",
             {"": found}, names=list(found), across="requests", scale="milliseconds",
         ),
         f"Intel Xeon. A chain of 16 takes {chains['sssd']:.0f} us, `suffix` {chains['suffix']:.0f}. "

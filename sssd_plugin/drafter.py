@@ -105,7 +105,7 @@ class Drafter:
         self._widest = -1  # number of sub-indices that it is large enough for
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = min(MAX_THREADS, cores)
-        self._drafting, self._waking = 0.0, WAKING  # seconds of a tree; and for which one's own are done before others'
+        self._drafting, self._waking = 0.0, WAKING  # measured seconds of a tree, and of waiting for other threads
         self._live = live
         if live is not None:
             live.runs.on_erased = self._forget_others

@@ -120,7 +120,7 @@ def test_no_circle_of_imports() -> None:
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names one
 
 
-PRODUCT_LINES, BENCH_LINES = 24_065, 5_847
+PRODUCT_LINES, BENCH_LINES = 24_062, 5_847
 FILE_LINES, FUNCTION_LINES, ARGUMENTS = 400, 60, 7
 # Functions with more positional arguments, and how many. An entry goes with its cause; none is added.
 KNOWN = {

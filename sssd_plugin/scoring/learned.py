@@ -57,7 +57,7 @@ CHOICE, CHAIN_CHOICE = 0.015, 0.03  # path scores below which drafts are only co
 FLOOR = 0.002  # path score below which nothing is drafted any more
 STORE_DISCOUNT = 0.7
 REQUEST_DISCOUNT = 0.4
-COPY_MARGIN, EXPAND_MARGIN = 0.7, 0.35  # shares of a node's probability that its best child has: of a copy, of others
+COPY_MARGIN, EXPAND_MARGIN = 0.7, 0.35  # hoped-for share of a node's probability of its best child: copies, others
 ALIGNED = 0.2  # bonus of an alignment in the shortlist's criterion
 RECYCLED = 0.3  # weight of a probability by recycled logits there
 

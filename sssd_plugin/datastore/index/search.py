@@ -73,11 +73,11 @@ def narrow(table, j, lo, hi, offset, token):
 
 @lean
 def narrow_long(table, j, lo, hi, offset, token):
-    """Like `narrow`, for lo < hi and offset > 1: where the first suffix and the last one continue alike, all do."""
+    """Like `narrow`, for lo < hi: where the first suffix and the last one continue alike, all do."""
     tokens, suffixes = suffixes_of(table, j)
     if tokens[suffixes[lo] + offset] == token == tokens[suffixes[hi - 1] + offset]:
         return lo, hi
-    return _narrow(tokens, suffixes, (lo, hi), (lo, hi), offset, token)
+    return narrow(table, j, lo, hi, offset, token)
 
 
 @lean
@@ -98,8 +98,5 @@ def find_ngram(table, j, tokens, start, length):
     for offset in range(1, length):
         if lo >= hi:
             break
-        if offset == 1:
-            lo, hi = narrow(table, j, lo, hi, offset, tokens[start + offset])
-        else:
-            lo, hi = narrow_long(table, j, np.int64(lo), np.int64(hi), offset, tokens[start + offset])
+        lo, hi = narrow_long(table, j, np.int64(lo), np.int64(hi), offset, tokens[start + offset])
     return lo, hi
